@@ -1,0 +1,13 @@
+"""Errors of the wire.
+
+WireError
+└── UndecodableMessage   the bytes are not a message of this protocol version
+"""
+
+
+class WireError(Exception):
+    """Root of what this package raises."""
+
+
+class UndecodableMessage(WireError):
+    """The bytes are not a message that this version of the protocol knows."""

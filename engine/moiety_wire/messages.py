@@ -1,0 +1,230 @@
+"""The messages of the wire, grouped by receiver.
+
+Transport: the gateway connects a ZeroMQ DEALER socket (its identity names the gateway process) to the engine front's
+ROUTER; each message is one frame of msgpack. A gateway says `Hello` and is answered by a `Card`; it then sends
+`Heartbeat` every HEARTBEAT_INTERVAL_S, and the engine sends `Load` at the same pace. A side that hears nothing for
+SILENCE_LIMIT_S takes the other for dead: the engine aborts that gateway's requests, the gateway fails over.
+
+A request's life: `Submit` → `Accepted` → `Tokens`* → exactly one `Finished` or `Failed`. `Tokens.position` counts output
+tokens from 0 without gap or repeat, so a receiver can prove that it missed nothing. `seq` counts the messages of one
+request in one direction from 0. Credit is the *total* number of output tokens the engine may emit for the request;
+`Extend` raises it (being a total, a repeated message does no harm). At the end of its credit a request pauses in place.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+HEARTBEAT_INTERVAL_S = 0.5
+SILENCE_LIMIT_S = 5.0
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # end-of-sequence token, stop token id or stop string
+    LENGTH = "length"  # max_tokens, the model's context, or a refused credit (see Finished.detail)
+    ABORT = "abort"  # the gateway asked for it, or went silent
+
+
+class FailureCode(StrEnum):
+    """Stable codes of `Failed`; the gateway maps them to HTTP."""
+
+    UNKNOWN_MODEL = "unknown_model"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    INVALID_REQUEST = "invalid_request"
+    OVERLOADED = "overloaded"
+    DRAINING = "draining"
+    ENGINE_FAILED = "engine_failed"
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the next token is drawn. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    num_logprobs: int | None = None  # None: no logprobs; N: the chosen token's, and the N best
+
+
+class Stopping(msgspec.Struct, frozen=True, omit_defaults=True):
+    """When a request ends. `max_tokens` counts output tokens; stop strings are matched by the engine's front."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+# ── to the engine ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A gateway presents itself; the answer is a Card."""
+
+    gateway_id: str
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """The gateway is alive, although it may have nothing to say."""
+
+    seq: int
+
+
+class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
+    """Generate for one prompt. `request_id` is unique within its gateway."""
+
+    request_id: str
+    seq: int
+    model: str
+    tenant_id: str
+    service_class: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    stopping: Stopping
+    credit_tokens: int
+    cache_salt: bytes  # starts the prefix-cache hash chain; the same bytes share a cache
+    arrival_unix_ns: int
+    deadline_unix_ns: int | None = None
+    tenant_weight: float = 1.0
+    traceparent: str = ""  # W3C trace context
+
+
+class Extend(msgspec.Struct, frozen=True, tag="extend"):
+    """Raise a request's credit to `credit_tokens` in total. `last` says that no more will come: then the end of the
+    credit ends the request with `length` and detail `credit_refused`."""
+
+    request_id: str
+    seq: int
+    credit_tokens: int
+    last: bool = False
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End a request now and free what it holds; answered by Finished(abort) unless it had already ended."""
+
+    request_id: str
+    seq: int
+
+
+ToEngine = Hello | Heartbeat | Submit | Extend | Abort
+
+# ── to the gateway ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Card(msgspec.Struct, frozen=True, tag="card"):
+    """All that a gateway must know of the model; so it needs no model files."""
+
+    engine_id: str
+    model: str
+    family: str
+    tokenizer_json: str  # Hugging Face tokenizer.json
+    chat_template: str  # "" if the model has none
+    special_tokens: dict[str, str]  # bos_token, eos_token … as the template names them
+    eos_token_ids: tuple[int, ...]
+    max_context_tokens: int  # prompt + output
+    vocab_size: int
+    max_num_logprobs: int
+    created_unix_s: int
+    dtype: str
+    device: str
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+    """The engine has the request and will answer it with Finished or Failed."""
+
+    request_id: str
+    seq: int
+
+
+class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
+    token: str  # the token's text; an incomplete code point shows as U+FFFD
+    token_bytes: bytes
+    logprob: float
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    token: str
+    token_bytes: bytes
+    logprob: float
+    top: list[TopLogprob]
+
+
+class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
+    """Output tokens from `position` on, with the text that they complete (possibly none: the text of an unfinished code
+    point, or of what may become a stop string, comes with a later message)."""
+
+    request_id: str
+    seq: int
+    position: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprob] | None = None
+
+
+class Phases(msgspec.Struct, frozen=True):
+    """When a request passed which point, unix nanoseconds; 0 where it did not get there. Between the points stand
+    engine.queue (received → scheduled), engine.prefill (scheduled → first_token), engine.decode (→ finished)."""
+
+    received_unix_ns: int
+    scheduled_unix_ns: int = 0
+    first_token_unix_ns: int = 0
+    finished_unix_ns: int = 0
+
+
+class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
+    """The end of a request. `text` is what detokenization still held back. `num_output_tokens` are the billable output
+    positions: all up to and including the one that ended the request."""
+
+    request_id: str
+    seq: int
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    phases: Phases
+    text: str = ""
+    detail: str = ""  # the stop string that matched; max_tokens, context, credit_refused; silent_gateway
+
+
+class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
+    """The engine could not serve the request. `num_output_tokens` is what it had emitted."""
+
+    request_id: str
+    seq: int
+    code: FailureCode
+    message: str
+    num_output_tokens: int = 0
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """The engine's state and its counters since start (monotonic)."""
+
+    engine_id: str
+    seq: int
+    num_running: int
+    num_waiting: int
+    num_paused: int  # running, but without credit
+    kv_blocks_total: int
+    kv_blocks_used: int  # held by requests
+    kv_blocks_cached: int  # free, but holding a prefix that may be hit
+    block_size: int
+    steps_total: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    output_tokens_total: int
+    requests_total: int
+    draining: bool = False
+
+
+ToGateway = Card | Accepted | Tokens | Finished | Failed | Load
