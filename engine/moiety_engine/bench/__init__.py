@@ -1,0 +1,1 @@
+"""`moiety bench engine`: offline throughput of the engine in this process."""

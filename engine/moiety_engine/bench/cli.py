@@ -1,0 +1,73 @@
+"""The command `moiety bench engine`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from moiety_engine.bench.lengths import Lengths, fixed_lengths, trace_lengths
+from moiety_engine.checkpoint import resolve_checkpoint
+from moiety_engine.config import Batching, EngineConfig
+from moiety_engine.errors import EngineError
+
+
+def bench_engine(
+    model: Annotated[str, typer.Option(help="checkpoint folder or hub id; default: the bundled demo model")] = "",
+    num_prompts: Annotated[int, typer.Option(min=1)] = 32,
+    input_tokens: Annotated[int | None, typer.Option(min=1, help="prompt length [128, or the trace's]")] = None,
+    output_tokens: Annotated[int, typer.Option(min=1, help="output length, without a trace")] = 64,
+    batching: Annotated[Batching, typer.Option()] = Batching.CONTINUOUS,
+    trace: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="CSV to take lengths from")] = None,
+    scale: Annotated[float, typer.Option(min=0.0001, help="multiplies the trace's lengths")] = 1.0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="token budget of a step")] = None,
+    max_running: Annotated[int | None, typer.Option(min=1, help="requests in the batch")] = None,
+    static_batch_size: Annotated[int, typer.Option(min=1, help="batch of static, dynamic and padded")] = 8,
+    seed: Annotated[int, typer.Option()] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Offline throughput of the engine in this process, all requests submitted at once."""
+    from moiety_engine.bench.engine import measure  # noqa: PLC0415 - imports torch
+
+    console = Console(stderr=True)
+    try:
+        lengths: list[Lengths] = (
+            fixed_lengths(num_prompts, input_tokens or 128, output_tokens)
+            if trace is None
+            else trace_lengths(trace, num_prompts, scale, input_tokens=input_tokens)
+        )
+        folder = resolve_checkpoint(model)
+        config = EngineConfig(
+            model=str(folder),
+            name=model or folder.name,
+            device=device,
+            dtype=dtype,
+            batching=batching,
+            num_threads=threads,
+            max_batch_tokens=max_batch_tokens,
+            max_running=max_running,
+            static_batch_size=static_batch_size,
+        )
+        with Progress(console=console, disable=not console.is_terminal) as progress:
+            task = progress.add_task("requests", total=num_prompts)
+            report = measure(config, lengths, seed=seed, on_done=lambda done, _: progress.update(task, completed=done))
+    except EngineError as exc:
+        console.print(f"[red]moiety bench engine:[/red] {exc}", highlight=False)
+        raise typer.Exit(1) from exc
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
+    out = Console()
+    out.print(f"ready in {report['ready_s']:.1f} s, {num_prompts} requests in {report['wall_s']:.1f} s ({batching})")
+    out.print(f"{report['output_tokens_per_s']:.1f} output tokens/s, {report['total_tokens_per_s']:.1f} in all")
+    for name in ("ttft_ms", "tpot_ms"):
+        if report[name]:
+            out.print(name, ", ".join(f"{p} {value:.1f}" for p, value in report[name].items()))
+    out.print(f"KV slots allocated but unused: {100 * report['kv_waste_fraction']:.1f} %")

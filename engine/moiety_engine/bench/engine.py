@@ -1,0 +1,155 @@
+"""The measurement behind `moiety bench engine`: random prompts, greedy, every output as long as asked."""
+
+from __future__ import annotations
+
+import platform
+import random
+import subprocess
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from moiety_engine.bench.lengths import Lengths
+from moiety_engine.config import EngineConfig
+from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.offline import Result, run_all
+from moiety_wire.messages import Sampling
+
+_FIRST_TOKEN_ID = 100  # past the special tokens of most vocabularies
+_WARM_UP = 1 << 40  # keys of requests that are not measured
+
+
+def measure(
+    config: EngineConfig, lengths: list[Lengths], *, seed: int, on_done: Callable[[int, int], None] | None = None
+) -> dict[str, Any]:
+    """Load the model, run all requests at once, and report. `ready_s` counts from the start of this process."""
+    loop = load_loop(config)
+    loop.warm_up()
+    ready_s = time.time() - psutil.Process().create_time()
+    rng = random.Random(seed)
+    submits = [_request(loop, key, one, rng) for key, one in enumerate(lengths)]
+    run_all(loop, [_request(loop, _WARM_UP, Lengths(min(32, lengths[0].input_tokens), 4), rng)])
+    waste = _KvWaste(loop)
+
+    def on_step(num_done: int) -> None:
+        waste.look()
+        if on_done is not None:
+            on_done(num_done, len(submits))
+
+    begin_s = time.perf_counter()
+    results = run_all(loop, submits, on_step=on_step)
+    wall_s = time.perf_counter() - begin_s
+    output_tokens = sum(len(result.token_ids) for result in results.values())
+    input_tokens = sum(one.input_tokens for one in lengths)
+    return {
+        "environment": environment(loop),
+        "settings": {
+            "model": config.name,
+            "batching": str(config.batching),
+            "num_prompts": len(lengths),
+            "input_tokens_mean": input_tokens / len(lengths),
+            "output_tokens_mean": output_tokens / len(lengths),
+            "max_batch_tokens": loop.scheduler.limits.max_batch_tokens,
+            "max_running": loop.scheduler.limits.max_running,
+            "static_batch_size": config.static_batch_size,
+            "block_size": loop.block_size,
+            "kv_blocks": loop.scheduler.kv.pool.num_blocks,
+            "seed": seed,
+        },
+        "ready_s": ready_s,
+        "wall_s": wall_s,
+        "steps": loop.steps_total,
+        "output_tokens_per_s": output_tokens / wall_s,
+        "total_tokens_per_s": (output_tokens + input_tokens) / wall_s,
+        "ttft_ms": percentiles([(r.token_times_s[0] - r.submitted_s) * 1e3 for r in results.values()]),
+        "tpot_ms": percentiles([gap for r in results.values() if (gap := _tpot_ms(r)) is not None]),
+        "kv_waste_fraction": waste.fraction,
+    }
+
+
+def environment(loop: EngineLoop) -> dict[str, Any]:
+    """What the figures depend on besides the settings."""
+    git = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "moiety": version("moiety"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "git_revision": git.stdout.strip() or None,
+        "device": str(loop.model.device) if loop.model.device.type == "cpu" else torch.cuda.get_device_name(),
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(loop.model.dtype).removeprefix("torch."),
+    }
+
+
+def percentiles(values: list[float]) -> dict[str, float] | None:
+    """{p50, p90, p99}, or None where there is nothing to measure."""
+    if not values:
+        return None
+    return dict(zip(("p50", "p90", "p99"), np.percentile(values, [50, 90, 99]).tolist(), strict=True))
+
+
+class _KvWaste:
+    """KV slots allocated but unused, averaged over the steps in which the batch was at least half as large as at its
+    largest (the tail of a run, when the batch empties, says nothing of saturation)."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._looks: list[tuple[int, int]] = []
+
+    def look(self) -> None:
+        allocated, filled = self._loop.scheduler.kv_slots()
+        if allocated:
+            self._looks.append((allocated, filled))
+
+    @property
+    def fraction(self) -> float | None:
+        if not self._looks:
+            return None
+        largest = max(allocated for allocated, _ in self._looks)
+        saturated = [(a, f) for a, f in self._looks if a >= largest / 2]
+        return 1 - sum(f for _, f in saturated) / sum(a for a, _ in saturated)
+
+
+def _request(loop: EngineLoop, key: int, lengths: Lengths, rng: random.Random) -> CoreSubmit:
+    vocabulary = loop.model.spec.vocab_size
+    first = min(_FIRST_TOKEN_ID, vocabulary - 1)
+    return CoreSubmit(
+        key=key,
+        tenant_id="bench",
+        service_class="standard",
+        prompt_ids=[rng.randrange(first, vocabulary) for _ in range(lengths.input_tokens)],
+        sampling=Sampling(temperature=0.0),
+        max_tokens=lengths.output_tokens,
+        min_tokens=0,
+        stop_token_ids=[],
+        credit_tokens=lengths.output_tokens,
+        cache_salt=b"bench",
+        arrival_unix_ns=time.time_ns(),
+    )
+
+
+def _tpot_ms(result: Result) -> float | None:
+    times = result.token_times_s
+    return (times[-1] - times[0]) / (len(times) - 1) * 1e3 if len(times) > 1 else None
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )

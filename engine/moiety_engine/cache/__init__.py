@@ -1,0 +1,1 @@
+"""The paged KV cache's book-keeping: blocks, reference counts, prefix hashes. Pure Python; it sees no tensor."""

@@ -1,0 +1,23 @@
+"""Hashes of full KV blocks, chained from a tenant's salt.
+
+A block's hash covers the salt and every token up to the block's end, so equal hashes mean equal KV contents, and a
+tenant with another salt can neither hit nor observe them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+HASH_BYTES = 16
+
+
+def root_hash(salt: bytes) -> bytes:
+    """Where the chain of a salt starts."""
+    return blake2b(salt, digest_size=HASH_BYTES, person=b"moiety-root").digest()
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The hash of a full block that follows `parent` (the hash before it, or the root)."""
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=HASH_BYTES).digest()

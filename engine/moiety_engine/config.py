@@ -1,0 +1,62 @@
+"""The engine's configuration: read and checked in an entry point, passed down, never changed."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from moiety_engine.errors import InvalidConfig
+
+
+class Batching(StrEnum):
+    """How requests are put into steps; see `moiety_engine.scheduling.strategies`."""
+
+    NONE = "none"
+    STATIC = "static"
+    DYNAMIC = "dynamic"
+    PADDED = "padded"
+    CONTINUOUS = "continuous"
+
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica. `None` and "auto" are resolved by the core from the model and the machine."""
+
+    model: str  # checkpoint folder, already resolved
+    name: str  # what clients call the model
+    device: str = "auto"
+    dtype: str = "auto"
+    batching: Batching = Batching.CONTINUOUS
+    max_batch_tokens: int | None = None  # token budget of one step
+    max_running: int | None = None  # sequences in the batch
+    kv_memory_bytes: int | None = None
+    block_size: int | None = None  # tokens a KV block
+    max_context_tokens: int | None = None
+    num_threads: int | None = None
+    prefix_caching: bool = True
+    batch_timeout_ms: float = 50.0  # `dynamic`: how long the first request waits for company
+    static_batch_size: int = 8  # `static`, `dynamic` and `padded`: the size of a batch
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise InvalidConfig(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}")
+        if self.dtype not in DTYPES:
+            raise InvalidConfig(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        positive = {
+            "max_batch_tokens": self.max_batch_tokens,
+            "max_running": self.max_running,
+            "kv_memory_bytes": self.kv_memory_bytes,
+            "block_size": self.block_size,
+            "max_context_tokens": self.max_context_tokens,
+            "num_threads": self.num_threads,
+            "static_batch_size": self.static_batch_size,
+        }
+        for name, value in positive.items():
+            if value is not None and value <= 0:
+                raise InvalidConfig(f"{name} must be at least 1, not {value}; leave it out to have it chosen")
+        if self.batch_timeout_ms < 0:
+            raise InvalidConfig(f"batch_timeout_ms must be 0 or more, not {self.batch_timeout_ms}")

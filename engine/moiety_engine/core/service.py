@@ -1,0 +1,82 @@
+"""The core's life: load, say hello, then obey and step until told to stop."""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from moiety_engine.config import Batching, EngineConfig
+from moiety_engine.core.link import FrontLink
+from moiety_engine.loop import MAX_NUM_LOGPROBS, EngineLoop, load_loop
+from moiety_engine.messages import (
+    CoreAbort,
+    CoreExtend,
+    CoreHello,
+    CoreShutdown,
+    CoreState,
+    CoreStep,
+    CoreSubmit,
+    ToCore,
+)
+
+IDLE_WAIT_MS = 1000
+COMPANY_WAIT_MS = 2  # the dynamic strategy: a request waits for company, and time alone may end that
+PROGRESS_INTERVAL_S = 0.2
+
+
+def serve(link: FrontLink, config: EngineConfig) -> None:
+    """Runs until the front says shutdown. Raises EngineError where the model cannot be loaded."""
+    log = structlog.get_logger()
+    loop = load_loop(config, progress=_Progress(link))
+    loop.warm_up()
+    link.send(
+        CoreHello(
+            state=CoreState.READY,
+            family=loop.model.spec.family,
+            max_context_tokens=loop.max_context_tokens,
+            vocab_size=loop.model.spec.vocab_size,
+            max_num_logprobs=MAX_NUM_LOGPROBS,
+            dtype=str(loop.model.dtype).removeprefix("torch."),
+            device=str(loop.model.device),
+        )
+    )
+    link.send(CoreStep([], [], loop.load()))
+    log.info("core_ready", kv_blocks=loop.load().kv_blocks_total, block_size=loop.block_size)
+    wait_ms = 0
+    while True:
+        for command in link.receive(wait_ms=wait_ms):
+            if isinstance(command, CoreShutdown):
+                return
+            _obey(loop, command)
+        stepped = loop.step()
+        outputs = loop.take_outputs()
+        if outputs is not None:
+            link.send(outputs)
+        waits_for_company = config.batching is Batching.DYNAMIC and loop.scheduler.num_waiting
+        wait_ms = 0 if stepped else COMPANY_WAIT_MS if waits_for_company else IDLE_WAIT_MS
+
+
+def _obey(loop: EngineLoop, command: ToCore) -> None:
+    match command:
+        case CoreSubmit():
+            loop.submit(command)
+        case CoreExtend():
+            loop.extend(command.key, command.credit_tokens, last=command.last)
+        case CoreAbort():
+            loop.abort(command.key, command.reason)
+
+
+class _Progress:
+    """Tells the front how far loading is, a few times a second."""
+
+    def __init__(self, link: FrontLink) -> None:
+        self._link = link
+        self._said_at_s = 0.0
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._said_at_s >= PROGRESS_INTERVAL_S or done_bytes == total_bytes:
+            self._said_at_s = now_s
+            text = f"loading weights: {done_bytes / 2**20:.0f} of {total_bytes / 2**20:.0f} MiB"
+            self._link.send(CoreHello(state=CoreState.LOADING, message=text))

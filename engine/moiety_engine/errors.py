@@ -1,0 +1,28 @@
+"""Errors of the engine.
+
+EngineError
+├── InvalidConfig         a setting that cannot work, and what to set instead
+├── CheckpointError       the checkpoint folder is missing, incomplete or not of a known family
+├── OutOfMemory           the KV cache does not fit in the memory that is there
+└── CoreDied              the core process ended, or never came up
+"""
+
+
+class EngineError(Exception):
+    """Root of what the engine raises on purpose."""
+
+
+class InvalidConfig(EngineError):
+    pass
+
+
+class CheckpointError(EngineError):
+    pass
+
+
+class OutOfMemory(EngineError):
+    pass
+
+
+class CoreDied(EngineError):
+    pass

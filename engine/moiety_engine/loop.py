@@ -1,0 +1,158 @@
+"""The step loop of one replica, in process: plan, prepare, run, sample, output.
+
+Owns the model, the KV tensors, the scheduler and the sampler. It knows no sockets: `core` feeds it from the front,
+`bench` and tests call it directly.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.config import EngineConfig
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.messages import CoreFailure, CoreLoad, CoreOutput, CoreStep, CoreSubmit
+from moiety_engine.model.loading import load_model
+from moiety_engine.model.transformer import Transformer
+from moiety_engine.runner.inputs import BatchBuilder, sampled
+from moiety_engine.runner.memory import kv_budget_bytes, num_kv_blocks
+from moiety_engine.sampling import Sampler
+from moiety_engine.scheduling.kv import KvLedger
+from moiety_engine.scheduling.plan import Chunk, Plan
+from moiety_engine.scheduling.scheduler import Limits, Scheduler
+from moiety_engine.scheduling.strategies import STRATEGIES
+from moiety_engine.sequence import Sequence
+from moiety_wire.messages import FailureCode, FinishReason, Sampling
+
+MAX_NUM_LOGPROBS = 20
+
+
+class EngineLoop:
+    """One model on one device. Not thread-safe: one thread submits and steps."""
+
+    def __init__(self, model: Transformer, config: EngineConfig, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self.model = model
+        self.config = config
+        self._clock_ns = clock_ns
+        on_cuda = model.device.type == "cuda"
+        self.block_size = config.block_size or (16 if on_cuda else 8)
+        max_running = config.max_running or (256 if on_cuda else 64)
+        max_batch_tokens = config.max_batch_tokens or (8192 if on_cuda else 512)
+        if max_batch_tokens < max_running:
+            raise InvalidConfig(
+                f"max_batch_tokens ({max_batch_tokens}) must be at least max_running ({max_running}): every running "
+                "request decodes one token a step; raise the one or lower the other"
+            )
+        context = min(config.max_context_tokens or model.spec.max_context_tokens, model.spec.max_context_tokens)
+        num_blocks = num_kv_blocks(
+            budget_bytes=kv_budget_bytes(model.device, config.kv_memory_bytes),
+            block_bytes=model.kv_bytes_per_block(self.block_size),
+            block_size=self.block_size,
+            max_running=max_running,
+            max_context=context,
+        )
+        self.max_context_tokens = min(context, num_blocks * self.block_size)
+        self.kv = model.allocate_kv(num_blocks, self.block_size)
+        ledger = KvLedger(BlockPool(num_blocks), self.block_size, prefix_caching=config.prefix_caching)
+        limits = Limits(max_batch_tokens, max_running, config.static_batch_size, config.batch_timeout_ms)
+        self.scheduler = Scheduler(ledger, limits, STRATEGIES[config.batching])
+        self._builder = BatchBuilder(self.block_size, model.device)
+        self._sampler = Sampler(model.spec.vocab_size, model.device)
+        self._outputs: list[CoreOutput] = []
+        self._failures: list[CoreFailure] = []
+        self._requests_total = 0
+        self.steps_total = 0
+
+    def submit(self, submit: CoreSubmit) -> None:
+        """Queue a request; one that cannot be served comes back as a failure with the next step."""
+        self._requests_total += 1
+        num_prompt = len(submit.prompt_ids)
+        if num_prompt + 1 > self.max_context_tokens or not num_prompt:
+            message = f"the prompt has {num_prompt} tokens; it must have 1 to {self.max_context_tokens - 1}"
+            self._failures.append(CoreFailure(submit.key, FailureCode.CONTEXT_LENGTH_EXCEEDED, message))
+            return
+        seed = submit.sampling.seed
+        self.scheduler.add(submit, seed=secrets.randbits(63) if seed is None else seed)
+
+    def extend(self, key: int, credit_tokens: int, *, last: bool) -> None:
+        """Raise a request's credit (a total)."""
+        self._emit(self.scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns()))
+
+    def abort(self, key: int, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request before the next step; its blocks are free when this returns."""
+        self._emit(self.scheduler.abort(key, reason, now_ns=self._clock_ns()))
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """One step of the model. False: there was nothing to run."""
+        plan = self.scheduler.plan(self._clock_ns())
+        if not plan.chunks:
+            return False
+        logits_LV = self.model.forward(self._builder.build(plan), self.kv)
+        token_ids, logprobs = self._sampler.sample(logits_LV, [chunk.sequence for chunk in sampled(plan)])
+        self._outputs += self.scheduler.commit(plan, token_ids, logprobs, self._clock_ns())
+        self.steps_total += 1
+        return True
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run a prefill and a decode that no request asked for, so that the first request does not pay for compiling
+        and lazy initialisation. Leaves nothing behind; only before the first request."""
+        blank = CoreSubmit(0, "", "", [0] * 4, Sampling(), 1, 0, [], 1, b"", 0)
+        sequence = Sequence(blank, order=0, seed=0)
+        sequence.blocks = [0]
+        for num_tokens, num_decode in ((4, 0), (1, 1)):
+            plan = Plan([Chunk(sequence, num_tokens, samples=True)], num_decode, num_tokens, [])
+            logits_LV = self.model.forward(self._builder.build(plan), self.kv)
+            self._sampler.sample(logits_LV, [sequence])
+            sequence.num_computed += num_tokens
+            sequence.tokens.append(0)
+
+    def take_outputs(self) -> CoreStep | None:
+        """What happened since the last call, if anything."""
+        if not self._outputs and not self._failures:
+            return None
+        step = CoreStep(self._outputs, self._failures, self.load())
+        self._outputs, self._failures = [], []
+        return step
+
+    def load(self) -> CoreLoad:
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        return CoreLoad(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_paused=scheduler.num_paused,
+            kv_blocks_total=pool.num_blocks,
+            kv_blocks_used=pool.num_used,
+            kv_blocks_cached=pool.num_cached,
+            block_size=self.block_size,
+            steps_total=self.steps_total,
+            prompt_tokens_total=scheduler.prompt_tokens_total,
+            cached_tokens_total=scheduler.cached_tokens_total,
+            output_tokens_total=scheduler.output_tokens_total,
+            requests_total=self._requests_total,
+        )
+
+    def _emit(self, output: CoreOutput | None) -> None:
+        if output is not None:
+            self._outputs.append(output)
+
+
+def load_loop(
+    config: EngineConfig,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    clock_ns: Callable[[], int] = time.time_ns,
+) -> EngineLoop:
+    """Load the checkpoint folder that the configuration names and make a loop of it. `progress(done, total)` in bytes.
+    Raises EngineError with what to do."""
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    model = load_model(
+        Path(config.model), device=device, dtype=config.dtype, num_threads=config.num_threads, progress=progress
+    )
+    return EngineLoop(model, config, clock_ns=clock_ns)

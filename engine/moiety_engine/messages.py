@@ -1,0 +1,129 @@
+"""What the engine's front and its core say to each other (msgpack over a ZeroMQ PAIR socket on ipc).
+
+The front names requests by an integer `key` that it never reuses, so that two gateways may use the same request id.
+A batch of commands or of outputs travels as one frame: `list[ToCore]` one way, one `CoreStep` a step the other way.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from moiety_wire.messages import FailureCode, FinishReason, Sampling
+
+
+class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
+    """A request, validated by the front. Stop strings stay with the front."""
+
+    key: int
+    tenant_id: str
+    service_class: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    max_tokens: int  # output tokens, already clipped to the context
+    min_tokens: int
+    stop_token_ids: list[int]  # end-of-sequence ids included unless ignore_eos
+    credit_tokens: int
+    cache_salt: bytes
+    arrival_unix_ns: int
+    deadline_unix_ns: int | None = None
+    tenant_weight: float = 1.0
+
+
+class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
+    key: int
+    credit_tokens: int
+    last: bool
+
+
+class CoreAbort(msgspec.Struct, frozen=True, tag="abort"):
+    """End the request before the next step; answered by an output with `finish` unless it had already ended.
+    `reason` stop: the front found a stop string; abort: the client or gateway left."""
+
+    key: int
+    reason: FinishReason
+
+
+class CoreShutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    pass
+
+
+ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown
+
+
+class CoreLogprob(msgspec.Struct, frozen=True, array_like=True):
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
+    reason: FinishReason
+    detail: str
+    num_cached_tokens: int
+    num_output_tokens: int
+    scheduled_unix_ns: int
+    first_token_unix_ns: int
+    finished_unix_ns: int
+
+
+class CoreOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What one step brought for one request: new tokens, and possibly its end."""
+
+    key: int
+    token_ids: list[int]
+    logprobs: list[CoreLogprob] | None = None
+    finish: CoreFinish | None = None
+
+
+class CoreFailure(msgspec.Struct, frozen=True, array_like=True):
+    key: int
+    code: FailureCode
+    message: str
+    num_output_tokens: int = 0
+
+
+class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
+    """The core's state after a step and its counters since start."""
+
+    num_running: int
+    num_waiting: int
+    num_paused: int
+    kv_blocks_total: int
+    kv_blocks_used: int
+    kv_blocks_cached: int
+    block_size: int
+    steps_total: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    output_tokens_total: int
+    requests_total: int
+
+
+class CoreState(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    REFUSED = "refused"  # `message` says why; the core ends
+
+
+class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
+    """The core's progress while it loads, and at last what the front puts on the model card."""
+
+    state: CoreState
+    message: str = ""
+    family: str = ""
+    max_context_tokens: int = 0
+    vocab_size: int = 0
+    max_num_logprobs: int = 0
+    dtype: str = ""
+    device: str = ""
+
+
+class CoreStep(msgspec.Struct, frozen=True, tag="step"):
+    outputs: list[CoreOutput]
+    failures: list[CoreFailure]
+    load: CoreLoad
+
+
+ToFront = CoreHello | CoreStep

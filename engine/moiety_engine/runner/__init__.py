@@ -1,0 +1,1 @@
+"""From a plan to tensors, and how much memory there is for KV."""

@@ -1,0 +1,34 @@
+"""How many KV blocks fit in the memory that is there."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from moiety_engine.errors import OutOfMemory
+
+CPU_FRACTION = 0.4  # of the memory that is available once the weights are loaded; the rest is the machine's
+CUDA_FRACTION = 0.85  # of the free device memory; the rest is for activations
+
+
+def kv_budget_bytes(device: torch.device, wanted_bytes: int | None) -> int:
+    """Bytes for the KV cache: what the configuration says, else a share of what is free now."""
+    if wanted_bytes is not None:
+        return wanted_bytes
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * CUDA_FRACTION)
+    return int(psutil.virtual_memory().available * CPU_FRACTION)
+
+
+def num_kv_blocks(*, budget_bytes: int, block_bytes: int, block_size: int, max_running: int, max_context: int) -> int:
+    """Blocks for the budget, but no more than `max_running` sequences of the longest context could fill.
+    Raises OutOfMemory where not even a single short sequence fits."""
+    useful = max_running * -(-max_context // block_size)
+    count = min(budget_bytes // block_bytes, useful)
+    if count < 2:
+        raise OutOfMemory(
+            f"the KV cache has {budget_bytes / 2**20:.1f} MiB, and two blocks of {block_size} tokens take "
+            f"{2 * block_bytes / 2**20:.1f} MiB: raise --kv-memory-bytes, or lower --block-size"
+        )
+    return count

@@ -1,0 +1,5 @@
+"""From logits to tokens: penalties, filters, one reproducible draw a row, log-probabilities."""
+
+from moiety_engine.sampling.sampler import Sampler
+
+__all__ = ["Sampler"]

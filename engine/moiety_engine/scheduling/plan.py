@@ -1,0 +1,28 @@
+"""What a step will do: the output of scheduling, the input of the runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moiety_engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The part of one sequence that runs in a step: tokens num_computed … num_computed+num_tokens-1, then `num_pad`
+    rows that are computed and thrown away (padded strategy). `samples`: the last token's logits give a new token."""
+
+    sequence: Sequence
+    num_tokens: int
+    samples: bool
+    num_pad: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step. Rows that decode a single token come first. `preempted` lost their blocks to make room."""
+
+    chunks: list[Chunk]
+    num_decode: int
+    num_rows: int  # tokens and pads; at most the budget
+    preempted: list[Sequence]

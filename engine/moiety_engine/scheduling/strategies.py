@@ -1,0 +1,63 @@
+"""The known batching strategies, as one question: how many waiting requests may join the batch now?
+
+`none`        one request at a time, to its end
+`static`      a batch of what is waiting, up to a size; the next batch starts when the last of it has ended
+`dynamic`     the same, but the first request waits up to a timeout for company
+`padded`      as static, and every row is computed as long as the longest: prompts are padded, ended rows go on
+`continuous`  requests join and leave at every step
+
+All run on the same engine, so what differs between them in a measurement is the strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moiety_engine.config import Batching
+
+
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """What a strategy may look at."""
+
+    num_running: int
+    num_waiting: int
+    oldest_wait_ms: float
+    max_running: int
+    batch_size: int
+    batch_timeout_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """`joinable` says how many waiting requests may join; `padded` that rows are computed to the batch's longest."""
+
+    joinable: Callable[[QueueView], int]
+    padded: bool = False
+
+
+def _join_none(view: QueueView) -> int:
+    return 0 if view.num_running else 1
+
+
+def _join_static(view: QueueView) -> int:
+    return 0 if view.num_running else min(view.batch_size, view.max_running)
+
+
+def _join_dynamic(view: QueueView) -> int:
+    full = view.num_waiting >= view.batch_size
+    return _join_static(view) if full or view.oldest_wait_ms >= view.batch_timeout_ms else 0
+
+
+def _join_continuous(view: QueueView) -> int:
+    return view.max_running - view.num_running
+
+
+STRATEGIES = {
+    Batching.NONE: Strategy(_join_none),
+    Batching.STATIC: Strategy(_join_static),
+    Batching.DYNAMIC: Strategy(_join_dynamic),
+    Batching.PADDED: Strategy(_join_static, padded=True),
+    Batching.CONTINUOUS: Strategy(_join_continuous),
+}

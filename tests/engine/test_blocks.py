@@ -1,0 +1,84 @@
+"""Laws of the block pool: whatever the order of operations, no block is lost, doubled or shared by mistake."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from moiety_engine.cache.blocks import BlockPool, NoFreeBlocks
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Drives a pool beside a naive model: a multiset of references and the contents that each block was sealed with."""
+
+    @initialize(num_blocks=st.integers(1, 12))
+    def start(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.held: list[int] = []  # one entry a reference
+        self.contents: dict[int, bytes] = {}
+
+    @rule(count=st.integers(0, 6))
+    def allocate(self, count: int) -> None:
+        free_before = self.pool.num_free
+        if count > free_before:
+            with pytest.raises(NoFreeBlocks):
+                self.pool.allocate(count)
+            assert self.pool.num_free == free_before
+            return
+        blocks = self.pool.allocate(count)
+        assert len(set(blocks)) == count
+        assert not set(blocks) & set(self.held)
+        for block in blocks:
+            self.contents.pop(block, None)
+        self.held += blocks
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def free_one(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        self.held.remove(block)
+        self.pool.free([block])
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), name=st.integers(0, 5))
+    def seal(self, data: st.DataObject, name: int) -> None:
+        block, block_hash = data.draw(st.sampled_from(self.held)), bytes([name])
+        known = self.pool.find(block_hash)
+        self.pool.seal(block, block_hash)
+        if known is None and block not in self.contents:
+            self.contents[block] = block_hash
+
+    @rule(name=st.integers(0, 5))
+    def hit(self, name: int) -> None:
+        block = self.pool.find(bytes([name]))
+        if block is not None:
+            assert self.contents[block] == bytes([name])
+            self.pool.share(block)
+            self.held.append(block)
+
+    @invariant()
+    def blocks_are_conserved(self) -> None:
+        if hasattr(self, "pool"):
+            used = len(set(self.held))
+            assert self.pool.num_used == used
+            assert self.pool.num_free == self.pool.num_blocks - used
+            assert 0 <= self.pool.num_cached <= self.pool.num_free
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBlockPool = PoolMachine.TestCase
+
+
+def test_blank_blocks_are_taken_before_cached_ones_and_the_least_recently_used_of_those_first() -> None:
+    pool = BlockPool(3)
+    first, second, third = pool.allocate(3)
+    pool.seal(first, b"a")
+    pool.seal(second, b"b")
+    pool.free([first])
+    pool.free([second, third])
+    assert pool.allocate(1) == [third]
+    assert pool.allocate(1) == [first]
+    assert pool.find(b"a") is None
+    assert pool.find(b"b") == second
