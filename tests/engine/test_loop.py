@@ -1,0 +1,183 @@
+"""The step loop with a real model: what a request gets does not depend on how it was scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moiety_engine.config import Batching
+from moiety_engine.errors import InvalidConfig, OutOfMemory
+from moiety_engine.loop import EngineLoop
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.offline import Result, run_all
+from moiety_wire.messages import FailureCode, FinishReason, Sampling
+
+BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · tokens · float32
+
+
+def make_submit(key: int, prompt: list[int], *, max_tokens: int = 24, salt: bytes = b"s", **sampling: Any) -> CoreSubmit:
+    return CoreSubmit(
+        key=key,
+        tenant_id="t",
+        service_class="standard",
+        prompt_ids=prompt,
+        sampling=Sampling(**({"temperature": 0.0} | sampling)),
+        max_tokens=max_tokens,
+        min_tokens=0,
+        stop_token_ids=[],
+        credit_tokens=max_tokens,
+        cache_salt=salt,
+        arrival_unix_ns=0,
+    )
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return torch.randint(3, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def tokens(loop: EngineLoop, submits: Iterable[CoreSubmit]) -> dict[int, list[int]]:
+    return {key: result.token_ids for key, result in run_all(loop, submits).items()}
+
+
+MIXED = [
+    make_submit(0, prompt_of(40, 0)),
+    make_submit(1, prompt_of(3, 1), temperature=1.0, seed=11),
+    make_submit(2, prompt_of(70, 2), temperature=0.8, top_p=0.9, seed=12, max_tokens=9),
+    make_submit(3, prompt_of(17, 3), temperature=1.2, top_k=20, seed=13),
+    make_submit(4, prompt_of(40, 0) + [5, 6, 7], temperature=0.9, min_p=0.05, seed=14),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(loops: Any) -> dict[int, list[int]]:
+    """Each request of MIXED by itself, uncached, in one chunk."""
+    result: dict[int, list[int]] = {}
+    for submit in MIXED:
+        result |= tokens(loops.make(prefix_caching=False), [submit])
+    return result
+
+
+def test_greedy_output_is_that_of_transformers(loops: Any, checkpoint: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    prompt = prompt_of(60, 5)
+    expected = oracle.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    assert tokens(loops.make(), [make_submit(0, prompt)])[0] == expected[0, 60:].tolist()
+
+
+@pytest.mark.parametrize("batching", list(Batching))
+def test_every_strategy_gives_each_request_the_tokens_it_gets_alone(
+    loops: Any, alone: dict[int, list[int]], batching: Batching
+) -> None:
+    loop = loops.make(batching=batching, static_batch_size=3, max_batch_tokens=64)
+    assert tokens(loop, MIXED) == alone
+    assert loop.scheduler.kv.pool.num_used == 0
+
+
+def test_preempted_requests_get_the_tokens_of_an_undisturbed_run(loops: Any, alone: dict[int, list[int]]) -> None:
+    loop = loops.make(kv_memory_bytes=15 * BLOCK_BYTES_8, max_batch_tokens=64, prefix_caching=False, max_context_tokens=100)
+    preempted = 0
+    for submit in MIXED:
+        loop.submit(submit)
+    outputs: dict[int, list[int]] = {key: [] for key in alone}
+    while not loop.scheduler.idle:
+        loop.step()
+        preempted += len(loop.scheduler._preempted)
+        step = loop.take_outputs()
+        for output in step.outputs if step else []:
+            outputs[output.key] += output.token_ids
+    assert preempted > 0
+    assert outputs == alone
+
+
+def test_a_prefix_hit_changes_nothing_but_the_work(loops: Any, alone: dict[int, list[int]]) -> None:
+    loop = loops.make()
+    first = run_all(loop, MIXED)
+    second = run_all(loop, MIXED)
+    assert {key: r.token_ids for key, r in first.items()} == alone
+    assert {key: r.token_ids for key, r in second.items()} == alone
+    assert _cached(second[2]) == 64
+
+
+@given(
+    chunk=st.integers(8, 80),
+    order=st.permutations(range(len(MIXED))),
+    delays=st.lists(st.integers(0, 6), min_size=len(MIXED), max_size=len(MIXED)),
+)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_seeded_requests_tokens_do_not_depend_on_neighbours_chunks_or_arrival(
+    loops: Any, alone: dict[int, list[int]], chunk: int, order: list[int], delays: list[int]
+) -> None:
+    loop = loops.make(max_batch_tokens=chunk, max_running=8)
+    outputs: dict[int, list[int]] = {key: [] for key in alone}
+    for place in order:
+        for _ in range(delays[place]):
+            loop.step()
+        loop.submit(MIXED[place])
+    while not loop.scheduler.idle:
+        loop.step()
+    step = loop.take_outputs()
+    assert step is not None
+    for output in step.outputs:
+        outputs[output.key] += output.token_ids
+    assert outputs == alone
+
+
+def test_an_abort_in_mid_stream_frees_the_blocks_and_counts_the_tokens(loops: Any) -> None:
+    loop = loops.make()
+    loop.submit(make_submit(0, prompt_of(40, 0)))
+    for _ in range(5):
+        loop.step()
+    assert loop.load().kv_blocks_used > 0
+    loop.abort(0)
+    assert loop.load().kv_blocks_used == 0
+    step = loop.take_outputs()
+    assert step is not None
+    finish = step.outputs[-1].finish
+    assert finish is not None
+    assert (finish.reason, finish.num_output_tokens) == (FinishReason.ABORT, 5)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_with_both_lengths(loops: Any) -> None:
+    loop = loops.make(max_context_tokens=32)
+    loop.submit(make_submit(0, prompt_of(32, 0)))
+    step = loop.take_outputs()
+    assert step is not None
+    assert step.failures[0].code == FailureCode.CONTEXT_LENGTH_EXCEEDED
+    assert "32" in step.failures[0].message
+    assert "31" in step.failures[0].message
+
+
+def test_logprobs_come_with_each_token(loops: Any) -> None:
+    result = run_all(loops.make(), [make_submit(0, prompt_of(9, 0), num_logprobs=2, max_tokens=5)])[0]
+    assert len(result.logprobs) == 5
+    for token_id, logprob in zip(result.token_ids, result.logprobs, strict=True):
+        assert logprob.top_ids[0] == token_id
+        assert logprob.top_logprobs[0] == pytest.approx(logprob.logprob)
+
+
+def test_a_kv_cache_too_small_for_anything_says_what_to_raise(loops: Any) -> None:
+    with pytest.raises(OutOfMemory, match="--kv-memory-bytes"):
+        loops.make(kv_memory_bytes=BLOCK_BYTES_8)
+
+
+def test_a_budget_below_the_batch_is_refused(loops: Any) -> None:
+    with pytest.raises(InvalidConfig, match="max_batch_tokens"):
+        loops.make(max_batch_tokens=4, max_running=8)
+
+
+def test_the_pool_is_sized_from_what_the_batch_could_use(loops: Any) -> None:
+    loop = loops.make(max_running=4)
+    assert loop.load().kv_blocks_total == 4 * 512 // 8
+
+
+def _cached(result: Result) -> int:
+    assert result.finish is not None
+    return result.finish.num_cached_tokens

@@ -1,0 +1,137 @@
+"""The sampler against its specification, row by row."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.sampling import Sampler
+from moiety_engine.sampling.randomness import uniform
+from moiety_engine.sequence import Sequence
+from moiety_wire.messages import Sampling
+
+V = 50
+
+
+def make_row(sampling: Sampling, *, output: list[int] | None = None, seed: int = 1, min_tokens: int = 0) -> Sequence:
+    submit = CoreSubmit(0, "t", "c", [1, 2, 3], sampling, 100, min_tokens, [4], 100, b"", 0)
+    row = Sequence(submit, order=0, seed=seed)
+    row.tokens += output or []
+    return row
+
+
+def sample(logits_LV: torch.Tensor, *rows: Sequence) -> list[int]:
+    tokens, _ = Sampler(logits_LV.shape[1], torch.device("cpu")).sample(logits_LV.clone(), rows)
+    return tokens
+
+
+def frequencies(logits_V: torch.Tensor, sampling: Sampling, draws: int = 4000) -> torch.Tensor:
+    rows = [make_row(sampling, seed=seed) for seed in range(draws)]
+    tokens = torch.tensor(sample(logits_V.expand(draws, -1), *rows))
+    return torch.bincount(tokens, minlength=len(logits_V)) / draws
+
+
+def test_temperature_zero_is_greedy() -> None:
+    logits = torch.randn(3, V)
+    assert sample(logits, *[make_row(Sampling(temperature=0.0))] * 3) == logits.argmax(-1).tolist()
+
+
+def test_draws_follow_the_softmax_at_the_temperature() -> None:
+    logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
+    expected = (logits / 0.7).softmax(-1)
+    assert torch.allclose(frequencies(logits, Sampling(temperature=0.7)), expected, atol=0.03)
+
+
+def test_top_k_keeps_exactly_k_tokens_and_their_proportions() -> None:
+    logits = torch.tensor([1.0, 0.5, 0.0, 2.0])
+    expected = logits.clone()
+    expected[[1, 2]] = -math.inf
+    assert torch.allclose(frequencies(logits, Sampling(top_k=2)), expected.softmax(-1), atol=0.03)
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_the_mass() -> None:
+    probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    seen = frequencies(probs.log(), Sampling(top_p=0.75))
+    assert torch.allclose(seen, torch.tensor([0.625, 0.375, 0.0, 0.0]), atol=0.03)
+
+
+def test_min_p_drops_what_is_far_below_the_best() -> None:
+    probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    seen = frequencies(probs.log(), Sampling(min_p=0.5))
+    assert torch.allclose(seen, torch.tensor([0.625, 0.375, 0.0, 0.0]), atol=0.03)
+
+
+def test_a_filter_that_needs_more_than_the_preselected_tokens_uses_the_whole_vocabulary() -> None:
+    wide = torch.zeros(5000)
+    seen = set(sample(wide.expand(3000, -1), *[make_row(Sampling(top_p=0.9), seed=s) for s in range(3000)]))
+    assert 1500 < len(seen) <= 4500
+
+
+@given(
+    seed=st.integers(0, 2**63),
+    position=st.integers(0, 1000),
+    temperature=st.floats(0.1, 2),
+    top_p=st.floats(0.05, 1),
+    top_k=st.sampled_from([0, 1, 5, 40]),
+    neighbours=st.integers(0, 4),
+    data=st.data(),
+)
+@settings(max_examples=80, deadline=None)
+def test_a_seeded_draw_does_not_depend_on_the_neighbours(
+    seed: int, position: int, temperature: float, top_p: float, top_k: int, neighbours: int, data: st.DataObject
+) -> None:
+    logits_V = torch.randn(V, generator=torch.Generator().manual_seed(seed % 1000))
+    row = make_row(Sampling(temperature=temperature, top_p=top_p, top_k=top_k), output=[9] * position, seed=seed)
+    others = [make_row(Sampling(temperature=1.0, top_p=0.5 + 0.1 * i), seed=i) for i in range(neighbours)]
+    place = data.draw(st.integers(0, neighbours))
+    rows = [*others[:place], row, *others[place:]]
+    logits_LV = torch.randn(neighbours + 1, V)
+    logits_LV[place] = logits_V
+    assert sample(logits_LV, *rows)[place] == sample(logits_V[None], row)[0]
+
+
+def test_penalties_follow_their_definitions() -> None:
+    logits = torch.zeros(1, V)
+    logits[0, 10], logits[0, 11], logits[0, 12] = 5.0, 4.0, 3.0
+    greedy = {"temperature": 0.0}
+    assert sample(logits, make_row(Sampling(**greedy, presence_penalty=1.5), output=[10])) == [11]
+    assert sample(logits, make_row(Sampling(**greedy, frequency_penalty=1.1), output=[10, 10, 11])) == [12]
+    assert sample(logits, make_row(Sampling(**greedy, repetition_penalty=2.0), output=[10])) == [11]
+    assert sample(logits, make_row(Sampling(**greedy, logit_bias={30: 100.0}))) == [30]
+
+
+def test_stop_tokens_are_banned_below_min_tokens() -> None:
+    logits = torch.zeros(1, V)
+    logits[0, 4] = 9.0
+    assert sample(logits, make_row(Sampling(temperature=0.0))) == [4]
+    assert sample(logits, make_row(Sampling(temperature=0.0), min_tokens=1)) != [4]
+
+
+def test_logprobs_are_those_of_the_model_before_bias_and_temperature() -> None:
+    logits = torch.randn(2, V)
+    rows = [make_row(Sampling(temperature=0.5, num_logprobs=3, logit_bias={7: 50.0})), make_row(Sampling())]
+    tokens, logprobs = Sampler(V, torch.device("cpu")).sample(logits.clone(), rows)
+    expected = logits[0].log_softmax(-1)
+    assert tokens[0] == 7
+    assert logprobs[1] is None
+    assert logprobs[0] is not None
+    assert logprobs[0].logprob == pytest.approx(expected[7].item(), abs=1e-5)
+    assert logprobs[0].top_ids == expected.topk(3).indices.tolist()
+
+
+@given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 10**6))
+def test_the_uniform_number_is_in_range_and_reproducible(seed: int, position: int) -> None:
+    assert 0 <= uniform(seed, position) < 1
+    assert uniform(seed, position) == uniform(seed, position)
+
+
+def test_uniform_numbers_are_spread_evenly_over_seeds_and_positions() -> None:
+    for values in ([uniform(seed, 0) for seed in range(2000)], [uniform(3, position) for position in range(2000)]):
+        counts = torch.histc(torch.tensor(values), bins=10, min=0, max=1)
+        chi_squared = ((counts - 200) ** 2 / 200).sum()
+        assert chi_squared < 30  # 9 degrees of freedom: p < 0.0005
