@@ -1,0 +1,68 @@
+"""Makes the random Qwen3-MoE checkpoint of about 670 M parameters that the CPU benchmarks run on.
+
+    python benchmarks/checkpoint.py FOLDER
+
+12 layers, 32 experts, top-4, hidden 1024, expert width 512, bfloat16, a byte-level BPE vocabulary of 16,000 trained on
+Python's standard library. Needs transformers (the `dev` extra).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_checkpoint(folder: Path) -> None:
+    """Write the checkpoint in the Hugging Face format; the weights depend on the seed 0 only."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=1024,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=512,
+        intermediate_size=2048,
+        norm_topk_prob=True,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=16_000,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train(sorted(str(path) for path in Path(torch.__file__).parents[3].glob("*.py")), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+if __name__ == "__main__":
+    make_checkpoint(Path(sys.argv[1]))

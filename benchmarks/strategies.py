@@ -1,0 +1,62 @@
+"""The batching strategies against each other on one machine, in turn, in one run.
+
+    python benchmarks/strategies.py --trace AzureLLMInferenceTrace_conv.csv [--num-prompts 96] [--scale 0.25]
+
+32-token prompts, the trace's output lengths times `--scale`, batches of 32, all requests there at the start. The
+checkpoint is that of `checkpoint.py`. Writes output tokens/s, ratios to `continuous` and the KV waste.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+HERE = Path(__file__).parent
+STRATEGIES = ["continuous", "static", "dynamic", "padded", "none"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--num-prompts", type=int, default=96)
+    parser.add_argument("--scale", type=float, default=0.25)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "moiety-benchmarks")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "strategies.json")
+    options = parser.parse_args()
+    checkpoint = options.work / "qwen3-moe-670m"
+    if not (checkpoint / "config.json").exists():
+        subprocess.run([sys.executable, HERE / "checkpoint.py", checkpoint], check=True)
+    reports = {}
+    for strategy in STRATEGIES:
+        command = [Path(sys.executable).parent / "moiety", "bench", "engine", "--model", checkpoint, "--json"]
+        command += ["--trace", options.trace, "--scale", options.scale, "--input-tokens", 32, "--batching", strategy]
+        command += ["--num-prompts", options.num_prompts, "--max-running", 32, "--static-batch-size", 32]
+        command += ["--threads", options.threads, "--dtype", "bfloat16"]
+        done = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True)
+        reports[strategy] = json.loads(done.stdout)
+        print(f"{strategy}: {reports[strategy]['output_tokens_per_s']:.1f} output tokens/s", file=sys.stderr)
+    best = reports["continuous"]["output_tokens_per_s"]
+    summary = {
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "trace": options.trace.name,
+        "environment": reports["continuous"]["environment"],
+        "settings": reports["continuous"]["settings"],
+        "continuous_over": {name: best / report["output_tokens_per_s"] for name, report in reports.items()},
+        "kv_waste_fraction": {name: report["kv_waste_fraction"] for name, report in reports.items()},
+        "output_tokens_per_s": {name: report["output_tokens_per_s"] for name, report in reports.items()},
+        "ttft_ms": {name: report["ttft_ms"] for name, report in reports.items()},
+        "tpot_ms": {name: report["tpot_ms"] for name, report in reports.items()},
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(summary, indent=1) + "\n")
+    print(json.dumps({key: summary[key] for key in ("continuous_over", "kv_waste_fraction")}))
+
+
+if __name__ == "__main__":
+    main()
