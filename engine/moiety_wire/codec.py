@@ -10,6 +10,7 @@ from moiety_wire.messages import ToEngine, ToGateway
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _to_gateway: msgspec.msgpack.Decoder[ToGateway] = msgspec.msgpack.Decoder(ToGateway)
+_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # the last two: broken text, deep nesting
 
 
 def encode(message: ToEngine | ToGateway) -> bytes:
@@ -21,7 +22,7 @@ def decode_to_engine(data: bytes | memoryview) -> ToEngine:
     """A message addressed to an engine. Raises UndecodableMessage."""
     try:
         return _to_engine.decode(data)
-    except msgspec.MsgspecError as exc:
+    except _UNDECODABLE as exc:
         raise UndecodableMessage(f"not a message to an engine: {exc}") from exc
 
 
@@ -29,5 +30,5 @@ def decode_to_gateway(data: bytes | memoryview) -> ToGateway:
     """A message addressed to a gateway. Raises UndecodableMessage."""
     try:
         return _to_gateway.decode(data)
-    except msgspec.MsgspecError as exc:
+    except _UNDECODABLE as exc:
         raise UndecodableMessage(f"not a message to a gateway: {exc}") from exc

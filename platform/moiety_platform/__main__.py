@@ -1,0 +1,25 @@
+"""`python -m moiety_platform`: the gateway alone, configured by the environment (`MOIETY_…`)."""
+
+from __future__ import annotations
+
+import sys
+
+from pydantic import ValidationError
+
+from moiety_platform.auth.pepper import BadPepper
+from moiety_platform.gateway import CannotListen, run_gateway
+from moiety_platform.settings import GatewaySettings
+
+
+def main() -> int:
+    """Serve; returns the exit code."""
+    try:
+        run_gateway(GatewaySettings.load())
+    except (ValidationError, CannotListen, BadPepper) as exc:
+        sys.stderr.write(f"{exc}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

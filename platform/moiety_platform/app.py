@@ -1,0 +1,82 @@
+"""The ASGI application: every route put together from services that exist already. Owns no state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from litestar import Litestar, Request, Response
+from litestar.exceptions import HTTPException
+from litestar.openapi import OpenAPIConfig
+from litestar.types import ControllerRouterHandler
+
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.clock import Clock
+from moiety_platform.completions.controller import CompletionServices, completion_routes
+from moiety_platform.completions.disconnect import ClientDisconnected
+from moiety_platform.completions.pipeline import Pipeline
+from moiety_platform.completions.record import CLIENT_CLOSED_REQUEST, RequestRecorder, UsageSink
+from moiety_platform.completions.text import ModelTexts
+from moiety_platform.errors import PlatformError
+from moiety_platform.health import health_routes
+from moiety_platform.http_errors import answer_framework_error, answer_platform_error, answer_unexpected_error
+from moiety_platform.metrics import Metrics
+from moiety_platform.models_api import ModelServices, model_routes
+from moiety_platform.request_ids import add_request_id
+from moiety_platform.routing.replicas import Replicas
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.traces.tracing import Tracing
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the application is made of. Opened and closed by whoever makes it; `admin_routes` bring their own door."""
+
+    authenticator: Authenticator
+    usage: UsageSink
+    replicas: Replicas
+    metrics: Metrics
+    tracing: Tracing
+    clock: Clock
+    recorder: RequestRecorder
+    admin_routes: Sequence[ControllerRouterHandler] = ()
+
+
+def create_app(settings: GatewaySettings, services: Services) -> Litestar:
+    """The gateway's application over running services."""
+    texts = ModelTexts(settings.inline_tokenize_bytes)
+    pipeline = Pipeline(
+        services.replicas,
+        texts,
+        services.clock,
+        credit_window=settings.credit_window_tokens,
+        max_sequences=settings.max_sequences,
+    )
+    services.metrics.watch_engines(services.replicas.states)
+    limits = {"max_body_bytes": settings.max_body_bytes, "max_json_depth": settings.max_json_depth}
+    completions = CompletionServices(services.authenticator, services.recorder, pipeline, services.metrics, **limits)
+    models = ModelServices(services.authenticator, services.replicas, texts, **limits)
+    return Litestar(
+        route_handlers=[
+            *completion_routes(completions),
+            *model_routes(models),
+            *health_routes(services.replicas, services.metrics),
+            *services.admin_routes,
+        ],
+        exception_handlers={
+            PlatformError: answer_platform_error,
+            HTTPException: answer_framework_error,
+            ClientDisconnected: _answer_nobody,
+            Exception: answer_unexpected_error,
+        },
+        before_send=[add_request_id],
+        openapi_config=OpenAPIConfig(title="Moiety", version=version("moiety"), path="/schema"),
+        request_max_body_size=settings.max_body_bytes,
+        logging_config=None,
+    )
+
+
+def _answer_nobody(_request: Request[Any, Any, Any], _error: ClientDisconnected) -> Response[None]:
+    return Response(None, status_code=CLIENT_CLOSED_REQUEST)

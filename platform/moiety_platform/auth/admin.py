@@ -1,0 +1,53 @@
+"""The admin API as one router: every route of it behind the administrators' door."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from litestar import Router
+from litestar.di import Provide
+from litestar.types import ControllerRouterHandler
+
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.controller import KeyController
+from moiety_platform.auth.guard import scope_guard
+from moiety_platform.auth.overview import OverviewController
+from moiety_platform.auth.pepper import Pepper
+from moiety_platform.auth.scopes import ADMIN_SCOPE
+from moiety_platform.clock import Clock
+from moiety_platform.db.session import Database
+from moiety_platform.tenants.controller import ProjectController, TenantController
+from moiety_platform.usage.controller import UsageController
+
+ADMIN_PATH = "/admin/v1"
+
+
+def admin_router(
+    database: Database,
+    authenticator: Authenticator,
+    pepper: bytes,
+    clock: Clock,
+    *,
+    more: Sequence[ControllerRouterHandler] = (),
+) -> Router:
+    """Routes under /admin/v1 for keys with the scope `admin`; `more` are handlers that others add behind the same
+    door."""
+    wrapped = Pepper(pepper)
+    return Router(
+        path=ADMIN_PATH,
+        guards=[scope_guard(authenticator, ADMIN_SCOPE)],
+        dependencies={
+            "database": Provide(lambda: database, sync_to_thread=False),
+            "authenticator": Provide(lambda: authenticator, sync_to_thread=False),
+            "pepper": Provide(lambda: wrapped, sync_to_thread=False),
+            "clock": Provide(lambda: clock, sync_to_thread=False),
+        },
+        route_handlers=[
+            TenantController,
+            ProjectController,
+            KeyController,
+            UsageController,
+            OverviewController,
+            *more,
+        ],
+    )

@@ -1,0 +1,184 @@
+"""Turns an Authorization header into a Principal.
+
+Owns a small cache of keys, so that a request costs no statement: what it holds is trusted for `ttl_s`, which bounds how
+long a revoked key or a suspended tenant still passes. When the database is away it fails closed for keys that it does
+not know (503, never 401) and serves those that it knows for `grace_s`. Knows nothing of HTTP but the header's form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from moiety_platform.auth.keys import KeyText, derive_cache_salt, hash_key, hashes_match, parse_key
+from moiety_platform.auth.principal import Principal
+from moiety_platform.auth.store import StoredKey, find_key
+from moiety_platform.clock import Clock
+from moiety_platform.db.failures import RETRY_AFTER_S
+from moiety_platform.db.session import Database
+from moiety_platform.errors import Forbidden, Unauthenticated, Unavailable
+from moiety_platform.tenants.models import TenantStatus
+
+TTL_S = 2.0
+GRACE_S = 60.0
+MAX_CACHED_KEYS = 10_000
+LOOKUP_TIMEOUT_S = 3.0
+OUTAGE_PAUSE_S = 0.5
+
+_MAX_HEADER_LENGTH = 512
+_HOW_TO = "Send your key as 'Authorization: Bearer mty_…'."
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What the database said of a key id, and when; `stored` None: it has no such key."""
+
+    stored: StoredKey | None
+    principal: Principal | None
+    read_at_s: float  # monotonic
+
+
+class Authenticator:
+    """Authenticates every request of one gateway process."""
+
+    def __init__(
+        self,
+        database: Database,
+        pepper: bytes,
+        clock: Clock,
+        *,
+        ttl_s: float = TTL_S,
+        grace_s: float = GRACE_S,
+        max_cached_keys: int = MAX_CACHED_KEYS,
+    ) -> None:
+        self._database = database
+        self._pepper = pepper
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._grace_s = grace_s
+        self._max_cached_keys = max_cached_keys
+        self._known: OrderedDict[str, _Entry] = OrderedDict()
+        self._unknown: OrderedDict[str, _Entry] = OrderedDict()
+        self._lookups: dict[str, asyncio.Task[_Entry]] = {}
+        self._away_until_s = float("-inf")
+
+    async def authenticate(self, authorization: str | None) -> Principal:
+        """The caller. Raises Unauthenticated (no key, wrong, revoked or expired), Forbidden (its tenant is
+        suspended), or Unavailable (the database is away and this key was not seen lately)."""
+        key = _read_header(authorization)
+        offered_hash = hash_key(key, self._pepper)
+        entry = await self._find(key.key_id)
+        stored = entry.stored
+        if stored is None or entry.principal is None or not hashes_match(stored.secret_hash, offered_hash):
+            raise Unauthenticated(f"This API key is not one of ours. Check that it is whole and current. {_HOW_TO}")
+        if stored.revoked_at is not None and stored.revoked_at <= self._clock.now():
+            raise Unauthenticated("This API key was revoked. Ask your administrator for another.", code="key_revoked")
+        if stored.expires_at is not None and stored.expires_at <= self._clock.now():
+            raise Unauthenticated("This API key has expired. Ask your administrator for another.", code="key_expired")
+        if stored.tenant_id and stored.tenant_status != TenantStatus.ACTIVE:
+            raise Forbidden(
+                f"The tenant {stored.tenant_name!r} is suspended. Ask your administrator to activate it.",
+                code="tenant_suspended",
+            )
+        return entry.principal
+
+    def forget(self, key_id: str) -> None:
+        """Drop what is cached of a key, so that a change made through this process counts here at once."""
+        self._known.pop(key_id, None)
+        self._unknown.pop(key_id, None)
+
+    @property
+    def num_cached(self) -> int:
+        """Entries held, known and unknown keys together."""
+        return len(self._known) + len(self._unknown)
+
+    async def _find(self, key_id: str) -> _Entry:
+        cached = self._known.get(key_id) or self._unknown.get(key_id)
+        now_s = self._clock.monotonic()
+        if cached is not None and now_s - cached.read_at_s < self._ttl_s:
+            self._touch(key_id)
+            return cached
+        try:
+            if now_s < self._away_until_s:
+                raise Unavailable(
+                    "API keys cannot be checked right now; try again shortly.",
+                    code="store_unavailable",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            return await self._look_up_once(key_id)
+        except Unavailable:
+            still_good = cached is not None and cached.stored is not None
+            if cached is None or not still_good or self._clock.monotonic() - cached.read_at_s >= self._grace_s:
+                raise
+            return cached
+
+    async def _look_up_once(self, key_id: str) -> _Entry:
+        """Every caller that waits for the same key shares one statement; a caller that leaves does not take it
+        along."""
+        task = self._lookups.get(key_id)
+        if task is None:
+            task = asyncio.create_task(self._look_up(key_id), name="key-lookup")
+            self._lookups[key_id] = task
+            task.add_done_callback(lambda done: self._finish_lookup(key_id, done))
+        return await asyncio.shield(task)
+
+    def _finish_lookup(self, key_id: str, task: asyncio.Task[_Entry]) -> None:
+        self._lookups.pop(key_id, None)
+        if not task.cancelled():
+            task.exception()  # retrieved even if every caller has left
+
+    async def _look_up(self, key_id: str) -> _Entry:
+        asked_at_s = self._clock.monotonic()
+        try:
+            async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+                stored = await find_key(self._database, key_id)
+        except (Unavailable, TimeoutError) as error:
+            self._away_until_s = self._clock.monotonic() + OUTAGE_PAUSE_S
+            raise Unavailable(
+                "API keys cannot be checked right now; try again shortly.",
+                code="store_unavailable",
+                retry_after_s=RETRY_AFTER_S,
+            ) from error
+        entry = _Entry(stored, self._to_principal(stored), asked_at_s)
+        self._remember(key_id, entry)
+        return entry
+
+    def _remember(self, key_id: str, entry: _Entry) -> None:
+        self.forget(key_id)
+        cache = self._unknown if entry.stored is None else self._known
+        cache[key_id] = entry
+        while len(cache) > self._max_cached_keys:
+            cache.popitem(last=False)
+
+    def _touch(self, key_id: str) -> None:
+        for cache in (self._known, self._unknown):
+            if key_id in cache:
+                cache.move_to_end(key_id)
+
+    def _to_principal(self, stored: StoredKey | None) -> Principal | None:
+        if stored is None:
+            return None
+        return Principal(
+            key_id=stored.key_id,
+            tenant_id=stored.tenant_id,
+            tenant_name=stored.tenant_name,
+            project_id=stored.project_id,
+            service_class=stored.service_class,
+            weight=stored.weight,
+            cache_salt=derive_cache_salt(stored.tenant_id, self._pepper),
+            scopes=stored.scopes,
+            allowed_models=stored.allowed_models,
+        )
+
+
+def _read_header(authorization: str | None) -> KeyText:
+    if not authorization:
+        raise Unauthenticated(f"There is no API key in this request. {_HOW_TO}", code="missing_api_key")
+    scheme, _, credential = authorization[:_MAX_HEADER_LENGTH].partition(" ")
+    if scheme.lower() != "bearer":
+        raise Unauthenticated(f"The Authorization header must use the Bearer scheme. {_HOW_TO}")
+    key = parse_key(credential.strip())
+    if key is None:
+        raise Unauthenticated(f"This is not the form of an API key of ours. Check that it is whole. {_HOW_TO}")
+    return key

@@ -1,0 +1,61 @@
+"""The first run: an administrator's key, and a demo tenant to try with. Done once, whoever else starts at the same
+time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sqlalchemy import exists, select, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.auth.schemas import NewKey
+from moiety_platform.auth.service import create_key
+from moiety_platform.clock import Clock
+from moiety_platform.db.session import Database
+from moiety_platform.tenants.models import ApiKey, Project, Tenant
+from moiety_platform.tenants.schemas import NewProject, NewTenant
+from moiety_platform.tenants.service import create_project, create_tenant
+
+DEMO_TENANT = "demo"
+DEMO_PROJECT = "default"
+
+_ADVISORY_LOCK = 0x626F_6F74  # "boot"
+
+
+@dataclass(frozen=True, slots=True)
+class BootstrapResult:
+    """What was made. The keys are in clear, for the one time that they can be shown."""
+
+    tenant_id: str
+    tenant_name: str
+    admin_key: str = field(repr=False)
+    tenant_key: str = field(repr=False)
+
+
+async def ensure_bootstrap(
+    database: Database, pepper: bytes, clock: Clock, *, reissue: bool = False
+) -> BootstrapResult | None:
+    """Fill an empty store; None if it is not empty. `reissue` makes new keys beside the old ones even so, for when the
+    first ones were lost. Raises Unavailable when the store is away."""
+    async with database.write() as session:
+        if database.dialect == "postgresql":
+            await session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
+        used = await session.scalar(select(exists(select(ApiKey.id)) | exists(select(Tenant.id))))
+        if used and not reissue:
+            return None
+        return await _make_keys(session, pepper, clock)
+
+
+async def _make_keys(session: AsyncSession, pepper: bytes, clock: Clock) -> BootstrapResult:
+    now = clock.now()
+    tenant = await session.scalar(select(Tenant).where(Tenant.name == DEMO_TENANT))
+    if tenant is None:
+        tenant = await create_tenant(session, NewTenant(name=DEMO_TENANT), now)
+    project = await session.scalar(select(Project).where(Project.tenant_id == tenant.id, Project.name == DEMO_PROJECT))
+    if project is None:
+        project = await create_project(session, NewProject(tenant_id=tenant.id, name=DEMO_PROJECT), now)
+    _, admin_text = await create_key(session, NewKey(name="first administrator"), pepper, now)
+    _, tenant_text = await create_key(session, NewKey(name="first key", project_id=project.id), pepper, now)
+    return BootstrapResult(
+        tenant_id=tenant.id, tenant_name=tenant.name, admin_key=admin_text.text, tenant_key=tenant_text.text
+    )

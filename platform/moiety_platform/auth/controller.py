@@ -1,0 +1,96 @@
+"""/admin/v1/keys. Maps HTTP to the service; who may call is the router's affair."""
+
+from __future__ import annotations
+
+from litestar import Controller, get, post
+from litestar.di import NamedDependency
+from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
+
+from moiety_platform.auth import service
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.keys import KeyText
+from moiety_platform.auth.pepper import Pepper
+from moiety_platform.auth.schemas import KeyPage, KeyView, MadeKey, NewKey, Rotation
+from moiety_platform.clock import Clock
+from moiety_platform.db.paging import parse_page
+from moiety_platform.db.session import Database
+from moiety_platform.tenants.controller import Cursor, Limit
+from moiety_platform.tenants.models import ApiKey
+
+
+class KeyController(Controller):
+    """Keys."""
+
+    path = "/keys"
+    tags = ("keys",)
+
+    @post()
+    async def create_key(
+        self,
+        database: NamedDependency[Database],
+        clock: NamedDependency[SkipValidation[Clock]],
+        pepper: NamedDependency[Pepper],
+        data: JSONBody[NewKey],
+    ) -> MadeKey:
+        """Make a key; its text is shown in this answer only."""
+        async with database.write() as session:
+            made = await service.create_key(session, data, pepper.value, clock.now())
+        return _made(*made, clock)
+
+    @get()
+    async def list_keys(
+        self,
+        database: NamedDependency[Database],
+        clock: NamedDependency[SkipValidation[Clock]],
+        limit: Limit = None,
+        cursor: Cursor = None,
+        tenant_id: FromQuery[str | None] = None,
+        project_id: FromQuery[str | None] = None,
+    ) -> KeyPage:
+        """Keys, oldest first; of one tenant or project if given."""
+        page = parse_page(limit, cursor)
+        async with database.read() as session:
+            return await service.list_keys(session, page, clock.now(), tenant_id=tenant_id, project_id=project_id)
+
+    @get("/{key_id:str}")
+    async def get_key(
+        self, database: NamedDependency[Database], clock: NamedDependency[SkipValidation[Clock]], key_id: FromPath[str]
+    ) -> KeyView:
+        """One key."""
+        async with database.read() as session:
+            return KeyView.of(await service.get_key(session, key_id), clock.now())
+
+    @post("/{key_id:str}/revoke", status_code=200)
+    async def revoke_key(
+        self,
+        database: NamedDependency[Database],
+        clock: NamedDependency[SkipValidation[Clock]],
+        authenticator: NamedDependency[Authenticator],
+        key_id: FromPath[str],
+    ) -> KeyView:
+        """Make a key useless, here at once and at every other gateway within seconds."""
+        async with database.write() as session:
+            key = await service.revoke_key(session, key_id, clock.now())
+        authenticator.forget(key.id)
+        return KeyView.of(key, clock.now())
+
+    @post("/{key_id:str}/rotate")
+    async def rotate_key(
+        self,
+        database: NamedDependency[Database],
+        clock: NamedDependency[SkipValidation[Clock]],
+        pepper: NamedDependency[Pepper],
+        authenticator: NamedDependency[Authenticator],
+        key_id: FromPath[str],
+        data: JSONBody[Rotation | None] = None,
+    ) -> MadeKey:
+        """Make a key's successor; the old key works on for `grace_s`, a day if not given."""
+        grace_s = (data or Rotation()).grace_s
+        async with database.write() as session:
+            made = await service.rotate_key(session, key_id, grace_s, pepper.value, clock.now())
+        authenticator.forget(key_id)
+        return _made(*made, clock)
+
+
+def _made(key: ApiKey, text: KeyText, clock: NamedDependency[SkipValidation[Clock]]) -> MadeKey:
+    return MadeKey(key=KeyView.of(key, clock.now()), secret=text.text)

@@ -1,0 +1,71 @@
+"""API keys as text and as hashes: `mty_<id>.<secret>`. Pure but for the random numbers; knows no SQL and no HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import string
+from dataclasses import dataclass
+
+PREFIX = "mty_"
+ID_LENGTH = 16  # 95 bits: never taken twice
+SECRET_LENGTH = 32  # base62 characters: 190 bits
+HINT_LENGTH = 4
+MIN_PEPPER_BYTES = 16
+
+_ALPHABET = string.ascii_letters + string.digits
+_SHAPE = re.compile(rf"{PREFIX}([A-Za-z0-9]{{{ID_LENGTH}}})\.([A-Za-z0-9]{{{SECRET_LENGTH}}})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class KeyText:
+    """A key in clear. Its repr hides the secret, so that no log can show it by accident."""
+
+    key_id: str
+    secret: str
+
+    @property
+    def text(self) -> str:
+        """What the client sends."""
+        return f"{PREFIX}{self.key_id}.{self.secret}"
+
+    @property
+    def hint(self) -> str:
+        """The last characters, by which people tell their keys apart."""
+        return self.secret[-HINT_LENGTH:]
+
+    def __repr__(self) -> str:
+        return f"KeyText({PREFIX}{self.key_id}.…)"
+
+
+def generate_key() -> KeyText:
+    """A new random key."""
+    return KeyText(key_id=random_base62(ID_LENGTH), secret=random_base62(SECRET_LENGTH))
+
+
+def parse_key(text: str) -> KeyText | None:
+    """The key in `text`; None unless it has exactly the shape that `generate_key` gives."""
+    match = _SHAPE.fullmatch(text)
+    return KeyText(key_id=match[1], secret=match[2]) if match else None
+
+
+def hash_key(key: KeyText, pepper: bytes) -> bytes:
+    """HMAC-SHA256 of the whole key under the deployment's pepper, 32 bytes."""
+    return hmac.digest(pepper, b"key:" + key.text.encode(), hashlib.sha256)
+
+
+def hashes_match(one: bytes, other: bytes) -> bool:
+    """Equality in a time that does not depend on where they differ."""
+    return hmac.compare_digest(one, other)
+
+
+def derive_cache_salt(tenant_id: str, pepper: bytes) -> bytes:
+    """Where a tenant's prefix-cache chain starts: nobody without the pepper can compute it, 32 bytes."""
+    return hmac.digest(pepper, b"cache-salt" + tenant_id.encode(), hashlib.sha256)
+
+
+def random_base62(length: int) -> str:
+    """Letters and digits from the system's source of randomness."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(length))

@@ -1,0 +1,61 @@
+"""/admin/v1/overview: the state of the deployment at a glance, as far as the store knows it."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+import msgspec
+from litestar import Controller, get
+from litestar.di import NamedDependency
+from litestar.params import SkipValidation
+from sqlalchemy import func, or_, select
+
+from moiety_platform.clock import Clock
+from moiety_platform.db.session import Database
+from moiety_platform.tenants.models import ApiKey, Project, Tenant, TenantStatus
+from moiety_platform.usage.queries import UsageFilter, sum_usage
+from moiety_platform.usage.schemas import UsageTotals
+
+
+class Overview(msgspec.Struct, frozen=True):
+    """Counts, and sums over the last hour and the last 24."""
+
+    as_of: datetime
+    tenants_active: int
+    tenants_suspended: int
+    projects: int
+    keys_active: int
+    keys_total: int
+    last_hour: UsageTotals
+    last_24_hours: UsageTotals
+
+
+class OverviewController(Controller):
+    """The overview."""
+
+    path = "/overview"
+    tags = ("overview",)
+
+    @get()
+    async def get_overview(
+        self,
+        database: NamedDependency[Database],
+        clock: NamedDependency[SkipValidation[Clock]],
+    ) -> Overview:
+        """The deployment at a glance."""
+        now = clock.now()
+        active = Tenant.status == TenantStatus.ACTIVE
+        working = ApiKey.revoked_at.is_(None) & or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > now)
+        counts = select(
+            select(func.count()).select_from(Tenant).where(active).scalar_subquery(),
+            select(func.count()).select_from(Tenant).where(~active).scalar_subquery(),
+            select(func.count()).select_from(Project).scalar_subquery(),
+            select(func.count()).select_from(ApiKey).where(working).scalar_subquery(),
+            select(func.count()).select_from(ApiKey).scalar_subquery(),
+        )
+        until = now + timedelta(seconds=1)
+        async with database.read() as session:
+            found = (await session.execute(counts)).one()
+            last_hour = await sum_usage(session, UsageFilter(now - timedelta(hours=1), until), ())
+            last_day = await sum_usage(session, UsageFilter(now - timedelta(days=1), until), ())
+        return Overview(now, *found, last_hour.data[0].totals, last_day.data[0].totals)

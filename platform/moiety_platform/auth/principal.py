@@ -1,0 +1,21 @@
+"""The caller of a request, as the rest of the gateway sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """A tenant's key, resolved. `cache_salt` is derived on the server from the tenant and starts its prefix-cache
+    chain; `allowed_models` None means every served model; `scopes` are e.g. `inference`, `admin`."""
+
+    key_id: str
+    tenant_id: str
+    tenant_name: str
+    project_id: str
+    service_class: str
+    weight: float
+    cache_salt: bytes
+    scopes: frozenset[str]
+    allowed_models: frozenset[str] | None = None

@@ -1,0 +1,83 @@
+"""What the admin API says and hears of keys. A key's text appears in one answer only: the one that makes it."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated
+
+import msgspec
+
+from moiety_platform.tenants.models import ApiKey
+
+AwareTime = Annotated[datetime, msgspec.Meta(tz=True)]
+
+DEFAULT_GRACE_S = 24 * 3600
+
+
+class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A key to be made: for inference with a `project_id`, for administration without one. `allowed_models` null means
+    every model."""
+
+    name: str
+    project_id: str | None = None
+    scopes: list[str] | None = None
+    allowed_models: list[str] | None = None
+    expires_at: AwareTime | None = None
+
+
+class Rotation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long the old key stays good beside the new one, in seconds."""
+
+    grace_s: int = DEFAULT_GRACE_S
+
+
+class KeyView(msgspec.Struct, frozen=True):
+    """A key as the API shows it. `status` is active, expired or revoked; `hint` the key's last four characters."""
+
+    id: str
+    project_id: str | None
+    name: str
+    hint: str
+    scopes: list[str]
+    allowed_models: list[str] | None
+    status: str
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+    replaced_by: str | None
+
+    @classmethod
+    def of(cls, key: ApiKey, now: datetime) -> KeyView:
+        return cls(
+            id=key.id,
+            project_id=key.project_id,
+            name=key.name,
+            hint=key.hint,
+            scopes=list(key.scopes),
+            allowed_models=key.allowed_models,
+            status=_status(key, now),
+            created_at=key.created_at,
+            expires_at=key.expires_at,
+            revoked_at=key.revoked_at,
+            replaced_by=key.replaced_by,
+        )
+
+
+class KeyPage(msgspec.Struct, frozen=True):
+    """Some keys, oldest first; `next_cursor` is null on the last page."""
+
+    data: list[KeyView]
+    next_cursor: str | None
+
+
+class MadeKey(msgspec.Struct, frozen=True):
+    """A new key with its text in `secret`, which is shown this once and never again."""
+
+    key: KeyView
+    secret: str
+
+
+def _status(key: ApiKey, now: datetime) -> str:
+    if key.revoked_at is not None:
+        return "revoked"
+    return "expired" if key.expires_at is not None and key.expires_at <= now else "active"

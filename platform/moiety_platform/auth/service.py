@@ -1,0 +1,162 @@
+"""Makes, lists, revokes and rotates keys, within the caller's transaction. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from sqlalchemy import or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.auth.keys import KeyText, generate_key, hash_key
+from moiety_platform.auth.schemas import KeyPage, KeyView, NewKey
+from moiety_platform.auth.scopes import ADMIN_SCOPE, INFERENCE_SCOPE
+from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
+from moiety_platform.errors import BadRequest, Conflict, NotFound
+from moiety_platform.tenants.checks import check_name, is_id
+from moiety_platform.tenants.models import ApiKey, Project
+from moiety_platform.tenants.service import get_project, get_tenant
+
+MAX_ALLOWED_MODELS = 100
+MAX_MODEL_LENGTH = 200
+MAX_GRACE_S = 90 * 24 * 3600
+
+
+async def create_key(session: AsyncSession, new: NewKey, pepper: bytes, now: datetime) -> tuple[ApiKey, KeyText]:
+    """A new key and its text, which nothing keeps. Raises BadRequest, or NotFound for an unknown project."""
+    if new.expires_at is not None and new.expires_at <= now:
+        raise BadRequest("'expires_at' must lie in the future.", param="expires_at")
+    project_id = None if new.project_id is None else (await get_project(session, new.project_id)).id
+    key = ApiKey(
+        project_id=project_id,
+        name=check_name(new.name),
+        scopes=_check_scopes(new.scopes, for_project=project_id is not None),
+        allowed_models=_check_models(new.allowed_models),
+        created_at=now,
+        expires_at=new.expires_at,
+    )
+    return key, await _add_with_text(session, key, pepper)
+
+
+async def get_key(session: AsyncSession, key_id: str) -> ApiKey:
+    """Raises NotFound."""
+    key = await session.get(ApiKey, key_id) if is_id(key_id) else None
+    if key is None:
+        raise NotFound("There is no key with this id; list them with GET /admin/v1/keys.", param="key_id")
+    return key
+
+
+async def list_keys(
+    session: AsyncSession,
+    page: PageRequest,
+    now: datetime,
+    *,
+    tenant_id: str | None = None,
+    project_id: str | None = None,
+) -> KeyPage:
+    """Keys, oldest first, of one tenant or project if given. Raises NotFound for an unknown one."""
+    statement = select(ApiKey)
+    if tenant_id is not None:
+        tenant = await get_tenant(session, tenant_id)
+        statement = statement.join(Project, Project.id == ApiKey.project_id).where(Project.tenant_id == tenant.id)
+    if project_id is not None:
+        statement = statement.where(ApiKey.project_id == (await get_project(session, project_id)).id)
+    statement = after_position(statement, page, ApiKey.created_at, ApiKey.id, newest_first=False)
+    found = (await session.scalars(statement)).all()
+    keys, next_cursor = cut_page(found, page, lambda key: Position(key.created_at, key.id))
+    return KeyPage([KeyView.of(key, now) for key in keys], next_cursor)
+
+
+async def revoke_key(session: AsyncSession, key_id: str, now: datetime) -> ApiKey:
+    """Make a key useless, for good. Revoking it again changes nothing. Raises NotFound, or Conflict for the last
+    working administrator's key."""
+    key = await get_key(session, key_id)
+    if key.revoked_at is None:
+        if ADMIN_SCOPE in key.scopes:
+            await _check_not_last_admin(session, key, now)
+        key.revoked_at = now
+        await session.flush()
+    return key
+
+
+async def rotate_key(
+    session: AsyncSession, key_id: str, grace_s: int, pepper: bytes, now: datetime
+) -> tuple[ApiKey, KeyText]:
+    """A successor with the same rights; the old key expires after `grace_s`. Raises NotFound, BadRequest, or Conflict
+    if the key no longer works or has a successor."""
+    if not 0 <= grace_s <= MAX_GRACE_S:
+        raise BadRequest(f"'grace_s' must be between 0 and {MAX_GRACE_S} seconds.", param="grace_s")
+    old = await get_key(session, key_id)
+    if old.revoked_at is not None or (old.expires_at is not None and old.expires_at <= now):
+        raise Conflict("This key is revoked or expired; make a new one instead.", code="key_not_active")
+    if old.replaced_by is not None:
+        raise Conflict(f"This key was rotated already; rotate its successor {old.replaced_by}.", code="key_rotated")
+    successor = ApiKey(
+        project_id=old.project_id,
+        name=old.name,
+        scopes=list(old.scopes),
+        allowed_models=old.allowed_models,
+        created_at=now,
+        expires_at=old.expires_at,
+    )
+    text = await _add_with_text(session, successor, pepper)
+    end_of_grace = now + timedelta(seconds=grace_s)
+    old.replaced_by = successor.id
+    old.expires_at = end_of_grace if old.expires_at is None else min(old.expires_at, end_of_grace)
+    await session.flush()
+    return successor, text
+
+
+async def _add_with_text(session: AsyncSession, key: ApiKey, pepper: bytes) -> KeyText:
+    text = generate_key()
+    key.id, key.secret_hash, key.hint = text.key_id, hash_key(text, pepper), text.hint
+    session.add(key)
+    await session.flush()
+    return text
+
+
+async def _check_not_last_admin(session: AsyncSession, key: ApiKey, now: datetime) -> None:
+    """Locks the administrators' keys, so that two who revoke each other's cannot both succeed."""
+    statement = (
+        select(ApiKey)
+        .where(
+            ApiKey.project_id.is_(None),
+            ApiKey.revoked_at.is_(None),
+            or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > now),
+        )
+        .order_by(ApiKey.id)
+        .with_for_update()
+        .execution_options(populate_existing=True)
+    )
+    working = (await session.scalars(statement)).all()
+    if not any(other.id != key.id and ADMIN_SCOPE in other.scopes for other in working):
+        raise Conflict(
+            "This is the last working administrator's key; make another one before you revoke it.",
+            code="last_admin_key",
+        )
+
+
+def _check_scopes(scopes: list[str] | None, *, for_project: bool) -> list[str]:
+    allowed = INFERENCE_SCOPE if for_project else ADMIN_SCOPE
+    if scopes is None:
+        return [allowed]
+    if set(scopes) != {allowed}:
+        kind = "A project's key" if for_project else "A key without a project"
+        raise BadRequest(f"{kind} must have exactly the scope '{allowed}'.", param="scopes")
+    return [allowed]
+
+
+def _check_models(models: list[str] | None) -> list[str] | None:
+    if models is None:
+        return None
+    if not 1 <= len(models) <= MAX_ALLOWED_MODELS:
+        raise BadRequest(
+            f"'allowed_models' must name 1 to {MAX_ALLOWED_MODELS} models, or be null for every model.",
+            param="allowed_models",
+        )
+    for model in models:
+        if not 1 <= len(model) <= MAX_MODEL_LENGTH or not model.isprintable():
+            raise BadRequest(
+                f"A model's name in 'allowed_models' must have 1 to {MAX_MODEL_LENGTH} printable characters.",
+                param="allowed_models",
+            )
+    return sorted(set(models))

@@ -1,0 +1,122 @@
+"""Whole answers: what `/v1/chat/completions` and `/v1/completions` send when they do not stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moiety_platform.completions.pipeline import Usage
+from moiety_wire.messages import TokenLogprob
+
+TIER_OF_CLASS = {"priority": "priority", "flex": "flex", "batch": "flex"}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every chunk and answer of a request repeats."""
+
+    answer_id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    service_class: str
+
+    @property
+    def service_tier(self) -> str:
+        """The tier that was served, in OpenAI's words."""
+        return TIER_OF_CLASS.get(self.service_class, "default")
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "service_tier": self.service_tier,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+
+@dataclass(slots=True)
+class Choice:
+    """What has come for one choice."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.output_tokens,
+        "total_tokens": usage.prompt_tokens + usage.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def chat_answer(head: AnswerHead, choices: Sequence[Choice], usage: Usage, *, with_logprobs: bool) -> dict[str, Any]:
+    return {
+        **head.fields("chat.completion"),
+        "choices": [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+                "logprobs": chat_logprobs(choice.logprobs) if with_logprobs else None,
+                "finish_reason": choice.finish_reason,
+            }
+            for index, choice in enumerate(choices)
+        ],
+        "usage": usage_fields(usage),
+    }
+
+
+def completion_answer(
+    head: AnswerHead, choices: Sequence[Choice], usage: Usage, *, echoes: Sequence[str], with_logprobs: bool
+) -> dict[str, Any]:
+    """`echoes` are the texts that precede the choices, empty where there is no echo."""
+    return {
+        **head.fields("text_completion"),
+        "choices": [
+            {
+                "index": index,
+                "text": echoes[index] + "".join(choice.text),
+                "logprobs": completion_logprobs(choice.logprobs, 0) if with_logprobs else None,
+                "finish_reason": choice.finish_reason,
+            }
+            for index, choice in enumerate(choices)
+        ],
+        "usage": usage_fields(usage),
+    }
+
+
+def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    return {
+        "content": [
+            {
+                "token": entry.token,
+                "bytes": list(entry.token_bytes),
+                "logprob": entry.logprob,
+                "top_logprobs": [
+                    {"token": top.token, "bytes": list(top.token_bytes), "logprob": top.logprob} for top in entry.top
+                ],
+            }
+            for entry in logprobs
+        ],
+        "refusal": None,
+    }
+
+
+def completion_logprobs(logprobs: Sequence[TokenLogprob], text_offset: int) -> dict[str, Any]:
+    """`text_offset` is where the first of these tokens stands in the choice's text."""
+    offsets = []
+    for entry in logprobs:
+        offsets.append(text_offset)
+        text_offset += len(entry.token)
+    return {
+        "tokens": [entry.token for entry in logprobs],
+        "token_logprobs": [entry.logprob for entry in logprobs],
+        "top_logprobs": [{top.token: top.logprob for top in entry.top} for entry in logprobs],
+        "text_offset": offsets,
+    }

@@ -1,0 +1,113 @@
+"""From the bytes of a request to a validated body. Every defect is a BadRequest that names the field and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TypeVar
+
+from litestar.types import Receive
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from moiety_platform.completions.disconnect import ClientDisconnected
+from moiety_platform.errors import BadRequest, TooLarge
+
+# What a field with several forms must be; pydantic would report each form's own complaint.
+FORMS = {
+    "content": 'must be a string or a list of parts {"type": "text", "text": "…"}; other parts are not supported',
+    "prompt": "must be a string, a list of strings, a list of token ids or a list of lists of token ids",
+    "stop": "must be a string or a list of at most 16 strings, none of them empty",
+}
+PATIENCE = 16  # times the limit
+_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def read_body(receive: Receive, headers: Iterable[tuple[bytes, bytes]], max_bytes: int) -> bytes:
+    """The whole body. Raises TooLarge, ClientDisconnected if the client leaves. A body that is too large is read on and
+    dropped, up to a bound, since a client that is cut off while it sends does not see why."""
+    too_large = TooLarge(f"the body is larger than the {max_bytes} bytes that this server accepts; send less")
+    patience_bytes = PATIENCE * max_bytes
+    for name, value in headers:
+        if name == b"content-length" and value.isdigit() and int(value[:20]) > patience_bytes:
+            raise too_large
+    chunks: list[bytes] = []
+    size = 0
+    while size <= patience_bytes:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        if message["type"] != "http.request":
+            continue
+        size += len(message["body"])
+        if size <= max_bytes:
+            chunks.append(message["body"])
+        else:
+            chunks.clear()
+        if not message["more_body"]:
+            break
+    if size > max_bytes:
+        raise too_large
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def decode_body(schema: type[Body], data: bytes, max_depth: int) -> Body:
+    """The body as `schema`. Raises BadRequest."""
+    if _depth_exceeds(data, max_depth):
+        raise BadRequest(f"the JSON is nested deeper than {max_depth} levels; flatten it", code="json_too_deep")
+    try:
+        return schema.model_validate_json(data)
+    except ValidationError as exc:
+        raise _translate(exc) from exc
+
+
+def _depth_exceeds(data: bytes, limit: int) -> bool:
+    """Whether brackets outside of strings are nested deeper than `limit`. Linear, and without recursion."""
+    if data.count(b"[") + data.count(b"{") <= limit:
+        return False
+    depth = 0
+    for match in _BRACKETS.finditer(data):
+        bracket = data[match.start()]
+        if bracket in b"[{":
+            depth += 1
+            if depth > limit:
+                return True
+        elif bracket in b"]}":
+            depth -= 1
+    return False
+
+
+def _translate(exc: ValidationError) -> BadRequest:
+    """The first complaint, in the words of the API."""
+    first = exc.errors(include_url=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        reason = first["msg"].removeprefix("Invalid JSON: ")
+        return BadRequest(f"the body is not valid JSON ({reason}); send one JSON object in UTF-8", code="invalid_json")
+    if first["type"] == "refused" and not first["loc"]:
+        return BadRequest(first["msg"])
+    if not first["loc"]:
+        return BadRequest("the body must be a JSON object; send one with at least 'model'", code="invalid_json")
+    path, form = _path(first["loc"], first["type"])
+    return BadRequest(f"'{path}' {form or _complaint(first)}", param=path)
+
+
+def _path(location: tuple[int | str, ...], kind: str) -> tuple[str, str | None]:
+    """The field as a path, and its forms if it has several (what follows then is pydantic's, not the client's)."""
+    for i, part in enumerate(location):
+        is_absent = kind == "missing" and i == len(location) - 1
+        if part in FORMS and (part != "content" or i == 2) and not is_absent:
+            return ".".join(map(str, location[: i + 1])), FORMS[str(part)]
+    return ".".join(map(str, location)), None
+
+
+def _complaint(error: ErrorDetails) -> str:
+    if error["type"] == "missing":
+        return "is missing; it is required"
+    if error["type"] == "refused":
+        return f"cannot be served: {error['msg']}"
+    if error["type"] == "too_short":
+        return "is empty; it needs at least one entry"
+    message = error["msg"]
+    return message.replace("Input should", "must") if message.startswith("Input should") else f"is invalid: {message}"

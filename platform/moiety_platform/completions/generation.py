@@ -1,0 +1,47 @@
+"""What is asked of the engines, free of any API's field names. Made by the schemas, carried out by the pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from moiety_wire.messages import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages for the model's chat template, each with `role` and text `content`."""
+
+    messages: tuple[dict[str, Any], ...]
+
+
+Prompt = Conversation | str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """`num_choices` answers to each prompt; choice i of prompt p has index p · num_choices + i.
+    `max_tokens` None means all that the model's context leaves."""
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    num_choices: int
+    sampling: Sampling
+    max_tokens: int | None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * self.num_choices
+
+
+def seed_of_choice(seed: int | None, choice: int) -> int | None:
+    """The seed of the i-th answer to a prompt: the request's own for the first, a fixed function of both after it."""
+    if seed is None or choice == 0:
+        return seed
+    digest = blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,55 @@
+"""The sending half of one HTTP exchange: a whole answer, or a stream of events, or an error in either."""
+
+from __future__ import annotations
+
+import msgspec
+from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, Send
+
+from moiety_platform.completions.sse import error_event
+from moiety_platform.errors import PlatformError
+from moiety_platform.http_errors import error_fields, error_headers
+
+_STREAM_HEADERS: list[tuple[bytes, bytes]] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Reply:
+    """Owned by the exchange; sends one answer."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._streaming = False
+
+    async def whole(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        fields += [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
+        await self._send(_start(status, fields))
+        await self._send(_body(body, more=False))
+
+    async def stream(self, data: bytes) -> None:
+        """Send events; the first ones start the answer. Returns when the connection can take more."""
+        if not self._streaming:
+            self._streaming = True
+            await self._send(_start(200, list(_STREAM_HEADERS)))
+        await self._send(_body(data, more=True))
+
+    async def end_stream(self, data: bytes) -> None:
+        await self._send(_body(data, more=False))
+
+    async def fail(self, error: PlatformError) -> None:
+        """An error answer, or an error event if the answer has begun."""
+        if self._streaming:
+            await self.end_stream(error_event(error))
+        else:
+            await self.whole(error.status, msgspec.json.encode(error_fields(error)), error_headers(error))
+
+
+def _start(status: int, headers: list[tuple[bytes, bytes]]) -> HTTPResponseStartEvent:
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+def _body(data: bytes, *, more: bool) -> HTTPResponseBodyEvent:
+    return {"type": "http.response.body", "body": data, "more_body": more}

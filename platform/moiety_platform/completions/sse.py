@@ -1,0 +1,106 @@
+"""Server-sent events: the bytes of each chunk of a streamed answer.
+
+What all chunks of a request share is encoded once; a chunk costs the encoding of its text and one join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from moiety_platform.completions.answers import AnswerHead, chat_logprobs, completion_logprobs, usage_fields
+from moiety_platform.completions.pipeline import Usage
+from moiety_platform.errors import PlatformError
+from moiety_platform.http_errors import error_fields
+from moiety_wire.messages import TokenLogprob
+
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Chunks(Protocol):
+    """Encodes the chunks of one streamed answer."""
+
+    def opening(self, index: int) -> bytes:
+        """What a choice begins with; empty if nothing."""
+        ...
+
+    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes: ...
+
+    def closing(self, index: int, finish_reason: str) -> bytes: ...
+
+    def usage(self, usage: Usage) -> bytes: ...
+
+
+class _Frame:
+    """The parts around `choices` that every chunk of a request repeats."""
+
+    def __init__(self, head: AnswerHead, kind: str, include_usage: bool) -> None:
+        self.start = b"data: " + _encode(head.fields(kind))[:-1] + b',"choices":['
+        self.end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def usage(self, usage: Usage) -> bytes:
+        return b"".join((self.start, b'],"usage":', _encode(usage_fields(usage)), b"}\n\n"))
+
+
+class ChatChunks:
+    """`chat.completion.chunk` objects."""
+
+    def __init__(self, head: AnswerHead, include_usage: bool) -> None:
+        self._frame = _Frame(head, "chat.completion.chunk", include_usage)
+
+    def opening(self, index: int) -> bytes:
+        return self._chunk(index, b'{"role":"assistant","content":""}', b"null", b"null")
+
+    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
+        delta = b'{"content":' + _encode(text) + b"}"
+        return self._chunk(index, delta, b"null" if logprobs is None else _encode(chat_logprobs(logprobs)), b"null")
+
+    def closing(self, index: int, finish_reason: str) -> bytes:
+        return self._chunk(index, b"{}", b"null", _encode(finish_reason))
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._frame.usage(usage)
+
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
+        return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b' % (
+            self._frame.start, index, delta, logprobs, finish_reason, self._frame.end,
+        )  # fmt: skip
+
+
+class CompletionChunks:
+    """Streamed `text_completion` objects. `echoes` are the texts that the choices begin with."""
+
+    def __init__(self, head: AnswerHead, include_usage: bool, echoes: Sequence[str]) -> None:
+        self._frame = _Frame(head, "text_completion", include_usage)
+        self._echoes = echoes
+        self._offsets = [0] * len(echoes)
+
+    def opening(self, index: int) -> bytes:
+        return self.piece(index, self._echoes[index], None) if self._echoes[index] else b""
+
+    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
+        encoded = b"null"
+        if logprobs is not None:
+            encoded = _encode(completion_logprobs(logprobs, self._offsets[index]))
+            self._offsets[index] += sum(len(entry.token) for entry in logprobs)
+        return self._chunk(index, _encode(text), encoded, b"null")
+
+    def closing(self, index: int, finish_reason: str) -> bytes:
+        return self._chunk(index, b'""', b"null", _encode(finish_reason))
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._frame.usage(usage)
+
+    def _chunk(self, index: int, text: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
+        return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b' % (
+            self._frame.start, index, text, logprobs, finish_reason, self._frame.end,
+        )  # fmt: skip
+
+
+def error_event(error: PlatformError) -> bytes:
+    """What ends a stream that broke off; no `[DONE]` follows it."""
+    return b"data: " + _encode(error_fields(error)) + b"\n\n"

@@ -1,0 +1,55 @@
+"""Tells a store that is away from a statement that is wrong: the first is worth another try, the second never."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy import exc as sa
+
+from moiety_platform.errors import Unavailable
+
+RETRY_AFTER_S = 1.0
+
+# SQLSTATE classes and codes of PostgreSQL that time, or an operator, mends: connection, refused credentials or
+# database, resources, operator intervention, system error; then read-only servers, lost races for locks or
+# serialisation, and tables that are not there yet or not ours to touch.
+_AWAY_CLASSES = frozenset({"08", "28", "3D", "53", "57", "58"})
+_AWAY_CODES = frozenset({"25006", "40001", "40P01", "55P03", "42P01", "42703", "42501"})
+
+
+def is_away(error: BaseException) -> bool:
+    """True if the store could not be reached or could not serve, whatever the statement was."""
+    if isinstance(error, OSError | sa.TimeoutError):  # refused, reset, timed out; no connection left in the pool
+        return True
+    state = _sqlstate(error)
+    if state:
+        return state[:2] in _AWAY_CLASSES or state in _AWAY_CODES
+    if not isinstance(error, sa.DBAPIError):
+        return False
+    if isinstance(error.orig, ValueError) or isinstance(getattr(error.orig, "__cause__", None), ValueError):
+        return False  # the driver could not encode a parameter
+    return error.connection_invalidated or isinstance(error, sa.OperationalError | sa.InterfaceError)
+
+
+@contextmanager
+def unavailable_when_away() -> Iterator[None]:
+    """Raises Unavailable in place of whatever the driver says when the store is away; lets everything else through."""
+    try:
+        yield
+    except Exception as error:  # judged and, unless the store is away, raised on
+        if not is_away(error):
+            raise
+        raise Unavailable(
+            "The database cannot be reached right now; try again shortly.",
+            code="store_unavailable",
+            retry_after_s=RETRY_AFTER_S,
+        ) from error
+
+
+def _sqlstate(error: BaseException) -> str:
+    for candidate in (error, getattr(error, "orig", None)):
+        state = getattr(candidate, "sqlstate", None) or getattr(candidate, "pgcode", None)
+        if isinstance(state, str):
+            return state
+    return ""

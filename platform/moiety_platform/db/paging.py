@@ -1,0 +1,98 @@
+"""Keyset pagination: a page ends with a cursor that names its last row, so that rows added meanwhile shift nothing."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+from sqlalchemy import Select, literal, tuple_
+from sqlalchemy.orm import InstrumentedAttribute
+
+from moiety_platform.errors import BadRequest
+
+DEFAULT_LIMIT = 50
+MAX_LIMIT = 500
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a page ended: the last row's time and id."""
+
+    at: datetime
+    row_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PageRequest:
+    """Which page is wanted: at most `limit` rows after `after`."""
+
+    limit: int = DEFAULT_LIMIT
+    after: Position | None = None
+
+
+def parse_page(limit: int | None, cursor: str | None) -> PageRequest:
+    """What a client's `limit` and `cursor` ask for. Raises BadRequest."""
+    if limit is not None and not 1 <= limit <= MAX_LIMIT:
+        raise BadRequest(f"'limit' must be between 1 and {MAX_LIMIT}, not {limit}.", param="limit")
+    after = decode_cursor(cursor) if cursor else None
+    return PageRequest(limit=DEFAULT_LIMIT if limit is None else limit, after=after)
+
+
+def encode_cursor(position: Position) -> str:
+    """An opaque, URL-safe cursor."""
+    at_us = (position.at - _EPOCH) // _MICROSECOND
+    return base64.urlsafe_b64encode(f"{at_us}:{position.row_id}".encode()).decode().rstrip("=")
+
+
+def decode_cursor(cursor: str) -> Position:
+    """The inverse of `encode_cursor`. Raises BadRequest for anything that it did not make."""
+    try:
+        if len(cursor) > 400:
+            raise ValueError("too long")
+        plain = base64.b64decode((cursor + "=" * (-len(cursor) % 4)).encode("ascii"), b"-_", validate=True).decode()
+        at_us, separator, row_id = plain.partition(":")
+        if not separator or not row_id.isprintable():
+            raise ValueError("not a position")
+        return Position(at=_EPOCH + int(at_us) * _MICROSECOND, row_id=row_id)
+    except (ValueError, binascii.Error, OverflowError) as exc:
+        raise BadRequest(
+            "'cursor' is not one that this server gave; pass 'next_cursor' of the previous page unchanged.",
+            param="cursor",
+        ) from exc
+
+
+def after_position(
+    statement: Select[Any],
+    page: PageRequest,
+    at: InstrumentedAttribute[datetime],
+    row_id: InstrumentedAttribute[str],
+    *,
+    newest_first: bool,
+) -> Select[Any]:
+    """The statement, ordered by (at, row_id), starting after the page's position, with one row more than asked for:
+    the surplus tells `cut_page` whether another page follows."""
+    key = tuple_(at, row_id)
+    if page.after is not None:
+        last = tuple_(literal(page.after.at, at.type), literal(page.after.row_id, row_id.type))
+        statement = statement.where(key < last if newest_first else key > last)
+    order = (at.desc(), row_id.desc()) if newest_first else (at.asc(), row_id.asc())
+    return statement.order_by(*order).limit(page.limit + 1)
+
+
+def cut_page(
+    rows: Sequence[Row], page: PageRequest, position_of: Callable[[Row], Position]
+) -> tuple[Sequence[Row], str | None]:
+    """The page's rows and the cursor of the next page, None if this is the last."""
+    if len(rows) <= page.limit:
+        return rows, None
+    kept = rows[: page.limit]
+    return kept, encode_cursor(position_of(kept[-1]))

@@ -1,0 +1,109 @@
+"""Engines and transactions. A `Database` is owned by the entry point that opens it, and closed there.
+
+Reading and writing are different verbs, since SQLite wants to know beforehand: a transaction that will write takes the
+write lock with its first statement (BEGIN IMMEDIATE), so it waits its turn instead of failing half-way. A transaction's
+block talks to the store and does nothing else; any time-out or broken connection in it counts as the store being away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+from sqlalchemy import Connection, event, text
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from moiety_platform.db.failures import unavailable_when_away
+from moiety_platform.db.url import sqlite_path, to_async_url
+
+SQLITE_BUSY_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
+STATEMENT_TIMEOUT_S = 15.0
+POOL_SIZE = 10
+
+_BEGIN_OPTION = "moiety_sqlite_begin"
+
+
+def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S) -> AsyncEngine:
+    """An engine that connects at first use. `url` may be plain (`sqlite:///f.db`, `postgresql://…`) or name its async
+    driver. `busy_timeout_s` is how long a SQLite writer waits for another. Raises BadDatabaseUrl."""
+    async_url = to_async_url(url)
+    if sqlite_path(url) is None:
+        return create_async_engine(
+            async_url,
+            pool_size=POOL_SIZE,
+            max_overflow=0,
+            pool_timeout=CONNECT_TIMEOUT_S,
+            pool_pre_ping=True,
+            connect_args={"timeout": CONNECT_TIMEOUT_S, "command_timeout": STATEMENT_TIMEOUT_S},
+        )
+    engine = create_async_engine(
+        async_url,
+        pool_size=POOL_SIZE,
+        max_overflow=0,
+        pool_timeout=CONNECT_TIMEOUT_S,
+        connect_args={"timeout": busy_timeout_s},
+    )
+    event.listen(engine.sync_engine, "connect", _prepare_sqlite)
+    event.listen(engine.sync_engine, "begin", _begin_sqlite)
+    return engine
+
+
+class Database:
+    """The store of one process: transactions for reading and for writing, and an end."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+        self._read = async_sessionmaker(engine, expire_on_commit=False, autoflush=False)
+        writer = engine.execution_options(**{_BEGIN_OPTION: "BEGIN IMMEDIATE"})
+        self._write = async_sessionmaker(writer, expire_on_commit=False)
+
+    @classmethod
+    def open(cls, url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S) -> Self:
+        """A database by its URL; nothing is connected yet. Raises BadDatabaseUrl."""
+        return cls(create_engine(url, busy_timeout_s=busy_timeout_s))
+
+    @property
+    def dialect(self) -> str:
+        """`sqlite` or `postgresql`."""
+        return self.engine.dialect.name
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncSession]:
+        """A transaction that only reads. Raises Unavailable when the store is away."""
+        with unavailable_when_away():
+            async with self._read() as session:
+                yield session
+
+    @asynccontextmanager
+    async def write(self) -> AsyncIterator[AsyncSession]:
+        """A transaction that commits when the block ends well and rolls back when it raises. Raises Unavailable when
+        the store is away."""
+        with unavailable_when_away():
+            async with self._write.begin() as session:
+                yield session
+
+    async def ping(self) -> None:
+        """Raises Unavailable unless the store answers."""
+        async with self.read() as session:
+            await session.execute(text("SELECT 1"))
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self.engine.dispose()
+
+
+def _prepare_sqlite(connection: DBAPIConnection, _entry: ConnectionPoolEntry) -> None:
+    raw: Any = connection
+    raw.isolation_level = None  # the driver opens no transactions of its own; `_begin_sqlite` does
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    connection.exec_driver_sql(connection.get_execution_options().get(_BEGIN_OPTION, "BEGIN"))

@@ -1,0 +1,71 @@
+"""Database URLs as people write them, turned into the ones that the drivers take. Pure; imports no driver."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+_SQLITE_SCHEMES = frozenset({"sqlite", "sqlite+aiosqlite", "sqlite+pysqlite"})
+_POSTGRES_SCHEMES = frozenset({"postgres", "postgresql", "postgresql+asyncpg", "postgresql+psycopg"})
+_HINT = "give sqlite:///path/to/file.db or postgresql://user:password@host/database"
+
+
+class BadDatabaseUrl(ValueError):
+    """The URL names no database that this program can use; the message says what to give instead."""
+
+
+def to_async_url(url: str) -> str:
+    """The URL for SQLAlchemy's async engine (aiosqlite or asyncpg). Raises BadDatabaseUrl."""
+    path = sqlite_path(url)
+    if path is not None:
+        return f"sqlite+aiosqlite:///{path}"
+    return _with_scheme(url, "postgresql+asyncpg", rename_query={"sslmode": "ssl"})
+
+
+def to_sync_url(url: str) -> str:
+    """The URL for SQLAlchemy's sync engine (sqlite3 or psycopg), which migrations use. Raises BadDatabaseUrl."""
+    path = sqlite_path(url)
+    if path is not None:
+        return f"sqlite+pysqlite:///{path}"
+    return _with_scheme(url, "postgresql+psycopg", rename_query={"ssl": "sslmode"})
+
+
+def to_libpq_url(url: str) -> str:
+    """The URL as libpq itself takes it. Raises BadDatabaseUrl; only for PostgreSQL."""
+    return _with_scheme(url, "postgresql", rename_query={"ssl": "sslmode"})
+
+
+def sqlite_path(url: str) -> Path | None:
+    """The file of a SQLite URL; None for PostgreSQL. Raises BadDatabaseUrl for anything else."""
+    scheme = _scheme(url)
+    if scheme in _POSTGRES_SCHEMES:
+        return None
+    location, _, query = url.split("://", 1)[1].partition("?")
+    if location and not location.startswith("/"):
+        raise BadDatabaseUrl(f"{redact(url)!r} needs three slashes before the file's path; {_HINT}")
+    file = location[1:]
+    if not file or file == ":memory:" or file.startswith("file:") or query:
+        raise BadDatabaseUrl(f"{redact(url)!r} must name a plain file, since several processes share it; {_HINT}")
+    return Path(file)
+
+
+def redact(url: str) -> str:
+    """The URL without its password, for messages and logs."""
+    return re.sub(r"(://[^:/@]*):[^@/]*@", r"\1:***@", re.sub(r"(?i)(password=)[^&]*", r"\1***", url))
+
+
+def _scheme(url: str) -> str:
+    scheme, separator, _ = url.partition("://")
+    if not separator or scheme not in _SQLITE_SCHEMES | _POSTGRES_SCHEMES:
+        raise BadDatabaseUrl(f"{redact(url)!r} is no database URL of ours; {_HINT}")
+    return scheme
+
+
+def _with_scheme(url: str, scheme: str, *, rename_query: dict[str, str]) -> str:
+    if _scheme(url) in _SQLITE_SCHEMES:
+        raise BadDatabaseUrl(f"{redact(url)!r} is SQLite, but PostgreSQL is needed here; {_HINT}")
+    parts = urlsplit(url)
+    query = [(rename_query.get(name, name), value) for name, value in parse_qsl(parts.query, keep_blank_values=True)]
+    rebuilt = urlunsplit(("", parts.netloc, parts.path, urlencode(query, safe="/:"), ""))
+    return f"{scheme}:{rebuilt if rebuilt.startswith('//') else '//' + rebuilt}"

@@ -1,0 +1,48 @@
+"""What the gateway asks of an engine, whichever kind stands behind it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from moiety_platform.engine_client.inbox import Inbox
+from moiety_platform.engine_client.stream import EngineStream
+from moiety_wire.messages import Card, Load, Submit
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """One engine at one moment. `card` is the last known and outlives the connection; `reason` says why it is not
+    healthy, and is empty when it is. `num_inflight` counts this gateway's own requests there."""
+
+    address: str
+    healthy: bool
+    reason: str
+    card: Card | None
+    load: Load | None
+    num_inflight: int
+
+    @property
+    def draining(self) -> bool:
+        return self.load is not None and self.load.draining
+
+
+class EngineClient(Protocol):
+    """A connection to one engine, kept up for ever between `start` and `close`."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def state(self) -> EngineState: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def open(self, submit: Submit, inbox: Inbox | None = None) -> AbstractAsyncContextManager[EngineStream]:
+        """Submit a request and hold its stream. Leaving before the end aborts it and waits, bounded and through
+        cancellation, for the engine's exact count. Raises Unavailable when the engine is not there; an engine that dies
+        later fails the stream with EngineFailed. Fails closed: no request is ever answered without its engine."""
+        ...

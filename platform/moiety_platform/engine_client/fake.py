@@ -1,0 +1,185 @@
+"""A scripted engine in this process: implements EngineClient with the same streams and laws (credit, sequence numbers,
+exact counts at every end), and no sockets. For tests, and for measuring the gateway by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from moiety_platform.clock import Clock, SystemClock
+from moiety_platform.engine_client.base import EngineState
+from moiety_platform.engine_client.inbox import Inbox
+from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
+from moiety_platform.errors import EngineFailed, Unavailable
+from moiety_wire.messages import (
+    Abort,
+    Accepted,
+    Card,
+    Extend,
+    Failed,
+    Finished,
+    FinishReason,
+    Load,
+    Phases,
+    Submit,
+    TokenLogprob,
+    Tokens,
+    TopLogprob,
+)
+
+Piece = tuple[int, str]  # a token and the text that it completes
+Script = Callable[[Submit], Sequence[Piece] | Failed]
+
+
+def count_aloud(submit: Submit) -> Sequence[Piece]:
+    """The default script: 'one', 'two' … as numerals, one token each, for ever longer than asked."""
+    return [(1 + i % 9, f"{' ' if i else ''}{i + 1}") for i in range(submit.stopping.max_tokens)]
+
+
+@dataclass(slots=True)
+class _Running:
+    submit: Submit
+    stream: EngineStream
+    credit_tokens: int
+    aborted: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    num_emitted: int = 0
+    seq: int = 0
+
+    def take_seq(self) -> int:
+        self.seq += 1
+        return self.seq - 1
+
+
+class FakeEngineClient:
+    """Answers every request by its script, a token a turn of the event loop."""
+
+    def __init__(self, card: Card, script: Script = count_aloud, clock: Clock | None = None) -> None:
+        self.card = card
+        self.script = script
+        self.submits: list[Submit] = []
+        self._clock = clock or SystemClock()
+        self._running: dict[str, _Running] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._alive = False
+        self._num_output_tokens = 0
+        self._num_prompt_tokens = 0
+
+    @property
+    def address(self) -> str:
+        return f"fake://{self.card.engine_id}"
+
+    @property
+    def state(self) -> EngineState:
+        reason = "" if self._alive else "stopped"
+        return EngineState(self.address, self._alive, reason, self.card, self._load(), len(self._running))
+
+    async def start(self) -> None:
+        self._alive = True
+
+    async def close(self) -> None:
+        self.die()
+
+    def die(self) -> None:
+        """End like a killed process: every stream fails, nothing is answered any more until `start`."""
+        self._alive = False
+        for task in self._tasks:
+            task.cancel()
+        for run in list(self._running.values()):
+            run.stream.fail(EngineFailed("the engine was lost while it answered; send the request again"))
+
+    @asynccontextmanager
+    async def open(self, submit: Submit, inbox: Inbox | None = None) -> AsyncIterator[EngineStream]:
+        if not self._alive:
+            raise Unavailable(f"the engine for {submit.model!r} is not there; try again shortly", retry_after_s=1)
+        stream = EngineStream(submit, inbox, self._take)
+        run = self._running[submit.request_id] = _Running(submit, stream, submit.credit_tokens)
+        self.submits.append(submit)
+        self._num_prompt_tokens += len(submit.prompt_ids)
+        task = asyncio.create_task(self._answer(run))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            yield stream
+        finally:
+            stream.abort()
+            try:
+                await stream.wait_ended(ABORT_WAIT_S)
+            finally:
+                self._running.pop(submit.request_id, None)
+
+    def _take(self, message: Extend | Abort) -> None:
+        run = self._running.get(message.request_id)
+        if run is None:
+            return
+        if isinstance(message, Extend):
+            run.credit_tokens = max(run.credit_tokens, message.credit_tokens)
+        else:
+            run.aborted = True
+        run.changed.set()
+
+    async def _answer(self, run: _Running) -> None:
+        received_ns = self._clock.unix_ns()
+        run.stream.deliver(Accepted(run.submit.request_id, run.take_seq()))
+        script = self.script(run.submit)
+        if isinstance(script, Failed):
+            run.stream.deliver(script)
+            return
+        reason, detail = FinishReason.STOP, ""
+        for token_id, text in script:
+            await asyncio.sleep(0)
+            while run.num_emitted >= run.credit_tokens and not run.aborted:
+                run.changed.clear()
+                await run.changed.wait()
+            if run.aborted:
+                break
+            logprobs = _logprobs(text, run.submit.sampling.num_logprobs)
+            tokens = Tokens(run.submit.request_id, run.take_seq(), run.num_emitted, [token_id], text, logprobs)
+            run.num_emitted += 1
+            self._num_output_tokens += 1
+            run.stream.deliver(tokens)
+            if run.num_emitted >= run.submit.stopping.max_tokens:
+                reason, detail = FinishReason.LENGTH, "max_tokens"
+                break
+        if run.aborted:
+            reason, detail = FinishReason.ABORT, ""
+        phases = Phases(received_ns, received_ns, received_ns, self._clock.unix_ns())
+        run.stream.deliver(
+            Finished(
+                request_id=run.submit.request_id,
+                seq=run.take_seq(),
+                reason=reason,
+                num_prompt_tokens=len(run.submit.prompt_ids),
+                num_cached_tokens=0,
+                num_output_tokens=run.num_emitted,
+                phases=phases,
+                detail=detail,
+            )
+        )
+
+    def _load(self) -> Load:
+        return Load(
+            engine_id=self.card.engine_id,
+            seq=0,
+            num_running=len(self._running),
+            num_waiting=0,
+            num_paused=sum(run.num_emitted >= run.credit_tokens for run in self._running.values()),
+            kv_blocks_total=0,
+            kv_blocks_used=0,
+            kv_blocks_cached=0,
+            block_size=16,
+            steps_total=0,
+            prompt_tokens_total=self._num_prompt_tokens,
+            cached_tokens_total=0,
+            output_tokens_total=self._num_output_tokens,
+            requests_total=len(self.submits),
+        )
+
+
+def _logprobs(text: str, num_top: int | None) -> list[TokenLogprob] | None:
+    if num_top is None:
+        return None
+    data = text.encode()
+    return [TokenLogprob(text, data, -0.5, [TopLogprob(text, data, -0.5)] * min(num_top, 1))]

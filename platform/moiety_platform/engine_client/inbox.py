@@ -1,0 +1,38 @@
+"""Where engine streams deliver: a queue with one reader, shared by all streams of one HTTP request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from moiety_wire.messages import Finished, Tokens
+
+if TYPE_CHECKING:
+    from moiety_platform.engine_client.stream import EngineStream
+
+
+class Inbox:
+    """Deliveries in order of arrival. What may stand in it is bounded by the credit of the streams that share it."""
+
+    def __init__(self) -> None:
+        self._deliveries: deque[tuple[EngineStream, Tokens | Finished | Exception]] = deque()
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, stream: EngineStream, message: Tokens | Finished | Exception) -> None:
+        self._deliveries.append((stream, message))
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> tuple[EngineStream, Tokens | Finished]:
+        """The next delivery; raises what a stream failed with."""
+        while not self._deliveries:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        stream, message = self._deliveries.popleft()
+        if isinstance(message, Exception):
+            raise message
+        return stream, message

@@ -1,0 +1,160 @@
+"""One request at an engine, as the gateway sees it: what came, what it may still send, and its end.
+
+Owns the checks that nothing was lost: sequence numbers without gap, positions without gap. Every engine client makes
+its streams of this class and feeds them with `deliver` or `fail`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from moiety_platform.engine_client.inbox import Inbox
+from moiety_platform.errors import (
+    BadRequest,
+    ContextTooLong,
+    EngineFailed,
+    NotFound,
+    PlatformError,
+    Unavailable,
+)
+from moiety_wire.messages import (
+    Abort,
+    Accepted,
+    Extend,
+    Failed,
+    FailureCode,
+    Finished,
+    FinishReason,
+    Submit,
+    Tokens,
+)
+
+ABORT_WAIT_S = 6.0  # longer than an engine's step, and than the silence after which its link gives it up
+
+
+class EngineStream:
+    """Its owner is whoever opened it; `num_output_tokens` is exact once `ended`."""
+
+    def __init__(self, submit: Submit, inbox: Inbox | None, send: Callable[[Extend | Abort], None]) -> None:
+        self.request_id = submit.request_id
+        self.inbox = inbox if inbox is not None else Inbox()
+        self.credit_tokens = submit.credit_tokens
+        self.num_output_tokens = 0
+        self.finished: Finished | None = None
+        self.ended = False
+        self._send = send
+        self._next_seq_in = 0
+        self._next_seq_out = submit.seq + 1
+        self._aborted = False
+        self._end_waiter: asyncio.Future[None] | None = None
+
+    def extend(self, credit_tokens: int) -> None:
+        """Raise the total of output tokens that the engine may emit."""
+        if self.ended or credit_tokens <= self.credit_tokens:
+            return
+        self.credit_tokens = credit_tokens
+        self._send(Extend(self.request_id, self._take_seq(), credit_tokens))
+
+    def abort(self) -> None:
+        """Ask the engine to end now. Its `Finished` still comes and brings the exact count."""
+        if self.ended or self._aborted:
+            return
+        self._aborted = True
+        self._send(Abort(self.request_id, self._take_seq()))
+
+    def deliver(self, message: Accepted | Tokens | Finished | Failed) -> None:
+        """Take the engine's next message for this request."""
+        if self.ended:
+            return
+        if message.seq != self._next_seq_in:
+            self._break(f"message {message.seq} came where {self._next_seq_in} was due")
+            return
+        self._next_seq_in += 1
+        if type(message) is Tokens:
+            self._take_tokens(message)
+        elif type(message) is Finished:
+            self._take_finished(message)
+        elif type(message) is Failed:
+            self.num_output_tokens = max(self.num_output_tokens, message.num_output_tokens)
+            self.fail(error_of(message))
+
+    def fail(self, error: PlatformError) -> None:
+        """End the stream with an error; what was received so far stands as its usage."""
+        if not self.ended:
+            self._end()
+            self.inbox.put(self, error)
+
+    async def wait_ended(self, timeout_s: float) -> None:
+        """Return when the stream has ended, or after the timeout; a cancellation meanwhile is raised only then."""
+        if self.ended:
+            return
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        self._end_waiter = loop.create_future()
+        cancelled: asyncio.CancelledError | None = None
+        while not self.ended and (left_s := deadline - loop.time()) > 0:
+            try:
+                await asyncio.wait({self._end_waiter}, timeout=left_s)
+            except asyncio.CancelledError as exc:
+                cancelled = exc
+        if cancelled is not None:
+            raise cancelled
+
+    async def messages(self) -> AsyncIterator[Tokens | Finished]:
+        """What comes, to the end, for a stream that has its inbox to itself."""
+        while True:
+            _, message = await self.inbox.get()
+            yield message
+            if type(message) is Finished:
+                return
+
+    def _take_tokens(self, message: Tokens) -> None:
+        if message.position != self.num_output_tokens:
+            self._break(f"tokens from position {message.position} came where {self.num_output_tokens} was due")
+            return
+        self.num_output_tokens += len(message.token_ids)
+        if self.num_output_tokens > self.credit_tokens:
+            self._break(f"{self.num_output_tokens} tokens came for a credit of {self.credit_tokens}")
+            return
+        self.inbox.put(self, message)
+
+    def _take_finished(self, message: Finished) -> None:
+        self.num_output_tokens = message.num_output_tokens
+        self.finished = message
+        self._end()
+        if message.reason is FinishReason.ABORT and not self._aborted:
+            self.inbox.put(self, EngineFailed(f"the engine ended the request by itself: {message.detail or 'abort'}"))
+        else:
+            self.inbox.put(self, message)
+
+    def _break(self, what: str) -> None:
+        self.abort()
+        self.fail(EngineFailed(f"the engine broke the protocol: {what}", code="engine_protocol_violation"))
+
+    def _end(self) -> None:
+        self.ended = True
+        if self._end_waiter is not None and not self._end_waiter.done():
+            self._end_waiter.set_result(None)
+
+    def _take_seq(self) -> int:
+        seq = self._next_seq_out
+        self._next_seq_out += 1
+        return seq
+
+
+def error_of(failed: Failed) -> PlatformError:
+    """The platform's error for an engine's refusal or failure."""
+    match failed.code:
+        case FailureCode.UNKNOWN_MODEL:
+            return NotFound(failed.message, code="model_not_found", param="model")
+        case FailureCode.CONTEXT_LENGTH_EXCEEDED:
+            return ContextTooLong(failed.message)
+        case FailureCode.INVALID_REQUEST:
+            return BadRequest(failed.message)
+        case FailureCode.OVERLOADED:
+            return Unavailable(failed.message, code="overloaded", retry_after_s=1)
+        case FailureCode.DRAINING:
+            return Unavailable(failed.message, code="engine_draining", retry_after_s=1)
+        case FailureCode.ENGINE_FAILED:
+            return EngineFailed(failed.message)

@@ -1,0 +1,291 @@
+"""The ZeroMQ client of one engine: a DEALER socket kept connected for ever, and the streams that run over it.
+
+A *session* is one socket with its own identity, from Hello to the loss of the engine. It is lost when the connection
+drops, when nothing was heard for SILENCE_LIMIT_S, or when another engine id answers at the address; then all its
+streams fail at once and the next session begins. Knows nothing of routing or of what the tokens mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import structlog
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from moiety_platform.clock import Clock
+from moiety_platform.engine_client.base import EngineState
+from moiety_platform.engine_client.inbox import Inbox
+from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
+from moiety_platform.errors import EngineFailed, Unavailable
+from moiety_wire.codec import decode_to_gateway, encode
+from moiety_wire.errors import UndecodableMessage
+from moiety_wire.messages import (
+    HEARTBEAT_INTERVAL_S,
+    PROTOCOL_VERSION,
+    SILENCE_LIMIT_S,
+    Accepted,
+    Card,
+    Failed,
+    Finished,
+    Heartbeat,
+    Hello,
+    Load,
+    Submit,
+    ToEngine,
+    Tokens,
+)
+
+RECONNECT_PAUSE_S = 0.05
+MESSAGES_A_TURN = 256  # then other tasks of the loop get theirs
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """Z85 keys that encrypt and authenticate the link."""
+
+    server_public: bytes
+    client_public: bytes
+    client_secret: bytes
+
+
+class ZmqEngineClient:
+    """One engine at one address. Implements EngineClient."""
+
+    def __init__(
+        self,
+        address: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        clock: Clock,
+        curve: CurveKeys | None = None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._address = address
+        self._context = context
+        self._clock = clock
+        self._curve = curve
+        self._on_change = on_change
+        self._session: _Session | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._last_card: Card | None = None
+        self._reason = "not connected yet"
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def state(self) -> EngineState:
+        session = self._session
+        if session is None or session.card is None:
+            return EngineState(self._address, False, self._reason, self._last_card, None, 0)
+        return EngineState(
+            self._address, not session.refusal, session.refusal, session.card, session.load, len(session.streams)
+        )
+
+    async def start(self) -> None:
+        self._keeper = asyncio.create_task(self._keep_connected(), name=f"engine link {self._address}")
+
+    async def close(self) -> None:
+        if self._keeper is None:
+            return
+        self._keeper.cancel()
+        await asyncio.wait({self._keeper})
+        self._keeper = None
+
+    @asynccontextmanager
+    async def open(self, submit: Submit, inbox: Inbox | None = None) -> AsyncIterator[EngineStream]:
+        session = self._session
+        if session is None or not self.state.healthy:
+            raise Unavailable(f"the engine for {submit.model!r} is not there; try again shortly", retry_after_s=1)
+        stream = EngineStream(submit, inbox, session.send)
+        session.streams[submit.request_id] = stream
+        try:
+            session.send(submit)
+            yield stream
+        finally:
+            stream.abort()
+            await self._settle(stream, session)
+
+    async def _settle(self, stream: EngineStream, session: _Session) -> None:
+        try:
+            await stream.wait_ended(ABORT_WAIT_S)
+        finally:
+            session.streams.pop(stream.request_id, None)
+            if not stream.ended:
+                log.warning("engine_abort_unanswered", request_id=stream.request_id, engine=self._address)
+
+    async def _keep_connected(self) -> None:
+        while True:
+            self._session = session = _Session(self._address, self._context, self._clock, self._curve, self._notice)
+            self._on_change()
+            try:
+                lost = await session.run()
+                self._reason = lost
+                log.warning("engine_lost", engine=self._address, reason=lost, num_streams=len(session.streams))
+            finally:
+                session.close(EngineFailed("the engine was lost while it answered; send the request again"))
+                self._session = None
+                self._on_change()
+            await asyncio.sleep(RECONNECT_PAUSE_S)
+
+    def _notice(self, card: Card) -> None:
+        self._last_card = card
+        log.info("engine_connected", engine=self._address, engine_id=card.engine_id, model=card.model)
+        self._on_change()
+
+
+class _Session:
+    """One socket and one identity; owned by the client that made it."""
+
+    def __init__(
+        self,
+        address: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        clock: Clock,
+        curve: CurveKeys | None,
+        on_card: Callable[[Card], None],
+    ) -> None:
+        self.streams: dict[str, EngineStream] = {}
+        self.card: Card | None = None
+        self.load: Load | None = None
+        self.refusal = ""
+        self._on_card = on_card
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._lost: asyncio.Future[str] = self._loop.create_future()
+        self._heard_at_s = clock.monotonic()
+        self._num_heartbeats = 0
+        self._drain_is_due = False
+        self._id = f"gateway-{uuid.uuid4().hex}"
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, self._id.encode())
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for an engine that is not there
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the silence limit
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by credit
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if curve is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server_public)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.client_public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, curve.client_secret)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._loop.add_reader(self._socket.fileno(), self._drain)
+        self._loop.add_reader(self._monitor.fileno(), self._drain_monitor)
+        self._loop.call_soon(self._drain_monitor)  # a descriptor announces nothing before its socket was read dry once
+        self._socket.connect(address)
+
+    async def run(self) -> str:
+        """Keep the session; returns why it was lost."""
+        while True:
+            self._beat()
+            done, _ = await asyncio.wait({self._lost}, timeout=HEARTBEAT_INTERVAL_S)
+            if done:
+                return self._lost.result()
+            silent_s = self._clock.monotonic() - self._heard_at_s
+            if self.card is not None and silent_s > SILENCE_LIMIT_S:
+                return f"silent for {silent_s:.1f} s"
+
+    def send(self, message: ToEngine) -> None:
+        """Hand a message to the socket; if it cannot take it, the session is lost."""
+        if not self._try_send(message):
+            self._lose("the connection is gone")
+            if isinstance(message, Submit):
+                raise Unavailable("the engine is gone; try again shortly", retry_after_s=1)
+
+    def close(self, error: EngineFailed) -> None:
+        """Fail what still runs and free the sockets."""
+        for stream in list(self.streams.values()):
+            stream.fail(error)
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_reader(self._monitor.fileno())
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    def _beat(self) -> None:
+        if self.card is None:
+            self._try_send(Hello(self._id))
+        else:
+            self._try_send(Heartbeat(self._num_heartbeats))
+            self._num_heartbeats += 1
+
+    def _try_send(self, message: ToEngine) -> bool:
+        if self._socket.closed:
+            return False
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._drain_soon()  # a send may have swallowed the edge that announces messages to read
+        return True
+
+    def _drain_soon(self) -> None:
+        if not self._drain_is_due:
+            self._drain_is_due = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        """Read what has come. The socket's descriptor is edge-triggered: read until there is no more."""
+        self._drain_is_due = False
+        for _ in range(MESSAGES_A_TURN):
+            if self._socket.closed:
+                return
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._heard_at_s = self._clock.monotonic()
+            try:
+                message = decode_to_gateway(frame)
+            except UndecodableMessage as exc:
+                log.warning("engine_message_undecodable", error=str(exc))
+                continue
+            self._take(message)
+        self._drain_soon()
+
+    def _take(self, message: Card | Accepted | Tokens | Finished | Failed | Load) -> None:
+        if isinstance(message, Card):
+            self._take_card(message)
+        elif isinstance(message, Load):
+            self.load = message
+            if self.card is not None and message.engine_id != self.card.engine_id:
+                self._lose("the engine was restarted")
+        else:
+            stream = self.streams.get(message.request_id)
+            if stream is not None:
+                stream.deliver(message)
+
+    def _take_card(self, card: Card) -> None:
+        if self.card is not None and card.engine_id != self.card.engine_id:
+            self._lose("the engine was restarted")
+            return
+        if card.protocol_version != PROTOCOL_VERSION:
+            self.refusal = f"speaks protocol {card.protocol_version}, not {PROTOCOL_VERSION}; run one release of both"
+        is_news = self.card is None
+        self.card = card
+        if is_news:
+            self._on_card(card)
+
+    def _drain_monitor(self) -> None:
+        while not self._monitor.closed:
+            try:
+                frames = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            event = parse_monitor_message(frames)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._beat()
+            elif event == zmq.EVENT_DISCONNECTED and self.card is not None:
+                self._lose("the connection dropped")
+
+    def _lose(self, reason: str) -> None:
+        if not self._lost.done():
+            self._lost.set_result(reason)

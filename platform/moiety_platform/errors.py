@@ -1,0 +1,93 @@
+"""Everything the platform raises on purpose, and the one table from error to HTTP.
+
+PlatformError
+├── BadRequest              400  the request cannot be served as it stands
+│   └── ContextTooLong      400  prompt + max_tokens do not fit the model's context
+├── Unauthenticated         401  no key, or not one of ours
+├── Forbidden               403  a good key that may not do this
+├── NotFound                404  no such model, tenant, project or key
+├── Conflict                409  it exists already, or changed meanwhile
+├── TooLarge                413  the body exceeds the limit
+├── RateLimited             429  try again after `retry_after_s`
+├── EngineFailed            502  the engine broke off the request
+└── Unavailable             503  no engine, or the store is away; try again after `retry_after_s`
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PlatformError(Exception):
+    """Root. `code` is stable and machine-readable; `param` names the offending field of the request, if one does."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    default_code: ClassVar[str] = "internal_error"
+
+    def __init__(
+        self, message: str, *, code: str | None = None, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or self.default_code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class BadRequest(PlatformError):
+    status = 400
+    type = "invalid_request_error"
+    default_code = "invalid_request"
+
+
+class ContextTooLong(BadRequest):
+    default_code = "context_length_exceeded"
+
+
+class Unauthenticated(PlatformError):
+    status = 401
+    type = "authentication_error"
+    default_code = "invalid_api_key"
+
+
+class Forbidden(PlatformError):
+    status = 403
+    type = "permission_error"
+    default_code = "forbidden"
+
+
+class NotFound(PlatformError):
+    status = 404
+    type = "invalid_request_error"
+    default_code = "not_found"
+
+
+class Conflict(PlatformError):
+    status = 409
+    type = "invalid_request_error"
+    default_code = "conflict"
+
+
+class TooLarge(PlatformError):
+    status = 413
+    type = "invalid_request_error"
+    default_code = "request_too_large"
+
+
+class RateLimited(PlatformError):
+    status = 429
+    type = "rate_limit_error"
+    default_code = "rate_limit_exceeded"
+
+
+class EngineFailed(PlatformError):
+    status = 502
+    type = "server_error"
+    default_code = "engine_failed"
+
+
+class Unavailable(PlatformError):
+    status = 503
+    type = "server_error"
+    default_code = "unavailable"

@@ -1,0 +1,157 @@
+"""The gateway process: opens what it needs, serves HTTP until a signal, drains, and closes everything in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import structlog
+import uvicorn
+import uvloop
+import zmq
+from litestar import Litestar
+
+from moiety_platform.app import Services, create_app
+from moiety_platform.auth.admin import admin_router
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.pepper import resolve_pepper
+from moiety_platform.clock import SystemClock
+from moiety_platform.completions.record import RequestRecorder
+from moiety_platform.db.session import Database
+from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
+from moiety_platform.logs import configure_logging
+from moiety_platform.metrics import Metrics
+from moiety_platform.routing.controller import engine_routes
+from moiety_platform.routing.replicas import Replicas
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.traces.tracing import Tracing, build_provider, shut_down
+from moiety_platform.usage.recorder import UsageRecorder
+
+LAST_RECORDS_S = 10.0
+KEEP_ALIVE_S = 60
+BACKLOG = 2048
+
+log = structlog.get_logger(__name__)
+
+
+class CannotListen(Exception):
+    """The address is taken or not ours; the message says what to do."""
+
+
+def run_gateway(settings: GatewaySettings) -> None:
+    """Serve until SIGINT or SIGTERM; a second one ends without draining. Raises CannotListen."""
+    configure_logging(settings.log_level, settings.log_format)
+    listener = bind(settings.host, settings.port)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings, listener))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises CannotListen."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as exc:
+        raise CannotListen(f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another --port") from exc
+
+
+async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
+    async with build_services(settings) as services:
+        server = GatewayServer(create_app(settings, services), settings.drain_s)
+        loop = asyncio.get_running_loop()
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signal_number, server.request_exit)
+        host, port = listener.getsockname()[:2]
+        gc.collect()
+        gc.freeze()  # what lives as long as the process need not be looked at by every collection
+        log.info("gateway_listening", host=host, port=port, engines=list(settings.engines))
+        await server.serve([listener])
+        log.info("gateway_stopped")
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn with our limits, and without its signal handlers, which would end the process before it cleans up."""
+
+    def __init__(self, app: Litestar, drain_s: int, on_started: Callable[[], None] = lambda: None) -> None:
+        self._on_started = on_started
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=drain_s,
+                backlog=BACKLOG,
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def request_exit(self) -> None:
+        """Drain; asked again, stop at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+@asynccontextmanager
+async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
+    """Open everything that the application needs; close it again in reverse, so that no usage row is lost."""
+    clock, metrics = SystemClock(), Metrics()
+    pepper = resolve_pepper(settings.key_pepper.get_secret_value() if settings.key_pepper else None, settings.data_dir)
+    async with AsyncExitStack() as stack:
+        provider = build_provider(settings.otlp_endpoint)
+        stack.push_async_callback(asyncio.to_thread, shut_down, provider)
+        database = Database.open(settings.store_url)
+        stack.push_async_callback(database.close)
+        usage = UsageRecorder(database, settings.data_dir / "usage-journal")
+        await usage.start()
+        stack.push_async_callback(usage.stop)
+        tracing = Tracing(provider)
+        recorder = RequestRecorder(usage, metrics, tracing, clock)
+        stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
+        replicas = await stack.enter_async_context(_connect(settings, clock))
+        authenticator = Authenticator(database, pepper, clock)
+        yield Services(
+            authenticator=authenticator,
+            usage=usage,
+            replicas=replicas,
+            metrics=metrics,
+            tracing=tracing,
+            clock=clock,
+            recorder=recorder,
+            admin_routes=[admin_router(database, authenticator, pepper, clock, more=engine_routes(replicas))],
+        )
+
+
+@asynccontextmanager
+async def _connect(settings: GatewaySettings, clock: SystemClock) -> AsyncIterator[Replicas]:
+    """Links to all engines of the settings."""
+    curve = None
+    if settings.curve_server_key and settings.curve_public_key and settings.curve_secret_key:
+        curve = CurveKeys(
+            settings.curve_server_key.encode(),
+            settings.curve_public_key.encode(),
+            settings.curve_secret_key.get_secret_value().encode(),
+        )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        async with Replicas([ZmqEngineClient(address, context, clock, curve) for address in settings.engines]) as links:
+            yield links
+    finally:
+        context.destroy(linger=0)

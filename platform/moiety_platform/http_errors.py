@@ -1,0 +1,80 @@
+"""Errors over HTTP, in OpenAI's shape, for every route and for what the framework itself refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import structlog
+from litestar import Request, Response
+from litestar.exceptions import HTTPException
+
+from moiety_platform.errors import PlatformError
+
+DEFAULT_RETRY_AFTER_S = 1
+
+log = structlog.get_logger(__name__)
+
+_CODES = {
+    400: ("invalid_request_error", "invalid_request"),
+    401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", "forbidden"),
+    404: ("invalid_request_error", "route_not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    413: ("invalid_request_error", "request_too_large"),
+}
+
+
+def error_fields(error: PlatformError) -> dict[str, Any]:
+    """The body of an error answer."""
+    return _fields(error.message, error.type, error.param, error.code)
+
+
+def error_headers(error: PlatformError) -> dict[str, str]:
+    """`Retry-After` where it makes sense to try again."""
+    if error.status not in (429, 503):
+        return {}
+    wait_s = error.retry_after_s if error.retry_after_s is not None else DEFAULT_RETRY_AFTER_S
+    return {"Retry-After": str(max(1, -int(-wait_s // 1)))}
+
+
+def answer_platform_error(_request: Request[Any, Any, Any], error: PlatformError) -> Response[bytes]:
+    return _response(error.status, error_fields(error), error_headers(error))
+
+
+def answer_framework_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
+    """What Litestar refuses: unknown routes, wrong methods, parameters of the admin API that do not validate."""
+    status = error.status_code
+    if status >= 500:
+        return answer_unexpected_error(request, error)
+    kind, code = _CODES.get(status, ("invalid_request_error", "invalid_request"))
+    path = request.scope["path"][:256]
+    if status == 404:
+        message = f"there is no route {path}; see /schema for those that are"
+    elif status == 405:
+        message = f"{request.scope['method']} is not allowed on {path}; see /schema for what is"
+    else:
+        message = str(error.detail)
+        extra = getattr(error, "extra", None)
+        if isinstance(extra, list) and extra and isinstance(extra[0], dict):
+            message = f"{message}: {extra[0].get('key', '')} {extra[0].get('message', '')}".rstrip()
+    allow = {name: value for name, value in (error.headers or {}).items() if name.lower() == "allow"}
+    return _response(status, _fields(message, kind, None, code), allow)
+
+
+def answer_unexpected_error(_request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    """A defect of ours: logged whole, told without detail."""
+    log.error("unexpected_error", exc_info=error)
+    return _response(500, error_fields(internal_error()), {})
+
+
+def internal_error() -> PlatformError:
+    return PlatformError("the server failed on this request; it was logged. Try again, or ask the operator")
+
+
+def _fields(message: str, kind: str, param: str | None, code: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _response(status: int, fields: dict[str, Any], headers: dict[str, str]) -> Response[bytes]:
+    return Response(msgspec.json.encode(fields), status_code=status, headers=headers, media_type="application/json")

@@ -1,0 +1,49 @@
+"""Structured logs: one JSON object a line, or coloured columns on a terminal. Never a prompt, never a key."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, TextIO
+
+import msgspec
+import structlog
+
+_SHARED: tuple[structlog.typing.Processor, ...] = (
+    structlog.contextvars.merge_contextvars,
+    structlog.processors.add_log_level,
+    structlog.processors.TimeStamper(fmt="iso", utc=True),
+    structlog.processors.StackInfoRenderer(),
+)
+
+
+def configure_logging(level: str, log_format: str, stream: TextIO = sys.stderr) -> None:
+    """Send structlog's and the standard library's events to `stream`. Called once, by a process's entry point."""
+    on_terminal = log_format == "console" or (log_format == "auto" and stream.isatty())
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    tail: list[structlog.typing.Processor]
+    if on_terminal:
+        plain = structlog.dev.plain_traceback  # the default shows local variables, among them prompts
+        tail = [structlog.dev.ConsoleRenderer(exception_formatter=plain)]
+    else:
+        tail = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_to_json)]
+    structlog.configure(
+        processors=[*_SHARED, *tail],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=structlog.WriteLoggerFactory(stream),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=_SHARED,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *tail],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(max(threshold, logging.WARNING) if threshold > logging.DEBUG else threshold)
+
+
+def _to_json(event: Any, **_: Any) -> str:
+    return msgspec.json.encode(event, enc_hook=repr).decode()

@@ -1,0 +1,118 @@
+"""What the gateway counts, for Prometheus. Labels are bounded: served models, service classes, outcomes, engines.
+
+The registry is passed by argument. Engine gauges are read from the last Load messages when they are scraped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moiety_platform.engine_client.base import EngineState
+from moiety_platform.usage.row import UsageRow
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# The conventions' buckets, extended: their TTFT stops at 10 s and their TPOT starts at 10 ms.
+TTFT_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+TPOT_BUCKETS_S = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+)
+DURATION_BUCKETS_S = tuple(0.01 * 2**i for i in range(16))
+_REQUEST = ("model", "service_class")
+
+
+class Metrics:
+    """The instruments of one gateway process."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        self._requests = Counter(
+            "moiety_requests",
+            "Authenticated generation requests by their end.",
+            (*_REQUEST, "outcome", "status"),
+            registry=self.registry,
+        )
+        self._refused = Counter(
+            "moiety_unauthenticated_requests", "Requests without a good key.", ("status",), registry=self.registry
+        )
+        self._tokens = Counter("moiety_tokens", "Tokens by kind.", (*_REQUEST, "kind"), registry=self.registry)
+        self._ttft = Histogram(
+            "gen_ai_server_time_to_first_token_seconds",
+            "From the request's arrival to its first output token.",
+            _REQUEST,
+            buckets=TTFT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._tpot = Histogram(
+            "gen_ai_server_time_per_output_token_seconds",
+            "Mean time between output tokens of a request after the first.",
+            _REQUEST,
+            buckets=TPOT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._duration = Histogram(
+            "gen_ai_server_request_duration_seconds",
+            "From the request's arrival to its end.",
+            (*_REQUEST, "outcome"),
+            buckets=DURATION_BUCKETS_S,
+            registry=self.registry,
+        )
+
+    def watch_engines(self, states: Callable[[], Sequence[EngineState]]) -> None:
+        """Expose the engines' load from now on."""
+        self.registry.register(_EngineCollector(states))
+
+    def observe_refusal(self, status: int) -> None:
+        self._refused.labels(str(status)).inc()
+
+    def observe(self, row: UsageRow, served_model: str, tpot_s: float | None) -> None:
+        """Count one ended request. `served_model` is a model of ours or `unknown`, whatever the client asked for."""
+        labels = (served_model, row.service_class)
+        self._requests.labels(*labels, row.outcome, str(row.http_status)).inc()
+        self._duration.labels(*labels, row.outcome).observe(row.duration_ms / 1000)
+        if row.prompt_tokens:
+            self._tokens.labels(*labels, "input").inc(row.prompt_tokens)
+        if row.cached_tokens:
+            self._tokens.labels(*labels, "cached_input").inc(row.cached_tokens)
+        if row.output_tokens:
+            self._tokens.labels(*labels, "output").inc(row.output_tokens)
+        if row.ttft_ms is not None:
+            self._ttft.labels(*labels).observe(row.ttft_ms / 1000)
+        if tpot_s is not None:
+            self._tpot.labels(*labels).observe(tpot_s)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _EngineCollector(Collector):
+    _GAUGES = ("num_running", "num_waiting", "num_paused", "kv_blocks_total", "kv_blocks_used", "kv_blocks_cached")
+    _COUNTERS = ("steps", "prompt_tokens", "cached_tokens", "output_tokens", "requests")
+
+    def __init__(self, states: Callable[[], Sequence[EngineState]]) -> None:
+        self._states = states
+
+    def collect(self) -> Iterator[Metric]:
+        states = self._states()
+        up = GaugeMetricFamily("moiety_engine_up", "1 if the engine can take requests.", labels=("engine",))
+        for state in states:
+            up.add_metric((state.address,), float(state.healthy and not state.draining))
+        yield up
+        loads = [(state.address, state.load) for state in states if state.load is not None]
+        for name in self._GAUGES:
+            gauge = GaugeMetricFamily(f"moiety_engine_{name}", f"The engine's last {name}.", labels=("engine",))
+            for address, load in loads:
+                gauge.add_metric((address,), getattr(load, name))
+            yield gauge
+        for name in self._COUNTERS:
+            counter = CounterMetricFamily(f"moiety_engine_{name}", f"The engine's {name} so far.", labels=("engine",))
+            for address, load in loads:
+                counter.add_metric((address,), getattr(load, f"{name}_total"))
+            yield counter

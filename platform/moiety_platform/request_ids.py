@@ -1,0 +1,36 @@
+"""The id of an HTTP request: the client's `X-Request-Id` if it is a reasonable one, or one of ours; on every answer."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from litestar.datastructures import MutableScopeHeaders
+from litestar.types import Message, Scope
+
+HEADER = "x-request-id"
+_STATE_KEY = "moiety_request_id"
+_REASONABLE = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+def request_id_of(scope: Scope) -> str:
+    """The same for the whole life of a request."""
+    state = scope.setdefault("state", {})
+    request_id = state.get(_STATE_KEY)
+    if request_id is None:
+        request_id = state[_STATE_KEY] = _offered(scope) or f"req_{secrets.token_hex(12)}"
+    return str(request_id)
+
+
+def _offered(scope: Scope) -> str | None:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text = value.decode("latin-1")
+            return text if _REASONABLE.fullmatch(text) else None
+    return None
+
+
+async def add_request_id(message: Message, scope: Scope) -> None:
+    """A `before_send` hook."""
+    if message["type"] == "http.response.start":
+        MutableScopeHeaders(message)[HEADER] = request_id_of(scope)

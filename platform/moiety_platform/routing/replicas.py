@@ -1,0 +1,51 @@
+"""The engines this gateway is connected to. Owns their clients; starts and stops them together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from moiety_platform.engine_client.base import EngineClient, EngineState
+from moiety_platform.routing.choose import choose
+from moiety_wire.messages import Card
+
+
+class Replicas:
+    """All configured engines, connected or not, in the order of the settings."""
+
+    def __init__(self, clients: Sequence[EngineClient]) -> None:
+        self._clients = {client.address: client for client in clients}
+
+    async def __aenter__(self) -> Self:
+        await asyncio.gather(*(client.start() for client in self._clients.values()))
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients.values()))
+
+    def states(self) -> list[EngineState]:
+        return [client.state for client in self._clients.values()]
+
+    def choose(self, model: str) -> tuple[EngineClient, Card]:
+        """The client to submit to, and the card of its engine. Raises NotFound or Unavailable."""
+        state = choose(self.states(), model)
+        assert state.card is not None, "choose returns engines that have a card"
+        return self._clients[state.address], state.card
+
+    def cards(self) -> dict[str, Card]:
+        """The card of every model that some engine has shown, by model name; of healthy engines where possible."""
+        ordered = sorted(self.states(), key=lambda state: state.healthy)
+        return {state.card.model: state.card for state in ordered if state.card is not None}
+
+    def why_not_ready(self) -> list[str]:
+        """Empty if at least one engine can take a request, else a reason an engine."""
+        states = self.states()
+        if any(state.healthy and not state.draining for state in states):
+            return []
+        if not states:
+            return ["no engine is configured; set MOIETY_ENGINES to the address of an engine front"]
+        return [f"engine {state.address}: {state.reason or 'draining'}" for state in states]

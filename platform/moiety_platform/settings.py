@@ -1,0 +1,104 @@
+"""The gateway's settings: one frozen model, read from flags, environment (`MOIETY_…`) and one TOML or YAML file.
+
+Read and validated by the entry point, passed down by argument; nothing else reads the environment.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import msgspec
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+SECTION = "gateway"
+
+
+class ConfigFileError(ValueError):
+    """The configuration file is missing or malformed; the message says what to change."""
+
+
+class GatewaySettings(BaseSettings):
+    """Everything that may be set for one gateway process."""
+
+    model_config = SettingsConfigDict(env_prefix="MOIETY_", frozen=True, extra="forbid", validate_default=True)
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    data_dir: Path = Path(".moiety")
+    database_url: str | None = None  # None: SQLite in data_dir
+    key_pepper: SecretStr | None = None  # mixed into the hash of every API key; lives outside the database
+
+    engines: Annotated[tuple[str, ...], NoDecode] = ()  # ZeroMQ addresses of engine fronts
+    curve_server_key: str | None = None  # the engines' public key; set all three or none
+    curve_public_key: str | None = None
+    curve_secret_key: SecretStr | None = None
+
+    max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
+    max_json_depth: int = Field(default=64, ge=4, le=128)
+    max_sequences: int = Field(default=128, ge=1)  # prompts × n of one request
+    credit_window_tokens: int = Field(default=128, ge=1)
+    inline_tokenize_bytes: int = Field(default=8192, ge=0)  # longer prompts are tokenized off the event loop
+    drain_s: int = Field(default=30, ge=0)  # how long a stop waits for running answers
+
+    otlp_endpoint: str | None = None  # e.g. http://collector:4318; None: no spans leave the process
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["auto", "json", "console"] = "auto"
+
+    @field_validator("engines", mode="before")
+    @classmethod
+    def _split_addresses(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("engines")
+    @classmethod
+    def _check_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for address in value:
+            if not address.startswith(("tcp://", "ipc://")):
+                raise ValueError(f"engine address {address!r} must start with tcp:// or ipc://")
+        if len(set(value)) != len(value):
+            raise ValueError("an engine address is listed twice")
+        return value
+
+    @model_validator(mode="after")
+    def _check_curve(self) -> Self:
+        keys = (self.curve_server_key, self.curve_public_key, self.curve_secret_key)
+        if any(keys) and not all(keys):
+            raise ValueError("set curve_server_key, curve_public_key and curve_secret_key together, or none of them")
+        return self
+
+    @property
+    def store_url(self) -> str:
+        """The SQLAlchemy URL of the store, resolved."""
+        return self.database_url or f"sqlite+aiosqlite:///{self.data_dir / 'moiety.db'}"
+
+    @classmethod
+    def load(cls, config: Path | None = None, **flags: Any) -> GatewaySettings:
+        """Settings by precedence: flags that are not None, environment, the file's `gateway` table, defaults.
+        Raises ConfigFileError or pydantic's ValidationError."""
+        document = read_config_section(config, SECTION) if config else {}
+        environment = cls().model_dump(exclude_unset=True)
+        given = {name: value for name, value in flags.items() if value is not None}
+        return cls(**{**document, **environment, **given})
+
+
+def read_config_section(path: Path, section: str) -> dict[str, Any]:
+    """One top-level table of a TOML or YAML file; empty if the file has no such table. Raises ConfigFileError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise ConfigFileError(f"cannot read {path}: {exc.strerror}; check the path given as --config") from exc
+    try:
+        document = tomllib.loads(text) if path.suffix == ".toml" else msgspec.yaml.decode(text)
+    except (tomllib.TOMLDecodeError, msgspec.DecodeError) as exc:
+        raise ConfigFileError(f"{path} is not valid {'TOML' if path.suffix == '.toml' else 'YAML'}: {exc}") from exc
+    table = (document or {}).get(section) if isinstance(document or {}, dict) else None
+    if document is not None and not isinstance(document, dict):
+        raise ConfigFileError(f"{path} must hold a table at the top, such as [{section}]")
+    if table is not None and not isinstance(table, dict):
+        raise ConfigFileError(f"{section!r} in {path} must be a table of settings")
+    return dict(table or {})

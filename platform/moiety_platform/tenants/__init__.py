@@ -1,0 +1,1 @@
+"""Tenants and their projects: who shares this deployment, in which class and with which weight."""

@@ -1,0 +1,60 @@
+"""What a name, a weight, a class and an id may be. Pure; every failure is a BadRequest that names the field."""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+import string
+
+from moiety_platform.errors import BadRequest
+from moiety_platform.tenants.models import MAX_NAME_LENGTH, ServiceClass, TenantStatus
+
+MAX_WEIGHT = 1000.0
+MIN_WEIGHT = 0.001
+
+_ALPHABET = string.ascii_lowercase + string.digits
+_ID = re.compile(r"[A-Za-z0-9_]{1,32}", re.ASCII)
+
+
+def new_id(prefix: str) -> str:
+    """A random id such as `ten_4k…`: 103 bits, never taken twice."""
+    return f"{prefix}_{''.join(secrets.choice(_ALPHABET) for _ in range(20))}"
+
+
+def is_id(text: str) -> bool:
+    """Whether this could be an id at all; what could not need not be looked up."""
+    return _ID.fullmatch(text) is not None
+
+
+def check_name(name: str, param: str = "name") -> str:
+    """A name for people to read: 1 to 100 printable characters, no space at either end."""
+    if not 1 <= len(name) <= MAX_NAME_LENGTH:
+        raise BadRequest(f"'{param}' must have 1 to {MAX_NAME_LENGTH} characters, not {len(name)}.", param=param)
+    if not name.isprintable():
+        raise BadRequest(f"'{param}' must not contain control or other unprintable characters.", param=param)
+    if name != name.strip():
+        raise BadRequest(f"'{param}' must not begin or end with a space.", param=param)
+    return name
+
+
+def check_weight(weight: float) -> float:
+    """A tenant's share against others: a finite positive number."""
+    if not math.isfinite(weight) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise BadRequest(f"'weight' must be a number from {MIN_WEIGHT} to {MAX_WEIGHT:g}.", param="weight")
+    return weight
+
+
+def check_service_class(name: str) -> str:
+    """One of the classes that this deployment has."""
+    if name not in frozenset(ServiceClass):
+        known = ", ".join(ServiceClass)
+        raise BadRequest(f"There is no such service class; choose one of: {known}.", param="service_class")
+    return name
+
+
+def check_status(status: str) -> str:
+    """One of a tenant's states."""
+    if status not in frozenset(TenantStatus):
+        raise BadRequest(f"'status' must be one of: {', '.join(TenantStatus)}.", param="status")
+    return status

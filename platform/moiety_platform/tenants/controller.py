@@ -1,0 +1,107 @@
+"""/admin/v1/tenants and /admin/v1/projects. Maps HTTP to the service; who may call is the router's affair."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from litestar import Controller, get, patch, post
+from litestar.di import NamedDependency
+from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter, SkipValidation
+
+from moiety_platform.clock import Clock
+from moiety_platform.db.paging import parse_page
+from moiety_platform.db.session import Database
+from moiety_platform.tenants import service
+from moiety_platform.tenants.schemas import (
+    NewProject,
+    NewTenant,
+    ProjectPage,
+    ProjectView,
+    TenantChange,
+    TenantPage,
+    TenantView,
+)
+
+Limit = Annotated[int | None, QueryParameter(description="Rows of a page, 1 to 500; 50 if not given.")]
+Cursor = Annotated[str | None, QueryParameter(description="`next_cursor` of the previous page.")]
+
+
+class TenantController(Controller):
+    """Tenants."""
+
+    path = "/tenants"
+    tags = ("tenants",)
+
+    @post()
+    async def create_tenant(
+        self,
+        database: NamedDependency[Database],
+        clock: NamedDependency[SkipValidation[Clock]],
+        data: JSONBody[NewTenant],
+    ) -> TenantView:
+        """Make a tenant."""
+        async with database.write() as session:
+            return TenantView.of(await service.create_tenant(session, data, clock.now()))
+
+    @get()
+    async def list_tenants(
+        self,
+        database: NamedDependency[Database],
+        limit: Limit = None,
+        cursor: Cursor = None,
+        name: FromQuery[str | None] = None,
+    ) -> TenantPage:
+        """Tenants, oldest first; with `name`, the one of that name."""
+        async with database.read() as session:
+            return await service.list_tenants(session, parse_page(limit, cursor), name=name)
+
+    @get("/{tenant_id:str}")
+    async def get_tenant(self, database: NamedDependency[Database], tenant_id: FromPath[str]) -> TenantView:
+        """One tenant."""
+        async with database.read() as session:
+            return TenantView.of(await service.get_tenant(session, tenant_id))
+
+    @patch("/{tenant_id:str}")
+    async def change_tenant(
+        self, database: NamedDependency[Database], tenant_id: FromPath[str], data: JSONBody[TenantChange]
+    ) -> TenantView:
+        """Change a tenant's name, class, weight or status; `suspended` refuses its keys within seconds."""
+        async with database.write() as session:
+            return TenantView.of(await service.change_tenant(session, tenant_id, data))
+
+
+class ProjectController(Controller):
+    """Projects."""
+
+    path = "/projects"
+    tags = ("projects",)
+
+    @post()
+    async def create_project(
+        self,
+        database: NamedDependency[Database],
+        clock: NamedDependency[SkipValidation[Clock]],
+        data: JSONBody[NewProject],
+    ) -> ProjectView:
+        """Make a project of a tenant."""
+        async with database.write() as session:
+            return ProjectView.of(await service.create_project(session, data, clock.now()))
+
+    @get()
+    async def list_projects(
+        self,
+        database: NamedDependency[Database],
+        limit: Limit = None,
+        cursor: Cursor = None,
+        tenant_id: FromQuery[str | None] = None,
+        name: FromQuery[str | None] = None,
+    ) -> ProjectPage:
+        """Projects, oldest first; of one tenant if `tenant_id` is given."""
+        async with database.read() as session:
+            return await service.list_projects(session, parse_page(limit, cursor), tenant_id=tenant_id, name=name)
+
+    @get("/{project_id:str}")
+    async def get_project(self, database: NamedDependency[Database], project_id: FromPath[str]) -> ProjectView:
+        """One project."""
+        async with database.read() as session:
+            return ProjectView.of(await service.get_project(session, project_id))

@@ -1,0 +1,78 @@
+"""The tables of tenancy: tenant → project → key. A key without a project is an administrator's."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+
+from sqlalchemy import JSON, CheckConstraint, Double, ForeignKey, Index, LargeBinary, String, UniqueConstraint
+from sqlalchemy.orm import Mapped, mapped_column
+
+from moiety_platform.db.base import Base, UtcDateTime
+
+MAX_NAME_LENGTH = 100
+ID_LENGTH = 32
+
+
+class TenantStatus(StrEnum):
+    ACTIVE = "active"
+    SUSPENDED = "suspended"
+
+
+class ServiceClass(StrEnum):
+    """The classes of service that are shipped, best first."""
+
+    PRIORITY = "priority"
+    STANDARD = "standard"
+    FLEX = "flex"
+    BATCH = "batch"
+
+
+class Tenant(Base):
+    """One customer. `weight` is its share against the other tenants of its class; `service_class` the best it may
+    use."""
+
+    __tablename__ = "tenants"
+    __table_args__ = (
+        CheckConstraint("weight > 0", name="weight_positive"),
+        CheckConstraint("status IN ('active', 'suspended')", name="status_known"),
+        Index(None, "created_at", "id"),
+    )
+
+    id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    name: Mapped[str] = mapped_column(String(MAX_NAME_LENGTH), unique=True)
+    service_class: Mapped[str] = mapped_column(String(32))
+    weight: Mapped[float] = mapped_column(Double)
+    status: Mapped[str] = mapped_column(String(16))
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class Project(Base):
+    """A tenant's unit of work, which its keys belong to."""
+
+    __tablename__ = "projects"
+    __table_args__ = (UniqueConstraint("tenant_id", "name"), Index(None, "created_at", "id"))
+
+    id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    name: Mapped[str] = mapped_column(String(MAX_NAME_LENGTH))
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class ApiKey(Base):
+    """A key, by the keyed hash of its text; `hint` is the last four characters. A rotated key names its successor."""
+
+    __tablename__ = "api_keys"
+    __table_args__ = (Index(None, "project_id"), Index(None, "created_at", "id"))
+
+    id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    project_id: Mapped[str | None] = mapped_column(ForeignKey("projects.id"))
+    name: Mapped[str] = mapped_column(String(MAX_NAME_LENGTH))
+    secret_hash: Mapped[bytes] = mapped_column(LargeBinary)
+    hint: Mapped[str] = mapped_column(String(8))
+    scopes: Mapped[list[str]] = mapped_column(JSON)
+    allowed_models: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    expires_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    revoked_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    replaced_by: Mapped[str | None] = mapped_column(String(ID_LENGTH))

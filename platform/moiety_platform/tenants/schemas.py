@@ -1,0 +1,75 @@
+"""What the admin API says and hears of tenants and projects."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import msgspec
+
+from moiety_platform.tenants.models import Project, ServiceClass, Tenant
+
+
+class NewTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tenant to be made."""
+
+    name: str
+    service_class: str = ServiceClass.STANDARD
+    weight: float = 1.0
+
+
+class TenantChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to change of a tenant; what is not given stays."""
+
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    service_class: str | msgspec.UnsetType = msgspec.UNSET
+    weight: float | msgspec.UnsetType = msgspec.UNSET
+    status: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class NewProject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A project to be made."""
+
+    tenant_id: str
+    name: str
+
+
+class TenantView(msgspec.Struct, frozen=True):
+    """A tenant as the API shows it."""
+
+    id: str
+    name: str
+    service_class: str
+    weight: float
+    status: str
+    created_at: datetime
+
+    @classmethod
+    def of(cls, tenant: Tenant) -> TenantView:
+        return cls(tenant.id, tenant.name, tenant.service_class, tenant.weight, tenant.status, tenant.created_at)
+
+
+class TenantPage(msgspec.Struct, frozen=True):
+    """Some tenants, oldest first; `next_cursor` is null on the last page."""
+
+    data: list[TenantView]
+    next_cursor: str | None
+
+
+class ProjectView(msgspec.Struct, frozen=True):
+    """A project as the API shows it."""
+
+    id: str
+    tenant_id: str
+    name: str
+    created_at: datetime
+
+    @classmethod
+    def of(cls, project: Project) -> ProjectView:
+        return cls(project.id, project.tenant_id, project.name, project.created_at)
+
+
+class ProjectPage(msgspec.Struct, frozen=True):
+    """Some projects, oldest first; `next_cursor` is null on the last page."""
+
+    data: list[ProjectView]
+    next_cursor: str | None

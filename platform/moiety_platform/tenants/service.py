@@ -1,0 +1,114 @@
+"""Makes, finds and changes tenants and projects, within the caller's transaction. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import msgspec
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
+from moiety_platform.errors import Conflict, NotFound
+from moiety_platform.tenants.checks import check_name, check_service_class, check_status, check_weight, is_id, new_id
+from moiety_platform.tenants.models import Project, Tenant, TenantStatus
+from moiety_platform.tenants.schemas import (
+    NewProject,
+    NewTenant,
+    ProjectPage,
+    ProjectView,
+    TenantChange,
+    TenantPage,
+    TenantView,
+)
+
+
+async def create_tenant(session: AsyncSession, new: NewTenant, now: datetime) -> Tenant:
+    """Raises BadRequest, or Conflict when the name is taken."""
+    tenant = Tenant(
+        id=new_id("ten"),
+        name=check_name(new.name),
+        service_class=check_service_class(new.service_class),
+        weight=check_weight(new.weight),
+        status=TenantStatus.ACTIVE,
+        created_at=now,
+    )
+    session.add(tenant)
+    await _flush_unique(session, f"A tenant named {tenant.name!r} exists already; choose another name.")
+    return tenant
+
+
+async def get_tenant(session: AsyncSession, tenant_id: str) -> Tenant:
+    """Raises NotFound."""
+    tenant = await session.get(Tenant, tenant_id) if is_id(tenant_id) else None
+    if tenant is None:
+        raise NotFound("There is no tenant with this id; list them with GET /admin/v1/tenants.", param="tenant_id")
+    return tenant
+
+
+async def list_tenants(session: AsyncSession, page: PageRequest, *, name: str | None = None) -> TenantPage:
+    """Tenants, oldest first; with `name`, the one with exactly that name."""
+    statement = select(Tenant)
+    if name is not None:
+        statement = statement.where(Tenant.name == check_name(name))
+    statement = after_position(statement, page, Tenant.created_at, Tenant.id, newest_first=False)
+    found = (await session.scalars(statement)).all()
+    tenants, next_cursor = cut_page(found, page, lambda tenant: Position(tenant.created_at, tenant.id))
+    return TenantPage([TenantView.of(tenant) for tenant in tenants], next_cursor)
+
+
+async def change_tenant(session: AsyncSession, tenant_id: str, change: TenantChange) -> Tenant:
+    """Change what is given. Raises NotFound, BadRequest, or Conflict when the new name is taken."""
+    tenant = await get_tenant(session, tenant_id)
+    if not isinstance(change.name, msgspec.UnsetType):
+        tenant.name = check_name(change.name)
+    if not isinstance(change.service_class, msgspec.UnsetType):
+        tenant.service_class = check_service_class(change.service_class)
+    if not isinstance(change.weight, msgspec.UnsetType):
+        tenant.weight = check_weight(change.weight)
+    if not isinstance(change.status, msgspec.UnsetType):
+        tenant.status = check_status(change.status)
+    await _flush_unique(session, f"A tenant named {tenant.name!r} exists already; choose another name.")
+    return tenant
+
+
+async def create_project(session: AsyncSession, new: NewProject, now: datetime) -> Project:
+    """Raises NotFound (no such tenant), BadRequest, or Conflict when the tenant has a project of this name."""
+    tenant = await get_tenant(session, new.tenant_id)
+    project = Project(id=new_id("prj"), tenant_id=tenant.id, name=check_name(new.name), created_at=now)
+    session.add(project)
+    taken = f"The tenant {tenant.name!r} has a project named {project.name!r} already; choose another name."
+    await _flush_unique(session, taken)
+    return project
+
+
+async def get_project(session: AsyncSession, project_id: str) -> Project:
+    """Raises NotFound."""
+    project = await session.get(Project, project_id) if is_id(project_id) else None
+    if project is None:
+        raise NotFound("There is no project with this id; list them with GET /admin/v1/projects.", param="project_id")
+    return project
+
+
+async def list_projects(
+    session: AsyncSession, page: PageRequest, *, tenant_id: str | None = None, name: str | None = None
+) -> ProjectPage:
+    """Projects, oldest first, of one tenant if `tenant_id` is given. Raises NotFound for an unknown tenant."""
+    statement = select(Project)
+    if tenant_id is not None:
+        statement = statement.where(Project.tenant_id == (await get_tenant(session, tenant_id)).id)
+    if name is not None:
+        statement = statement.where(Project.name == check_name(name))
+    statement = after_position(statement, page, Project.created_at, Project.id, newest_first=False)
+    found = (await session.scalars(statement)).all()
+    projects, next_cursor = cut_page(found, page, lambda project: Position(project.created_at, project.id))
+    return ProjectPage([ProjectView.of(project) for project in projects], next_cursor)
+
+
+async def _flush_unique(session: AsyncSession, taken: str) -> None:
+    """Send what was added or changed; the only constraint that valid input can hit is a name's uniqueness."""
+    try:
+        await session.flush()
+    except IntegrityError as error:
+        raise Conflict(taken, code="name_taken", param="name") from error

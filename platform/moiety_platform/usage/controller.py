@@ -1,0 +1,67 @@
+"""/admin/v1/usage. Maps HTTP to the queries; who may call is the router's affair."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from litestar import Controller, get
+from litestar.di import NamedDependency
+from litestar.params import FromQuery, SkipValidation
+
+from moiety_platform.clock import Clock
+from moiety_platform.db.paging import parse_page
+from moiety_platform.db.session import Database
+from moiety_platform.tenants.controller import Cursor, Limit
+from moiety_platform.usage.queries import list_requests, parse_filter, parse_grouping, sum_usage
+from moiety_platform.usage.schemas import RequestPage, UsageReport
+
+
+class UsageController(Controller):
+    """Usage."""
+
+    path = "/usage"
+    tags = ("usage",)
+
+    @get()
+    async def sum_usage(
+        self,
+        database: NamedDependency[Database],
+        clock: NamedDependency[SkipValidation[Clock]],
+        group_by: FromQuery[str | None] = None,
+        since: FromQuery[datetime | None] = None,
+        until: FromQuery[datetime | None] = None,
+        tenant_id: FromQuery[str | None] = None,
+        project_id: FromQuery[str | None] = None,
+        key_id: FromQuery[str | None] = None,
+        model: FromQuery[str | None] = None,
+    ) -> UsageReport:
+        """Sums by tenant, project, key, model, service_class and hour, in any combination; the last 24 hours unless
+        `since` or `until` is given."""
+        grouping = parse_grouping(group_by)
+        wanted = parse_filter(
+            clock.now(), since, until, tenant_id=tenant_id, project_id=project_id, key_id=key_id, model=model
+        )
+        async with database.read() as session:
+            return await sum_usage(session, wanted, grouping)
+
+    @get("/requests")
+    async def list_requests(
+        self,
+        database: NamedDependency[Database],
+        clock: NamedDependency[SkipValidation[Clock]],
+        limit: Limit = None,
+        cursor: Cursor = None,
+        since: FromQuery[datetime | None] = None,
+        until: FromQuery[datetime | None] = None,
+        tenant_id: FromQuery[str | None] = None,
+        project_id: FromQuery[str | None] = None,
+        key_id: FromQuery[str | None] = None,
+        model: FromQuery[str | None] = None,
+        outcome: FromQuery[str | None] = None,
+    ) -> RequestPage:
+        """Single requests, newest first."""
+        page = parse_page(limit, cursor)
+        equal = {"tenant_id": tenant_id, "project_id": project_id, "key_id": key_id, "model": model, "outcome": outcome}
+        wanted = parse_filter(clock.now(), since, until, **equal)
+        async with database.read() as session:
+            return await list_requests(session, wanted, page)

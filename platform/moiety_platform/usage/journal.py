@@ -1,0 +1,165 @@
+"""The usage journal: rows that the database could not take yet, as lines of JSON in files of one folder.
+
+Each process appends to a segment of its own, locked while it lives; a segment whose process is gone, or that was
+closed for replay, may be claimed by any process that shares the folder. Knows nothing of the database.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from moiety_platform.usage.row import UsageRow
+
+_SUFFIX = ".jsonl"
+_REFUSED = "refused.txt"
+_DAMAGED = "damaged.txt"
+
+_log = structlog.get_logger(__name__)
+_decoder = msgspec.json.Decoder(UsageRow)
+
+
+def to_line(row: UsageRow) -> bytes:
+    """A row as one line, without the line's end."""
+    return msgspec.json.encode(row)
+
+
+class Segment:
+    """A file of rows that this process has claimed: read it, then remove it, or release it for a later try."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+        self._damaged: list[bytes] = []
+
+    def read(self) -> list[UsageRow]:
+        """All its rows but the lines that cannot be read, as a crash may leave the last one."""
+        rows: list[UsageRow] = []
+        self._damaged = []
+        for line in self._path.read_bytes().splitlines():
+            try:
+                rows.append(_decoder.decode(line))
+            except msgspec.MsgspecError:
+                self._damaged.append(line + b"\n")
+        return rows
+
+    def remove(self) -> None:
+        """Its rows are stored: delete it. Lines that could not be read are kept in `damaged.txt`."""
+        if self._damaged:
+            _log.error("usage_journal_damaged", segment=self._path.name, num_lines=len(self._damaged))
+            _append_synced(self._path.with_name(_DAMAGED), b"".join(self._damaged))
+        self._path.unlink(missing_ok=True)
+        self.release()
+
+    def release(self) -> None:
+        """Let it be claimed again. Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class Journal:
+    """One process's view of the folder. Its methods may be called from any thread; appending and claiming exclude each
+    other."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._lock = threading.Lock()
+        self._own_path: Path | None = None
+        self._own_descriptor = -1
+        self._waiting = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there may be rows to replay."""
+        return self._waiting
+
+    def open(self) -> None:
+        """Look for what an earlier process left. Raises OSError if the folder cannot be made."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            self._waiting = any(self.directory.glob(f"*{_SUFFIX}"))
+
+    def close(self) -> None:
+        """Close this process's segment; what is in it waits for the next start."""
+        with self._lock:
+            self._close_own()
+
+    def append(self, rows: Sequence[UsageRow], *, sync: bool) -> None:
+        """Add rows; with `sync` they are on the disk when this returns. Raises OSError."""
+        if not rows:
+            return
+        with self._lock:
+            if self._own_path is None:
+                self._open_own()
+            data = b"".join(to_line(row) + b"\n" for row in rows)
+            _write_all(self._own_descriptor, data)
+            if sync:
+                os.fsync(self._own_descriptor)
+            self._waiting = True
+
+    def claim(self) -> Segment | None:
+        """One segment that no living process is appending to; this process's own counts, and is closed first. None when
+        there is no more."""
+        with self._lock:
+            self._close_own()
+            for path in sorted(self.directory.glob(f"*{_SUFFIX}")):
+                segment = _lock_segment(path)
+                if segment is not None:
+                    return segment
+            self._waiting = False
+            return None
+
+    def set_aside(self, row: UsageRow) -> None:
+        """Keep a row that the database refuses, for a person to look at."""
+        _append_synced(self.directory / _REFUSED, to_line(row) + b"\n")
+
+    def _open_own(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / f"{os.getpid()}-{secrets.token_hex(8)}{_SUFFIX}"
+        draft = path.with_suffix(".new")  # nobody claims it under this name before it is locked
+        descriptor = os.open(draft, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        draft.rename(path)
+        self._own_descriptor, self._own_path = descriptor, path
+
+    def _close_own(self) -> None:
+        if self._own_path is not None:
+            os.close(self._own_descriptor)
+            self._own_path = None
+
+
+def _lock_segment(path: Path) -> Segment | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None  # another process has stored and removed it meanwhile
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink > 0:
+            return Segment(path, descriptor)
+    except BlockingIOError:
+        pass  # its process lives
+    os.close(descriptor)
+    return None
+
+
+def _append_synced(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        _write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]

@@ -1,0 +1,201 @@
+"""Stores usage rows: every row once, none lost, and no request waits for it.
+
+`record` puts a row into memory; a task writes what has gathered in one statement at least every `interval_s`. The
+table's primary key makes writing idempotent, so whatever is in doubt is simply written again.
+
+The rule when the database is away or slow: a batch that cannot be stored goes to the journal, an append-only file
+beside the database's, and is replayed when the database is back, or at the next start. Rows that gather faster than
+they are stored go to the journal directly once `max_pending` wait in memory. So memory is bounded, and what has gone
+to the journal survives the process. Should the journal fail too (disk full), rows stay in memory up to `max_pending`,
+and each beyond is written to the error log with all its fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+from sqlalchemy import exc as sa
+
+from moiety_platform.db.session import Database
+from moiety_platform.errors import Unavailable
+from moiety_platform.usage.journal import Journal, to_line
+from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.store import insert_rows, storable
+
+INTERVAL_S = 0.1
+MAX_PENDING = 10_000
+BATCH_ROWS = 500
+MAX_BACKOFF_S = 5.0
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RecorderStats:
+    """Counts since the recorder was made, and where rows are now."""
+
+    recorded: int
+    stored: int  # handed to the database, repeated rows included
+    journaled: int
+    refused: int  # rows that the database will never take; kept in the journal's folder
+    pending: int
+    journal_waiting: bool
+
+
+class UsageRecorder:
+    """Records the usage of one gateway process. Made in its event loop; `start` before the first request, `stop`
+    after the last."""
+
+    def __init__(
+        self,
+        database: Database,
+        journal_dir: Path,
+        *,
+        interval_s: float = INTERVAL_S,
+        max_pending: int = MAX_PENDING,
+    ) -> None:
+        self._database = database
+        self._journal = Journal(journal_dir)
+        self._interval_s = interval_s
+        self._max_pending = max_pending
+        self._pending: deque[UsageRow] = deque()
+        self._draining = asyncio.Lock()
+        self._work = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._recorded = self._stored = self._journaled = self._refused = 0
+
+    async def start(self) -> None:
+        """Begin to write, first what an earlier process left in the journal. Does not wait for the database."""
+        await asyncio.to_thread(self._journal.open)
+        self._work.set()
+        self._task = asyncio.create_task(self._run(), name="usage-writer")
+
+    async def stop(self) -> None:
+        """Bring every row into the database or, if that is away, into the journal. Idempotent."""
+        self._stopping.set()
+        self._work.set()
+        if self._task is not None:
+            await self._task
+            self._task = None
+        try:
+            await self.flush()
+        except (Unavailable, OSError) as error:
+            _log.warning("usage_left_in_journal", reason=str(error), journal_dir=str(self._journal.directory))
+        while self._pending:  # only if the journal failed as well
+            self._report_unstored(self._pending.popleft(), "stopped while database and journal were away")
+        await asyncio.to_thread(self._journal.close)
+
+    def record(self, row: UsageRow) -> None:
+        """Take a row; returns at once and never raises. Rows with the same `request_id` count once."""
+        self._recorded += 1
+        row = storable(row)
+        if len(self._pending) >= self._max_pending:
+            self._spill_one(row)
+        else:
+            self._pending.append(row)
+        self._work.set()
+
+    async def flush(self) -> None:
+        """Return once every row recorded before is in the database. Raises Unavailable if that is away; the rows are
+        then in the journal and will follow. Raises OSError if the journal cannot be read."""
+        async with self._draining:
+            await self._drain()
+
+    def stats(self) -> RecorderStats:
+        """Counts, for metrics."""
+        return RecorderStats(
+            recorded=self._recorded,
+            stored=self._stored,
+            journaled=self._journaled,
+            refused=self._refused,
+            pending=len(self._pending),
+            journal_waiting=self._journal.waiting,
+        )
+
+    async def _run(self) -> None:
+        backoff_s = 0.0
+        while not self._stopping.is_set():
+            if not backoff_s:
+                await self._work.wait()
+            self._work.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), backoff_s or self._interval_s)
+            try:
+                await self.flush()
+            except (Unavailable, OSError) as error:
+                if not backoff_s:
+                    _log.warning("usage_store_away", reason=str(error), journaled_rows=self._journaled)
+                backoff_s = min(MAX_BACKOFF_S, max(self._interval_s, backoff_s * 2))
+            else:
+                if backoff_s:
+                    _log.info("usage_store_back", stored_rows=self._stored)
+                backoff_s = 0.0
+
+    async def _drain(self) -> None:
+        while self._pending:
+            batch = [self._pending[i] for i in range(min(BATCH_ROWS, len(self._pending)))]
+            try:
+                await self._store(batch)
+            except Unavailable:
+                await self._spill_pending()
+                raise
+            for _ in batch:
+                self._pending.popleft()
+        if self._journal.waiting:
+            await self._replay()
+
+    async def _replay(self) -> None:
+        while (segment := await asyncio.to_thread(self._journal.claim)) is not None:
+            try:
+                rows = await asyncio.to_thread(segment.read)
+                for start in range(0, len(rows), BATCH_ROWS):
+                    await self._store(rows[start : start + BATCH_ROWS])
+                await asyncio.to_thread(segment.remove)
+            finally:
+                segment.release()
+
+    async def _store(self, rows: Sequence[UsageRow]) -> None:
+        """Raises Unavailable. A row that the database refuses for its content is set aside, alone."""
+        try:
+            async with self._database.write() as session:
+                await insert_rows(session, rows)
+        except (sa.DBAPIError, sa.StatementError):
+            if len(rows) > 1:
+                middle = len(rows) // 2
+                await self._store(rows[:middle])
+                await self._store(rows[middle:])
+                return
+            self._refused += 1
+            _log.error("usage_row_refused", request_id=rows[0].request_id, journal_dir=str(self._journal.directory))
+            await asyncio.to_thread(self._journal.set_aside, rows[0])
+        else:
+            self._stored += len(rows)
+
+    async def _spill_pending(self) -> None:
+        rows = list(self._pending)
+        try:
+            await asyncio.to_thread(self._journal.append, rows, sync=True)
+        except OSError as error:
+            _log.error("usage_journal_failed", error=str(error), waiting_rows=len(rows))
+            return
+        for _ in rows:
+            self._pending.popleft()
+        self._journaled += len(rows)
+
+    def _spill_one(self, row: UsageRow) -> None:
+        try:
+            self._journal.append([row], sync=False)
+        except OSError as error:
+            self._report_unstored(row, str(error))
+            return
+        self._journaled += 1
+
+    def _report_unstored(self, row: UsageRow, reason: str) -> None:
+        _log.error("usage_row_unstored", reason=reason, row=to_line(row).decode())

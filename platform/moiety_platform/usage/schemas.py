@@ -1,0 +1,73 @@
+"""What the admin API says of usage."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import msgspec
+
+from moiety_platform.usage.models import UsageRecord
+
+
+class UsageTotals(msgspec.Struct, frozen=True):
+    """Sums over requests; means are null where no request has the figure."""
+
+    requests: int
+    failed: int
+    rejected: int
+    disconnected: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    mean_ttft_ms: float | None
+    mean_duration_ms: float | None
+
+
+class UsageGroup(msgspec.Struct, frozen=True):
+    """One group's sums. `group` holds e.g. `tenant_id` and `tenant_name`, `model`, or `hour`."""
+
+    group: dict[str, str | None]
+    totals: UsageTotals
+
+
+class UsageReport(msgspec.Struct, frozen=True):
+    """Sums over a span of time; `truncated` says that there are more groups than are listed."""
+
+    since: datetime
+    until: datetime
+    data: list[UsageGroup]
+    truncated: bool
+
+
+class RequestView(msgspec.Struct, frozen=True):
+    """One request as the API shows it."""
+
+    request_id: str
+    tenant_id: str
+    project_id: str
+    key_id: str
+    endpoint: str
+    model: str
+    service_class: str
+    started_at: datetime
+    outcome: str
+    http_status: int
+    num_choices: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    queue_ms: float | None
+    ttft_ms: float | None
+    duration_ms: float
+    error_code: str | None
+
+    @classmethod
+    def of(cls, record: UsageRecord) -> RequestView:
+        return cls(**{name: getattr(record, name) for name in cls.__struct_fields__})
+
+
+class RequestPage(msgspec.Struct, frozen=True):
+    """Some requests, newest first; `next_cursor` is null on the last page."""
+
+    data: list[RequestView]
+    next_cursor: str | None

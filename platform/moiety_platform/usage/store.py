@@ -1,0 +1,58 @@
+"""Writes usage rows to the table, and makes rows fit for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.usage.models import UsageRecord
+from moiety_platform.usage.row import UsageRow
+
+MAX_TEXT_LENGTH = 256
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(UsageRow))
+_INT64_MAX = 2**63 - 1
+_INT32_MAX = 2**31 - 1
+_INT32_FIELDS = frozenset({"http_status", "num_choices"})
+
+
+async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
+    """Add the rows, each `request_id` once: what the table has already, or the batch has twice, is left as it is."""
+    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
+    statement = dialect.insert(UsageRecord).on_conflict_do_nothing(index_elements=[UsageRecord.request_id])
+    await session.execute(statement, [_to_values(row) for row in rows])
+
+
+def storable(row: UsageRow) -> UsageRow:
+    """The row with what no database takes made harmless: NUL and lone surrogates in texts, over-long texts, numbers
+    that are not finite or too large. Any other row comes back as it is."""
+    changes: dict[str, Any] = {}
+    for name in _FIELDS:
+        value = getattr(row, name)
+        clean = _clean(name, value)
+        if clean is not value:
+            changes[name] = clean
+    return dataclasses.replace(row, **changes) if changes else row
+
+
+def _to_values(row: UsageRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in _FIELDS}
+
+
+def _clean(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        if value.isascii() and value.isprintable() and len(value) <= MAX_TEXT_LENGTH:
+            return value
+        whole = value[:MAX_TEXT_LENGTH].encode("utf-8", "replace").decode()
+        return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in whole)
+    if isinstance(value, float) and not math.isfinite(value):
+        return 0.0 if name == "duration_ms" else None
+    if isinstance(value, int):
+        bound = _INT32_MAX if name in _INT32_FIELDS else _INT64_MAX
+        return value if -bound <= value <= bound else min(max(value, -bound), bound)
+    return value

@@ -1,0 +1,112 @@
+"""A real `moiety serve` with the scripted engine, as a process, for the tests that want the whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+DEADLINE_S = 90.0  # generous: the machine may be busy
+POLL_S = 0.02
+KEY = re.compile(r"mty_[A-Za-z0-9]+\.[A-Za-z0-9]+")
+
+
+def wait_for(read: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """Wait until `read` returns something true, and return that."""
+    end = time.monotonic() + deadline_s
+    while not (found := read()):
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(POLL_S)
+    return found
+
+
+@dataclass
+class Serve:
+    """A serve that runs, or ran."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    data_dir: Path
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(encoding="utf-8")
+
+    def wait_for_line(self, text: str, times: int = 1) -> str:
+        """Wait until the output has a line with `text` (so many of them); the last of them."""
+
+        def find() -> list[str]:
+            assert self.process.poll() is None or text in self.output, f"serve ended:\n{self.output}"
+            lines = [line for line in self.output.splitlines() if text in line]
+            return lines if len(lines) >= times else []
+
+        return wait_for(find, f"a line with {text!r}")[-1]
+
+    @property
+    def url(self) -> str:
+        return self.wait_for_line("moiety is ready at").rsplit(" ", 1)[1]
+
+    @property
+    def tenant_key(self) -> str:
+        return KEY.findall(self.output)[-1]
+
+    @property
+    def admin_key(self) -> str:
+        found = re.search(r'"admin_key": "([^"]+)"', (self.data_dir / "keys.json").read_text(encoding="utf-8"))
+        assert found is not None
+        return found[1]
+
+    def part(self, name: str) -> psutil.Process:
+        """The process of a part."""
+        for child in psutil.Process(self.process.pid).children():
+            if name in child.cmdline()[5:6]:
+                return child
+        raise AssertionError(f"no {name} runs")
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def stop(self, signal_number: int = signal.SIGINT) -> int:
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signal_number)
+        return self.process.wait(DEADLINE_S)
+
+
+StartServe = Callable[..., Serve]
+
+
+@pytest.fixture(scope="module")
+def start_serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServe]:
+    """Starts `moiety serve --scripted` with further options; all of them are ended at the end."""
+    started: list[Serve] = []
+
+    def start(*options: str, data_dir: Path | None = None) -> Serve:
+        directory = data_dir or tmp_path_factory.mktemp("data")
+        log = tmp_path_factory.mktemp("log") / "serve.log"
+        command = [sys.executable, "-m", "moiety_platform.cli", "serve", "--scripted", "--port", "0"]
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [*command, "--data-dir", str(directory), *options],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        started.append(Serve(process, log, directory))
+        return started[-1]
+
+    yield start
+    for serve in started:
+        if serve.process.poll() is None:
+            serve.process.kill()
+        serve.process.wait(DEADLINE_S)

@@ -1,0 +1,230 @@
+"""A whole gateway on a loopback port: real server, real store, real keys, and engines scripted in the same process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+import tokenizers
+from litestar import Router
+from openai import AsyncOpenAI
+
+from moiety_platform.app import Services, create_app
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.bootstrap import ensure_bootstrap
+from moiety_platform.auth.guard import scope_guard
+from moiety_platform.clock import SystemClock
+from moiety_platform.completions.record import RequestRecorder
+from moiety_platform.db.base import Base
+from moiety_platform.db.session import Database
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.gateway import GatewayServer, bind
+from moiety_platform.metrics import Metrics
+from moiety_platform.routing.controller import engine_routes
+from moiety_platform.routing.replicas import Replicas
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.traces.tracing import Tracing, build_provider
+from moiety_wire.messages import Card
+
+MODEL = "tiny"
+PEPPER = b"a pepper that is long enough for tests"
+DEADLINE_S = 10.0
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def _tokenizer_json() -> str:
+    """A tokenizer with one token a byte, and one that ends."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: number for number, letter in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer.to_str()
+
+
+def make_card(engine_id: str = "engine-1", model: str = MODEL, max_context_tokens: int = 512) -> Card:
+    return Card(
+        engine_id=engine_id,
+        model=model,
+        family="scripted",
+        tokenizer_json=_tokenizer_json(),
+        chat_template=TEMPLATE,
+        special_tokens={"eos_token": "<|end|>"},
+        eos_token_ids=(256,),
+        max_context_tokens=max_context_tokens,
+        vocab_size=257,
+        max_num_logprobs=20,
+        created_unix_s=1_700_000_000,
+        dtype="float32",
+        device="none",
+    )
+
+
+class RowList:
+    """Usage rows in memory, and a way to wait for them."""
+
+    def __init__(self) -> None:
+        self.rows = []
+        self._arrived = asyncio.Event()
+
+    def record(self, row) -> None:
+        self.rows.append(row)
+        self._arrived.set()
+
+    async def wait_for(self, count: int):
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.rows) < count:
+                self._arrived.clear()
+                await self._arrived.wait()
+        return self.rows
+
+
+class RunningGateway:
+    """What tests hold of a gateway that listens."""
+
+    def __init__(self, url: str, keys, engines, rows: RowList, metrics: Metrics) -> None:
+        self.url = url
+        self.key = keys.tenant_key
+        self.admin_key = keys.admin_key
+        self.engines = engines
+        self.engine = engines[0]
+        self.rows = rows
+        self.metrics = metrics
+        self.client = AsyncOpenAI(base_url=f"{url}/v1", api_key=self.key, max_retries=0, timeout=DEADLINE_S)
+
+    @staticmethod
+    def prompt_tokens(text: str) -> int:
+        """Of one user message."""
+        return len(f"<|user|>{text}\n<|assistant|>".encode())
+
+    @property
+    def address(self):
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    async def post(self, path: str, body: bytes | dict, key: str | None = None, headers=None):
+        """One POST of raw bytes on its own connection: (status, headers, body)."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.request("POST", path, data, key, headers)
+
+    async def request(self, method: str, path: str, data: bytes = b"", key: str | None = None, headers=None):
+        reader, writer = await asyncio.open_connection(*self.address)
+        fields = {"Host": "test", "Content-Length": str(len(data)), "Connection": "close"}
+        fields["Authorization"] = f"Bearer {key or self.key}"
+        fields.update(headers or {})
+        head = (
+            f"{method} {path} HTTP/1.1\r\n"
+            + "".join(f"{k}: {v}\r\n" for k, v in fields.items() if v is not None)
+            + "\r\n"
+        )
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                writer.write(head.encode() + data)
+                answer = await reader.read()
+        finally:
+            writer.close()
+            await writer.wait_closed()
+        top, _, rest = answer.partition(b"\r\n\r\n")
+        lines = top.decode().split("\r\n")
+        got = dict(line.split(": ", 1) for line in lines[1:])
+        if got.get("transfer-encoding") == "chunked":
+            rest = _unchunk(rest)
+        return int(lines[0].split(" ")[1]), got, rest
+
+
+def _unchunk(data: bytes) -> bytes:
+    whole = b""
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        count = int(size, 16)
+        whole, data = whole + data[:count], data[count + 2 :]
+    return whole
+
+
+@asynccontextmanager
+async def run_gateway(tmp_path, engines, provider=None, **settings):
+    clock, rows, metrics = SystemClock(), RowList(), Metrics()
+    async with AsyncExitStack() as stack:
+        database = Database.open(f"sqlite:///{tmp_path / 'store.db'}")
+        stack.push_async_callback(database.close)
+        async with database.engine.begin() as connection:
+            await connection.run_sync(Base.metadata.create_all)
+        keys = await ensure_bootstrap(database, PEPPER, clock)
+        replicas = await stack.enter_async_context(Replicas(engines))
+        tracing = Tracing(provider or build_provider(None))
+        authenticator = Authenticator(database, PEPPER, clock)
+        services = Services(
+            authenticator=authenticator,
+            usage=rows,
+            replicas=replicas,
+            metrics=metrics,
+            tracing=tracing,
+            clock=clock,
+            recorder=RequestRecorder(rows, metrics, tracing, clock),
+            admin_routes=[
+                Router("/admin/v1", guards=[scope_guard(authenticator)], route_handlers=engine_routes(replicas))
+            ],
+        )
+        listener = bind("127.0.0.1", 0)
+        started = asyncio.Event()
+        chosen = GatewaySettings(**{"drain_s": 2, **settings})
+        server = GatewayServer(create_app(chosen, services), chosen.drain_s, started.set)
+        task = asyncio.create_task(server.serve([listener]))
+        await started.wait()
+        running = RunningGateway(f"http://127.0.0.1:{listener.getsockname()[1]}", keys, engines, rows, metrics)
+        running.stop = server.request_exit
+        try:
+            yield running
+        finally:
+            await running.client.close()
+            server.request_exit()
+            await task
+
+
+@pytest.fixture
+def until():
+    """`await until(condition)`: returns once it holds, fails after a deadline. For states that announce no change."""
+
+    async def wait(condition) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():  # noqa: ASYNC110 - what is watched has no event
+                await asyncio.sleep(0.002)
+
+    return wait
+
+
+@pytest.fixture
+def card() -> Card:
+    return make_card()
+
+
+@pytest.fixture(scope="session")
+def any_card() -> Card:
+    return make_card()
+
+
+@pytest.fixture
+def new_card():
+    return make_card
+
+
+@pytest.fixture
+def start_gateway(tmp_path):
+    """`async with start_gateway(engines, **settings) as gateway`."""
+
+    def start(engines, provider=None, **settings):
+        return run_gateway(tmp_path, engines, provider, **settings)
+
+    return start
+
+
+@pytest.fixture
+async def gateway(start_gateway, card):
+    async with start_gateway([FakeEngineClient(card)]) as running:
+        yield running

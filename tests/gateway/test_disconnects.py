@@ -1,0 +1,112 @@
+"""A client that hangs up at any byte: the engine's work ends, and one usage row tells exactly what was generated."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+import pytest
+
+from moiety_platform.engine_client.fake import FakeEngineClient
+
+CHAT = "/v1/chat/completions"
+
+
+def endless(submit):
+    """A script without end but the credit's."""
+    return ((65, f"{'x' * 50}{i} ") for i in range(submit.stopping.max_tokens))
+
+
+def request_bytes(gateway, **fields) -> bytes:
+    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}], **fields}).encode()
+    fields = f"Host: test\r\nAuthorization: Bearer {gateway.key}\r\nContent-Length: {len(body)}"
+    return f"POST {CHAT} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + body
+
+
+@pytest.fixture
+async def slow_gateway(start_gateway, new_card):
+    """An engine that never finishes by itself: its context is larger than any test reads."""
+    engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), endless)
+    async with start_gateway([engine]) as running:
+        yield running
+
+
+async def test_a_client_that_leaves_in_mid_stream_ends_its_request_at_the_engine(slow_gateway):
+    reader, writer = await asyncio.open_connection(*slow_gateway.address)
+    writer.write(request_bytes(slow_gateway, stream=True))
+    await reader.readuntil(b"x" * 50)
+    writer.close()
+    (row,) = await slow_gateway.rows.wait_for(1)
+    assert (row.outcome, row.http_status, row.error_code) == ("disconnected", 499, "client_disconnected")
+    assert row.output_tokens == slow_gateway.engine.state.load.output_tokens_total > 0
+    assert slow_gateway.engine.state.num_inflight == 0
+
+
+async def test_a_stop_that_cannot_wait_tells_the_clients_of_running_streams(start_gateway, new_card):
+    engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), endless)
+    async with start_gateway([engine], drain_s=0) as gateway:
+        reader, writer = await asyncio.open_connection(*gateway.address)
+        writer.write(request_bytes(gateway, stream=True))
+        await reader.readuntil(b"x" * 50)
+        gateway.stop()
+        rest = await reader.read()
+        while not rest.endswith(b"\r\n0\r\n\r\n") and (more := await reader.read()):
+            rest += more
+        writer.close()
+        last = rest.strip().split(b"data: ")[-1]
+        assert json.loads(last.split(b"\n\n")[0])["error"]["code"] == "server_stopping"
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.http_status, row.error_code) == ("failed", 200, "server_stopping")
+        assert row.output_tokens == engine.state.load.output_tokens_total
+
+
+async def test_a_client_that_leaves_while_a_whole_answer_is_made_ends_its_request(slow_gateway, until):
+    _, writer = await asyncio.open_connection(*slow_gateway.address)
+    writer.write(request_bytes(slow_gateway, n=2))
+    await until(lambda: slow_gateway.engine.state.load.output_tokens_total > 5)
+    writer.close()
+    (row,) = await slow_gateway.rows.wait_for(1)
+    assert (row.outcome, row.http_status) == ("disconnected", 499)
+    assert row.output_tokens == slow_gateway.engine.state.load.output_tokens_total
+    assert slow_gateway.engine.state.num_inflight == 0
+
+
+async def test_a_client_that_does_not_read_pauses_the_engine_instead_of_filling_memory(slow_gateway, until):
+    reader, writer = await asyncio.open_connection(*slow_gateway.address, limit=1024)
+    writer.write(request_bytes(slow_gateway, stream=True))
+    await reader.readuntil(b"\r\n\r\n")
+    await until(lambda: slow_gateway.engine.state.load.num_paused == 1)
+    paused_at = slow_gateway.engine.state.load.output_tokens_total
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert slow_gateway.engine.state.load.output_tokens_total == paused_at
+    writer.close()
+    (row,) = await slow_gateway.rows.wait_for(1)
+    assert (row.outcome, row.output_tokens) == ("disconnected", paused_at)
+
+
+async def test_clients_that_leave_after_any_byte_leave_one_row_each_with_exact_counts(start_gateway, new_card, until):
+    engine = FakeEngineClient(new_card(max_context_tokens=200))
+    rng = random.Random(20)
+    async with start_gateway([engine]) as gateway:
+        num_authenticated = 0
+        for _ in range(60):
+            data = request_bytes(gateway, stream=rng.random() < 0.7, n=rng.choice([1, 1, 3]), max_tokens=60)
+            num_sent = rng.randrange(len(data) + 1) if rng.random() < 0.4 else len(data)
+            reader, writer = await asyncio.open_connection(*gateway.address)
+            writer.write(data[:num_sent])
+            await writer.drain()
+            if num_sent == len(data) and rng.random() < 0.8:
+                await reader.read(rng.randrange(1, 4000))
+            writer.transport.abort()
+            num_authenticated += data[:num_sent].find(b"\r\n\r\n") >= 0
+        # a request may end before the server notices that its client has gone, but none is missing or doubled
+        rows = await gateway.rows.wait_for(num_authenticated)
+        await until(lambda: engine.state.num_inflight == 0)
+        assert len({row.request_id for row in rows}) == len(rows) == num_authenticated
+        assert {row.outcome for row in rows} <= {"disconnected", "length"}
+        assert sum(row.output_tokens for row in rows) == engine.state.load.output_tokens_total
+        assert any(row.outcome == "disconnected" and row.output_tokens for row in rows)
+        answer = await gateway.client.models.list()
+        assert answer.data

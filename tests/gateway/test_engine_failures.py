@@ -1,0 +1,104 @@
+"""Engines that refuse, fail or die: a typed answer, or an error event in a stream that has begun; never silence."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_wire.messages import Failed, FailureCode
+
+HELLO = [{"role": "user", "content": "hello"}]
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "status"),
+    [
+        (FailureCode.INVALID_REQUEST, openai.BadRequestError, 400),
+        (FailureCode.UNKNOWN_MODEL, openai.NotFoundError, 404),
+        (FailureCode.CONTEXT_LENGTH_EXCEEDED, openai.BadRequestError, 400),
+        (FailureCode.OVERLOADED, openai.InternalServerError, 503),
+        (FailureCode.DRAINING, openai.InternalServerError, 503),
+        (FailureCode.ENGINE_FAILED, openai.InternalServerError, 502),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refusal_of_the_engine_has_its_status_even_if_a_stream_was_asked_for(
+    start_gateway, card, code, error, status, stream
+):
+    engine = FakeEngineClient(card, lambda submit: Failed(submit.request_id, 1, code, "no, because"))
+    async with start_gateway([engine]) as gateway:
+        with pytest.raises(error, match="no, because") as caught:
+            await gateway.client.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
+        assert caught.value.status_code == status
+        assert ("retry-after" in caught.value.response.headers) == (status == 503)
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.http_status, row.output_tokens) == ("failed", status, 0)
+
+
+async def test_an_engine_that_dies_in_mid_stream_leaves_an_error_event_and_no_done(start_gateway, card):
+    def stalls_at_its_credit(submit):
+        return ((65, "x") for _ in range(10_000))
+
+    engine = FakeEngineClient(card, stalls_at_its_credit)
+    async with start_gateway([engine], credit_window_tokens=8) as gateway:
+        stream = await gateway.client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+        with pytest.raises(openai.APIError) as caught:
+            async for chunk in stream:
+                if chunk.choices[0].delta.content:
+                    engine.die()
+        assert caught.value.code == "engine_failed"
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.http_status, row.error_code) == ("failed", 200, "engine_failed")
+        assert row.output_tokens > 0
+        status, _, answer = await gateway.post(CHAT, {"model": "tiny", "messages": HELLO})
+        assert (status, json.loads(answer)["error"]["code"]) == (503, "no_engine")
+        await engine.start()
+        assert (await gateway.post(CHAT, {"model": "tiny", "messages": HELLO}))[0] == 200
+
+
+async def test_the_error_event_is_the_last_thing_in_the_stream(start_gateway, card):
+    def fails_after_two(submit):
+        yield 65, "a"
+        yield 66, "b"
+        engine.die()
+        yield 67, "c"
+
+    engine = FakeEngineClient(card, fails_after_two)
+    async with start_gateway([engine]) as gateway:
+        body = {"model": "tiny", "messages": HELLO, "stream": True}
+        status, headers, answer = await gateway.post(CHAT, body)
+        events = [event.removeprefix(b"data: ") for event in answer.strip().split(b"\n\n")]
+        assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        assert json.loads(events[-1])["error"]["code"] == "engine_failed"
+        assert b"[DONE]" not in answer
+
+
+async def test_one_of_two_replicas_may_die_and_the_other_serves(start_gateway, new_card):
+    first, second = FakeEngineClient(new_card("a")), FakeEngineClient(new_card("b"))
+    async with start_gateway([first, second]) as gateway:
+        await first.close()
+        for _ in range(3):
+            await gateway.client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=1)
+        assert (len(first.submits), len(second.submits)) == (0, 3)
+
+
+async def test_readiness_follows_the_engines(gateway):
+    assert (await gateway.request("GET", "/readyz"))[0] == 200
+    gateway.engine.die()
+    status, headers, answer = await gateway.request("GET", "/readyz")
+    assert (status, headers["retry-after"]) == (503, "1")
+    assert json.loads(answer)["reasons"] == ["engine fake://engine-1: stopped"]
+    assert (await gateway.request("GET", "/healthz"))[0] == 200
+
+
+async def test_administrators_see_engines_and_others_do_not(gateway):
+    status, _, answer = await gateway.request("GET", "/admin/v1/engines", key=gateway.admin_key)
+    (engine,) = json.loads(answer)["data"]
+    assert (status, engine["healthy"], engine["card"]["model"]) == (200, True, "tiny")
+    assert engine["load"]["num_running"] == 0
+    assert "tokenizer_json" not in engine["card"]
+    assert (await gateway.request("GET", "/admin/v1/engines"))[0] == 403

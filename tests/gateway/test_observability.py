@@ -1,0 +1,165 @@
+"""Traces, metrics, logs and the small endpoints: what they tell, and what they never tell."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import structlog
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.logs import configure_logging
+
+CHAT = "/v1/chat/completions"
+SECRET = "the prompt that nobody may see"
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": SECRET}], "max_tokens": 2, "temperature": 0.5}
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = "00f067aa0ba902b7"
+
+
+@pytest.fixture
+def spans():
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    yield provider, exporter
+    provider.shutdown()
+
+
+async def test_a_request_is_one_span_in_the_clients_trace_that_reaches_the_engine(start_gateway, card, spans):
+    provider, exporter = spans
+    async with start_gateway([FakeEngineClient(card)], provider) as gateway:
+        await gateway.post(CHAT, BODY, headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
+        await gateway.rows.wait_for(1)
+    by_name = {span.name: span for span in exporter.get_finished_spans()}
+    server, admission = by_name["chat tiny"], by_name["admission"]
+    assert server.kind is SpanKind.SERVER
+    assert f"{server.context.trace_id:032x}" == TRACE
+    assert f"{server.parent.span_id:016x}" == PARENT
+    assert admission.parent.span_id == server.context.span_id
+    assert gateway.engine.submits[0].traceparent == f"00-{TRACE}-{server.context.span_id:016x}-01"
+    attributes = server.attributes
+    assert attributes["gen_ai.operation.name"] == "chat"
+    assert attributes["gen_ai.usage.output_tokens"] == 2
+    assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert attributes["gen_ai.request.temperature"] == 0.5
+    assert SECRET not in str([(span.name, span.attributes, span.events) for span in by_name.values()])
+
+
+async def test_a_failed_request_has_an_error_span_and_a_bad_traceparent_is_ignored(start_gateway, card, spans):
+    provider, exporter = spans
+    async with start_gateway([FakeEngineClient(card)], provider) as gateway:
+        await gateway.post(CHAT, BODY | {"model": "nope"}, headers={"traceparent": "zz-!"})
+        await gateway.rows.wait_for(1)
+    server = next(span for span in exporter.get_finished_spans() if span.kind is SpanKind.SERVER)
+    assert (server.name, server.parent) == ("chat unknown", None)
+    assert (server.status.status_code, server.attributes["error.type"]) == (StatusCode.ERROR, "model_not_found")
+
+
+async def test_without_an_exporter_the_clients_context_still_reaches_the_engine(gateway):
+    await gateway.post(CHAT, BODY, headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
+    assert gateway.engine.submits[0].traceparent == f"00-{TRACE}-{PARENT}-01"
+
+
+async def test_metrics_count_requests_tokens_and_times_with_bounded_labels(gateway):
+    await gateway.post(CHAT, BODY)
+    for number in range(5):
+        await gateway.post(CHAT, BODY | {"model": f"made-up-{number}"})
+    await gateway.rows.wait_for(6)
+    status, headers, answer = await gateway.request("GET", "/metrics")
+    text = answer.decode()
+    assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    ok = 'moiety_requests_total{model="tiny",outcome="length",service_class="standard",status="200"} 1.0'
+    refused = 'moiety_requests_total{model="unknown",outcome="rejected",service_class="standard",status="404"} 5.0'
+    assert ok in text and refused in text
+    assert 'moiety_tokens_total{kind="output",model="tiny",service_class="standard"} 2.0' in text
+    assert 'gen_ai_server_time_to_first_token_seconds_count{model="tiny",service_class="standard"} 1.0' in text
+    assert 'gen_ai_server_time_per_output_token_seconds_count{model="tiny",service_class="standard"} 1.0' in text
+    assert 'moiety_engine_up{engine="fake://engine-1"} 1.0' in text
+    assert 'moiety_engine_output_tokens_total{engine="fake://engine-1"} 2.0' in text
+    assert "made-up" not in text
+
+
+async def test_a_request_is_one_line_of_json_in_the_log_without_prompt_or_key(gateway):
+    stream = io.StringIO()
+    configure_logging("info", "json", stream)
+    try:
+        await gateway.post(CHAT, BODY, headers={"X-Request-Id": "mine-1"})
+        (row,) = await gateway.rows.wait_for(1)
+    finally:
+        structlog.reset_defaults()
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    (line,) = [line for line in lines if line["event"] == "request"]
+    assert (line["request_id"], line["client_request_id"]) == (row.request_id, "mine-1")
+    assert (line["outcome"], line["status"], line["output_tokens"]) == ("length", 200, 2)
+    assert line["tenant_id"] == row.tenant_id
+    assert SECRET not in stream.getvalue()
+    assert gateway.key not in stream.getvalue()
+
+
+@pytest.mark.parametrize(("offered", "echoed"), [("abc-1.2:3", True), ("x" * 200, False), ("a b", False), ("", False)])
+async def test_a_reasonable_request_id_is_echoed_and_any_other_replaced(gateway, offered, echoed):
+    for path in (CHAT, "/nowhere"):
+        _, headers, _ = await gateway.post(path, BODY, headers={"X-Request-Id": offered})
+        assert (headers["x-request-id"] == offered) is echoed
+        assert headers["x-request-id"]
+
+
+async def test_headers_that_claim_a_tenant_a_class_or_a_cache_salt_change_nothing(gateway):
+    claims = {
+        "X-Tenant-Id": "other",
+        "X-Moiety-Tenant": "other",
+        "X-Service-Class": "priority",
+        "X-Priority": "0",
+        "X-Cache-Salt": "AAAA",
+        "X-Forwarded-User": "root",
+    }
+    body = BODY | {"cache_salt": "AAAA", "priority": 0, "tenant_id": "other", "service_class": "priority"}
+    await gateway.post(CHAT, BODY)
+    await gateway.post(CHAT, body, headers=claims)
+    plain, claimed = gateway.engine.submits
+    for field in ("tenant_id", "service_class", "cache_salt", "tenant_weight"):
+        assert getattr(plain, field) == getattr(claimed, field)
+    first, second = await gateway.rows.wait_for(2)
+    assert (first.tenant_id, first.service_class) == (second.tenant_id, second.service_class)
+    assert len({submit.request_id for submit in gateway.engine.submits}) == 2
+
+
+async def test_a_usage_row_tells_times_and_counts(gateway):
+    await gateway.post(CHAT, BODY | {"n": 2})
+    (row,) = await gateway.rows.wait_for(1)
+    assert (row.endpoint, row.model, row.num_choices) == (CHAT, "tiny", 2)
+    assert (row.prompt_tokens, row.output_tokens, row.error_code) == (gateway.prompt_tokens(SECRET), 4, None)
+    assert 0 <= row.ttft_ms <= row.duration_ms
+    assert row.queue_ms == 0
+    assert row.started_at.tzinfo is not None
+
+
+async def test_text_and_messages_are_tokenized_as_generation_does(gateway):
+    status, _, answer = await gateway.post("/tokenize", {"model": "tiny", "prompt": "abc"})
+    tokens = json.loads(answer)
+    assert (status, tokens["count"], tokens["max_model_len"]) == (200, 3, 512)
+    _, _, answer = await gateway.post("/detokenize", {"tokens": tokens["tokens"]})
+    assert json.loads(answer)["prompt"] == "abc"
+    _, _, answer = await gateway.post("/tokenize", {"messages": BODY["messages"]})
+    await gateway.post(CHAT, BODY)
+    assert json.loads(answer)["tokens"] == gateway.engine.submits[0].prompt_ids
+
+
+async def test_the_schema_of_the_api_is_served(gateway):
+    status, _, answer = await gateway.request("GET", "/schema/openapi.json")
+    assert status == 200
+    assert CHAT in json.loads(answer)["paths"]
+
+
+async def test_a_prompt_beyond_the_inline_limit_is_tokenized_to_the_same_ids(start_gateway, new_card):
+    card = new_card(max_context_tokens=100_000)
+    async with start_gateway([FakeEngineClient(card)], inline_tokenize_bytes=64) as gateway:
+        for prompt in ("é" * 31, "é" * 5000):
+            answer = await gateway.client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+            assert answer.usage.prompt_tokens == 2 * len(prompt)

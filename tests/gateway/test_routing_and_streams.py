@@ -1,0 +1,161 @@
+"""The pure parts: the choice of a replica, and what a stream makes of an engine's messages."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moiety_platform.completions.body import decode_body
+from moiety_platform.completions.generation import seed_of_choice
+from moiety_platform.completions.schemas import ChatBody
+from moiety_platform.engine_client.base import EngineState
+from moiety_platform.engine_client.stream import EngineStream
+from moiety_platform.errors import BadRequest, EngineFailed, NotFound, Unavailable
+from moiety_platform.routing.choose import choose
+from moiety_wire.messages import (
+    Abort,
+    Accepted,
+    Extend,
+    Finished,
+    FinishReason,
+    Load,
+    Phases,
+    Sampling,
+    Stopping,
+    Submit,
+    Tokens,
+)
+
+
+def load(**changes) -> Load:
+    fields = dict.fromkeys(Load.__struct_fields__, 0) | {"engine_id": "e", "draining": False}
+    return Load(**{**fields, **changes})
+
+
+def state(card, address, *, healthy=True, inflight=0, **loads) -> EngineState:
+    return EngineState(address, healthy, "" if healthy else "gone", card, load(**loads) if loads else None, inflight)
+
+
+def test_the_engine_with_the_least_to_do_is_chosen(new_card):
+    engines = [
+        state(new_card(), "a", num_running=3),
+        state(new_card(), "b", num_running=1, num_waiting=1),
+        state(new_card(), "c", num_running=0, inflight=9),
+        state(new_card(model="other"), "d"),
+        state(new_card(), "e", healthy=False),
+        state(new_card(), "f", draining=True),
+    ]
+    assert choose(engines, "tiny").address == "b"
+    assert choose(engines, "other").address == "d"
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 5), st.integers(0, 5)), max_size=6))
+def test_a_choice_is_always_healthy_and_none_is_better(any_card, engines):
+    card = any_card
+    states = [
+        state(card, str(i), healthy=healthy, inflight=inflight, draining=draining, num_running=running)
+        for i, (healthy, draining, running, inflight) in enumerate(engines)
+    ]
+    able = [engine for engine in states if engine.healthy and not engine.draining]
+    if not able:
+        with pytest.raises(Unavailable):
+            choose(states, card.model)
+    else:
+        chosen = choose(states, card.model)
+        assert chosen in able
+        work = [max(engine.load.num_running, engine.num_inflight) for engine in able]
+        assert max(chosen.load.num_running, chosen.num_inflight) == min(work)
+
+
+def test_an_unknown_model_is_not_found_only_when_some_model_is_known(new_card):
+    with pytest.raises(NotFound, match="available: tiny"):
+        choose([state(new_card(), "a", healthy=False)], "other")
+    with pytest.raises(Unavailable):
+        choose([state(None, "a", healthy=False)], "other")
+
+
+def opened(credit_tokens=10):
+    sent = []
+    submit = Submit("r", 0, "m", "t", "standard", [1], Sampling(), Stopping(100), credit_tokens, b"", 0)
+    return EngineStream(submit, None, sent.append), sent
+
+
+def finished(seq, num_output_tokens, reason=FinishReason.STOP) -> Finished:
+    return Finished("r", seq, reason, 1, 0, num_output_tokens, Phases(0))
+
+
+async def test_messages_in_order_pass_and_the_end_brings_the_exact_count():
+    stream, _ = opened()
+    for message in (Accepted("r", 0), Tokens("r", 1, 0, [1, 2], "ab"), Tokens("r", 2, 2, [3], "c"), finished(3, 4)):
+        stream.deliver(message)
+    assert [message.text async for message in stream.messages()] == ["ab", "c", ""]
+    assert (stream.ended, stream.num_output_tokens) == (True, 4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Tokens("r", 2, 0, [1], "a"),  # a message was lost
+        Tokens("r", 0, 0, [1], "a"),  # a message came twice
+        Tokens("r", 1, 1, [1], "a"),  # a token was lost
+        Tokens("r", 1, 0, [1] * 11, "a"),  # beyond the credit
+    ],
+)
+async def test_a_gap_a_repeat_or_more_than_the_credit_breaks_the_stream_off(wrong):
+    stream, sent = opened(credit_tokens=10)
+    stream.deliver(Accepted("r", 0))
+    stream.deliver(wrong)
+    with pytest.raises(EngineFailed) as caught:
+        await stream.inbox.get()
+    assert caught.value.code == "engine_protocol_violation"
+    assert sent == [Abort("r", 1)]
+
+
+async def test_credit_only_grows_and_nothing_is_sent_after_the_end():
+    stream, sent = opened(credit_tokens=10)
+    stream.extend(20)
+    stream.extend(15)
+    stream.deliver(finished(0, 0))
+    stream.extend(30)
+    stream.abort()
+    assert sent == [Extend("r", 1, 20)]
+
+
+async def test_an_end_that_nobody_asked_for_is_a_failure_not_a_short_answer():
+    stream, _ = opened()
+    stream.deliver(finished(0, 3, FinishReason.ABORT))
+    with pytest.raises(EngineFailed):
+        await stream.inbox.get()
+    assert stream.num_output_tokens == 3
+
+
+@given(st.none() | st.integers(-(2**63), 2**63 - 1))
+def test_seeds_of_choices_differ_fit_the_wire_and_begin_with_the_request_s_own(seed):
+    seeds = [seed_of_choice(seed, choice) for choice in range(16)]
+    assert seeds[0] == seed
+    if seed is not None:
+        assert len(set(seeds)) == 16
+        assert all(-(2**63) <= value < 2**63 for value in seeds)
+
+
+_nested = st.recursive(
+    st.none() | st.text('[]{}"\\ab', max_size=8),
+    lambda children: (
+        st.lists(children, max_size=3) | st.dictionaries(st.text('[{"\\', max_size=3), children, max_size=3)
+    ),
+    max_leaves=40,
+)
+
+
+def _depth(value) -> int:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if children is None else 1 + max(map(_depth, children), default=0)
+
+
+@given(_nested, st.integers(1, 6))
+def test_the_limit_of_depth_counts_brackets_outside_of_strings_only(value, limit):
+    with pytest.raises(BadRequest) as caught:
+        decode_body(ChatBody, msgspec.json.encode({"x": value}), limit)
+    assert (caught.value.code == "json_too_deep") == (1 + _depth(value) > limit)

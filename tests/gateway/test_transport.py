@@ -1,0 +1,229 @@
+"""The ZeroMQ client against the engine's own front, with a scripted core behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+import zmq
+
+from moiety_engine.front.front import Front
+from moiety_engine.front.settings import FrontSettings
+from moiety_engine.scripted.link import ScriptedCore
+from moiety_engine.scripted.script import Script
+from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_platform.clock import SystemClock
+from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
+from moiety_platform.errors import BadRequest, EngineFailed, Unavailable
+from moiety_wire.messages import Finished, FinishReason, Sampling, Stopping, Submit, Tokens
+
+SCRIPT = Script(tokens=tuple(b"abc"))
+
+
+@pytest.fixture
+def context():
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def running_front(context, listen="tcp://127.0.0.1:0", engine_id="engine-1", script=SCRIPT, **settings):
+    front = Front(
+        FrontSettings(model="scripted", listen=listen, heartbeat_interval_s=0.05, **settings),
+        engine_id,
+        scripted_text_model(),
+        ScriptedCore(script),
+        context,
+    )
+    await front.start()
+    try:
+        assert await front.wait_ready()
+        yield front
+    finally:
+        await front.close()
+
+
+@pytest.fixture
+def connected(context, until):
+    @asynccontextmanager
+    async def connect(address, curve=None, wait=True):
+        client = ZmqEngineClient(address, context, SystemClock(), curve)
+        await client.start()
+        try:
+            if wait:
+                await until(lambda: client.state.healthy)
+            yield client
+        finally:
+            await client.close()
+
+    return connect
+
+
+def submit(request_id="r", max_tokens=5, credit_tokens=5, prompt=b"hello") -> Submit:
+    return Submit(
+        request_id=request_id,
+        seq=0,
+        model="scripted",
+        tenant_id="t",
+        service_class="standard",
+        prompt_ids=list(prompt),
+        sampling=Sampling(),
+        stopping=Stopping(max_tokens=max_tokens, ignore_eos=True),
+        credit_tokens=credit_tokens,
+        cache_salt=b"s",
+        arrival_unix_ns=1,
+    )
+
+
+async def test_a_request_is_answered_to_its_end(context, connected, until):
+    async with running_front(context) as front, connected(front.address) as client:
+        assert client.state.card.model == "scripted"
+        async with client.open(submit()) as stream:
+            messages = [message async for message in stream.messages()]
+        text = "".join(message.text for message in messages)
+        assert text == "abcab"
+        assert isinstance(messages[-1], Finished)
+        assert (messages[-1].reason, stream.num_output_tokens) == (FinishReason.LENGTH, 5)
+        await until(lambda: client.state.load is not None and client.state.load.requests_total == 1)
+        assert client.state.num_inflight == 0
+
+
+async def test_a_stream_pauses_at_its_credit_and_goes_on_when_extended(context, connected, until):
+    async with running_front(context) as front, connected(front.address) as client:
+        async with client.open(submit(max_tokens=100, credit_tokens=3)) as stream:
+            await until(lambda: stream.num_output_tokens == 3)
+            await until(lambda: client.state.load.num_paused == 1)
+            stream.extend(100)
+            messages = [message async for message in stream.messages()]
+        assert sum(len(message.token_ids) for message in messages if isinstance(message, Tokens)) == 100
+
+
+async def test_leaving_a_stream_aborts_it_and_waits_for_the_exact_count(context, connected):
+    async with running_front(context) as front, connected(front.address) as client:
+        async with client.open(submit(max_tokens=5000, credit_tokens=50)) as stream:
+            await stream.inbox.get()
+        assert stream.finished.reason is FinishReason.ABORT
+        assert stream.num_output_tokens == stream.finished.num_output_tokens <= 50
+        assert front.num_open == 0
+
+
+async def test_leaving_waits_for_the_count_even_when_cancelled_again(context, connected):
+    async with running_front(context) as front, connected(front.address) as client:
+        opened = asyncio.Event()
+        streams = []
+
+        async def hold() -> None:
+            async with client.open(submit(max_tokens=5000, credit_tokens=50)) as stream:
+                streams.append(stream)
+                opened.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(hold())
+        await opened.wait()
+        while not task.done():
+            task.cancel()
+            await asyncio.sleep(0)
+        assert task.cancelled()
+        assert streams[0].finished is not None
+
+
+async def test_a_refused_request_raises_its_error(context, connected):
+    async with (
+        running_front(context) as front,
+        connected(front.address) as client,
+        client.open(submit(prompt=b"")) as stream,
+    ):
+        with pytest.raises(BadRequest, match="no tokens"):
+            await stream.inbox.get()
+
+
+async def test_without_an_engine_open_raises_unavailable(connected):
+    async with connected("tcp://127.0.0.1:9", wait=False) as client:
+        assert client.state.reason == "not connected yet"
+        with pytest.raises(Unavailable):
+            async with client.open(submit()):
+                pass
+
+
+async def test_an_engine_that_ends_fails_its_streams_at_once_and_its_successor_is_found(context, connected, until):
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(running_front(context))
+        client = await stack.enter_async_context(connected(first.address))
+        async with client.open(submit(max_tokens=500, credit_tokens=5)) as stream:
+            await until(lambda: stream.num_output_tokens == 5)
+            await first.close()
+            with pytest.raises(EngineFailed):
+                while True:
+                    await stream.inbox.get()
+        await until(lambda: not client.state.healthy)
+        assert client.state.reason == "the connection dropped"  # and not silence, noticed later
+        assert client.state.card.engine_id == "engine-1"  # what it served is still known
+        await stack.enter_async_context(running_front(context, first.address, "engine-2"))
+        await until(lambda: client.state.healthy)
+        assert client.state.card.engine_id == "engine-2"
+        async with client.open(submit()) as stream:
+            assert [message async for message in stream.messages()]
+
+
+async def test_a_link_with_curve_keys_works_and_one_without_gets_nowhere(context, connected):
+    server_public, server_secret = zmq.curve_keypair()
+    client_public, client_secret = zmq.curve_keypair()
+    async with running_front(context, curve_secret_key=server_secret) as front:
+        curve = CurveKeys(server_public, client_public, client_secret)
+        async with connected(front.address, wait=False) as stranger:
+            async with connected(front.address, curve) as client, client.open(submit()) as stream:
+                assert [message async for message in stream.messages()]
+            assert not stranger.state.healthy
+
+
+@asynccontextmanager
+async def engine_process(address):
+    """`moiety engine --scripted` as a process of its own, ready."""
+    code = "from moiety_platform.cli.main import main; main()"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-c", code, "engine", "--scripted", "--scripted-step-ms", "20", "--listen", address),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        async with asyncio.timeout(60):
+            report = msgspec.json.decode(await process.stdout.readline())
+        yield process, report["address"]
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+        await process.wait()
+        process._transport.close()
+
+
+async def test_a_killed_engine_process_fails_its_streams_at_once(connected, until):
+    async with engine_process("tcp://127.0.0.1:0") as (process, address), connected(address) as client:
+        async with client.open(submit(max_tokens=500, credit_tokens=500)) as stream:
+            await stream.inbox.get()
+            process.kill()
+            with pytest.raises(EngineFailed):
+                while True:
+                    await stream.inbox.get()
+        await until(lambda: not client.state.healthy)
+        assert client.state.reason == "the connection dropped"  # and not silence, noticed later
+
+
+async def test_an_engine_that_falls_silent_is_given_up_within_the_limit(connected):
+    async with engine_process("tcp://127.0.0.1:0") as (process, address), connected(address) as client:
+        async with client.open(submit(max_tokens=500, credit_tokens=500)) as stream:
+            await stream.inbox.get()
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(EngineFailed):
+                async with asyncio.timeout(7):
+                    while True:
+                        await stream.inbox.get()
+        assert "silent" in client.state.reason
