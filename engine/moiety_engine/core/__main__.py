@@ -20,13 +20,15 @@ from moiety_engine.config import EngineConfig
 from moiety_engine.core.link import FrontLink
 from moiety_engine.core.service import serve
 from moiety_engine.errors import EngineError
+from moiety_engine.model.errors import ModelError
 
 LOST_FRONT = 3  # exit code
 REFUSED = 4
 
 
 def _end_with_front() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # unbuffered: a thread inside sys.stdin would abort the interpreter's exit
+        pass
     os._exit(LOST_FRONT)  # the step thread may be deep in a kernel: nothing to save, nobody to tell
 
 
@@ -41,7 +43,7 @@ def main() -> int:
     with zmq.Context() as context, FrontLink(context, address) as link:
         try:
             serve(link, config)
-        except EngineError as exc:
+        except (EngineError, ModelError) as exc:
             log.error("core_refused", reason=str(exc))
             link.send_refusal(str(exc))
             return REFUSED

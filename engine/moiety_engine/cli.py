@@ -1,0 +1,170 @@
+"""The command `moiety engine`: options to settings, then the front process. Imports no torch; the core does."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+import structlog
+import typer
+import zmq
+
+from moiety_engine.checkpoint import model_name, resolve_checkpoint
+from moiety_engine.config import Batching, EngineConfig
+from moiety_engine.errors import CheckpointError, InvalidConfig
+from moiety_engine.front import options
+from moiety_engine.front.core_link import CoreLink, ProcessCore
+from moiety_engine.front.process import MakeCore, run_front
+from moiety_engine.front.settings import FrontSettings
+from moiety_engine.scripted.link import ScriptedCore
+from moiety_engine.scripted.script import Script
+from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_text.errors import TextError
+from moiety_text.folder import TextModel, read_text_model
+
+CORE_MODULE = "moiety_engine.core"
+WRONG_USE = 2  # exit code
+CANNOT_LISTEN = 1
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `1500000`, `512M`, `4GiB` (1024) or `4GB` (1000). Raises typer.BadParameter."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is not a size; write for example 4GiB, 512MB or a number of bytes")
+    number, unit, binary = found.groups()
+    decimal = text.strip().upper().endswith("B") and not binary
+    power = " KMGT".index(unit.upper() or " ")
+    return int(float(number) * (1000 if decimal else 1024) ** power)
+
+
+def engine(
+    model: options.ModelOption = "",
+    name: options.NameOption = "",
+    listen: options.ListenOption = "tcp://127.0.0.1:5757",
+    address_file: options.AddressFileOption = None,
+    curve_key_file: options.CurveKeyFileOption = None,
+    device: options.DeviceOption = options.Device.auto,
+    dtype: options.DtypeOption = options.Dtype.auto,
+    threads: options.ThreadsOption = None,
+    batching: options.BatchingOption = Batching.CONTINUOUS,
+    max_batch_tokens: options.MaxBatchTokensOption = None,
+    max_running: options.MaxRunningOption = None,
+    max_context_tokens: options.MaxContextTokensOption = None,
+    kv_memory_bytes: options.KvMemoryBytesOption = "",
+    block_size: options.BlockSizeOption = None,
+    prefix_caching: options.PrefixCachingOption = True,
+    static_batch_size: options.StaticBatchSizeOption = 8,
+    batch_timeout_ms: options.BatchTimeoutMsOption = 50.0,
+    drain_timeout: options.DrainTimeoutOption = 30.0,
+    scripted: options.ScriptedOption = False,
+    scripted_tokens_per_step: options.ScriptedTokensPerStepOption = 1,
+    scripted_step_ms: options.ScriptedStepMsOption = 0.0,
+) -> None:
+    """Run one engine, a replica of one model, for gateways to connect to.
+
+    Prints one line of JSON when it can serve; logs go to standard error. SIGTERM and Ctrl-C finish the open requests
+    first. Ends with 0 after that, 2 for wrong options or a bad checkpoint, 1 if it cannot listen, 70 if the core died
+    while serving, 71 if the core could not start.
+    """
+    _log_to_stderr()
+    kv_bytes = parse_size(kv_memory_bytes) if kv_memory_bytes else None
+    try:
+        settings = FrontSettings(
+            model=name or ("scripted" if scripted and not model else model_name(model)),
+            listen=listen,
+            address_file=address_file,
+            drain_timeout_s=drain_timeout,
+            curve_secret_key=_read_curve_key(curve_key_file),
+        )
+        if scripted:
+            script = _script(scripted_tokens_per_step, scripted_step_ms, max_context_tokens, max_running)
+            text, make_core = scripted_text_model(), _scripted(script)
+        else:
+            folder = resolve_checkpoint(model)
+            config = EngineConfig(
+                model=str(folder),
+                name=settings.model,
+                device=device.value,
+                dtype=dtype.value,
+                batching=batching,
+                max_batch_tokens=max_batch_tokens,
+                max_running=max_running,
+                kv_memory_bytes=kv_bytes,
+                block_size=block_size,
+                max_context_tokens=max_context_tokens,
+                num_threads=threads,
+                prefix_caching=prefix_caching,
+                batch_timeout_ms=batch_timeout_ms,
+                static_batch_size=static_batch_size,
+            )
+            text, make_core = _text_and_process(folder, config)
+        ending = run_front(settings, text, make_core, export_spans=_spans_are_wanted(), say=_say)
+    except (CheckpointError, InvalidConfig, TextError) as exc:
+        typer.echo(f"Error: {exc}", err=True)
+        raise typer.Exit(WRONG_USE) from exc
+    except zmq.ZMQError as exc:
+        typer.echo(f"Error: cannot listen on {listen}: {exc}; choose another --listen", err=True)
+        raise typer.Exit(CANNOT_LISTEN) from exc
+    raise typer.Exit(ending)
+
+
+def _script(tokens_per_step: int, step_ms: float, max_context_tokens: int | None, max_running: int | None) -> Script:
+    script = Script(tokens_per_step=tokens_per_step, step_delay_s=step_ms / 1000)
+    if max_context_tokens is not None:
+        script = msgspec.structs.replace(script, max_context_tokens=max_context_tokens)
+    if max_running is not None:
+        script = msgspec.structs.replace(script, max_running=max_running)
+    return script
+
+
+def _scripted(script: Script) -> MakeCore:
+    def make(context: zmq.Context[zmq.Socket[bytes]]) -> CoreLink:
+        return ScriptedCore(script)
+
+    return make
+
+
+def _text_and_process(folder: Path, config: EngineConfig) -> tuple[TextModel, MakeCore]:
+    return read_text_model(folder), lambda context: ProcessCore(context, CORE_MODULE, config)
+
+
+def _read_curve_key(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        key = path.read_bytes().strip()
+        zmq.curve_public(key)
+    except OSError as exc:
+        raise InvalidConfig(f"--curve-key-file {path} cannot be read: {exc.strerror}") from exc
+    except (zmq.ZMQError, ValueError) as exc:
+        raise InvalidConfig(f"--curve-key-file {path} holds no secret CURVE key, 40 characters of Z85") from exc
+    return key
+
+
+def _spans_are_wanted() -> bool:
+    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    return not disabled and any(os.environ.get(name) for name in names)
+
+
+def _log_to_stderr() -> None:
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
+
+
+def _say(line: str) -> None:
+    typer.echo(line)
+    sys.stdout.flush()

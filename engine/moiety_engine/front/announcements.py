@@ -1,0 +1,47 @@
+"""What the front tells every gateway of the engine: the model's card and the engine's load."""
+
+from __future__ import annotations
+
+import time
+
+from moiety_engine.messages import CoreHello, CoreLoad
+from moiety_text.folder import TextModel
+from moiety_wire.messages import Card, Load
+
+
+def make_load(engine_id: str, seq: int, load: CoreLoad, *, draining: bool) -> Load:
+    return Load(
+        engine_id=engine_id,
+        seq=seq,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_paused=load.num_paused,
+        kv_blocks_total=load.kv_blocks_total,
+        kv_blocks_used=load.kv_blocks_used,
+        kv_blocks_cached=load.kv_blocks_cached,
+        block_size=load.block_size,
+        steps_total=load.steps_total,
+        prompt_tokens_total=load.prompt_tokens_total,
+        cached_tokens_total=load.cached_tokens_total,
+        output_tokens_total=load.output_tokens_total,
+        requests_total=load.requests_total,
+        draining=draining,
+    )
+
+
+def make_card(model: str, engine_id: str, text: TextModel, hello: CoreHello) -> Card:
+    return Card(
+        engine_id=engine_id,
+        model=model,
+        family=hello.family,
+        tokenizer_json=text.tokenizer_json,
+        chat_template=text.chat_template,
+        special_tokens=text.special_tokens,
+        eos_token_ids=tuple(token_id for token_id in text.eos_token_ids if token_id < hello.vocab_size),
+        max_context_tokens=hello.max_context_tokens,
+        vocab_size=hello.vocab_size,
+        max_num_logprobs=hello.max_num_logprobs,
+        created_unix_s=int(time.time()),
+        dtype=hello.dtype,
+        device=hello.device,
+    )

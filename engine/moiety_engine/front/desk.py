@@ -1,0 +1,163 @@
+"""The requests of all gateways: taken in, handed to the core, answered, ended.
+
+Every request that comes in gets exactly one Finished or Failed while its gateway can hear it. The desk knows no
+sockets: it posts messages to sessions and collects commands for the core.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from moiety_engine.front.request import OpenRequest, TokenTable
+from moiety_engine.front.sessions import GatewaySession
+from moiety_engine.front.validation import ModelLimits, find_refusal, to_core
+from moiety_engine.messages import CoreAbort, CoreExtend, CoreFinish, CoreStep, ToCore
+from moiety_text.tokenizer import Tokenizer
+from moiety_wire.messages import Abort, Extend, Failed, FailureCode, Finished, FinishReason, Submit, ToGateway
+
+log = structlog.get_logger()
+
+Post = Callable[[GatewaySession, ToGateway], None]
+OnFinished = Callable[[Submit, Finished], None]
+
+SILENT_GATEWAY = "silent_gateway"
+DRAINED = "draining"
+
+
+class RequestDesk:
+    """Owns the open requests. One thread."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        post: Post,
+        *,
+        on_finished: OnFinished | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.limits: ModelLimits | None = None  # None until the core is ready
+        self.is_draining = False
+        self._tokenizer = tokenizer
+        self._table = TokenTable(tokenizer)
+        self._post = post
+        self._on_finished = on_finished
+        self._clock_ns = clock_ns
+        self._open: dict[int, tuple[OpenRequest, GatewaySession]] = {}
+        self._commands: list[ToCore] = []
+        self._num_keys = 0
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def take_commands(self) -> list[ToCore]:
+        """What the core has to be told since the last call."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    # ── from gateways ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def submit(self, session: GatewaySession, submit: Submit) -> None:
+        refusal = self._refuse(session, submit)
+        if refusal is not None or self.limits is None:
+            code, message = refusal or (FailureCode.OVERLOADED, "the engine is still loading its model; try again soon")
+            self._post(session, Failed(submit.request_id, 0, code, message))
+            return
+        key = self._num_keys
+        self._num_keys += 1
+        command = to_core(submit, self.limits, key)
+        request = OpenRequest(
+            submit,
+            key,
+            self._tokenizer,
+            self._table,
+            max_tokens=command.max_tokens,
+            now_unix_ns=self._clock_ns(),
+        )
+        self._open[key] = (request, session)
+        session.open_keys[submit.request_id] = key
+        self._post(session, request.accept())
+        self._commands.append(command)
+
+    def _refuse(self, session: GatewaySession, submit: Submit) -> tuple[FailureCode, str] | None:
+        if self.limits is None:
+            return None
+        if self.is_draining:
+            return FailureCode.DRAINING, "the engine is shutting down; send the request to another one"
+        if submit.request_id in session.open_keys:
+            return FailureCode.INVALID_REQUEST, "a request with this id is still open; choose another id"
+        refusal = find_refusal(submit, self.limits)
+        return None if refusal is None else (refusal.code, refusal.message)
+
+    def extend(self, session: GatewaySession, extend: Extend) -> None:
+        key = session.open_keys.get(extend.request_id)
+        if key is not None:
+            self._commands.append(CoreExtend(key, extend.credit_tokens, extend.last))
+
+    def abort(self, session: GatewaySession, abort: Abort) -> None:
+        """Nothing happens if the request has already ended: the two messages have crossed."""
+        key = session.open_keys.get(abort.request_id)
+        if key is not None:
+            self._abort(key, "")
+
+    def abort_session(self, session: GatewaySession, detail: str = SILENT_GATEWAY) -> None:
+        for key in list(session.open_keys.values()):
+            self._abort(key, detail)
+
+    def abort_all(self) -> None:
+        for key in list(self._open):
+            self._abort(key, DRAINED)
+
+    def _abort(self, key: int, detail: str) -> None:
+        request, _ = self._open[key]
+        if request.stopped_by is None:  # else the core is ending it already
+            request.abort_detail = request.abort_detail or detail
+            self._commands.append(CoreAbort(key, FinishReason.ABORT))
+
+    # ── from the core ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def take_step(self, step: CoreStep) -> None:
+        for output in step.outputs:
+            found = self._open.get(output.key)
+            if found is None:
+                continue
+            request, session = found
+            tokens = request.take_tokens(output)
+            if tokens is not None:
+                self._post(session, tokens)
+                if request.stopped_by is not None and output.finish is None:
+                    self._commands.append(CoreAbort(output.key, FinishReason.STOP))
+            if output.finish is not None:
+                self._finish(request, session, output.finish)
+        for failure in step.failures:
+            found = self._open.get(failure.key)
+            if found is not None:
+                self._fail(*found, failure.code, failure.message)
+
+    def fail_all(self, code: FailureCode, message: str) -> None:
+        """The core is gone."""
+        for request, session in list(self._open.values()):
+            self._fail(request, session, code, message)
+        self._commands.clear()
+
+    def _finish(self, request: OpenRequest, session: GatewaySession, finish: CoreFinish) -> None:
+        self._close(request, session)
+        message = request.finish(finish)
+        self._post(session, message)
+        if self._on_finished is not None:
+            self._on_finished(request.submit, message)
+
+    def _fail(self, request: OpenRequest, session: GatewaySession, code: FailureCode, message: str) -> None:
+        if request.stopped_by is not None:  # all of its answer was sent: what failed later does not concern it
+            ended = CoreFinish(FinishReason.STOP, "", 0, request.num_output, 0, 0, self._clock_ns())
+            self._finish(request, session, ended)
+            return
+        self._close(request, session)
+        self._post(session, request.fail_with(code, message))
+
+    def _close(self, request: OpenRequest, session: GatewaySession) -> None:
+        del self._open[request.key]
+        del session.open_keys[request.request_id]

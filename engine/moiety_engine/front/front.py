@@ -1,0 +1,298 @@
+"""The front of an engine: the socket for gateways, the line to the core, the timers, and an orderly end.
+
+All of it runs in one event loop, as callbacks: there is no task a request or a token. Text and requests are the desk's
+business, sending is the sessions'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import structlog
+import zmq
+
+from moiety_engine.front.announcements import make_card, make_load
+from moiety_engine.front.core_link import CoreLink
+from moiety_engine.front.desk import OnFinished, RequestDesk
+from moiety_engine.front.sessions import GatewaySession, Sessions
+from moiety_engine.front.settings import FrontSettings
+from moiety_engine.front.validation import ModelLimits
+from moiety_engine.front.zmq_reader import ZmqReader
+from moiety_engine.messages import CoreHello, CoreLoad, CoreState, CoreStep, ToFront
+from moiety_text.folder import TextModel
+from moiety_text.tokenizer import Tokenizer
+from moiety_wire.codec import decode_to_engine
+from moiety_wire.errors import UndecodableMessage
+from moiety_wire.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Card,
+    Extend,
+    FailureCode,
+    Heartbeat,
+    Hello,
+    Submit,
+    ToEngine,
+    ToGateway,
+)
+
+log = structlog.get_logger()
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+OUTBOX_RETRY_S = 0.005
+ABORT_GRACE_S = 5.0
+LINGER_MS = 2000
+LOADING = CoreLoad(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+class Ending(IntEnum):
+    """How the front ended; its process's exit code."""
+
+    DRAINED = 0
+    CORE_DIED = 70  # while serving: start again
+    CORE_DID_NOT_START = 71  # it will not help to start again as is
+
+
+class Front:
+    """One engine's front. `start`, then `wait`; `begin_drain` asks for the end."""
+
+    def __init__(
+        self,
+        settings: FrontSettings,
+        engine_id: str,
+        text: TextModel,
+        core: CoreLink,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        on_finished: OnFinished | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.engine_id = engine_id
+        self.address = ""  # as bound
+        self.num_undecodable = 0
+        self.card: Card | None = None
+        self._text = text
+        self._core = core
+        self._clock = clock
+        self._socket = _router(context, settings)
+        self._sessions = Sessions(self._socket, max_outbox_messages=settings.max_outbox_messages)
+        self._desk = RequestDesk(Tokenizer.from_json(text.tokenizer_json), self._post, on_finished=on_finished)
+        self._load = LOADING
+        self._refusal = ""
+        self._drain_until_s: float | None = None
+        self._retry_is_due = False
+        self._reader: ZmqReader | None = None
+        self._beat: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Card] = self._loop.create_future()
+        self._ended: asyncio.Future[Ending] = self._loop.create_future()
+
+    @property
+    def num_open(self) -> int:
+        return self._desk.num_open
+
+    async def start(self) -> None:
+        """Bind, and start the core. Raises zmq.ZMQError if the address cannot be had."""
+        self._socket.bind(self.settings.listen)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._reader = ZmqReader(self._socket, self._take_frames, self._settle)
+        self._beat = self._loop.call_later(self.settings.heartbeat_interval_s, self._on_beat)
+        await self._core.start(self)
+
+    async def wait_ready(self) -> bool:
+        """Whether the engine came up; False if it ended before."""
+        ends: set[asyncio.Future[Any]] = {self._ready, self._ended}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return self._ready.done()
+
+    def begin_drain(self, timeout_s: float | None = None) -> None:
+        """Take no more requests, finish the open ones, then end. A second call can shorten the time."""
+        timeout_s = self.settings.drain_timeout_s if timeout_s is None else timeout_s
+        first = self._drain_until_s is None
+        self._drain_until_s = self._clock() + timeout_s
+        self._desk.is_draining = True
+        if first:
+            log.info("engine_draining", num_open=self.num_open, timeout_s=timeout_s)
+            self._send_loads()
+        self._on_drain_time(timeout_s)
+
+    async def wait(self) -> Ending:
+        """Until the front has ended; everything is freed then."""
+        try:
+            return await self._ended
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """End at once. Open requests are failed."""
+        self._desk.fail_all(FailureCode.ENGINE_FAILED, "the engine was shut down; send the request to another one")
+        if self._beat is not None:
+            self._beat.cancel()
+        await self._core.stop()
+        self._sessions.retry()
+        if self._reader is not None:
+            self._reader.close()
+        if not self._socket.closed:
+            self._socket.close(linger=LINGER_MS)
+
+    # ── from gateways ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take_frames(self, frames: list[bytes]) -> None:
+        identity, data = frames[0], frames[-1]
+        try:
+            if len(frames) != 2:
+                raise UndecodableMessage(f"{len(frames) - 1} frames where one was expected")
+            message = decode_to_engine(data)
+        except UndecodableMessage:
+            self.num_undecodable += 1
+            log.warning("gateway_message_undecodable", num_bytes=len(data), num_undecodable=self.num_undecodable)
+            return
+        self._take(self._sessions.heard(identity, self._clock()), message)
+
+    def _take(self, session: GatewaySession, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                self._desk.submit(session, message)
+            case Extend():
+                self._desk.extend(session, message)
+            case Abort():
+                self._desk.abort(session, message)
+            case Hello():
+                self._greet(session, message)
+            case Heartbeat():
+                pass  # being heard is all
+
+    def _greet(self, session: GatewaySession, hello: Hello) -> None:
+        if session.gateway_id and session.gateway_id != hello.gateway_id:
+            self._desk.abort_session(session)  # another process has taken the identity
+        if hello.protocol_version != PROTOCOL_VERSION:
+            log.warning("gateway_protocol_differs", theirs=hello.protocol_version, ours=PROTOCOL_VERSION)
+        session.gateway_id = hello.gateway_id
+        session.wants_card = True
+        if self.card is not None:
+            self._send_card(session, self.card)
+
+    def _send_card(self, session: GatewaySession, card: Card) -> None:
+        session.wants_card, session.has_card = False, True
+        self._post(session, card)
+        self._send_load(session)
+
+    # ── from the core ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def on_message(self, message: ToFront) -> None:
+        match message:
+            case CoreStep():
+                self._load = message.load
+                self._desk.take_step(message)
+                self._settle()
+            case CoreHello(state=CoreState.READY):
+                self._become_ready(message)
+            case CoreHello(state=CoreState.REFUSED):
+                self._refusal = message.message
+            case CoreHello():
+                log.info("core_loading", progress=message.message)
+
+    def on_death(self, reason: str) -> None:
+        was_ready = self.card is not None
+        log.error("core_died", reason=self._refusal or reason, was_ready=was_ready, num_open=self.num_open)
+        self._desk.fail_all(FailureCode.ENGINE_FAILED, "the engine's core process died; send the request again")
+        self._end(Ending.CORE_DIED if was_ready else Ending.CORE_DID_NOT_START)
+
+    def _become_ready(self, hello: CoreHello) -> None:
+        self.card = make_card(self.settings.model, self.engine_id, self._text, hello)
+        self._desk.limits = ModelLimits(
+            model=self.settings.model,
+            max_context_tokens=hello.max_context_tokens,
+            vocab_size=hello.vocab_size,
+            max_num_logprobs=hello.max_num_logprobs,
+            eos_token_ids=self.card.eos_token_ids,
+        )
+        for session in self._sessions.all():
+            if session.wants_card:
+                self._send_card(session, self.card)
+        if not self._ready.done():
+            self._ready.set_result(self.card)
+
+    # ── sending, timers, the end ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _post(self, session: GatewaySession, message: ToGateway) -> None:
+        self._sessions.post(session, message)
+
+    def _settle(self) -> None:
+        """After every turn: pass on what it brought."""
+        for session in self._sessions.take_gone():
+            self._desk.abort_session(session)
+        commands = self._desk.take_commands()
+        if commands:
+            self._core.send(commands)
+        if self._reader is not None:
+            self._reader.read_soon()
+        if self._sessions.has_outbox and not self._retry_is_due:
+            self._retry_is_due = True
+            self._loop.call_later(OUTBOX_RETRY_S, self._retry)
+        if self._desk.is_draining and not self.num_open:
+            self._end(Ending.DRAINED)
+
+    def _retry(self) -> None:
+        self._retry_is_due = False
+        if not self._socket.closed:
+            self._sessions.retry()
+            self._settle()
+
+    def _on_beat(self) -> None:
+        self._beat = self._loop.call_later(self.settings.heartbeat_interval_s, self._on_beat)
+        now_s = self._clock()
+        for session in self._sessions.all():
+            if now_s - session.heard_at_s <= self.settings.silence_limit_s:
+                continue
+            if session.open_keys:
+                self._desk.abort_session(session)  # it is told, should it listen after all, and forgotten thereafter
+            else:
+                self._sessions.lose(session, "silent")
+        self._send_loads()
+        self._settle()
+
+    def _send_loads(self) -> None:
+        for session in self._sessions.all():
+            if session.has_card:
+                self._send_load(session)
+
+    def _send_load(self, session: GatewaySession) -> None:
+        message = make_load(self.engine_id, session.num_loads, self._load, draining=self._desk.is_draining)
+        session.num_loads += 1
+        self._post(session, message)
+
+    def _on_drain_time(self, wait_s: float) -> None:
+        """Ends the drain if nothing is open; aborts what is open if the time is over; else comes back then."""
+        if self._ended.done() or self._drain_until_s is None:
+            return
+        left_s = self._drain_until_s - self._clock()
+        if self.num_open and left_s <= 0:
+            log.warning("drain_timed_out", num_open=self.num_open)
+            self._desk.abort_all()
+            self._loop.call_later(ABORT_GRACE_S, self._end, Ending.DRAINED)
+        elif self.num_open:
+            self._loop.call_later(wait_s, self._on_drain_time, max(left_s, 0.0))
+        self._settle()
+
+    def _end(self, ending: Ending) -> None:
+        if not self._ended.done():
+            self._ended.set_result(ending)
+
+
+def _router(context: zmq.Context[zmq.Socket[bytes]], settings: FrontSettings) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a gateway whose connection broke comes back under its identity
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.SNDHWM, settings.send_high_water)
+    socket.setsockopt(zmq.LINGER, 0)
+    if settings.curve_secret_key is not None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, settings.curve_secret_key)
+    return socket

@@ -1,0 +1,146 @@
+"""The options of `moiety engine`: names, environment variables and help. What they do is the command's business."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moiety_engine.config import Batching
+
+LISTENING = "Where it listens"
+MEMORY = "Batching and memory"
+TESTING = "Without a model"
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+ModelOption = Annotated[
+    str, typer.Option(envvar="MOIETY_ENGINE_MODEL", help="Checkpoint folder or hub id; empty: the demo model.")
+]
+NameOption = Annotated[
+    str, typer.Option(envvar="MOIETY_ENGINE_NAME", help="What clients call the model; from --model if not given.")
+]
+ListenOption = Annotated[
+    str,
+    typer.Option(
+        envvar="MOIETY_ENGINE_LISTEN",
+        rich_help_panel=LISTENING,
+        help="ZeroMQ address for gateways, tcp:// or ipc://; tcp port 0 takes a free one.",
+    ),
+]
+AddressFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="MOIETY_ENGINE_ADDRESS_FILE",
+        rich_help_panel=LISTENING,
+        help="Write the bound address here when ready to serve.",
+    ),
+]
+CurveKeyFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="MOIETY_ENGINE_CURVE_KEY_FILE",
+        rich_help_panel=LISTENING,
+        help="File with the secret CURVE key (Z85, 40 characters); connections are then encrypted.",
+    ),
+]
+DeviceOption = Annotated[Device, typer.Option(envvar="MOIETY_ENGINE_DEVICE", help="Where the model runs.")]
+DtypeOption = Annotated[Dtype, typer.Option(envvar="MOIETY_ENGINE_DTYPE", help="Type of the weights.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option(envvar="MOIETY_ENGINE_THREADS", min=1, help="Processor threads of the model.")
+]
+BatchingOption = Annotated[
+    Batching,
+    typer.Option(envvar="MOIETY_ENGINE_BATCHING", rich_help_panel=MEMORY, help="How requests are put into steps."),
+]
+MaxBatchTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        envvar="MOIETY_ENGINE_MAX_BATCH_TOKENS", min=1, rich_help_panel=MEMORY, help="Token budget of one step."
+    ),
+]
+MaxRunningOption = Annotated[
+    int | None,
+    typer.Option(envvar="MOIETY_ENGINE_MAX_RUNNING", min=1, rich_help_panel=MEMORY, help="Sequences in the batch."),
+]
+MaxContextTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-context-tokens",
+        "--max-context",
+        envvar="MOIETY_ENGINE_MAX_CONTEXT_TOKENS",
+        min=1,
+        rich_help_panel=MEMORY,
+        help="Longest prompt and answer together; at most what the model was made for.",
+    ),
+]
+KvMemoryBytesOption = Annotated[
+    str,
+    typer.Option(
+        envvar="MOIETY_ENGINE_KV_MEMORY_BYTES",
+        rich_help_panel=MEMORY,
+        help="Memory of the KV cache, such as 4GiB; empty: from the memory that is there.",
+    ),
+]
+BlockSizeOption = Annotated[
+    int | None,
+    typer.Option(envvar="MOIETY_ENGINE_BLOCK_SIZE", min=1, rich_help_panel=MEMORY, help="Tokens of a KV block."),
+]
+PrefixCachingOption = Annotated[
+    bool,
+    typer.Option(
+        envvar="MOIETY_ENGINE_PREFIX_CACHING",
+        rich_help_panel=MEMORY,
+        help="Keep the KV blocks of prompts for requests that begin alike.",
+    ),
+]
+StaticBatchSizeOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_STATIC_BATCH_SIZE",
+        min=1,
+        rich_help_panel=MEMORY,
+        help="Size of a batch for --batching static, dynamic and padded.",
+    ),
+]
+BatchTimeoutMsOption = Annotated[
+    float,
+    typer.Option(
+        envvar="MOIETY_ENGINE_BATCH_TIMEOUT_MS",
+        min=0,
+        rich_help_panel=MEMORY,
+        help="How long --batching dynamic waits for a batch to fill.",
+    ),
+]
+DrainTimeoutOption = Annotated[
+    float,
+    typer.Option(envvar="MOIETY_ENGINE_DRAIN_TIMEOUT", min=0, help="Seconds that a stop waits for open requests."),
+]
+ScriptedOption = Annotated[
+    bool,
+    typer.Option(
+        "--scripted",
+        envvar="MOIETY_ENGINE_SCRIPTED",
+        rich_help_panel=TESTING,
+        help="Answer with the prompt's own tokens, without a model; for tests and measurements.",
+    ),
+]
+ScriptedTokensPerStepOption = Annotated[
+    int, typer.Option(min=1, rich_help_panel=TESTING, help="Tokens that each request gets in a scripted step.")
+]
+ScriptedStepMsOption = Annotated[
+    float, typer.Option(min=0, rich_help_panel=TESTING, help="How long a scripted step takes.")
+]

@@ -1,0 +1,147 @@
+"""One open request: from the core's tokens to the messages of its gateway.
+
+Owns the request's detokenizer, stop finder and counters. It knows no sockets and no other request.
+"""
+
+from __future__ import annotations
+
+from moiety_engine.messages import CoreFailure, CoreFinish, CoreLogprob, CoreOutput
+from moiety_text.detokenizer import Detokenizer
+from moiety_text.stop import StopFinder
+from moiety_text.tokenizer import Tokenizer
+from moiety_wire.messages import (
+    Accepted,
+    Failed,
+    FailureCode,
+    Finished,
+    FinishReason,
+    Phases,
+    Submit,
+    TokenLogprob,
+    Tokens,
+    TopLogprob,
+)
+
+
+class TokenTable:
+    """Text and bytes of single tokens, remembered; at most one entry a token of the vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def describe(self, token_id: int) -> tuple[str, bytes]:
+        """("", b"") for an id that only the model has."""
+        found = self._known.get(token_id)
+        if found is None:
+            spelled = b"" if self._tokenizer.find_token(token_id) is None else self._tokenizer.token_bytes(token_id)
+            found = self._known[token_id] = (spelled.decode(errors="replace"), spelled)
+        return found
+
+    def logprob(self, token_id: int, logprob: CoreLogprob) -> TokenLogprob:
+        best = zip(logprob.top_ids, logprob.top_logprobs, strict=True)
+        return TokenLogprob(
+            *self.describe(token_id), logprob.logprob, [TopLogprob(*self.describe(best_id), lp) for best_id, lp in best]
+        )
+
+
+class OpenRequest:
+    """Gives out Accepted, then Tokens, then one Finished or Failed."""
+
+    def __init__(
+        self, submit: Submit, key: int, tokenizer: Tokenizer, table: TokenTable, *, max_tokens: int, now_unix_ns: int
+    ) -> None:
+        """`max_tokens` is what the core was given, possibly clipped to the context."""
+        self.request_id = submit.request_id
+        self.key = key
+        self.submit = submit
+        self.received_unix_ns = now_unix_ns
+        self.num_output = 0
+        self.stopped_by: str | None = None  # the stop string; the core is then told, and only its finish still counts
+        self.abort_detail = ""
+        self._is_clipped = max_tokens < submit.stopping.max_tokens
+        self._min_tokens = submit.stopping.min_tokens
+        self._detokenizer = Detokenizer(tokenizer)
+        self._finder = StopFinder(submit.stopping.stop) if submit.stopping.stop else None
+        self._table = table
+        self._seq = 0
+
+    def accept(self) -> Accepted:
+        return Accepted(self.request_id, self._next_seq())
+
+    def take_tokens(self, output: CoreOutput) -> Tokens | None:
+        """The message for an output's tokens; sets `stopped_by` if they complete a stop string. None once stopped."""
+        if not output.token_ids or self.stopped_by is not None:
+            return None
+        token_ids = output.token_ids
+        ends_by_token = output.finish is not None and output.finish.reason is FinishReason.STOP
+        shown = token_ids[:-1] if ends_by_token else token_ids  # the token that ends a request is no text
+        if self._finder is None:
+            text = self._detokenizer.add(shown)
+        else:
+            text, num_shown = self._search(shown)
+            if self.stopped_by is not None:
+                token_ids = token_ids[:num_shown]
+        position = self.num_output
+        self.num_output += len(token_ids)
+        logprobs = None
+        if output.logprobs is not None:
+            pairs = zip(token_ids, output.logprobs, strict=False)  # shorter where a stop string cut the tokens
+            logprobs = [self._table.logprob(token_id, logprob) for token_id, logprob in pairs]
+        return Tokens(self.request_id, self._next_seq(), position, token_ids, text, logprobs)
+
+    def finish(self, finish: CoreFinish) -> Finished:
+        """The last message."""
+        text, reason, detail = "", finish.reason, finish.detail
+        if self.stopped_by is None:
+            text = self._last_text()
+            if detail == "max_tokens" and self._is_clipped:
+                detail = "context"
+            if reason is FinishReason.ABORT:
+                detail = self.abort_detail
+        if self.stopped_by is not None:
+            reason, detail = FinishReason.STOP, self.stopped_by
+        return Finished(
+            request_id=self.request_id,
+            seq=self._next_seq(),
+            reason=reason,
+            num_prompt_tokens=len(self.submit.prompt_ids),
+            num_cached_tokens=finish.num_cached_tokens,
+            num_output_tokens=self.num_output,
+            phases=Phases(
+                self.received_unix_ns, finish.scheduled_unix_ns, finish.first_token_unix_ns, finish.finished_unix_ns
+            ),
+            text=text,
+            detail=detail,
+        )
+
+    def fail(self, failure: CoreFailure) -> Failed:
+        return self.fail_with(failure.code, failure.message)
+
+    def fail_with(self, code: FailureCode, message: str) -> Failed:
+        return Failed(self.request_id, self._next_seq(), code, message, self.num_output)
+
+    def _search(self, token_ids: list[int]) -> tuple[str, int]:
+        """(text, tokens used up to and including the one that completes a stop string, or all of them)."""
+        assert self._finder is not None
+        text = ""
+        for i, token_id in enumerate(token_ids):
+            piece = self._detokenizer.add((token_id,))
+            if self.num_output + i >= self._min_tokens:
+                piece, self.stopped_by = self._finder.add(piece)
+            text += piece
+            if self.stopped_by is not None:
+                return text, i + 1
+        return text, len(token_ids)
+
+    def _last_text(self) -> str:
+        text = self._detokenizer.flush()
+        if self._finder is None or self.num_output <= self._min_tokens:
+            return text
+        text, self.stopped_by = self._finder.add(text)
+        return text if self.stopped_by is not None else text + self._finder.flush()
+
+    def _next_seq(self) -> int:
+        seq = self._seq
+        self._seq += 1
+        return seq

@@ -1,0 +1,21 @@
+"""The front's settings; read and checked by the command, passed down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moiety_wire.messages import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S
+
+
+@dataclass(frozen=True)
+class FrontSettings:
+    model: str  # what clients call the model
+    listen: str = "tcp://127.0.0.1:5757"  # ZeroMQ address; tcp port 0 takes a free one
+    address_file: Path | None = None  # the bound address is written here when the engine is ready
+    drain_timeout_s: float = 30.0
+    curve_secret_key: bytes | None = None  # Z85; with it only clients that know our public key get in
+    heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S
+    silence_limit_s: float = SILENCE_LIMIT_S
+    max_outbox_messages: int = 100_000  # of a gateway that does not read; beyond it is taken for dead
+    send_high_water: int = 1000  # messages in a gateway's socket queue before they wait in its outbox

@@ -1,0 +1,127 @@
+"""Which requests an engine can serve: a pure check of a Submit against the model, and its form for the core."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moiety_engine.messages import CoreSubmit
+from moiety_wire.messages import FailureCode, Sampling, Stopping, Submit
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 4096
+MAX_PENALTY = 1000.0
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    model: str
+    max_context_tokens: int
+    vocab_size: int
+    max_num_logprobs: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    code: FailureCode
+    message: str
+
+
+def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
+    """Why this request cannot be served; None if it can."""
+    if submit.model != limits.model:
+        return Refusal(FailureCode.UNKNOWN_MODEL, f"this engine serves {limits.model!r}, not {submit.model!r}")
+    num_prompt = len(submit.prompt_ids)
+    if num_prompt >= limits.max_context_tokens:
+        message = (
+            f"the prompt has {num_prompt} tokens, but the context of {limits.model!r} is {limits.max_context_tokens} "
+            "tokens for prompt and output together; shorten the prompt"
+        )
+        return Refusal(FailureCode.CONTEXT_LENGTH_EXCEEDED, message)
+    complaint = (
+        _prompt_complaint(submit, limits)
+        or _sampling_complaint(submit.sampling, limits)
+        or _stopping_complaint(submit.stopping, limits)
+    )
+    return Refusal(FailureCode.INVALID_REQUEST, complaint) if complaint else None
+
+
+def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
+    """A checked request for the core, its length clipped to the context."""
+    stopping = submit.stopping
+    stop_ids = set(stopping.stop_token_ids)
+    if not stopping.ignore_eos:
+        stop_ids.update(limits.eos_token_ids)
+    return CoreSubmit(
+        key=key,
+        tenant_id=submit.tenant_id,
+        service_class=submit.service_class,
+        prompt_ids=submit.prompt_ids,
+        sampling=submit.sampling,
+        max_tokens=min(stopping.max_tokens, limits.max_context_tokens - len(submit.prompt_ids)),
+        min_tokens=stopping.min_tokens,
+        stop_token_ids=sorted(stop_ids),
+        credit_tokens=submit.credit_tokens,
+        cache_salt=submit.cache_salt,
+        arrival_unix_ns=submit.arrival_unix_ns,
+        deadline_unix_ns=submit.deadline_unix_ns,
+        tenant_weight=submit.tenant_weight,
+    )
+
+
+def _prompt_complaint(submit: Submit, limits: ModelLimits) -> str:
+    ids = submit.prompt_ids
+    if not ids:
+        return "the prompt has no tokens; send at least one"
+    if min(ids) < 0 or max(ids) >= limits.vocab_size:
+        return f"a prompt token id is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    if submit.credit_tokens < 0:
+        return f"credit_tokens must be 0 or more, not {submit.credit_tokens}"
+    if not (math.isfinite(submit.tenant_weight) and submit.tenant_weight > 0):
+        return f"tenant_weight must be above 0, not {submit.tenant_weight}"
+    return ""
+
+
+def _sampling_complaint(sampling: Sampling, limits: ModelLimits) -> str:
+    ranges = (
+        ("temperature", sampling.temperature, 0.0, 100.0),
+        ("top_p", sampling.top_p, 0.0, 1.0),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("repetition_penalty", sampling.repetition_penalty, 0.0, MAX_PENALTY),
+        ("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
+        ("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
+    )
+    for name, value, low, high in ranges:
+        if not low <= value <= high:  # NaN is in no range
+            return f"{name} must be between {low:g} and {high:g}, not {value}"
+    for name, value in (("top_p", sampling.top_p), ("repetition_penalty", sampling.repetition_penalty)):
+        if value == 0:
+            return f"{name} must be above 0"
+    if sampling.top_k < 0:
+        return f"top_k must be 0 (off) or more, not {sampling.top_k}"
+    if sampling.num_logprobs is not None and not 0 <= sampling.num_logprobs <= limits.max_num_logprobs:
+        return f"num_logprobs must be between 0 and {limits.max_num_logprobs}, not {sampling.num_logprobs}"
+    return _bias_complaint(sampling, limits)
+
+
+def _bias_complaint(sampling: Sampling, limits: ModelLimits) -> str:
+    if any(not 0 <= token_id < limits.vocab_size for token_id in sampling.logit_bias):
+        return f"a logit_bias token id is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    if not all(math.isfinite(bias) for bias in sampling.logit_bias.values()):
+        return "a logit_bias is not a finite number"
+    return ""
+
+
+def _stopping_complaint(stopping: Stopping, limits: ModelLimits) -> str:
+    if stopping.max_tokens < 1:
+        return f"max_tokens must be at least 1, not {stopping.max_tokens}"
+    if not 0 <= stopping.min_tokens <= stopping.max_tokens:
+        return f"min_tokens must be between 0 and max_tokens ({stopping.max_tokens}), not {stopping.min_tokens}"
+    if len(stopping.stop) > MAX_STOP_STRINGS:
+        return f"at most {MAX_STOP_STRINGS} stop strings are allowed, not {len(stopping.stop)}"
+    if any(not 0 < len(stop) <= MAX_STOP_LENGTH for stop in stopping.stop):
+        return f"a stop string must have 1 to {MAX_STOP_LENGTH} characters"
+    if any(not 0 <= token_id < limits.vocab_size for token_id in stopping.stop_token_ids):
+        return f"a stop token id is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    return ""

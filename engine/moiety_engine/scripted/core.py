@@ -1,0 +1,66 @@
+"""`python -m moiety_engine.scripted.core --address ipc://…`: the scripted core as a process of its own.
+
+Speaks as the real core does: a Script as one line of JSON on standard input, which then stays open as a life line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+
+import msgspec
+import zmq
+
+from moiety_engine.core.link import FrontLink
+from moiety_engine.messages import CoreShutdown
+from moiety_engine.scripted.engine import ScriptedEngine
+from moiety_engine.scripted.script import Script
+
+LOST_FRONT = 3  # exit codes, as the real core's
+REFUSED = 4
+DIED_BY_SCRIPT = 9
+IDLE_WAIT_MS = 1000
+
+
+def _end_with_front() -> None:
+    # Not through sys.stdin: its lock, held by a thread, would abort the interpreter's own orderly exit.
+    while os.read(0, 4096):
+        pass
+    os._exit(LOST_FRONT)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m moiety_engine.scripted.core")
+    parser.add_argument("--address", required=True, help="ZeroMQ address of the front's PAIR socket")
+    address = parser.parse_args().address
+    script = msgspec.json.decode(sys.stdin.buffer.readline(), type=Script)
+    threading.Thread(target=_end_with_front, name="life-line", daemon=True).start()
+    with zmq.Context() as context, FrontLink(context, address) as link:
+        if script.refuses:
+            link.send_refusal(script.refuses)
+            return REFUSED
+        return _serve(link, ScriptedEngine(script))
+
+
+def _serve(link: FrontLink, engine: ScriptedEngine) -> int:
+    link.send(engine.hello())
+    num_steps = 0
+    while True:
+        commands = link.receive(wait_ms=0 if engine.has_work else IDLE_WAIT_MS)
+        engine.obey(commands)
+        if any(isinstance(command, CoreShutdown) for command in commands):
+            return 0
+        if not engine.has_work:
+            continue
+        if num_steps == engine.script.dies_at_step:
+            os._exit(DIED_BY_SCRIPT)
+        time.sleep(engine.script.step_delay_s)
+        link.send(engine.step())
+        num_steps += 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The scripted core within the front's own process, stepped by its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+from moiety_engine.front.core_link import CoreEvents
+from moiety_engine.messages import CoreShutdown, ToCore
+from moiety_engine.scripted.engine import ScriptedEngine
+from moiety_engine.scripted.script import Script
+
+
+class ScriptedCore:
+    """A CoreLink. Says hello in the next turn of the loop, then steps as long as there is work."""
+
+    def __init__(self, script: Script) -> None:
+        self.engine = ScriptedEngine(script)
+        self._events: CoreEvents | None = None
+        self._step_is_due = False
+
+    async def start(self, events: CoreEvents) -> None:
+        self._events = events
+        loop = asyncio.get_running_loop()
+        loop.call_soon(events.on_message, self.engine.hello())
+
+    def send(self, commands: list[ToCore]) -> None:
+        self.engine.obey(commands)
+        if any(isinstance(command, CoreShutdown) for command in commands):
+            self._events = None
+        self._step_soon()
+
+    async def stop(self) -> None:
+        self._events = None
+
+    def _step_soon(self) -> None:
+        if self._step_is_due or self._events is None or not self.engine.has_work:
+            return
+        self._step_is_due = True
+        delay_s = self.engine.script.step_delay_s
+        loop = asyncio.get_running_loop()
+        if delay_s:
+            loop.call_later(delay_s, self._step)
+        else:
+            loop.call_soon(self._step)
+
+    def _step(self) -> None:
+        self._step_is_due = False
+        if self._events is not None:
+            self._events.on_message(self.engine.step())
+            self._step_soon()

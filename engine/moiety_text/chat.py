@@ -1,0 +1,246 @@
+"""Chat templates: messages to the text of a prompt, as the model was trained to read it.
+
+A template comes with a checkpoint and is foreign code: it runs in Jinja's immutable sandbox, without a loader, with a
+budget of loop turns and bounded values. What it may use is what `transformers` offers, and gives the same text.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import EvalContext
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from moiety_text.errors import TemplateRefused
+
+MAX_LOOP_TURNS = 200_000  # of one rendering, macro calls included
+MAX_VALUE_LENGTH = 20_000_000  # characters or items of one value, and of the whole prompt
+
+_PRINTING_FILTERS = frozenset({"join", "tojson", "string", "replace", "format", "pprint", "urlencode", "xmlattr"})
+_WIDE_FIELD = re.compile(r"\d{6}")
+
+_remaining_turns: ContextVar[list[int]] = ContextVar("remaining_turns")
+
+
+class _OverLimit(jinja2.TemplateRuntimeError):
+    pass
+
+
+def _too_large() -> NoReturn:
+    raise _OverLimit(f"the template builds a value of more than {MAX_VALUE_LENGTH:,} characters")
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, str | bytes | list | tuple) and len(value) > MAX_VALUE_LENGTH:
+        _too_large()
+    return value
+
+
+def _weighed(value: Any) -> Any:
+    """`value`, if what it would print as is within the limit, however often it holds the same object."""
+    weight, waiting = 0, [value]
+    while waiting:
+        item = waiting.pop()
+        weight += len(item) if isinstance(item, str | bytes) else 1
+        if isinstance(item, list | tuple):
+            weight += len(item)
+            waiting.extend(item if weight <= MAX_VALUE_LENGTH else ())
+        elif isinstance(item, Mapping):
+            waiting.extend((*item.keys(), *item.values()))
+        if weight > MAX_VALUE_LENGTH:
+            _too_large()
+    return value
+
+
+def _check_size(arguments: Sequence[Any]) -> None:
+    """A number given to a method or filter may be a width; none that large is honest."""
+    if any(isinstance(argument, int) and argument > MAX_VALUE_LENGTH for argument in arguments):
+        raise _OverLimit(f"the template uses a number over {MAX_VALUE_LENGTH:,} as an argument")
+
+
+def _check_method(method: Any, arguments: Sequence[Any]) -> None:
+    """Methods of text whose result can be much longer than what goes in."""
+    text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+    if not isinstance(text, str):
+        return
+    if name in ("format", "format_map") and _WIDE_FIELD.search(text):
+        raise _OverLimit("the template formats with a very wide field")
+    if name in ("join", "format"):
+        _weighed(list(arguments))
+    if name == "replace" and len(arguments) > 1 and len(text) * len(str(arguments[1])) > MAX_VALUE_LENGTH:
+        _too_large()
+
+
+class _Limits(Extension):
+    """Counts loop turns, bounds concatenation, and lets `{% generation %}` blocks (training masks) render as usual."""
+
+    tags = {"generation"}  # noqa: RUF012 - the name and type are Jinja's
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+    def take_turn(self) -> str:
+        remaining = _remaining_turns.get()
+        remaining[0] -= 1
+        if remaining[0] < 0:
+            raise _OverLimit(f"the template loops more than {MAX_LOOP_TURNS:,} times")
+        return ""
+
+    def join(self, *parts: Any) -> str:
+        return str(_bounded("".join(map(str, parts))))
+
+    def instrument(self, tree: nodes.Template) -> None:
+        """Put the counting into every loop and macro, and bounded joins in the place of `~`."""
+        for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+            body: list[nodes.Node] = getattr(node, "body")  # noqa: B009 - the three kinds share no type that has it
+            body.insert(0, nodes.ExprStmt(self.call_method("take_turn"), lineno=node.lineno))
+        for block in tree.find_all(nodes.AssignBlock):
+            block.filter = nodes.Filter(block.filter, "string", [], [], None, None, lineno=block.lineno)
+        for parent in [tree, *tree.find_all(nodes.Node)]:
+            for name, value in list(parent.iter_fields()):
+                if isinstance(value, nodes.Concat):
+                    setattr(parent, name, self._joined(value))
+                elif isinstance(value, list):
+                    setattr(parent, name, [self._joined(v) if isinstance(v, nodes.Concat) else v for v in value])
+        tree.set_environment(self.environment)
+
+    def _joined(self, concat: nodes.Concat) -> nodes.Call:
+        parts = [self._joined(part) if isinstance(part, nodes.Concat) else part for part in concat.nodes]
+        return self.call_method("join", parts, lineno=concat.lineno)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        limits = self.extensions[_Limits.identifier]
+        assert isinstance(limits, _Limits)
+        limits.instrument(source)
+        return super()._generate(source, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            sizes = [len(v) for v in (left, right) if isinstance(v, str | bytes | list | tuple)]
+            factors = [v for v in (left, right) if isinstance(v, int)]
+            if sizes and factors and sizes[0] * factors[0] > MAX_VALUE_LENGTH:
+                _too_large()
+        if operator == "**" and isinstance(right, int) and right > 64:
+            raise _OverLimit("the template raises a number to a power over 64")
+        if operator == "%" and isinstance(left, str):
+            _check_size(right if isinstance(right, tuple) else (right,))
+            _weighed(right)
+            if _WIDE_FIELD.search(left):
+                raise _OverLimit("the template formats with a very wide field")
+        return _bounded(super().call_binop(context, operator, left, right))
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_size((*args, *kwargs.values()))
+        _check_method(obj, args)
+        return _bounded(super().call(context, obj, *args, **kwargs))
+
+
+def _within_limits(function: Callable[..., Any], weigh: bool) -> Callable[..., Any]:
+    """The filter with its numbers, its result and, where it prints what it gets, its input bounded."""
+
+    @functools.wraps(function)
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        _check_size((*args, *kwargs.values()))
+        if weigh:
+            _weighed([arg for arg in args if not isinstance(arg, jinja2.Environment | EvalContext)])
+        return _bounded(function(*args, **kwargs))
+
+    return limited
+
+
+def _refuse(message: object) -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _printable(value: Any) -> Any:
+    return value if isinstance(value, str) else _weighed(value)
+
+
+def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
+    text = str(value)
+    _check_method(text.replace, (old, new))
+    return text.replace(str(old), str(new), -1 if count is None else count)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """A compiled template. Immutable once made; may render in several threads."""
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, now: Callable[[], datetime] = datetime.now
+    ) -> None:
+        """`special_tokens` are variables of the template (`bos_token` …); `now` is local time for `strftime_now`.
+        Raises TemplateRefused if the template does not parse."""
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Limits, loopcontrols], finalize=_printable
+        )
+        environment.filters["tojson"] = _to_json
+        environment.filters["replace"] = _replace
+        for name, function in environment.filters.items():
+            environment.filters[name] = _within_limits(function, weigh=name in _PRINTING_FILTERS)
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda layout: now().strftime(layout)
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as exc:
+            raise TemplateRefused(f"the chat template does not parse, line {exc.lineno}: {exc.message}") from exc
+        except RecursionError as exc:
+            raise TemplateRefused("the chat template is nested too deeply") from exc
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt. `extra` are further variables of the template (such as `enable_thinking`); they do not replace
+        the arguments here. Raises TemplateRefused with what the template said."""
+        variables = {
+            **self._special_tokens,
+            **(extra or {}),
+            "messages": messages,
+            "tools": tools,
+            "documents": (extra or {}).get("documents"),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        outer = _remaining_turns.set([MAX_LOOP_TURNS])
+        try:
+            parts, length = [], 0
+            for part in self._template.generate(variables):
+                length += len(part)
+                if length > MAX_VALUE_LENGTH:
+                    raise _OverLimit(f"the prompt is over {MAX_VALUE_LENGTH:,} characters")
+                parts.append(part)
+            return "".join(parts)
+        except jinja2.TemplateError as exc:
+            raise TemplateRefused(str(exc.message or "the chat template refused the messages")) from exc
+        except RecursionError as exc:
+            raise TemplateRefused("the chat template calls itself without end") from exc
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as exc:
+            raise TemplateRefused(f"the chat template cannot render these messages: {exc}") from exc
+        finally:
+            _remaining_turns.reset(outer)

@@ -1,0 +1,43 @@
+"""Tokens to text while they come, without ever splitting a code point.
+
+It knows no stop strings and no requests. What it gives out concatenates to the tokenizer's decode of all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moiety_text.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """The text of one sequence of tokens. Special tokens, and ids that the tokenizer does not have (a model's padding
+    of its vocabulary), have no text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._find_token = tokenizer.find_token
+        self._special_ids = tokenizer.special_ids
+        self._stages = tokenizer.new_stages()
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens complete; "" while a code point is unfinished."""
+        pieces = [
+            piece
+            for token_id in token_ids
+            if token_id not in self._special_ids and (piece := self._find_token(token_id)) is not None
+        ]
+        if not pieces:
+            return ""
+        for stage in self._stages:
+            pieces = stage.feed(pieces)
+        return "".join(pieces)
+
+    def flush(self) -> str:
+        """What was still held back; the sequence is over."""
+        text = ""
+        for i, stage in enumerate(self._stages):
+            pieces = stage.flush()
+            for later in self._stages[i + 1 :]:
+                pieces = later.feed(pieces)
+            text += "".join(pieces)
+        return text

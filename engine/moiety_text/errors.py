@@ -1,0 +1,38 @@
+"""Errors of text.
+
+TextError
+├── ModelFilesUnusable    a model folder lacks a text file, or one of them cannot be read
+├── UnusableTokenizer     a tokenizer.json that cannot be loaded, or decodes in a way not known here
+├── TextNotEncodable      text that no tokenizer can take (lone surrogates)
+├── TokenOutOfRange       a token id that the tokenizer does not have
+├── TemplateRefused       a chat template does not parse, refused the messages, or went over its limits
+└── UnusableStop          a stop string that cannot be looked for
+"""
+
+
+class TextError(Exception):
+    """Root of what this package raises."""
+
+
+class ModelFilesUnusable(TextError):
+    pass
+
+
+class UnusableTokenizer(TextError):
+    pass
+
+
+class TextNotEncodable(TextError):
+    pass
+
+
+class TokenOutOfRange(TextError):
+    pass
+
+
+class TemplateRefused(TextError):
+    pass
+
+
+class UnusableStop(TextError):
+    pass

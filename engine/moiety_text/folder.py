@@ -1,0 +1,117 @@
+"""The text side of a model folder in Hugging Face's format: which files say what.
+
+It reads files and knows no tokens' meaning beyond that; weights and model dimensions are the engine's business.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moiety_text.errors import ModelFilesUnusable
+from moiety_text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TextModel:
+    tokenizer_json: str
+    chat_template: str  # "" if the model has none
+    special_tokens: dict[str, str]  # bos_token, eos_token … as the template names them
+    eos_token_ids: tuple[int, ...]  # ascending; empty if no file names one
+
+
+def read_text_model(folder: Path) -> TextModel:
+    """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja and the end-of-sequence ids of
+    generation_config.json, config.json and the tokenizer. Raises ModelFilesUnusable, UnusableTokenizer."""
+    if not folder.is_dir():
+        raise ModelFilesUnusable(f"{folder} is not a folder; give the folder of a checkpoint in Hugging Face's format")
+    tokenizer_json = _read_text(folder / "tokenizer.json")
+    if tokenizer_json is None:
+        raise ModelFilesUnusable(
+            f"{folder} has no tokenizer.json; make one from its other tokenizer files with "
+            "transformers.AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        )
+    tokenizer = Tokenizer.from_json(tokenizer_json)
+    config = _read_object(folder / "tokenizer_config.json")
+    special_tokens = _special_tokens(_read_object(folder / "special_tokens_map.json")) | _special_tokens(config)
+    template = _read_text(folder / "chat_template.jinja")
+    if template is None:
+        template = _one_template(config.get("chat_template"), folder)
+    return TextModel(tokenizer_json, template, special_tokens, _eos_ids(folder, tokenizer, special_tokens))
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ModelFilesUnusable(f"{path} cannot be read: {exc}") from exc
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; {} if there is no such file."""
+    text = _read_text(path)
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as exc:
+        raise ModelFilesUnusable(f"{path} is not JSON ({exc}); fetch the checkpoint again") from exc
+    if not isinstance(value, dict):
+        raise ModelFilesUnusable(f"{path} should hold a JSON object")
+    return value
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """All `…_token` entries, each a string or a description with its `content`."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        if not name.endswith("_token"):
+            continue
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _one_template(value: Any, folder: Path) -> str:
+    """The template of a tokenizer_config.json: one string, or several with names, of which `tool_use` serves requests
+    with tools and `default` all others."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    try:
+        named = {str(entry["name"]): str(entry["template"]) for entry in value}
+    except (TypeError, KeyError) as exc:
+        raise ModelFilesUnusable(
+            f"{folder / 'tokenizer_config.json'}: chat_template is neither text nor a list"
+        ) from exc
+    if not named:
+        return ""
+    default = named.get("default", next(iter(named.values())))
+    with_tools = named.get("tool_use")
+    if with_tools is None or with_tools == default:
+        return default
+    with_tools, default = with_tools.removesuffix("\n"), default.removesuffix("\n")  # as Jinja does for each alone
+    return "{% if tools +%}" + with_tools + "{%+ else +%}" + default + "{%+ endif %}"
+
+
+def _eos_ids(folder: Path, tokenizer: Tokenizer, special_tokens: dict[str, str]) -> tuple[int, ...]:
+    found: set[int] = set()
+    model = _read_object(folder / "config.json")
+    for config in (_read_object(folder / "generation_config.json"), model, model.get("text_config") or {}):
+        value = config.get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        found.update(token_id for token_id in ids if isinstance(token_id, int) and token_id >= 0)
+        if found:
+            break
+    eos = special_tokens.get("eos_token")
+    if eos is not None:
+        ids = tokenizer.encode(eos)
+        if len(ids) == 1:
+            found.update(ids)
+    return tuple(sorted(found))

@@ -1,0 +1,128 @@
+"""The core as a process of its own, over its real socket."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from moiety_engine.config import EngineConfig
+from moiety_engine.messages import CoreAbort, CoreHello, CoreShutdown, CoreState, CoreStep, CoreSubmit, ToCore, ToFront
+from moiety_wire.messages import FinishReason, Sampling
+
+DEADLINE_MS = 60_000
+
+
+class Front:
+    """The other end of the PAIR socket."""
+
+    def __init__(self, config: EngineConfig, folder: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        address = f"ipc://{folder}/core"
+        self._socket.bind(address)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "moiety_engine.core", "--address", address],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(config) + b"\n")
+        self.process.stdin.flush()
+
+    def send(self, *commands: ToCore) -> None:
+        self._socket.send(msgspec.msgpack.encode(list(commands)))
+
+    def receive(self) -> ToFront:
+        assert self._socket.poll(DEADLINE_MS), "the core says nothing"
+        return msgspec.msgpack.decode(self._socket.recv(), type=ToFront)  # type: ignore[arg-type]
+
+    def hello(self) -> CoreHello:
+        while True:
+            message = self.receive()
+            if isinstance(message, CoreHello) and message.state is not CoreState.LOADING:
+                return message
+
+    def step(self) -> CoreStep:
+        while True:
+            message = self.receive()
+            if isinstance(message, CoreStep) and (message.outputs or message.failures):
+                return message
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stderr):
+            if pipe is not None and not pipe.closed:
+                pipe.close()
+        self._socket.close(0)
+        self._context.term()
+
+
+@pytest.fixture
+def start() -> Iterator[object]:
+    fronts = []
+    with tempfile.TemporaryDirectory() as folder:
+
+        def _start(model: str) -> Front:
+            front = Front(EngineConfig(model=model, name="tiny", device="cpu"), folder)
+            fronts.append(front)
+            return front
+
+        yield _start
+        for front in fronts:
+            front.close()
+
+
+def _submit(key: int, *, max_tokens: int = 5) -> CoreSubmit:
+    sampling = Sampling(temperature=0.0)
+    return CoreSubmit(key, "t", "standard", [5, 6, 7], sampling, max_tokens, 0, [], max_tokens, b"s", 0)
+
+
+def test_the_core_says_hello_answers_counts_an_abort_and_ends_when_told(start: object, checkpoint: Path) -> None:
+    front: Front = start(str(checkpoint))  # type: ignore[operator]
+    hello = front.hello()
+    assert (hello.state, hello.family, hello.max_context_tokens) == (CoreState.READY, "qwen3_moe", 512)
+    front.send(_submit(1))
+    received: list[int] = []
+    while True:
+        step = front.step()
+        received += step.outputs[0].token_ids
+        if (finish := step.outputs[0].finish) is not None:
+            break
+    assert (len(received), finish.reason) == (5, FinishReason.LENGTH)
+    assert 0 < finish.scheduled_unix_ns <= finish.first_token_unix_ns <= finish.finished_unix_ns
+    assert step.load.kv_blocks_used == 0
+
+    front.send(_submit(2, max_tokens=400))
+    front.step()
+    front.send(CoreAbort(2, FinishReason.ABORT))
+    while (finish := front.step().outputs[0].finish) is None:
+        pass
+    assert finish.reason == FinishReason.ABORT
+    front.send(CoreShutdown())
+    assert front.process.wait(30) == 0
+
+
+def test_the_core_ends_at_once_when_its_front_is_gone(start: object, checkpoint: Path) -> None:
+    front: Front = start(str(checkpoint))  # type: ignore[operator]
+    front.hello()
+    assert front.process.stdin is not None
+    front.process.stdin.close()
+    assert front.process.wait(10) == 3
+
+
+def test_a_checkpoint_that_cannot_be_served_is_refused_with_the_reason(start: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "perceptron"}')
+    front: Front = start(str(tmp_path))  # type: ignore[operator]
+    hello = front.hello()
+    assert hello.state is CoreState.REFUSED
+    assert "qwen3_moe" in hello.message
+    assert front.process.wait(30) == 4

@@ -1,0 +1,194 @@
+"""A front with a scripted core, and gateways that speak to it over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from moiety_engine.front.front import Front
+from moiety_engine.front.settings import FrontSettings
+from moiety_engine.scripted.link import ScriptedCore
+from moiety_engine.scripted.script import Script
+from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_wire.codec import decode_to_gateway, encode
+from moiety_wire.messages import (
+    Card,
+    Failed,
+    Finished,
+    Hello,
+    Load,
+    Sampling,
+    Stopping,
+    Submit,
+    ToEngine,
+    ToGateway,
+    Tokens,
+)
+
+DEADLINE_S = 20.0
+MODEL = "scripted"
+
+
+def make_submit(request_id: str = "r", prompt: str | list[int] = "hello", **changes: Any) -> Submit:
+    fields: dict[str, Any] = {
+        "request_id": request_id,
+        "seq": 0,
+        "model": MODEL,
+        "tenant_id": "tenant",
+        "service_class": "standard",
+        "prompt_ids": list(prompt.encode()) if isinstance(prompt, str) else prompt,
+        "sampling": Sampling(),
+        "stopping": Stopping(max_tokens=100),
+        "credit_tokens": 1_000_000,
+        "cache_salt": b"salt",
+        "arrival_unix_ns": 1,
+    }
+    return Submit(**{**fields, **changes})
+
+
+@dataclass
+class Answer:
+    """What a request got, checked for order as it came."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    num_messages: int = 0
+    end: Finished | Failed | None = None
+
+    def take(self, message: Any) -> None:
+        assert self.end is None, "a message came after the end"
+        assert message.seq == self.num_messages
+        self.num_messages += 1
+        if isinstance(message, Tokens):
+            assert message.position == len(self.token_ids)
+            self.token_ids += message.token_ids
+            self.pieces.append(message.text)
+            self.text += message.text
+            self.logprobs += message.logprobs or []
+        elif isinstance(message, Finished):
+            self.text += message.text
+            assert message.num_output_tokens == len(self.token_ids)
+            self.end = message
+        elif isinstance(message, Failed):
+            assert message.num_output_tokens == len(self.token_ids)
+            self.end = message
+
+
+class Gateway:
+    """A gateway's end of the wire; what it receives is sorted by request."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str, **options: int | bytes) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        for name, value in options.items():
+            self.socket.setsockopt(getattr(zmq, name), value)
+        self.socket.connect(address)
+        self.answers: dict[str, Answer] = {}
+        self.loads: list[Load] = []
+        self.cards: list[Card] = []
+
+    async def send(self, *messages: ToEngine) -> None:
+        for message in messages:
+            await self.socket.send(encode(message))
+
+    async def receive(self) -> ToGateway:
+        message = decode_to_gateway(await asyncio.wait_for(self.socket.recv(), DEADLINE_S))
+        if isinstance(message, Card):
+            self.cards.append(message)
+        elif isinstance(message, Load):
+            self.loads.append(message)
+        else:
+            self.answers.setdefault(message.request_id, Answer()).take(message)
+        return message
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        while not condition():
+            await self.receive()
+
+    async def greet(self) -> Card:
+        await self.send(Hello("gateway"))
+        await self.until(lambda: self.loads)
+        return self.cards[0]
+
+    async def finish(self, request_id: str = "r") -> Answer:
+        await self.until(lambda: request_id in self.answers and self.answers[request_id].end is not None)
+        return self.answers[request_id]
+
+    async def ask(self, submit: Submit) -> Answer:
+        await self.send(submit)
+        return await self.finish(submit.request_id)
+
+    async def until_idle(self) -> Load:
+        """Wait for a Load that shows an engine without requests and without a held block."""
+        await self.until(lambda: self.loads and _is_idle(self.loads[-1]))
+        return self.loads[-1]
+
+
+def _is_idle(load: Load) -> bool:
+    return load.kv_blocks_used == 0 and load.num_running == 0 and load.num_waiting == 0
+
+
+class Bench:
+    """A running front and the means to connect to it."""
+
+    def __init__(self, front: Front, core: Any, context: zmq.Context[Any]) -> None:
+        self.front = front
+        self.core = core
+        self._context = zmq.asyncio.Context(context)
+        self._gateways: list[Gateway] = []
+
+    def connect(self, **options: int | bytes) -> Gateway:
+        gateway = Gateway(self._context, self.front.address, **options)
+        self._gateways.append(gateway)
+        return gateway
+
+    def close(self) -> None:
+        for gateway in self._gateways:
+            gateway.socket.close()
+
+
+_numbers = itertools.count()
+
+
+@asynccontextmanager
+async def run_bench(
+    script: Script | None = None, *, core: Any = None, wait_ready: bool = True, **options: Any
+) -> AsyncIterator[Bench]:
+    """`options` are of FrontSettings, but for `clock`, `on_finished` and `make_core`."""
+    context: zmq.Context[Any] = zmq.Context()
+    front_options = {name: options.pop(name) for name in ("clock", "on_finished") if name in options}
+    make_core = options.pop("make_core", None)
+    settings = FrontSettings(**{"model": MODEL, "listen": "tcp://127.0.0.1:0", "heartbeat_interval_s": 0.02, **options})
+    core = core or (make_core(context) if make_core else ScriptedCore(script or Script()))
+    front = Front(settings, f"engine-{next(_numbers)}", scripted_text_model(), core, context, **front_options)
+    await front.start()
+    if wait_ready:
+        assert await asyncio.wait_for(front.wait_ready(), DEADLINE_S)
+    bench = Bench(front, core, context)
+    try:
+        yield bench
+    finally:
+        await front.close()
+        bench.close()
+        context.destroy(linger=0)
+
+
+@pytest.fixture
+def bench() -> Callable[..., Any]:
+    return run_bench
+
+
+@pytest.fixture
+def submit() -> Callable[..., Submit]:
+    return make_submit

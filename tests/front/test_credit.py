@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moiety_engine.scripted.script import Script
+from moiety_wire.messages import Extend, FinishReason, Heartbeat, Stopping
+
+extensions = st.lists(st.integers(0, 40), max_size=8)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    first=st.integers(0, 10),
+    more=extensions,
+    tokens_per_step=st.integers(1, 7),
+    max_tokens=st.integers(1, 40),
+    ends_by_refusal=st.booleans(),
+)
+def test_no_gateway_ever_gets_more_tokens_than_the_credit_it_has_given(
+    bench: Any, submit: Any, first: int, more: list[int], tokens_per_step: int, max_tokens: int, ends_by_refusal: bool
+) -> None:
+    async def converse() -> None:
+        async with bench(Script(tokens_per_step=tokens_per_step), heartbeat_interval_s=0.002) as running:
+            gateway = running.connect()
+            stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
+            await gateway.send(submit(prompt="abc", credit_tokens=first, stopping=stopping))
+            await gateway.greet()
+            answer, credit = gateway.answers["r"], first
+
+            async def settle() -> None:
+                """Until the request has ended or waits for credit, by a Load sent after all that was sent before."""
+                await gateway.send(Heartbeat(0))
+                await gateway.until(
+                    lambda: answer.end is not None or (gateway.loads[-1].num_paused and len(answer.token_ids) == credit)
+                )
+
+            await settle()
+            for i, total in enumerate(more):
+                if answer.end is not None:
+                    break
+                credit = max(credit, total)
+                await gateway.send(Extend("r", i + 1, total))
+                await settle()
+                assert len(answer.token_ids) <= credit
+            if answer.end is None and ends_by_refusal:
+                await gateway.send(Extend("r", len(more) + 1, 0, last=True))
+                await gateway.finish()
+                assert (answer.end.reason, answer.end.detail) == (FinishReason.LENGTH, "credit_refused")
+                assert len(answer.token_ids) == credit
+            elif answer.end is None:
+                await gateway.send(Extend("r", len(more) + 1, max_tokens))
+                await gateway.finish()
+            if answer.end.detail == "max_tokens":
+                assert len(answer.token_ids) == max_tokens
+            await gateway.until_idle()
+
+    asyncio.run(converse())

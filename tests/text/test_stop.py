@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moiety_text.errors import UnusableStop
+from moiety_text.stop import StopFinder
+
+letters = st.text(alphabet="ab", max_size=25)
+stops_of = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=4)
+
+
+def search_whole(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """The rule, told once more in the plainest way."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            longest = max(complete, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@settings(max_examples=400)
+@given(text=letters, stops=stops_of, cuts=st.lists(st.integers(0, 25)))
+def test_any_cutting_into_pieces_finds_what_a_search_of_the_whole_finds(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    finder, given_out, matched = StopFinder(stops), "", None
+    edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
+    for start, end in itertools.pairwise(edges):
+        piece, matched = finder.add(text[start:end])
+        given_out += piece
+        if matched is not None:
+            break
+    if matched is None:
+        given_out += finder.flush()
+    assert (given_out, matched) == search_whole(text, stops)
+    assert not any(stop in given_out for stop in stops)
+
+
+@settings(max_examples=300)
+@given(text=letters, stops=stops_of)
+def test_no_more_is_held_back_than_may_become_a_stop(text: str, stops: list[str]) -> None:
+    finder, given_out = StopFinder(stops), ""
+    for character in text:
+        piece, matched = finder.add(character)
+        given_out += piece
+        if matched is not None:
+            return
+    held = text[len(given_out) :]
+    assert held == "" or any(stop.startswith(held) for stop in stops)
+    longer = [text[start:] for start in range(len(given_out))]
+    assert not any(stop.startswith(end) for stop in stops for end in longer)
+
+
+def test_text_without_a_stop_in_sight_is_given_out_at_once() -> None:
+    finder = StopFinder(["\n\nUser:"])
+    assert finder.add("Hello.\n") == ("Hello.", None)
+    assert finder.add("You") == ("\nYou", None)
+    assert finder.add("\n\nUse") == ("", None)
+    assert finder.add("r: more") == ("", "\n\nUser:")
+
+
+def test_an_empty_stop_is_refused() -> None:
+    with pytest.raises(UnusableStop):
+        StopFinder(["a", ""])

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moiety_wire.codec import decode_to_engine, decode_to_gateway, encode
+from moiety_wire.errors import UndecodableMessage
+from moiety_wire.messages import (
+    Abort,
+    Accepted,
+    Card,
+    Extend,
+    Failed,
+    FailureCode,
+    Finished,
+    FinishReason,
+    Heartbeat,
+    Hello,
+    Load,
+    Phases,
+    Sampling,
+    Stopping,
+    Submit,
+    TokenLogprob,
+    Tokens,
+    TopLogprob,
+)
+
+SUBMIT = Submit(
+    request_id="r",
+    seq=0,
+    model="m",
+    tenant_id="t",
+    service_class="standard",
+    prompt_ids=[1, 2, 3],
+    sampling=Sampling(temperature=0.5, logit_bias={7: -1.5}, seed=2**63 - 1, num_logprobs=0),
+    stopping=Stopping(max_tokens=4, stop=("é", "\n\n"), stop_token_ids=(9,)),
+    credit_tokens=16,
+    cache_salt=b"\x00\xff",
+    arrival_unix_ns=1_800_000_000_000_000_000,
+    deadline_unix_ns=1_800_000_000_000_000_001,
+    traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+)
+TO_ENGINE = [Hello("g"), Heartbeat(3), SUBMIT, Extend("r", 1, 32, last=True), Abort("r", 2)]
+LOGPROBS = [TokenLogprob("\N{REPLACEMENT CHARACTER}", b"\xe6", -0.25, [TopLogprob("a", b"a", -1.0)])]
+TO_GATEWAY = [
+    Card("e", "m", "qwen3_moe", "{}", "", {"eos_token": "</s>"}, (2,), 4096, 32000, 20, 1, "bfloat16", "cpu"),
+    Accepted("r", 0),
+    Tokens("r", 1, 0, [5, 6], "", LOGPROBS),
+    Finished("r", 2, FinishReason.STOP, 3, 0, 2, Phases(1, 2, 3, 4), "é", "\n\n"),
+    Failed("r", 0, FailureCode.CONTEXT_LENGTH_EXCEEDED, "too long"),
+    Load("e", 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, draining=True),
+]
+
+
+@pytest.mark.parametrize("message", TO_ENGINE, ids=lambda message: type(message).__name__)
+def test_messages_to_an_engine_come_back_as_they_were(message: object) -> None:
+    assert decode_to_engine(encode(message)) == message  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("message", TO_GATEWAY, ids=lambda message: type(message).__name__)
+def test_messages_to_a_gateway_come_back_as_they_were(message: object) -> None:
+    assert decode_to_gateway(encode(message)) == message  # type: ignore[arg-type]
+
+
+def test_a_message_is_refused_by_the_side_that_it_is_not_for() -> None:
+    with pytest.raises(UndecodableMessage, match="engine"):
+        decode_to_engine(encode(TO_GATEWAY[1]))  # type: ignore[arg-type]
+    with pytest.raises(UndecodableMessage, match="gateway"):
+        decode_to_gateway(encode(SUBMIT))
+
+
+@given(data=st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_undecodable(data: bytes) -> None:
+    for decode in (decode_to_engine, decode_to_gateway):
+        try:
+            decode(data)
+        except UndecodableMessage:
+            continue
+
+
+@given(data=st.data())
+def test_a_damaged_message_is_a_message_or_undecodable(data: st.DataObject) -> None:
+    whole = bytearray(encode(SUBMIT))
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(whole[: data.draw(st.integers(0, len(whole)))])
+    try:
+        decode_to_engine(cut)
+    except UndecodableMessage as exc:
+        assert "message to an engine" in str(exc)
+
+
+def test_a_field_of_a_later_version_does_no_harm() -> None:
+    assert decode_to_engine(encode(Hello("g")).replace(b"\x83", b"\x84", 1) + b"\xa3new\x01") == Hello("g")
+
+
+def test_deep_nesting_is_undecodable_or_skipped_but_never_an_accident() -> None:
+    hello = encode(Hello("g"))
+    nested = b"\x84" + hello[1:] + b"\xa3new" + b"\x91" * 200_000 + b"\x01"
+    with pytest.raises(UndecodableMessage):
+        decode_to_engine(nested)
