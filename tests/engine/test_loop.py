@@ -21,7 +21,9 @@ from moiety_wire.messages import FailureCode, FinishReason, Sampling
 BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · tokens · float32
 
 
-def make_submit(key: int, prompt: list[int], *, max_tokens: int = 24, salt: bytes = b"s", **sampling: Any) -> CoreSubmit:
+def make_submit(
+    key: int, prompt: list[int], *, max_tokens: int = 24, salt: bytes = b"s", **sampling: Any
+) -> CoreSubmit:
     return CoreSubmit(
         key=key,
         tenant_id="t",
@@ -82,7 +84,9 @@ def test_every_strategy_gives_each_request_the_tokens_it_gets_alone(
 
 
 def test_preempted_requests_get_the_tokens_of_an_undisturbed_run(loops: Any, alone: dict[int, list[int]]) -> None:
-    loop = loops.make(kv_memory_bytes=15 * BLOCK_BYTES_8, max_batch_tokens=64, prefix_caching=False, max_context_tokens=100)
+    loop = loops.make(
+        kv_memory_bytes=15 * BLOCK_BYTES_8, max_batch_tokens=64, prefix_caching=False, max_context_tokens=100
+    )
     preempted = 0
     for submit in MIXED:
         loop.submit(submit)

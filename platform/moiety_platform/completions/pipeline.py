@@ -47,7 +47,7 @@ class Run:
         self._record = record
         self._clock = clock
         self._credit_window = credit_window
-        self.inbox = Inbox()
+        self.inbox = Inbox[EngineStream]()
         self.streams: list[EngineStream] = []
         self._index: dict[EngineStream, int] = {}
         self._num_open = 0

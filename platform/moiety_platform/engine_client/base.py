@@ -41,7 +41,9 @@ class EngineClient(Protocol):
 
     async def close(self) -> None: ...
 
-    def open(self, submit: Submit, inbox: Inbox | None = None) -> AbstractAsyncContextManager[EngineStream]:
+    def open(
+        self, submit: Submit, inbox: Inbox[EngineStream] | None = None
+    ) -> AbstractAsyncContextManager[EngineStream]:
         """Submit a request and hold its stream. Leaving before the end aborts it and waits, bounded and through
         cancellation, for the engine's exact count. Raises Unavailable when the engine is not there; an engine that dies
         later fails the stream with EngineFailed. Fails closed: no request is ever answered without its engine."""

@@ -91,7 +91,7 @@ class FakeEngineClient:
             run.stream.fail(EngineFailed("the engine was lost while it answered; send the request again"))
 
     @asynccontextmanager
-    async def open(self, submit: Submit, inbox: Inbox | None = None) -> AsyncIterator[EngineStream]:
+    async def open(self, submit: Submit, inbox: Inbox[EngineStream] | None = None) -> AsyncIterator[EngineStream]:
         if not self._alive:
             raise Unavailable(f"the engine for {submit.model!r} is not there; try again shortly", retry_after_s=1)
         stream = EngineStream(submit, inbox, self._take)

@@ -36,9 +36,11 @@ ABORT_WAIT_S = 6.0  # longer than an engine's step, and than the silence after w
 class EngineStream:
     """Its owner is whoever opened it; `num_output_tokens` is exact once `ended`."""
 
-    def __init__(self, submit: Submit, inbox: Inbox | None, send: Callable[[Extend | Abort], None]) -> None:
+    def __init__(
+        self, submit: Submit, inbox: Inbox[EngineStream] | None, send: Callable[[Extend | Abort], None]
+    ) -> None:
         self.request_id = submit.request_id
-        self.inbox = inbox if inbox is not None else Inbox()
+        self.inbox = inbox if inbox is not None else Inbox[EngineStream]()
         self.credit_tokens = submit.credit_tokens
         self.num_output_tokens = 0
         self.finished: Finished | None = None

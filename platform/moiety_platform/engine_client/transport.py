@@ -100,7 +100,7 @@ class ZmqEngineClient:
         self._keeper = None
 
     @asynccontextmanager
-    async def open(self, submit: Submit, inbox: Inbox | None = None) -> AsyncIterator[EngineStream]:
+    async def open(self, submit: Submit, inbox: Inbox[EngineStream] | None = None) -> AsyncIterator[EngineStream]:
         session = self._session
         if session is None or not self.state.healthy:
             raise Unavailable(f"the engine for {submit.model!r} is not there; try again shortly", retry_after_s=1)
