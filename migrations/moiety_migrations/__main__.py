@@ -1,0 +1,67 @@
+"""`python -m moiety_migrations upgrade|current|downgrade`. Reads MOIETY_DATABASE_URL where no --database-url is
+given."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from moiety_migrations.errors import DatabaseAway, MigrationError
+from moiety_migrations.revisions import HEAD
+from moiety_migrations.run import current, downgrade, upgrade
+from moiety_platform.db.url import BadDatabaseUrl
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_NOT_REACHABLE = 3
+DEFAULT_URL = "sqlite:///.moiety/moiety.db"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 refused, 2 wrong usage, 3 the database cannot be reached.
+    `current` returns 1 when the database is not at this release's revision."""
+    options = _parser().parse_args(arguments)
+    url = options.database_url or os.environ.get("MOIETY_DATABASE_URL") or DEFAULT_URL
+    try:
+        return _run(options, url)
+    except BadDatabaseUrl as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return EXIT_USAGE
+    except MigrationError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return EXIT_NOT_REACHABLE if isinstance(error, DatabaseAway) else EXIT_FAILED
+
+
+def _run(options: argparse.Namespace, url: str) -> int:
+    if options.command == "upgrade":
+        found: str | None = upgrade(url)
+    elif options.command == "downgrade":
+        found = downgrade(url, options.revision)
+    else:
+        found = current(url)
+    if options.json:
+        print(json.dumps({"revision": found, "head": HEAD}))  # noqa: T201
+    else:
+        print(f"the database is at {found or 'no revision yet'}; this release needs {HEAD}")  # noqa: T201
+    return EXIT_FAILED if options.command == "current" and found != HEAD else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="moiety migrate", description="Bring the database to this release's schema.")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument(
+        "--database-url", help=f"sqlite:///FILE or postgresql://… (or MOIETY_DATABASE_URL; default {DEFAULT_URL})"
+    )
+    shared.add_argument("--json", action="store_true", help="print one JSON object")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("upgrade", parents=[shared], help="migrate to this release's revision")
+    commands.add_parser("current", parents=[shared], help="show the revision; exit code 1 if an upgrade is needed")
+    back = commands.add_parser("downgrade", parents=[shared], help="go back; loses what the earlier schema cannot hold")
+    back.add_argument("revision", help='a revision, or "base" for an empty database')
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Alembic's environment. The connection comes from the caller, already in a transaction; when Alembic's own command
+line is used while developing, it is made from `-x url=…`."""
+
+from __future__ import annotations
+
+from alembic import context
+from sqlalchemy import Connection
+
+from moiety_migrations.transaction import exclusive_connection
+from moiety_platform.tenants.models import ApiKey
+from moiety_platform.usage.models import UsageRecord
+
+TABLES = (ApiKey, UsageRecord)  # naming them loads every module that defines tables
+target_metadata = ApiKey.metadata
+
+
+def _run(connection: Connection) -> None:
+    context.configure(
+        connection=connection,
+        target_metadata=target_metadata,
+        render_as_batch=connection.dialect.name == "sqlite",
+        compare_type=True,
+        transactional_ddl=True,
+    )
+    context.run_migrations()
+
+
+_given = context.config.attributes.get("connection")
+if _given is not None:
+    _run(_given)
+else:
+    with exclusive_connection(context.get_x_argument(as_dictionary=True)["url"]) as (_own, _):
+        _run(_own)

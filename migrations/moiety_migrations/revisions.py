@@ -1,0 +1,7 @@
+"""The revisions of this release, oldest first. Written down here so that an up-to-date database is told without loading
+Alembic; a test holds the list to the files in `versions/`."""
+
+from __future__ import annotations
+
+REVISIONS: tuple[str, ...] = ("0001",)
+HEAD: str = REVISIONS[-1]

@@ -1,0 +1,160 @@
+"""Open-loop load: requests leave when the trace says, however slow the answers are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+
+import httpx
+
+from moiety_platform.bench.traces import TraceRequest
+
+VOCABULARY_TEXT = (
+    "The quick brown fox jumps over the lazy dog while nine wise owls watch from an old oak tree in May. " * 4
+)
+TIER_OF_CLASS = {"priority": "priority", "flex": "flex", "batch": "flex"}  # the rest take their key's own
+
+
+class TargetError(Exception):
+    """The gateway cannot be measured; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A running gateway. Tenants of the trace that `keys` does not name share out its keys in turn."""
+
+    url: str
+    keys: Mapping[str, str]
+    model: str
+    token_ids: tuple[int, ...]  # of ordinary text, to make prompts from
+    timeout_s: float
+
+    def key_of(self, tenant: str, tenants: Mapping[str, int]) -> str:
+        if tenant in self.keys:
+            return self.keys[tenant]
+        keys = list(self.keys.values())
+        return keys[tenants[tenant] % len(keys)]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of one request; times in seconds from the moment at which it was due."""
+
+    request: TraceRequest
+    late_s: float = 0.0  # how much later than due it was sent: the load generator's own fault
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    end_s: float = 0.0
+    output_tokens: int = 0
+    input_tokens: int = 0
+    error: str | None = None  # a stable code; None when it was served
+
+
+async def find_target(url: str, keys: Mapping[str, str], model: str | None, timeout_s: float) -> Target:
+    """Ask the gateway for its model and its tokens. Raises TargetError."""
+    key = next(iter(keys.values()))
+    try:
+        async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=10) as client:
+            models = (await client.get("/v1/models")).raise_for_status().json()["data"]
+            names = [entry["id"] for entry in models]
+            chosen = model or (names[0] if names else None)
+            if chosen is None or chosen not in names:
+                raise TargetError(f"{url} serves {', '.join(names) or 'no model'}, not {chosen}; choose with --model")
+            body = {"model": chosen, "prompt": VOCABULARY_TEXT}
+            tokens = (await client.post("/tokenize", json=body)).raise_for_status().json()["tokens"]
+    except httpx.HTTPStatusError as exc:
+        raise TargetError(f"{exc.request.url} answered {exc.response.status_code}: {error_code(exc.response)}") from exc
+    except httpx.HTTPError as exc:
+        raise TargetError(f"{url} does not answer ({type(exc).__name__}); is the gateway running?") from exc
+    return Target(url, keys, chosen, tuple(tokens), timeout_s)
+
+
+async def run_load(
+    target: Target, requests: list[TraceRequest], rng: Random, on_end: Callable[[], None]
+) -> list[Answer]:
+    """Send every request at its time and wait for all answers; in the order of arrival."""
+    tenants = {tenant: index for index, tenant in enumerate(dict.fromkeys(request.tenant for request in requests))}
+    bodies = [make_body(target, request, rng) for request in requests]
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    timeout = httpx.Timeout(target.timeout_s, connect=10)
+    async with httpx.AsyncClient(base_url=target.url, limits=limits, timeout=timeout) as client:
+        start = time.perf_counter()
+        tasks = []
+        for request, body in zip(requests, bodies, strict=True):
+            due = start + request.arrival_s
+            delay = due - time.perf_counter()
+            if delay > 0:
+                await asyncio.sleep(delay)
+            key = target.key_of(request.tenant, tenants)
+            task = asyncio.create_task(send(client, request, body, key, due))
+            task.add_done_callback(lambda _: on_end())
+            tasks.append(task)
+        return await asyncio.gather(*tasks)
+
+
+def make_body(target: Target, request: TraceRequest, rng: Random) -> bytes:
+    """A completion with a prompt of exactly the trace's length, that no prefix cache has seen."""
+    body = {
+        "model": target.model,
+        "prompt": rng.choices(target.token_ids, k=request.input_tokens),
+        "max_tokens": request.output_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if request.service_class in TIER_OF_CLASS:
+        body["service_tier"] = TIER_OF_CLASS[request.service_class]
+    return json.dumps(body).encode()
+
+
+async def send(client: httpx.AsyncClient, request: TraceRequest, body: bytes, key: str, due: float) -> Answer:
+    answer = Answer(request, late_s=time.perf_counter() - due)
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    try:
+        async with client.stream("POST", "/v1/completions", content=body, headers=headers) as response:
+            if response.status_code == httpx.codes.OK:
+                await read_stream(response, answer, due)
+            else:
+                await response.aread()
+                answer.error = error_code(response)
+    except httpx.TimeoutException:
+        answer.error = "client_timeout"
+    except httpx.HTTPError as exc:
+        answer.error = f"client_{type(exc).__name__}"
+    answer.end_s = time.perf_counter() - due
+    return answer
+
+
+async def read_stream(response: httpx.Response, answer: Answer, due: float) -> None:
+    """Note when tokens came. A stream that ends without its usage was broken off."""
+    complete = False
+    async for line in response.aiter_lines():
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        now_s = time.perf_counter() - due
+        chunk = json.loads(line[6:])
+        if "error" in chunk:
+            answer.error = str(chunk["error"].get("code") or "stream_error")
+            return
+        if usage := chunk.get("usage"):
+            answer.output_tokens, answer.input_tokens = usage["completion_tokens"], usage["prompt_tokens"]
+            complete = True
+        if chunk.get("choices"):
+            if answer.first_token_s is None:
+                answer.first_token_s = now_s
+            answer.last_token_s = now_s
+    if not complete:
+        answer.error = "stream_broken_off"
+
+
+def error_code(response: httpx.Response) -> str:
+    """The stable code in an error's body, or its status where there is none."""
+    try:
+        return str(response.json()["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return f"http_{response.status_code}"

@@ -1,0 +1,110 @@
+"""From answers to figures: latencies, promises kept by class, goodput. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moiety_platform.bench.load import Answer
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a class promises: the first token within a base and an allowance per 1,000 prompt tokens, and the mean time
+    of the others; or the whole answer within a time."""
+
+    ttft_s: float | None = None
+    ttft_s_per_1k: float = 0.0
+    tpot_s: float | None = None
+    completion_s: float | None = None
+
+    def is_kept(self, answer: Answer) -> bool:
+        if answer.error is not None or answer.first_token_s is None:
+            return False
+        tpot_s = time_per_token_s(answer)
+        limit_s = None if self.ttft_s is None else self.ttft_s + self.ttft_s_per_1k * answer.request.input_tokens / 1000
+        return (
+            (limit_s is None or answer.first_token_s <= limit_s)
+            and (self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s)
+            and (self.completion_s is None or answer.end_s <= self.completion_s)
+        )
+
+
+# As shipped for a GPU. A class that is not named here is held to the standard.
+PROMISES = {
+    "priority": Promise(ttft_s=0.5, ttft_s_per_1k=0.1, tpot_s=0.033),
+    "standard": Promise(ttft_s=2.0, ttft_s_per_1k=0.2, tpot_s=0.1),
+    "flex": Promise(completion_s=600),
+    "batch": Promise(completion_s=86400),
+}
+
+
+def time_per_token_s(answer: Answer) -> float | None:
+    """Mean time of an output token after the first; None for answers of one token."""
+    if answer.first_token_s is None or answer.last_token_s is None or answer.output_tokens < 2:
+        return None
+    return (answer.last_token_s - answer.first_token_s) / (answer.output_tokens - 1)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """By linear interpolation between the two nearest ranks."""
+    ordered = sorted(values)
+    rank = (len(ordered) - 1) * percent / 100
+    low = int(rank)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+
+
+def spread_ms(values_s: Iterable[float | None]) -> dict[str, float | None]:
+    """p50, p90 and p99 in milliseconds; null where nothing was measured."""
+    known = [value for value in values_s if value is not None]
+    return {f"p{percent}": round(percentile(known, percent) * 1000, 3) if known else None for percent in PERCENTILES}
+
+
+def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
+    """The figures of a run. Latencies are of the requests that were served; attainment counts the others as missed."""
+    served = [answer for answer in answers if answer.error is None]
+    duration_s = max((answer.request.arrival_s + answer.end_s for answer in answers), default=0.0)
+    kept = [answer for answer in answers if promise_of(answer).is_kept(answer)]
+    classes = sorted({answer.request.service_class for answer in answers})
+    return {
+        "duration_s": round(duration_s, 3),
+        "requests": len(answers),
+        "completed": len(served),
+        "errors": len(answers) - len(served),
+        "errors_by_code": dict(Counter(answer.error for answer in answers if answer.error is not None)),
+        "requests_per_s": rate(len(served), duration_s),
+        "input_tokens_per_s": rate(sum(answer.input_tokens for answer in served), duration_s),
+        "output_tokens_per_s": rate(sum(answer.output_tokens for answer in served), duration_s),
+        "goodput_tokens_per_s": rate(sum(answer.output_tokens for answer in kept), duration_s),
+        **latencies(served),
+        "classes": {name: summarise_class(name, answers) for name in classes},
+        "send_delay_ms": spread_ms(answer.late_s for answer in answers),
+    }
+
+
+def summarise_class(name: str, answers: Sequence[Answer]) -> dict[str, Any]:
+    members = [answer for answer in answers if answer.request.service_class == name]
+    kept = sum(promise_of(answer).is_kept(answer) for answer in members)
+    served = [answer for answer in members if answer.error is None]
+    return {"requests": len(members), "attainment": round(kept / len(members), 6), **latencies(served)}
+
+
+def latencies(served: Sequence[Answer]) -> dict[str, Any]:
+    return {
+        "ttft_ms": spread_ms(answer.first_token_s for answer in served),
+        "tpot_ms": spread_ms(time_per_token_s(answer) for answer in served),
+        "e2e_ms": spread_ms(answer.end_s for answer in served),
+    }
+
+
+def promise_of(answer: Answer) -> Promise:
+    return PROMISES.get(answer.request.service_class, PROMISES["standard"])
+
+
+def rate(count: float, duration_s: float) -> float:
+    return round(count / duration_s, 3) if duration_s > 0 else 0.0

@@ -1,0 +1,158 @@
+"""`moiety bench serve`: the load generator's options and output."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from moiety_platform.bench.environment import describe_environment
+from moiety_platform.bench.load import Answer, Target, TargetError, find_target, run_load
+from moiety_platform.bench.report import summarise
+from moiety_platform.bench.traces import BadTrace, TraceRequest, at_rate, draw_poisson, read_trace, shorten
+from moiety_platform.cli.errors import EXIT_FAILED, CommandError, NotReachable
+
+DEFAULT_NUM_REQUESTS = 100
+
+
+def serve(
+    key: Annotated[
+        list[str],
+        typer.Option(envvar="MOIETY_KEY", help="Tenant's key, or TENANT=KEY for a tenant of the trace; repeatable."),
+    ],
+    url: Annotated[str, typer.Option(envvar="MOIETY_URL", help="The gateway.")] = "http://127.0.0.1:8000",
+    trace: Annotated[
+        Path | None, typer.Option(help="Trace of arrivals and lengths; without it Poisson arrivals of one length.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=1e-6, help="Mean requests per second; without it the trace's own times.")
+    ] = None,
+    num_requests: Annotated[int | None, typer.Option(min=1, help="Stop after so many requests.")] = None,
+    duration_s: Annotated[float | None, typer.Option(min=0.001, help="Stop sending after so many seconds.")] = None,
+    input_tokens: Annotated[int, typer.Option(min=1, help="Without a trace: prompt length.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Without a trace: answer length.")] = 64,
+    scale: Annotated[float, typer.Option(min=1e-6, help="Multiplies the trace's lengths, so that they fit.")] = 1.0,
+    model: Annotated[str | None, typer.Option(help="Model to ask; without it the first one served.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the prompts and the Poisson arrivals.")] = 0,
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="Longest silence before a request is given up.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Measure a running gateway under open-loop load: latencies, promises kept by class, goodput, errors.
+
+    Ends with 1 if no request was served, 3 if the gateway does not answer.
+    """
+    rng = Random(seed)
+    try:
+        requests = make_requests(rng, trace, rate, num_requests, duration_s, input_tokens, output_tokens, scale)
+    except BadTrace as exc:
+        raise CommandError(str(exc)) from exc
+    settings = {
+        "url": url, "trace": trace.name if trace else None, "rate": rate, "num_requests": num_requests,
+        "duration_s": duration_s, "scale": scale, "input_tokens": None if trace else input_tokens,
+        "output_tokens": None if trace else output_tokens, "seed": seed, "timeout_s": timeout_s, "keys": len(key),
+    }  # fmt: skip
+    try:
+        target, answers = asyncio.run(measure(url.rstrip("/"), parse_keys(key), model, timeout_s, requests, rng))
+    except TargetError as exc:
+        raise NotReachable(str(exc)) from exc
+    figures = summarise(answers)
+    report = {"environment": describe_environment(), "settings": {**settings, "model": target.model}, **figures}
+    if as_json:
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    else:
+        print_figures(figures)
+    if not figures["completed"]:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def make_requests(
+    rng: Random,
+    trace: Path | None,
+    rate: float | None,
+    num_requests: int | None,
+    duration_s: float | None,
+    input_tokens: int,
+    output_tokens: int,
+    scale: float,
+) -> list[TraceRequest]:
+    if trace is None:
+        if rate is None:
+            raise typer.BadParameter("needed where there is no --trace", param_hint="--rate")
+        count = num_requests or (int(rate * duration_s * 2) + 10 if duration_s else DEFAULT_NUM_REQUESTS)
+        return shorten(draw_poisson(rng, rate, count, input_tokens, output_tokens), num_requests, duration_s)
+    requests = shorten(read_trace(trace), num_requests, None)
+    if rate is not None:
+        requests = at_rate(requests, rate)
+    return [scaled(request, scale) for request in shorten(requests, None, duration_s)]
+
+
+def scaled(request: TraceRequest, scale: float) -> TraceRequest:
+    return TraceRequest(
+        request.arrival_s,
+        request.tenant,
+        max(1, round(request.input_tokens * scale)),
+        max(1, round(request.output_tokens * scale)),
+        request.service_class,
+    )
+
+
+def parse_keys(values: list[str]) -> dict[str, str]:
+    """`TENANT=KEY` or `KEY`; the latter serve whoever has none."""
+    keys = {}
+    for index, value in enumerate(values):
+        tenant, separator, key = value.rpartition("=")
+        keys[tenant if separator else f"\0{index}"] = key
+    return keys
+
+
+async def measure(
+    url: str, keys: dict[str, str], model: str | None, timeout_s: float, requests: list[TraceRequest], rng: Random
+) -> tuple[Target, list[Answer]]:
+    target = await find_target(url, keys, model, timeout_s)
+    progress = make_progress()
+    with progress or nullcontext():
+        task = progress.add_task("requests", total=len(requests)) if progress else None
+
+        def on_end() -> None:
+            if progress is not None and task is not None:
+                progress.advance(task)
+
+        return target, await run_load(target, requests, rng, on_end)
+
+
+def make_progress() -> Progress | None:
+    """On a terminal only."""
+    if not sys.stderr.isatty():
+        return None
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def print_figures(figures: dict[str, Any]) -> None:
+    console = Console()
+    table = Table("", "requests", "attainment", "TTFT p50 / p90 / p99 ms", "TPOT p50 / p90 / p99 ms")
+    for name, row in figures["classes"].items():
+        table.add_row(
+            name, str(row["requests"]), f"{row['attainment']:.1%}", spread(row["ttft_ms"]), spread(row["tpot_ms"])
+        )
+    console.print(table)
+    console.print(
+        f"{figures['completed']} of {figures['requests']} served in {figures['duration_s']:.1f} s; "
+        f"{figures['output_tokens_per_s']:.1f} output tokens/s, {figures['goodput_tokens_per_s']:.1f} of them in time; "
+        f"end to end {spread(figures['e2e_ms'])} ms"
+    )
+    for code, count in figures["errors_by_code"].items():
+        console.print(f"  {count} × {code}")
+
+
+def spread(values: dict[str, float | None]) -> str:
+    return " / ".join("–" if value is None else f"{value:.1f}" for value in values.values())

@@ -1,0 +1,31 @@
+"""How a command ends: the exit codes, and the errors that carry them.
+
+CommandError          1  it did not work; the message says what to do next
+├── NotReachable      3  the gateway did not answer
+└── NotAllowed        4  the gateway refused the key
+Wrong usage (an unknown option, a value of the wrong form) ends with 2.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_NOT_REACHABLE = 3
+EXIT_NOT_ALLOWED = 4
+
+
+class CommandError(Exception):
+    """Shown as one line on standard error, without a traceback."""
+
+    exit_code: ClassVar[int] = EXIT_FAILED
+
+
+class NotReachable(CommandError):
+    exit_code = EXIT_NOT_REACHABLE
+
+
+class NotAllowed(CommandError):
+    exit_code = EXIT_NOT_ALLOWED

@@ -1,0 +1,96 @@
+"""`moiety gateway`: the options, and on request the store made ready before the gateway opens it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from pydantic import ValidationError
+
+from moiety_platform.auth.bootstrap import ensure_bootstrap
+from moiety_platform.auth.pepper import BadPepper, resolve_pepper
+from moiety_platform.cli.errors import CommandError
+from moiety_platform.clock import SystemClock
+from moiety_platform.db.session import Database
+from moiety_platform.db.url import BadDatabaseUrl
+from moiety_platform.errors import PlatformError
+from moiety_platform.gateway import CannotListen, run_gateway
+from moiety_platform.settings import ConfigFileError, GatewaySettings
+from moiety_platform.supervisor.data_dir import FirstKeys, write_first_keys
+
+MIGRATIONS_GROUP = "moiety.migrations"  # its entry point `upgrade` takes a database URL
+
+
+def gateway(
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 if not set.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; 8000 if not set.")] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option(help="Address of an engine, tcp://HOST:PORT or ipc://PATH; repeatable.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where the key pepper, the usage journal and SQLite are kept.")
+    ] = None,
+    database_url: Annotated[
+        str | None, typer.Option(help="sqlite:///FILE or postgresql://…; SQLite in the data directory if not set.")
+    ] = None,
+    drain_s: Annotated[int | None, typer.Option(min=0, help="How long a stop waits for running answers.")] = None,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Where spans go, such as http://collector:4318; nowhere if not set.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="auto, json or console.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML or YAML file; its table `gateway` sets these.")] = None,
+    migrate: Annotated[bool, typer.Option("--migrate", help="Bring the database up to date first.")] = False,
+    first_keys: Annotated[
+        Path | None,
+        typer.Option(help="If this file is missing, make an admin key and a tenant with a key, and write them there."),
+    ] = None,
+) -> None:
+    """Run the HTTP gateway alone. Each option may also be set in the environment, as MOIETY_PORT for --port.
+
+    Ends with 0 after a stop, 1 when it could not start, 2 for a wrong option or setting.
+    """
+    flags = {
+        "host": host, "port": port, "engines": tuple(engine) if engine else None, "data_dir": data_dir,
+        "database_url": database_url, "drain_s": drain_s, "otlp_endpoint": otlp_endpoint,
+        "log_level": log_level, "log_format": log_format,
+    }  # fmt: skip
+    try:
+        settings = GatewaySettings.load(config, **flags)
+    except ConfigFileError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+    except ValidationError as exc:
+        problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in exc.errors())
+        raise typer.BadParameter(problems) from exc
+    try:
+        if migrate:
+            find_upgrade()(settings.store_url)
+        if first_keys is not None and not first_keys.exists():
+            write_first_keys(first_keys, asyncio.run(make_first_keys(settings)))
+        run_gateway(settings)
+    except (CannotListen, BadPepper, BadDatabaseUrl, PlatformError) as exc:
+        raise CommandError(str(exc)) from exc
+
+
+def find_upgrade() -> Callable[[str], str]:
+    """The migrations' `upgrade`, which this package does not import."""
+    found = entry_points(group=MIGRATIONS_GROUP, name="upgrade")
+    if not found:
+        raise CommandError("no installed package brings the database's migrations; reinstall moiety")
+    return cast("Callable[[str], str]", next(iter(found)).load())
+
+
+async def make_first_keys(settings: GatewaySettings) -> FirstKeys:
+    """New keys for the owner and for the tenant to try with, also where earlier ones were lost."""
+    pepper = resolve_pepper(settings.key_pepper.get_secret_value() if settings.key_pepper else None, settings.data_dir)
+    database = Database.open(settings.store_url)
+    try:
+        made = await ensure_bootstrap(database, pepper, SystemClock(), reissue=True)
+    finally:
+        await database.close()
+    assert made is not None  # reissue always makes them
+    return FirstKeys(admin_key=made.admin_key, tenant=made.tenant_name, tenant_key=made.tenant_key)

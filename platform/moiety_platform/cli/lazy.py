@@ -1,0 +1,95 @@
+"""Commands that are imported only when they are called, so that `moiety --help` costs nothing that it does not show.
+
+A target is `module:attribute`; the attribute is a Typer application (a group of commands) or a plain function (one
+command). Targets in other packages come through entry points, so this package never imports them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import EntryPoints
+from typing import Any, cast
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from moiety_platform.cli.errors import CommandError
+
+EXTRA_OF_PACKAGE = {
+    "torch": "engine",
+    "numpy": "engine",
+    "numba": "engine",
+    "safetensors": "engine",
+    "huggingface_hub": "engine",
+    "litestar": "gateway",
+    "uvicorn": "gateway",
+    "sqlalchemy": "gateway",
+    "aiosqlite": "gateway",
+    "alembic": "gateway",
+    "streamlit": "dashboard",
+    "altair": "dashboard",
+    "pandas": "dashboard",
+}
+
+
+def explain_missing_package(exc: ModuleNotFoundError) -> CommandError | None:
+    """The error to show when an optional part is not installed; None if the missing module is none of theirs."""
+    package = (exc.name or "").partition(".")[0]
+    extra = EXTRA_OF_PACKAGE.get(package)
+    if extra is None:
+        return None
+    return CommandError(f'this needs {package}, which is not installed; run: pip install "moiety[{extra}]"')
+
+
+class LazyCommand(TyperCommand):
+    """Stands in the list of commands with its name and help; becomes the real command when it is called."""
+
+    def __init__(self, name: str, summary: str, load: Callable[[], Any]) -> None:
+        super().__init__(name=name, help=summary)
+        self._load = load
+
+    # The signature is the one of the command-line library, old (click) and new (its own copy).
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return self.load().make_context(info_name, args, parent=parent, **extra)
+
+    def load(self) -> TyperCommand | TyperGroup:
+        """Import the command. Raises CommandError with the extra to install where a part is missing."""
+        try:
+            loaded = self._load()
+        except ModuleNotFoundError as exc:
+            explained = explain_missing_package(exc)
+            if explained is None:
+                raise
+            raise explained from exc
+        return as_command(loaded, self.name or "")
+
+
+def load_target(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def as_command(target: Any, name: str) -> TyperCommand | TyperGroup:
+    """A Typer application as it is; a plain function as an application of one command."""
+    app = target
+    if not isinstance(target, typer.Typer):
+        app = typer.Typer(add_completion=False)
+        app.command(name)(target)
+    command = typer.main.get_command(app)
+    command.name = name
+    return cast("TyperCommand | TyperGroup", command)
+
+
+def add_lazy_commands(
+    group: TyperGroup, own: dict[str, tuple[str, str]], points: EntryPoints, summaries: dict[str, str]
+) -> None:
+    """Add our own commands (name → target, summary), then those of the entry points; an entry point whose name is in
+    `summaries` is listed with that line, any other with the name of its module."""
+    for name, (target, summary) in own.items():
+        group.add_command(LazyCommand(name, summary, partial(load_target, target)))
+    for point in points:
+        if point.name not in own:
+            summary = summaries.get(point.name, f"Provided by {point.module}.")
+            group.add_command(LazyCommand(point.name, summary, point.load))

@@ -1,0 +1,91 @@
+"""The root of the `moiety` command and the one place where its errors become exit codes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from importlib.metadata import version as package_version
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+from moiety_platform.cli.errors import CommandError
+from moiety_platform.cli.lazy import add_lazy_commands, explain_missing_package
+
+COMMANDS = {
+    "serve": ("moiety_platform.cli.serve:serve", "Serve a model to tenants with keys: engine, gateway and dashboard."),
+    "gateway": ("moiety_platform.cli.gateway:gateway", "Run the HTTP gateway alone."),
+    "migrate": (
+        "moiety_platform.cli.migrate:migrate",
+        "Bring the database up to date, or say where it is.",
+    ),
+    "tenant": ("moiety_platform.cli.tenants:tenant_app", "List, show and make tenants."),
+    "project": ("moiety_platform.cli.tenants:project_app", "List and make a tenant's projects."),
+    "key": ("moiety_platform.cli.keys:app", "List, make, rotate and revoke keys."),
+    "usage": ("moiety_platform.cli.usage:usage", "Show what was used, by tenant, model or day."),
+}
+SUMMARIES = {
+    "engine": "Run one engine (a model replica) alone.",
+    "dashboard": "Run the dashboard alone.",
+    "demo": "Train, evaluate or talk about the bundled demo model.",
+}
+ORDER = ["serve", "gateway", "engine", "dashboard", "migrate", "tenant", "project", "key", "usage", "bench", "demo"]
+BENCHES = {"serve": ("moiety_platform.cli.bench:serve", "Measure a running gateway under open-loop load.")}
+BENCH_SUMMARIES = {"engine": "Measure the engine's throughput, offline and in this process."}
+
+
+def show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"moiety {package_version('moiety')}")
+        raise typer.Exit
+
+
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Serve mixture-of-experts language models to many tenants: a lawful share for each."""
+
+
+def bench() -> None:
+    """Measure the engine, or a running gateway."""
+
+
+def build() -> TyperGroup:
+    """The whole command; nothing of a subcommand is imported yet."""
+    points = entry_points()
+    group = make_group("moiety", root)
+    add_lazy_commands(group, COMMANDS, points.select(group="moiety.commands"), SUMMARIES)
+    benches = make_group("bench", bench)
+    add_lazy_commands(benches, BENCHES, points.select(group="moiety.bench_commands"), BENCH_SUMMARIES)
+    group.add_command(benches)
+    group.commands = {name: group.commands[name] for name in sorted(group.commands, key=place_in_help)}
+    return group
+
+
+def place_in_help(name: str) -> tuple[int, str]:
+    return (ORDER.index(name) if name in ORDER else len(ORDER), name)
+
+
+def make_group(name: str, callback: Callable[..., None]) -> TyperGroup:
+    app = typer.Typer(name=name, no_args_is_help=True, add_completion=False)
+    app.callback()(callback)
+    return typer.main.get_group(app)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command. Exit codes are those of `moiety_platform.cli.errors`."""
+    try:
+        build().main(args=argv, prog_name="moiety")
+    except CommandError as exc:
+        typer.echo(f"moiety: {exc}", err=True)
+        sys.exit(exc.exit_code)
+    except ModuleNotFoundError as exc:
+        explained = explain_missing_package(exc)
+        if explained is None:
+            raise
+        typer.echo(f"moiety: {explained}", err=True)
+        sys.exit(explained.exit_code)

@@ -1,0 +1,67 @@
+"""Answers of the admin API on the terminal: a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+PIPE_WIDTH = 1000
+
+
+def show_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], as_json: bool) -> None:
+    """`columns` maps a field to its heading; JSON has every field."""
+    if as_json:
+        show_json({"data": list(rows)})
+        return
+    table = Table(*columns.values())
+    for row in rows:
+        table.add_row(*(show_value(row.get(field)) for field in columns))
+    make_console().print(table)
+
+
+def show_row(row: Mapping[str, Any], as_json: bool) -> None:
+    """One thing, a line a field."""
+    if as_json:
+        show_json(row)
+        return
+    table = Table(show_header=False)
+    for field, value in row.items():
+        table.add_row(field.replace("_", " "), show_value(value))
+    make_console().print(table)
+
+
+def make_console() -> Console:
+    """As wide as the terminal; in a pipe as wide as it takes, so that nothing is cut."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def show_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def show_value(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.1f}"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return show_time(value) if isinstance(value, str) and value[10:11] == "T" else str(value)
+
+
+def show_time(text: str) -> str:
+    """A moment in the reader's time zone, to the second; any other text as it is."""
+    try:
+        return datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except ValueError:
+        return text

@@ -1,0 +1,76 @@
+"""`moiety usage`: sums by what one asks for, or single requests."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
+
+import typer
+
+from moiety_platform.cli.admin_client import DEFAULT_DATA_DIR, AdminClient, AdminKey, AsJson, DataDirOption, Url
+from moiety_platform.cli.tables import show_json, show_rows
+
+TOTALS = {
+    "requests": "requests",
+    "failed": "failed",
+    "rejected": "rejected",
+    "disconnected": "disconnected",
+    "prompt_tokens": "prompt tokens",
+    "cached_tokens": "of them cached",
+    "output_tokens": "output tokens",
+    "mean_ttft_ms": "mean TTFT ms",
+    "mean_duration_ms": "mean duration ms",
+}
+REQUESTS = {
+    "started_at": "started",
+    "tenant_id": "tenant",
+    "endpoint": "endpoint",
+    "model": "model",
+    "outcome": "outcome",
+    "http_status": "status",
+    "prompt_tokens": "prompt",
+    "output_tokens": "output",
+    "ttft_ms": "TTFT ms",
+    "duration_ms": "duration ms",
+    "request_id": "request",
+}
+
+
+def usage(
+    by: Annotated[
+        str, typer.Option(help="tenant, project, key, model, service_class and hour, with commas.")
+    ] = "tenant",
+    hours: Annotated[float, typer.Option(min=0.001, help="How far back.")] = 24,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant (name or id).")] = None,
+    requests: Annotated[int, typer.Option(min=0, max=500, help="Show the last so many single requests instead.")] = 0,
+    url: Url = None,
+    admin_key: AdminKey = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Show what was used: requests, tokens and times."""
+    client = AdminClient.connect(url, admin_key, data_dir)
+    tenant_id = client.find_tenant(tenant)["id"] if tenant is not None else None
+    since = (datetime.now(UTC) - timedelta(hours=hours)).isoformat()
+    if requests:
+        page = client.get("/usage/requests", limit=requests, since=since, tenant_id=tenant_id)
+        show_rows(page["data"], REQUESTS, as_json)
+        return
+    report = client.get("/usage", group_by=by, since=since, tenant_id=tenant_id)
+    if as_json:
+        show_json(report)
+        return
+    rows: list[dict[str, Any]] = [{**named(one["group"]), **one["totals"]} for one in report["data"]]
+    headings = {field: field.replace("_", " ") for row in rows[:1] for field in row if field not in TOTALS}
+    show_rows(rows, {**headings, **TOTALS}, as_json)
+
+
+def named(group: dict[str, str | None]) -> dict[str, str | None]:
+    """A group by the names of its members where they have one, else by their ids."""
+    shown: dict[str, str | None] = {}
+    for field, value in group.items():
+        if field.endswith("_name"):
+            shown[field.removesuffix("_name")] = value or group[field.removesuffix("name") + "id"]
+        elif not field.endswith("_id"):
+            shown[field] = value
+    return shown

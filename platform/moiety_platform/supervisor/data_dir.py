@@ -1,0 +1,143 @@
+"""The data directory of a local serve: its layout, its lock and its secrets.
+
+moiety.db      tenants, keys, usage            keys.json    the keys of the first start, 0600
+pepper         key of the keys' hashes, 0600   serve.url    where the gateway is, or was
+logs/NAME.log  what each part printed          serve.lock   held while a serve runs
+run/           sockets between the parts
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from moiety_platform.supervisor.errors import DataDirInUse, SupervisorError
+
+KEYS_FILE = "keys.json"
+URL_FILE = "serve.url"
+MAX_SOCKET_PATH_BYTES = 90  # the kernel's limit is 107, and the name gets a little longer
+MAX_LOG_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class FirstKeys:
+    """The keys that the first start made: the owner's, and one of the tenant to try with."""
+
+    admin_key: str = field(repr=False)
+    tenant: str
+    tenant_key: str = field(repr=False)
+
+
+class DataDir:
+    """Owns the directory while it is open; a second one on the same directory raises DataDirInUse."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self._lock_fd: int | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            for folder in (self.path, self.path / "logs", self.path / "run"):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as exc:
+            raise SupervisorError(
+                f"cannot make the data directory {self.path} ({exc.strerror}); choose another with --data-dir"
+            ) from exc
+        self._lock()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def _lock(self) -> None:
+        fd = os.open(self.path / "serve.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            holder = os.read(fd, 32).decode().strip()
+            os.close(fd)
+            raise DataDirInUse(
+                f"{self.path} is in use by another moiety serve (process {holder or 'unknown'}); "
+                "stop that one, or choose another --data-dir"
+            ) from exc
+        os.ftruncate(fd, 0)
+        os.write(fd, str(os.getpid()).encode())
+        self._lock_fd = fd
+
+    @property
+    def database_path(self) -> Path:
+        return self.path / "moiety.db"
+
+    @property
+    def pepper_path(self) -> Path:
+        return self.path / "pepper"
+
+    @property
+    def keys_path(self) -> Path:
+        return self.path / KEYS_FILE
+
+    def check_pepper(self) -> None:
+        """Raises SupervisorError if there are keys but not the secret they were hashed with: the gateway would make a
+        new one, under which every key is unknown."""
+        if self.database_path.exists() and not self.pepper_path.exists():
+            raise SupervisorError(
+                f"{self.pepper_path} is missing but {self.database_path} exists; its keys are worthless without it: "
+                "restore the file, or choose another --data-dir"
+            )
+
+    def engine_socket(self) -> Path:
+        """Where the engine listens: in the directory, or in a private temporary one if the path would be too long."""
+        inside = self.path / "run" / "engine.sock"
+        if len(os.fsencode(inside)) <= MAX_SOCKET_PATH_BYTES:
+            return inside
+        return Path(tempfile.mkdtemp(prefix="moiety-")) / "engine.sock"
+
+    def log_path(self, part: str) -> Path:
+        """The part's log, put aside as NAME.log.1 when it has grown large."""
+        path = self.path / "logs" / f"{part}.log"
+        if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
+            path.rename(path.with_suffix(".log.1"))
+        return path
+
+    def write_url(self, url: str) -> None:
+        write_private(self.path / URL_FILE, url + "\n")
+
+
+def read_url(data_dir: Path) -> str | None:
+    """Where the last serve on this directory had its gateway."""
+    path = data_dir / URL_FILE
+    return path.read_text(encoding="utf-8").strip() if path.exists() else None
+
+
+def read_first_keys(data_dir: Path) -> FirstKeys | None:
+    """The keys of the first start; None if there has been none. Raises SupervisorError for a broken file."""
+    path = data_dir / KEYS_FILE
+    if not path.exists():
+        return None
+    try:
+        return FirstKeys(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as exc:
+        raise SupervisorError(f"{path} is damaged; delete it to have new keys made at the next start") from exc
+
+
+def write_first_keys(path: Path, keys: FirstKeys) -> None:
+    write_private(path, json.dumps(asdict(keys), indent=2) + "\n")
+
+
+def write_private(path: Path, content: str) -> None:
+    """Write a file that only its owner may read, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

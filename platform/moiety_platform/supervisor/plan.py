@@ -1,0 +1,82 @@
+"""What a local serve consists of: from its options to the parts' command lines, and to what is shown to the user."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moiety_platform.supervisor.data_dir import DataDir, FirstKeys
+from moiety_platform.supervisor.ports import reachable_host
+from moiety_platform.supervisor.process import Part
+
+DEMO_NAME = "moiety-demo"
+DEMO_QUESTION = "What is 17 + 25?"
+NEUTRAL_QUESTION = "Say hello in one short sentence."
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The options of `moiety serve`, checked. `engine_arguments` go to the engine's command line as they are."""
+
+    host: str
+    port: int
+    dashboard_port: int | None  # None: no dashboard
+    model: str | None  # None: the bundled demo model
+    name: str
+    drain_s: int
+    config: Path | None = None
+    engine_arguments: tuple[str, ...] = field(default_factory=tuple)
+
+    @property
+    def url(self) -> str:
+        return f"http://{reachable_host(self.host)}:{self.port}"
+
+
+def engine_part(options: ServeOptions, socket: Path) -> Part:
+    arguments = ["engine", "--listen", f"ipc://{socket}", "--name", options.name]
+    if options.model is not None:
+        arguments += ["--model", options.model]
+    return Part("engine", (*arguments, *options.engine_arguments))
+
+
+def gateway_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> Part:
+    arguments = [
+        "gateway", "--host", options.host, "--port", str(options.port), "--data-dir", str(data_dir.path),
+        "--engine", f"ipc://{socket}", "--drain-s", str(options.drain_s),
+        "--migrate", "--first-keys", str(data_dir.keys_path),
+    ]  # fmt: skip
+    if options.config is not None:
+        arguments += ["--config", str(options.config)]
+    return Part("gateway", tuple(arguments))
+
+
+def dashboard_part(options: ServeOptions, keys: FirstKeys) -> Part:
+    assert options.dashboard_port is not None
+    arguments = ("dashboard", "--host", options.host, "--port", str(options.dashboard_port), "--gateway", options.url)
+    return Part("dashboard", arguments, {"MOIETY_ADMIN_KEY": keys.admin_key}, serves_requests=False)
+
+
+def curl_command(options: ServeOptions, tenant_key: str) -> str:
+    """A chat completion to paste into a shell, over several lines."""
+    question = DEMO_QUESTION if options.model is None else NEUTRAL_QUESTION
+    body = json.dumps({"model": options.name, "messages": [{"role": "user", "content": question}], "max_tokens": 64})
+    return (
+        f"curl -s {options.url}/v1/chat/completions \\\n"
+        f"  -H 'Authorization: Bearer {tenant_key}' \\\n"
+        f"  -H 'Content-Type: application/json' \\\n"
+        f"  -d {shlex.quote(body)}"
+    )
+
+
+def announcement(options: ServeOptions, keys: FirstKeys, first_run: bool) -> str:
+    """Addresses, keys and the command to try; the tenant's key comes after the admin's."""
+    lines = ["", f"  API         {options.url}/v1", f"  API schema  {options.url}/schema"]
+    if options.dashboard_port is not None:
+        lines.append(f"  dashboard   http://{reachable_host(options.host)}:{options.dashboard_port}")
+    lines.append(f"  model       {options.name}")
+    if first_run:
+        lines.append(f"  admin key   {keys.admin_key}")
+    lines.append(f"  tenant key  {keys.tenant_key}  (tenant {keys.tenant})")
+    return "\n".join([*lines, "", curl_command(options, keys.tenant_key), "", ""])

@@ -1,0 +1,74 @@
+"""Ports and the gateway's readiness, asked with nothing but sockets (an HTTP client takes longer to import)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from dataclasses import dataclass
+
+from moiety_platform.supervisor.errors import PortInUse
+
+PROBE_TIMEOUT_S = 2.0
+MAX_PROBE_BYTES = 65536
+
+
+def claim_port(host: str, port: int, option: str) -> int:
+    """The port, known to be free a moment ago; port 0 becomes a free one. Raises PortInUse, naming the option."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as exc:
+            raise PortInUse(
+                f"cannot listen on {host}:{port} ({exc.strerror}); choose another port with {option}"
+            ) from exc
+        return int(probe.getsockname()[1])
+
+
+def reachable_host(host: str) -> str:
+    """Where a client on this machine finds a server that listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """What /readyz says; `reason` tells what is missing, in a few words, where the answer does."""
+
+    ready: bool
+    reason: str = ""
+
+
+async def ask_readiness(host: str, port: int) -> Readiness:
+    """GET /readyz. A gateway that does not answer is not ready."""
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), port)
+            try:
+                writer.write(f"GET /readyz HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
+                answer = await reader.read(MAX_PROBE_BYTES)
+                while len(answer) < MAX_PROBE_BYTES and (more := await reader.read(MAX_PROBE_BYTES)):
+                    answer += more
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return Readiness(False, "the gateway does not answer yet")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status = head.split(b" ", 2)[1:2]
+    return Readiness(status == [b"200"], describe(body))
+
+
+def describe(body: bytes) -> str:
+    """The reason in a readiness answer: its `error.message`, `reason` or `detail`, whichever is there."""
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return ""
+    if not isinstance(answer, dict):
+        return ""
+    error = answer.get("error")
+    if isinstance(error, dict):
+        return str(error.get("message", ""))
+    return str(answer.get("reason") or answer.get("detail") or "")

