@@ -1,0 +1,46 @@
+"""What the runner hands to the model each step, and the paged cache that the model reads and writes.
+
+T tokens of the step (all sequences' chunks concatenated), S sequences, B blocks a row, L rows whose logits are wanted,
+N blocks, G key-value heads, P places a block, d head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's tokens. Decodes, sequences with exactly one query token, come first."""
+
+    token_ids_T: Tensor  # int64
+    positions_T: Tensor  # int64
+    slots_T: Tensor  # int64, where token t's K and V go: block_id · block_size + offset
+    query_start_S1: Tensor  # int32; sequence s owns the tokens query_start[s] … query_start[s + 1]
+    context_len_S: Tensor  # int32, tokens of sequence s in the cache, this chunk included
+    block_table_SB: Tensor  # int32, padded with 0
+    logit_rows_L: Tensor  # int64, rows of T
+    num_decode: int  # sequences 0 … num_decode - 1 have exactly one query token
+    max_context: int  # Python ints, so that nothing waits for the device
+    max_query: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's share of the cache, as views. A slot that no token was stored to may hold anything, NaN included."""
+
+    k_NGPd: Tensor
+    v_NGPd: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KvCache:
+    """The paged cache of all layers; block b of every layer belongs together."""
+
+    layers: tuple[LayerCache, ...]
+    num_blocks: int
+    block_size: int

@@ -1,0 +1,106 @@
+"""Filling a decoder's weights from a checkpoint's safetensors files, memory-mapped; complaints name the tensors.
+
+`names` says which tensor on disk goes to which part of which weight.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
+
+from moiety_engine.model.errors import WeightsError
+from moiety_engine.model.names import IGNORED_SUFFIXES, placements
+from moiety_engine.model.weights import ModelWeights, allocate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    import torch
+
+    from moiety_engine.model.spec import ModelSpec
+
+MAX_NAMES_SHOWN = 8
+
+
+def load(
+    folder: Path,
+    spec: ModelSpec,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None] | None = None,
+) -> ModelWeights:
+    """Read the checkpoint's safetensors, memory-mapped, into freshly allocated weights.
+
+    `progress` is called with (bytes read, bytes in all). Raises WeightsError, naming the tensors, when one is missing,
+    unexpected or of another shape.
+    """
+    shards = _shards(folder)
+    total = sum(path.stat().st_size for path in shards)
+    weights = allocate(spec, device=device, dtype=dtype)
+    present = set(_names(shards))
+    wanted = placements(spec, weights, present)
+    _complain("lacks", sorted(wanted.keys() - present), folder)
+    extra = sorted(name for name in present - wanted.keys() if not _ignorable(name, spec))
+    _complain("has unexpected", extra, folder)
+    done = 0
+    for path in shards:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                target = wanted.get(name)
+                if target is None:
+                    continue
+                source = file.get_tensor(name)
+                if source.shape != target.shape:
+                    raise WeightsError(
+                        f"{name} in {path} has shape {tuple(source.shape)}, but config.json asks for "
+                        f"{tuple(target.shape)}; the weights and config.json belong to different models"
+                    )
+                target.copy_(source)
+                done += source.numel() * source.element_size()
+                if progress is not None:
+                    progress(min(done, total), total)
+    if progress is not None:
+        progress(total, total)
+    return weights
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as exc:
+            raise WeightsError(f"{index} is not an index of safetensors shards: {exc}") from exc
+        paths = [folder / name for name in names]
+        _complain("lacks the file", [str(path) for path in paths if not path.is_file()], folder)
+        return paths
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise WeightsError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
+    return [single]
+
+
+def _names(shards: list[Path]) -> Iterator[str]:
+    for path in shards:
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield from file.keys()
+        except SafetensorError as exc:
+            raise WeightsError(f"{path} is not a whole safetensors file ({exc}); fetch it again") from exc
+
+
+def _ignorable(name: str, spec: ModelSpec) -> bool:
+    return name.endswith(IGNORED_SUFFIXES) or (spec.tie_word_embeddings and name == "lm_head.weight")
+
+
+def _complain(how: str, names: list[str], folder: Path) -> None:
+    if names:
+        more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+        raise WeightsError(
+            f"the checkpoint in {folder} {how} {', '.join(names[:MAX_NAMES_SHOWN])}{more}; "
+            "its files and its config.json do not belong together"
+        )

@@ -1,0 +1,114 @@
+"""Replaying decode steps of few sequences on a CPU without Python between the operations.
+
+At a handful of rows the interpreter would take a good part of a step. So the jobs that the layers run for a number of
+sequences are recorded once, on buffers that stay, and then replayed in one call, like a GPU's graph. A pass that does
+anything beside our kernels cannot be recorded and runs as before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from moiety_kernels.cpu.team import Program, team
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moiety_engine.model.batch import Batch, KvCache
+
+MAX_SEQUENCES = 8
+MIN_TABLE_WIDTH = 64  # blocks; a wider table is recorded anew, at twice the width
+
+_ALLOCATIONS = {"empty", "empty_like"}
+_QUERIES = {"data_ptr", "dim", "element_size", "is_contiguous", "numel", "stride", "__get__"}  # __get__: shape, dtype …
+_VIEWS = {"as_strided", "view"}
+
+
+class _Watch(TorchFunctionMode):
+    """Keeps what is allocated, and notes whether torch itself computed anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+        self.only_kernels = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.__name__ in _ALLOCATIONS:
+            self.tensors.append(result)
+        elif func.__name__ not in _QUERIES | _VIEWS:
+            self.only_kernels = False
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A program, the inputs that it reads, and all memory that it writes."""
+
+    program: Program
+    x_TD: Tensor
+    batch: Batch
+    output_TD: Tensor
+    tensors: list[Tensor]
+
+
+class DecodePrograms:
+    """Owns the recorded programs, by number of sequences, for one cache."""
+
+    def __init__(self, layers: Callable[[Tensor, Batch, KvCache], Tensor]) -> None:
+        self._layers = layers
+        self._cache: KvCache | None = None
+        self._recorded: dict[int, _Recorded] = {}
+        self._recordable = True
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether this is a step of few sequences with one token each."""
+        return self._recordable and batch.num_decode == batch.token_ids_T.shape[0] <= MAX_SEQUENCES
+
+    def run(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+        """What the layers make of x; valid until the next run."""
+        if kv is not self._cache:
+            self._cache, self._recorded = kv, {}
+        known = self._recorded.get(batch.num_decode)
+        if known is None or batch.block_table_SB.shape[1] > known.batch.block_table_SB.shape[1]:
+            return self._record(x_TD, batch, kv)
+        known.x_TD.copy_(x_TD)
+        _refill(known.batch, batch)
+        team().replay(known.program)
+        return known.output_TD
+
+    def _record(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+        sequences, width = batch.block_table_SB.shape
+        wide = max(MIN_TABLE_WIDTH, 1 << (width - 1).bit_length())
+        own = replace(
+            batch,
+            positions_T=batch.positions_T.clone(),
+            slots_T=batch.slots_T.clone(),
+            query_start_S1=batch.query_start_S1.clone(),
+            context_len_S=batch.context_len_S.clone(),
+            block_table_SB=torch.zeros(sequences, wide, dtype=torch.int32),
+            max_context=wide * kv.block_size,
+        )
+        _refill(own, batch)
+        self._layers(x_TD.clone(), own, kv)  # whatever is computed once, tables and machine code, is there after this
+        own_x_TD = x_TD.clone()
+        with team().recording() as jobs, _Watch() as watch:
+            output_TD = self._layers(own_x_TD, own, kv)
+        self._recordable = watch.only_kernels
+        if self._recordable:
+            recorded = _Recorded(Program(jobs), own_x_TD, own, output_TD, watch.tensors)
+            self._recorded[sequences] = recorded
+        return output_TD
+
+
+def _refill(own: Batch, batch: Batch) -> None:
+    own.positions_T.copy_(batch.positions_T)
+    own.slots_T.copy_(batch.slots_T)
+    own.query_start_S1.copy_(batch.query_start_S1)
+    own.context_len_S.copy_(batch.context_len_S)
+    own.block_table_SB[:, : batch.block_table_SB.shape[1]].copy_(batch.block_table_SB)

@@ -1,0 +1,96 @@
+"""The parts of a decoder layer: attention and feed-forward, each made of kernels and its weights.
+
+T tokens, D model width, H query heads, G key-value heads, d head width, E experts, K experts a token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from moiety_engine.model.spec import MoeSpec
+from moiety_engine.model.weights import DenseWeights, MoeWeights
+from moiety_kernels.attention_input import AttentionInputPlan, attention_input
+from moiety_kernels.linear import linear
+from moiety_kernels.moe import dense_swiglu, experts
+from moiety_kernels.paged_attention import paged_attention
+from moiety_kernels.route import route
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moiety_engine.model.batch import Batch, LayerCache
+    from moiety_engine.model.rotary import RotaryTable
+    from moiety_engine.model.spec import AttentionSpec, DenseSpec
+    from moiety_engine.model.weights import AttentionWeights
+    from moiety_engine.moe.load import ExpertCounter
+
+
+class FeedForward(Protocol):
+    """What follows attention in a layer."""
+
+    def __call__(self, x_TD: Tensor) -> Tensor: ...
+
+
+class GroupedQueryAttention:
+    """Causal attention with a paged cache; query heads share key-value heads in groups."""
+
+    def __init__(self, spec: AttentionSpec, weights: AttentionWeights, rotary: RotaryTable, norm_eps: float) -> None:
+        self._spec, self._weights, self._rotary = spec, weights, rotary
+        self._plan = AttentionInputPlan(weights.q_norm, weights.k_norm, norm_eps, spec.clip)
+
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        spec, weights = self._spec, self._weights
+        qkv_TC = linear(x_TD, weights.qkv_CD, weights.qkv_bias_C)
+        cos_PR, sin_PR = self._rotary.upto(batch.max_context)
+        q_THd = attention_input(
+            qkv_TC, self._plan, cos_PR, sin_PR, batch.positions_T, cache.k_NGPd, cache.v_NGPd, batch.slots_T
+        )
+        out_THd = paged_attention(
+            q_THd,
+            cache.k_NGPd,
+            cache.v_NGPd,
+            batch.query_start_S1,
+            batch.context_len_S,
+            batch.block_table_SB,
+            spec.scale,
+            spec.window,
+            num_decode=batch.num_decode,
+            max_query=batch.max_query,
+            max_context=batch.max_context,
+        )
+        return linear(out_THd.view(out_THd.shape[0], -1), weights.output_DC, weights.output_bias_D)
+
+
+class DenseFeedForward:
+    """SwiGLU for every token."""
+
+    def __init__(self, weights: DenseWeights) -> None:
+        self._weights = weights
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        w = self._weights
+        return dense_swiglu(x_TD, w.gate_up_2FD, w.down_DF, w.gate_up_bias_2F, w.down_bias_D)
+
+
+class MixtureOfExperts:
+    """Router, then the chosen experts of each token, weighted and summed."""
+
+    def __init__(self, spec: MoeSpec, weights: MoeWeights, layer: int, counter: ExpertCounter) -> None:
+        self._spec, self._weights, self._layer, self._counter = spec, weights, layer, counter
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        weights = self._weights
+        weight_TK, expert_TK = route(linear(x_TD, weights.router_ED), self._spec.routing)
+        self._counter.add(self._layer, expert_TK)
+        return experts(x_TD, weight_TK, expert_TK, weights.gate_up_E2FD, weights.down_EDF)
+
+
+def feed_forward(
+    spec: DenseSpec | MoeSpec, weights: DenseWeights | MoeWeights, layer: int, counter: ExpertCounter
+) -> FeedForward:
+    """The feed-forward that the spec describes."""
+    if isinstance(spec, MoeSpec):
+        assert isinstance(weights, MoeWeights)
+        return MixtureOfExperts(spec, weights, layer, counter)
+    assert isinstance(weights, DenseWeights)
+    return DenseFeedForward(weights)

@@ -1,0 +1,43 @@
+"""From a checkpoint's folder to a Transformer that can run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.model.checkpoint import load
+from moiety_engine.model.errors import UnsupportedModelError
+from moiety_engine.model.families import read_spec
+from moiety_engine.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_model(
+    folder: Path,
+    *,
+    device: str,
+    dtype: str,
+    num_threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Transformer:
+    """Read the checkpoint in `folder` and return the model on `device` ("cpu", "cuda", "cuda:1").
+
+    `dtype` is "float32", "bfloat16", or "auto": bfloat16 for a checkpoint in 16 bits, else float32. On a CPU bfloat16
+    means that the weights are kept so; activations and the cache are float32. `num_threads` sets the compute threads of
+    the process. `progress` is called with (bytes read, bytes in all). Raises ModelError.
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    spec = read_spec(folder)
+    if dtype == "auto":
+        dtype = "float32" if spec.checkpoint_dtype == "float32" else "bfloat16"
+    if dtype not in DTYPES:
+        raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
+    weights = load(folder, spec, device=torch.device(device), dtype=DTYPES[dtype], progress=progress)
+    return Transformer(spec, weights)

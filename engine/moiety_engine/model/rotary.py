@@ -1,0 +1,71 @@
+"""Tables of the rotary embedding's cosines and sines, grown as longer contexts come. P positions, R rotated pairs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from moiety_engine.model.spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+
+
+class RotaryTable:
+    """Owns one RopeSpec's tables on one device, float32."""
+
+    def __init__(self, spec: RopeSpec, device: torch.device) -> None:
+        self._frequencies_R, self._magnitude = inverse_frequencies(spec)
+        self._device = device
+        self._cos_PR = torch.empty(0, len(self._frequencies_R), device=device)
+        self._sin_PR = self._cos_PR
+        self._kept: list[Tensor] = []  # recorded programs read the tables by address
+
+    def upto(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """(cos_PR, sin_PR) with P ≥ num_positions."""
+        if num_positions > self._cos_PR.shape[0]:
+            size = max(2048, 1 << (num_positions - 1).bit_length())
+            angles_PR = torch.arange(size, dtype=torch.float32)[:, None] * self._frequencies_R
+            self._cos_PR = (angles_PR.cos() * self._magnitude).to(self._device)
+            self._sin_PR = (angles_PR.sin() * self._magnitude).to(self._device)
+            self._kept += [self._cos_PR, self._sin_PR]
+        return self._cos_PR, self._sin_PR
+
+
+def inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
+    """(radians a position for each rotated pair, what cosines and sines are multiplied by)."""
+    exponent_R = torch.arange(0, spec.rotary_width, 2, dtype=torch.float32) / spec.rotary_width
+    plain_R = 1.0 / (spec.theta**exponent_R)
+    match spec.scaling:
+        case None:
+            return plain_R, 1.0
+        case LinearScaling(factor):
+            return plain_R / factor, 1.0
+        case Llama3Scaling() as scaling:
+            return _llama3(plain_R, scaling), 1.0
+        case YarnScaling() as scaling:
+            return _yarn(plain_R, spec, scaling), scaling.attention_factor
+
+
+def _llama3(plain_R: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Blend from 1/factor at long wavelengths to 1 at short ones; linear in the number of turns in the old context."""
+    turns_R = scaling.original_max_positions * plain_R / (2 * math.pi)
+    kept_R = (turns_R - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept_R = kept_R.clamp(0, 1)
+    return (1 - kept_R) * plain_R / scaling.factor + kept_R * plain_R
+
+
+def _yarn(plain_R: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
+    """Pairs that turn often in the old context keep their frequency, those that turn rarely are slowed down."""
+
+    def pair_that_turns(turns: float) -> float:
+        span = scaling.original_max_positions / (turns * 2 * math.pi)
+        return spec.rotary_width * math.log(span) / (2 * math.log(spec.theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_width - 1)
+    if low == high:
+        high += 0.001
+    slowed_R = ((torch.arange(len(plain_R), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return plain_R / scaling.factor * slowed_R + plain_R * (1 - slowed_R)

@@ -1,0 +1,95 @@
+"""The decoder's forward pass over a paged cache, for inference only. Knows tensors; knows no request or text.
+
+T tokens of the step, D model width, L rows whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moiety_engine.model.batch import Batch, KvCache, LayerCache
+from moiety_engine.model.layers import GroupedQueryAttention, feed_forward
+from moiety_engine.model.rotary import RotaryTable
+from moiety_engine.model.spec import ModelSpec, MoeSpec
+from moiety_engine.model.weights import ModelWeights
+from moiety_engine.moe.load import ExpertCounter
+from moiety_kernels.linear import linear
+from moiety_kernels.rms_norm import add_rms_norm, rms_norm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moiety_engine.model.decode_programs import DecodePrograms
+
+
+class Transformer:
+    """One decoder with its weights. `expert_counter` counts expert use once enabled."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+        self.spec = spec
+        self.device = weights.embedding_VD.device
+        self.dtype = weights.embedding_VD.dtype
+        self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
+        self.kv_dtype = self.activation_dtype
+        experts = (layer.ffn.routing.num_experts for layer in spec.layers if isinstance(layer.ffn, MoeSpec))
+        self.expert_counter = ExpertCounter(spec.moe_layers, max(experts, default=0), self.device)
+        rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in spec.layers}
+        self._weights = weights
+        self._programs = _decode_programs(self._layers) if self.device.type == "cpu" else None
+        self._attentions = [
+            GroupedQueryAttention(one.attention, w.attention, rotaries[one.attention.rope], spec.norm_eps)
+            for one, w in zip(spec.layers, weights.layers, strict=True)
+        ]
+        self._ffns = [
+            feed_forward(one.ffn, w.ffn, index, self.expert_counter)
+            for index, (one, w) in enumerate(zip(spec.layers, weights.layers, strict=True))
+        ]
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Bytes that one block of `block_size` tokens takes over all layers."""
+        values = sum(2 * layer.attention.kv_width for layer in self.spec.layers)
+        return values * block_size * self.kv_dtype.itemsize
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> KvCache:
+        """A cache for the model: float32 on a CPU, the model's dtype on a GPU. Its content is undefined."""
+
+        def layer(heads: int, width: int) -> LayerCache:
+            both = torch.empty(2, num_blocks, heads, block_size, width, dtype=self.kv_dtype, device=self.device)
+            return LayerCache(both[0], both[1])
+
+        layers = tuple(layer(one.attention.num_kv_heads, one.attention.head_dim) for one in self.spec.layers)
+        return KvCache(layers, num_blocks, block_size)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv: KvCache) -> Tensor:
+        """Store the batch's tokens in the cache and return logits_LV, float32, of the rows that are wanted."""
+        weights = self._weights
+        x_TD = functional.embedding(batch.token_ids_T, weights.embedding_VD).to(self.activation_dtype)
+        programs = self._programs
+        if programs is not None and programs.takes(batch) and not self.expert_counter.enabled:
+            normed_TD = programs.run(x_TD, batch, kv)
+        else:
+            normed_TD = self._layers(x_TD, batch, kv)
+        return linear(normed_TD[batch.logit_rows_L], weights.head_VD).float()
+
+    def _layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+        """All layers and the final norm."""
+        weights, eps = self._weights, self.spec.norm_eps
+        normed_TD = rms_norm(x_TD, weights.layers[0].attention_norm_D, eps)
+        next_norms = [layer.attention_norm_D for layer in weights.layers[1:]] + [weights.final_norm_D]
+        for attention, ffn, layer, cache, next_norm_D in zip(
+            self._attentions, self._ffns, weights.layers, kv.layers, next_norms, strict=True
+        ):
+            x_TD, normed_TD = add_rms_norm(x_TD, attention(normed_TD, batch, cache), layer.ffn_norm_D, eps)
+            x_TD, normed_TD = add_rms_norm(x_TD, ffn(normed_TD), next_norm_D, eps)
+        return normed_TD
+
+
+def _decode_programs(layers: Callable[[Tensor, Batch, KvCache], Tensor]) -> DecodePrograms:
+    from moiety_engine.model.decode_programs import DecodePrograms  # noqa: PLC0415 - numba, of no use on a GPU
+
+    return DecodePrograms(layers)

@@ -1,0 +1,108 @@
+"""The tensors of a decoder, allocated from its spec. Knows neither their names on disk nor how they are computed with.
+
+Related matrices are kept as one (query, key and value; gate and up; all experts of a layer), so that one product serves
+them.
+
+V vocabulary, D model width, C fused query-key-value width, E experts, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoeSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    qkv_CD: Tensor
+    output_DC: Tensor
+    qkv_bias_C: Tensor | None
+    output_bias_D: Tensor | None
+    q_norm: Tensor | None  # float32, head width or width of all heads
+    k_norm: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeights:
+    gate_up_2FD: Tensor
+    down_DF: Tensor
+    gate_up_bias_2F: Tensor | None
+    down_bias_D: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights:
+    router_ED: Tensor
+    gate_up_E2FD: Tensor
+    down_EDF: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    attention_norm_D: Tensor  # float32
+    attention: AttentionWeights
+    ffn_norm_D: Tensor  # float32
+    ffn: DenseWeights | MoeWeights
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    embedding_VD: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm_D: Tensor  # float32
+    head_VD: Tensor  # the embedding itself where they are tied
+
+
+def allocate(spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> ModelWeights:
+    """Uninitialised tensors for every weight of the spec."""
+
+    def matrix(*shape: int) -> Tensor:
+        return torch.empty(shape, device=device, dtype=dtype)
+
+    def vector(size: int) -> Tensor:
+        return torch.empty(size, device=device, dtype=torch.float32)
+
+    def attention(a: AttentionSpec) -> AttentionWeights:
+        full, fused = a.qk_norm == "full", a.q_width + 2 * a.kv_width
+        return AttentionWeights(
+            qkv_CD=matrix(fused, spec.hidden_size),
+            output_DC=matrix(spec.hidden_size, a.q_width),
+            qkv_bias_C=vector(fused) if a.qkv_bias else None,
+            output_bias_D=vector(spec.hidden_size) if a.output_bias else None,
+            q_norm=None if a.qk_norm == "none" else vector(a.q_width if full else a.head_dim),
+            k_norm=None if a.qk_norm == "none" else vector(a.kv_width if full else a.head_dim),
+        )
+
+    def ffn(f: DenseSpec | MoeSpec) -> DenseWeights | MoeWeights:
+        if isinstance(f, MoeSpec):
+            experts = f.routing.num_experts
+            return MoeWeights(
+                router_ED=matrix(experts, spec.hidden_size),
+                gate_up_E2FD=matrix(experts, 2 * f.width, spec.hidden_size),
+                down_EDF=matrix(experts, spec.hidden_size, f.width),
+            )
+        return DenseWeights(
+            gate_up_2FD=matrix(2 * f.width, spec.hidden_size),
+            down_DF=matrix(spec.hidden_size, f.width),
+            gate_up_bias_2F=vector(2 * f.width) if f.bias else None,
+            down_bias_D=vector(spec.hidden_size) if f.bias else None,
+        )
+
+    def layer(one: LayerSpec) -> LayerWeights:
+        norms = vector(spec.hidden_size), vector(spec.hidden_size)
+        return LayerWeights(norms[0], attention(one.attention), norms[1], ffn(one.ffn))
+
+    embedding = matrix(spec.vocab_size, spec.hidden_size)
+    return ModelWeights(
+        embedding_VD=embedding,
+        layers=tuple(layer(one) for one in spec.layers),
+        final_norm_D=vector(spec.hidden_size),
+        head_VD=embedding if spec.tie_word_embeddings else matrix(spec.vocab_size, spec.hidden_size),
+    )

@@ -1,0 +1,1 @@
+"""What the engine knows of its experts: how much each is used."""

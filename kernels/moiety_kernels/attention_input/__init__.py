@@ -1,0 +1,51 @@
+"""From the fused query-key-value projection to rotated queries and a written cache."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from moiety_kernels.attention_input import reference
+from moiety_kernels.attention_input.plan import AttentionInputPlan
+from moiety_kernels.checks import require, require_shape
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+__all__ = ["AttentionInputPlan", "attention_input"]
+
+
+@functools.cache
+def _cpu() -> ModuleType:
+    from moiety_kernels.attention_input import cpu  # noqa: PLC0415 - numba, which a GPU has no use for
+
+    return cpu
+
+
+def attention_input(
+    qkv_TC: Tensor,
+    plan: AttentionInputPlan,
+    cos_PR: Tensor,
+    sin_PR: Tensor,
+    positions_T: Tensor,
+    k_cache_NGPd: Tensor,
+    v_cache_NGPd: Tensor,
+    slots_T: Tensor,
+) -> Tensor:
+    """Normalise, clip and rotate queries and keys, store keys and values in their slots, return the queries q_THd.
+
+    A row holds all query heads, then all key heads, then all value heads; a slot is block · P + place. qkv may be
+    overwritten. positions_T and slots_T are int64, cos and sin float32.
+    """
+    require_shape("slots", slots_T, (qkv_TC.shape[0],))
+    require_shape("positions", positions_T, (qkv_TC.shape[0],))
+    require(k_cache_NGPd.shape == v_cache_NGPd.shape, "the key and the value cache must have one shape")
+    require(2 * cos_PR.shape[1] <= k_cache_NGPd.shape[3], "the rotated width is larger than the head width")
+    if qkv_TC.is_cpu and _cpu().fits(qkv_TC, cos_PR, positions_T, k_cache_NGPd, slots_T):
+        fast: Tensor = _cpu().attention_input(
+            qkv_TC, plan, cos_PR, sin_PR, positions_T, k_cache_NGPd, v_cache_NGPd, slots_T
+        )
+        return fast
+    return reference.attention_input(qkv_TC, plan, cos_PR, sin_PR, positions_T, k_cache_NGPd, v_cache_NGPd, slots_T)

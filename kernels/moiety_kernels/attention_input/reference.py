@@ -1,0 +1,43 @@
+"""The definition of what happens between the fused projection and attention.
+
+T tokens, C fused width (H + 2G) · d, H query heads, G key-value heads, d head width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moiety_kernels.kv_store.reference import kv_store
+from moiety_kernels.rms_norm.reference import rms_norm
+from moiety_kernels.rope.reference import rope
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moiety_kernels.attention_input.plan import AttentionInputPlan
+
+
+def attention_input(
+    qkv_TC: Tensor,
+    plan: AttentionInputPlan,
+    cos_PR: Tensor,
+    sin_PR: Tensor,
+    positions_T: Tensor,
+    k_cache_NGPd: Tensor,
+    v_cache_NGPd: Tensor,
+    slots_T: Tensor,
+) -> Tensor:
+    """Normalise, clip and rotate queries and keys, store keys and values, return q_THd."""
+    num_kv_heads, width = k_cache_NGPd.shape[1], k_cache_NGPd.shape[3]
+    kv_width = num_kv_heads * width
+    q, k, v = qkv_TC.tensor_split([qkv_TC.shape[1] - 2 * kv_width, qkv_TC.shape[1] - kv_width], dim=1)
+    tokens = qkv_TC.shape[0]
+    if plan.q_norm is not None and plan.k_norm is not None:
+        q = rms_norm(q.reshape(tokens, -1, plan.q_norm.shape[0]), plan.q_norm, plan.norm_eps)
+        k = rms_norm(k.reshape(tokens, -1, plan.k_norm.shape[0]), plan.k_norm, plan.norm_eps)
+    if plan.clip is not None:
+        q, k, v = (part.clamp(-plan.clip, plan.clip) for part in (q, k, v))
+    q_THd = rope(q.reshape(tokens, -1, width), cos_PR, sin_PR, positions_T)
+    k_TGd = rope(k.reshape(tokens, -1, width), cos_PR, sin_PR, positions_T)
+    kv_store(k_TGd, v.reshape(tokens, -1, width), k_cache_NGPd, v_cache_NGPd, slots_T)
+    return q_THd

@@ -1,0 +1,36 @@
+"""Input checks shared by the operations: one error type, messages that name the argument and what it should be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+
+class KernelInputError(ValueError):
+    """A tensor handed to an operation has a shape, dtype or layout that the operation does not take."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise KernelInputError with `message` unless `condition`. Build no f-string for the message on a hot path."""
+    if not condition:
+        raise KernelInputError(message)
+
+
+def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless the tensor has exactly this shape; -1 takes any extent."""
+    actual = tensor.shape
+    agrees = len(actual) == len(shape)
+    if agrees:
+        for got, want in zip(actual, shape, strict=True):
+            if want not in (got, -1):
+                agrees = False
+    if not agrees:
+        raise KernelInputError(f"{name} has shape {tuple(actual)}, expected {shape} (-1: any)")
+
+
+def require_dtype(name: str, tensor: Tensor, *allowed: dtype) -> None:
+    """Raise unless the tensor's dtype is one of `allowed`."""
+    if tensor.dtype not in allowed:
+        raise KernelInputError(f"{name} has dtype {tensor.dtype}, expected {' or '.join(map(str, allowed))}")

@@ -1,0 +1,79 @@
+"""How the CPU kernels are compiled: by numba, without the GIL, kept in numba's cache (beside the package, or in
+the user's cache folder where the package is read-only). Knows no kernel.
+
+A job's function is a *task*: (args, task, scratch) → None, all int64, where `args` is the address of the job's
+arguments and `scratch` that of memory of the thread's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from numba import cfunc, config, njit, types
+from numba.extending import intrinsic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+def jit(function: F) -> F:
+    """Compile when it is first called, or read it from the cache."""
+    return cast("F", njit(nogil=True, cache=_cacheable(), error_model="numpy")(function))
+
+
+def emitted(function: Callable[..., Any]) -> Any:
+    """An instruction that writes its own LLVM code."""
+    return intrinsic(function)
+
+
+@functools.cache
+def task_address(task: Callable[[int, int, int], None]) -> int:
+    """Where the machine code of a task lies; compiled or read from the cache at first."""
+    return _address(task, 3)
+
+
+@functools.cache
+def driver_address(driver: Callable[[int, int, int, int, int], None]) -> int:
+    """Where the machine code of a driver (state, scratch, function, args, num_tasks) → None lies, given its jit."""
+    return _address(driver.py_func, 5)  # type: ignore[attr-defined]
+
+
+def _address(function: Callable[..., None], num_arguments: int) -> int:
+    signature = types.void(*[types.int64] * num_arguments)
+    kernel = cfunc(signature, cache=_cacheable(), error_model="numpy")(function)
+    _KEPT.append(kernel)
+    address = kernel.address
+    assert address is not None
+    return int(address)
+
+
+@functools.cache
+def _cacheable() -> bool:
+    """Point numba at a folder for compiled code; false if there is none, and every start compiles anew.
+
+    The folder's name holds a digest of all sources: numba itself looks only at the file of the function that it
+    compiles, not at those of the functions called from there.
+    """
+    package = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.read_bytes())
+    for parent in (package / "__pycache__", Path("~/.cache/moiety")):
+        try:
+            folder = parent.expanduser() / f"kernels-{digest.hexdigest()[:16]}"
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError):  # read-only, or nobody's home
+            continue
+        if os.access(folder, os.W_OK):
+            config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
+            return True
+    return False
+
+
+_KEPT: list[Any] = []  # code lives as long as its owner

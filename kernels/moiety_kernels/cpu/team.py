@@ -1,0 +1,196 @@
+"""The process's team of compute threads: runs a task function for every index of a range, on all threads at once.
+
+Threads take the next index when they are done with one, so that a core that is busy with other work costs its share and
+no more. Between the operations of a step the workers spin, giving way to whoever wants the core; soon after they sleep.
+A job is published as one ticket of generation, number of tasks and next task: a worker that wakes late cannot take from
+the wrong job. Knows no operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import struct
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from moiety_kernels.cpu.compiling import driver_address, jit
+from moiety_kernels.cpu.memory import (
+    acquire_i64,
+    call_driver,
+    call_task,
+    compare_swap_i64,
+    fetch_add_i64,
+    load_i64,
+    release_i64,
+    store_i64,
+    yield_core,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+# places in the shared state: int64 indices, in different cache lines where different threads write
+TICKET, DONE, FUNCTION, ARGS = 0, 8, 16, 17
+STATE_SIZE = 32
+SCRATCH_BYTES = 4 << 20  # a thread; kernels size their blocks by it
+ARGS_SIZE = 48
+SPINS_BEFORE_YIELD = 2_000
+YIELDS_BEFORE_SLEEP = 2_000
+
+_BITS = 20  # of the next task and of the number of tasks
+_MASK = (1 << _BITS) - 1
+_GENERATIONS = (1 << 23) - 1
+MAX_TASKS = _MASK
+
+
+@jit
+def _work(state: int, scratch: int) -> bool:
+    """Take and do tasks of the current job until none is left; says whether it did any."""
+    did = False
+    while True:
+        ticket = acquire_i64(state + 8 * TICKET)
+        task = ticket & _MASK
+        if task >= (ticket >> _BITS) & _MASK:
+            return did
+        if compare_swap_i64(state + 8 * TICKET, ticket, ticket + 1):
+            call_task(load_i64(state, FUNCTION), load_i64(state, ARGS), task, scratch)
+            fetch_add_i64(state + 8 * DONE, 1)
+            did = True
+
+
+@jit
+def _serve(state: int, scratch: int) -> None:
+    """A worker's life between two sleeps."""
+    idle = 0
+    while idle < SPINS_BEFORE_YIELD + YIELDS_BEFORE_SLEEP:
+        if _work(state, scratch):
+            idle = 0
+        else:
+            idle += 1
+            if idle > SPINS_BEFORE_YIELD:
+                yield_core()
+
+
+@jit
+def parallel(state: int, scratch: int, function: int, args: int, num_tasks: int) -> None:
+    """Run function(args, task, scratch) for every task below `num_tasks`; returns when all are done."""
+    if num_tasks == 1:
+        call_task(function, args, 0, scratch)
+        return
+    generation = ((load_i64(state, TICKET) >> (2 * _BITS)) + 1) & _GENERATIONS
+    store_i64(state, FUNCTION, function)
+    store_i64(state, ARGS, args)
+    store_i64(state, DONE, 0)
+    release_i64(state + 8 * TICKET, (generation << (2 * _BITS)) | (num_tasks << _BITS))
+    _work(state, scratch)
+    spins = 0
+    while acquire_i64(state + 8 * DONE) < num_tasks:
+        spins += 1
+        if spins > SPINS_BEFORE_YIELD:
+            yield_core()
+
+
+@jit
+def _replay(state: int, scratch: int, table: int, num_jobs: int) -> None:
+    for row in range(table, table + 32 * num_jobs, 32):
+        call_driver(load_i64(row, 0), state, scratch, load_i64(row, 1), load_i64(row, 2), load_i64(row, 3))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One call of a driver, with its packed arguments."""
+
+    driver: Any
+    function: int
+    num_tasks: int
+    args: NDArray[np.int64]
+
+
+class Program:
+    """Recorded jobs that run again in one call, without Python between them."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._args = np.stack([job.args for job in jobs])
+        rows = zip(jobs, self._args, strict=True)
+        self.table = np.array(
+            [(driver_address(job.driver), job.function, args.ctypes.data, job.num_tasks) for job, args in rows],
+            dtype=np.int64,
+        )
+
+
+class Team:
+    """Owns the worker threads, each thread's scratch memory and the arguments of the running job."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._state = np.zeros(STATE_SIZE, dtype=np.int64)
+        self._scratch = [np.zeros(SCRATCH_BYTES, dtype=np.uint8) for _ in range(num_threads)]
+        self._args = np.zeros(ARGS_SIZE, dtype=np.int64)
+        self._packed = self._args.data
+        self._calling = threading.Lock()
+        self._recorded: list[Job] | None = None
+        self._asleep = [True] * (num_threads - 1)
+        self._wake = [threading.Event() for _ in range(num_threads - 1)]
+        self.addresses = (self._state.ctypes.data, self._scratch[0].ctypes.data, self._args.ctypes.data)
+        for index in range(num_threads - 1):
+            threading.Thread(target=self._live, args=(index,), name=f"compute-{index + 1}", daemon=True).start()
+
+    def _live(self, index: int) -> None:
+        state, scratch = self._state.ctypes.data, self._scratch[index + 1].ctypes.data
+        while True:
+            self._asleep[index] = True
+            self._wake[index].wait()
+            self._wake[index].clear()
+            self._asleep[index] = False
+            _serve(state, scratch)
+
+    def run(self, function: int, num_tasks: int, layout: struct.Struct, *args: float) -> None:
+        """Run the task function at `function` for every task, with the arguments packed in 8 bytes each by `layout`."""
+        self.drive(parallel, layout, function, num_tasks, *args)
+
+    def drive(self, driver: Any, layout: struct.Struct, function: int, num_tasks: int, *args: float) -> None:
+        """Call a compiled driver(state, scratch, function, args, num_tasks), which may run several jobs."""
+        with self._calling:
+            if num_tasks > 1:
+                self._wake_all()
+            layout.pack_into(self._packed, 0, *args)
+            if self._recorded is not None:
+                self._recorded.append(Job(driver, function, num_tasks, self._args.copy()))
+            state, scratch, packed = self.addresses
+            driver(state, scratch, function, packed, num_tasks)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[Job]]:
+        """Within it, jobs are also listed as they run. Whoever replays them keeps their tensors alive."""
+        assert self._recorded is None, "recordings do not nest"
+        jobs: list[Job] = []
+        self._recorded = jobs
+        try:
+            yield jobs
+        finally:
+            self._recorded = None
+
+    def replay(self, program: Program) -> None:
+        """Run the program's jobs again, one after the other, on what its tensors hold now."""
+        with self._calling:
+            self._wake_all()
+            state, scratch, _ = self.addresses
+            _replay(state, scratch, program.table.ctypes.data, len(program.table))
+
+    def _wake_all(self) -> None:
+        for index, asleep in enumerate(self._asleep):
+            if asleep:
+                self._wake[index].set()
+
+
+@functools.cache
+def team() -> Team:
+    """The process's team, as many threads as torch is set to use when it is first needed."""
+    return Team(torch.get_num_threads())

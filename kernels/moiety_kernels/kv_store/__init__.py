@@ -1,0 +1,18 @@
+"""Writing new keys and values into their slots of the paged cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moiety_kernels.checks import require, require_shape
+from moiety_kernels.kv_store import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def kv_store(k_TGd: Tensor, v_TGd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, slots_T: Tensor) -> None:
+    """Write token t's key and value to slot slots_T[t] = block · P + place; slots of one call are distinct."""
+    require_shape("slots", slots_T, (k_TGd.shape[0],))
+    require(k_cache_NGPd.shape == v_cache_NGPd.shape, "the key and the value cache must have one shape")
+    reference.kv_store(k_TGd, v_TGd, k_cache_NGPd, v_cache_NGPd, slots_T)

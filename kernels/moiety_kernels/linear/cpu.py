@@ -1,0 +1,79 @@
+"""Linear maps on a CPU: float32 rows, bfloat16 or float32 weight. M rows, N outputs, K inputs."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_kernels.cpu.compiling import task_address
+from moiety_kernels.cpu.gemm import MAX_WIDTH, ROW_BLOCK, ROWS_AT, chunk_rows, multiply, point_rows
+from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32
+from moiety_kernels.cpu.team import team
+from moiety_kernels.cpu.vectors import LANES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LAYOUT = struct.Struct("11q")
+
+
+def fits(x_MK: Tensor, weight_NK: Tensor) -> bool:
+    """Whether `linear` takes these tensors."""
+    width = x_MK.shape[-1]
+    return (
+        x_MK.dtype is torch.float32
+        and weight_NK.dtype in (torch.bfloat16, torch.float32)
+        and width % LANES == 0
+        and 0 < width <= MAX_WIDTH
+        and x_MK.dim() == 2
+        and weight_NK.is_contiguous()
+        and x_MK.stride(1) == 1
+    )
+
+
+def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """x · weightᵀ + bias."""
+    m, k = x_MK.shape
+    n = weight_NK.shape[0]
+    out_MN = torch.empty(m, n)
+    if m == 0 or n == 0:
+        return out_MN
+    chunk = chunk_rows(k * weight_NK.element_size(), n, m)
+    tasks = -(-m // ROW_BLOCK) * -(-n // chunk)
+    bias = 0 if bias_N is None else bias_N.data_ptr()
+    team().run(
+        task_address(_task),
+        tasks,
+        _LAYOUT,
+        x_MK.data_ptr(),
+        weight_NK.data_ptr(),
+        bias,
+        out_MN.data_ptr(),
+        m,
+        n,
+        k,
+        weight_NK.dtype is torch.bfloat16,
+        x_MK.stride(0) * 4,
+        chunk,
+        -(-n // chunk),
+    )
+    return out_MN
+
+
+def _task(args: int, task: int, scratch: int) -> None:
+    m, n, k, narrow = load_i64(args, 4), load_i64(args, 5), load_i64(args, 6), load_i64(args, 7)
+    x_stride, chunk, num_chunks = load_i64(args, 8), load_i64(args, 9), load_i64(args, 10)
+    row, column = (task // num_chunks) * ROW_BLOCK, (task % num_chunks) * chunk
+    num_rows, num_columns = min(ROW_BLOCK, m - row), min(chunk, n - column)
+    rows = scratch + ROWS_AT
+    point_rows(rows, load_i64(args, 0) + row * x_stride, x_stride, num_rows)
+    w = load_i64(args, 1) + column * k * (2 if narrow else 4)
+    out = load_i64(args, 3) + 4 * (row * n + column)
+    multiply(rows, num_rows, w, narrow, num_columns, k, out, 4 * n, scratch)
+    bias = load_i64(args, 2)
+    if bias:
+        for i in range(num_rows):
+            for j in range(num_columns):
+                store_f32(out + 4 * i * n, j, load_f32(out + 4 * i * n, j) + load_f32(bias, column + j))

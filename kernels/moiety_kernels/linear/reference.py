@@ -1,0 +1,16 @@
+"""The definition of a linear map. T tokens, D input width, N output width."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """x · weightᵀ + bias in x's dtype; a weight of another dtype is widened or rounded to it first."""
+    bias = None if bias_N is None else bias_N.to(x_TD.dtype)
+    return functional.linear(x_TD, weight_ND.to(x_TD.dtype), bias)

@@ -1,0 +1,191 @@
+"""The expert layer on a CPU: pairs grouped by expert, gate and up products with SwiGLU, down products, weighted sum.
+
+T tokens, K experts a token, R = T · K routed rows in the order of their experts, E experts, D model and F expert width.
+An item is one expert with up to ROW_BLOCK of its rows; a task is an item and a chunk of the expert's weight rows.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_kernels.cpu.compiling import jit, task_address
+from moiety_kernels.cpu.gemm import MAX_WIDTH, ROW_BLOCK, TEMP_AT, chunk_rows, multiply
+from moiety_kernels.cpu.memory import load_f32, load_i32, load_i64, store_f32, store_i64
+from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, parallel, team
+from moiety_kernels.cpu.vectors import LANES, add_scaled_row, swiglu_row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LAYOUT = struct.Struct("25q")
+_COMBINE_BLOCK = 16  # tokens a task
+_MAX_CHUNK = (SCRATCH_BYTES - TEMP_AT) // (2 * 4 * ROW_BLOCK) // 16 * 16
+
+# arguments
+X, WEIGHT, CHOSEN, GATE_UP, DOWN, OUT = 0, 1, 2, 3, 4, 5
+TOKENS, TOP_K, EXPERTS, WIDTH, HIDDEN, NARROW, X_STRIDE = 6, 7, 8, 9, 10, 11, 12
+UP_CHUNK, DOWN_CHUNK = 13, 14
+INNER, RESULT = 15, 16  # float32 workspace [R, F] and [R, D]
+STARTS, PLACE, X_ROWS, INNER_ROWS, ITEMS = 17, 18, 19, 20, 21  # int64 workspace
+UP_TASK, DOWN_TASK, COMBINE_TASK = 22, 23, 24
+
+
+def fits(x_TD: Tensor, expert_TK: Tensor, w_gate_up_E2FD: Tensor, w_down_EDF: Tensor) -> bool:
+    """Whether `experts` takes these tensors."""
+    _, width, hidden = w_down_EDF.shape
+    return (
+        x_TD.dtype is torch.float32
+        and w_down_EDF.dtype in (torch.bfloat16, torch.float32)
+        and w_gate_up_E2FD.dtype is w_down_EDF.dtype
+        and expert_TK.dtype is torch.int32
+        and width % LANES == 0
+        and hidden % LANES == 0
+        and max(width, hidden) <= MAX_WIDTH
+        and 0 < expert_TK.numel() * max(1, max(width, hidden) // 16) < MAX_TASKS * ROW_BLOCK // 2
+        and x_TD.stride(1) == 1
+        and all(t.is_contiguous() for t in (expert_TK, w_gate_up_E2FD, w_down_EDF))
+    )
+
+
+def experts(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w_gate_up_E2FD: Tensor, w_down_EDF: Tensor) -> Tensor:
+    """Σ_k weight · expert(x) for each token."""
+    tokens, top_k = expert_TK.shape
+    num_experts, width, hidden = w_down_EDF.shape
+    rows, size = tokens * top_k, w_down_EDF.element_size()
+    floats = torch.empty(rows * (hidden + width))
+    max_items = num_experts + rows // ROW_BLOCK
+    sizes = (num_experts + 1, rows, rows, rows, 3 * max_items)
+    integers = torch.empty(sum(sizes), dtype=torch.int64)
+    out_TD = torch.empty(tokens, width)
+    starts = integers.data_ptr()
+    place = starts + 8 * sizes[0]
+    team().drive(
+        _drive,
+        _LAYOUT,
+        0,
+        2,
+        x_TD.data_ptr(),
+        weight_TK.data_ptr(),
+        expert_TK.data_ptr(),
+        w_gate_up_E2FD.data_ptr(),
+        w_down_EDF.data_ptr(),
+        out_TD.data_ptr(),
+        tokens,
+        top_k,
+        num_experts,
+        width,
+        hidden,
+        w_down_EDF.dtype is torch.bfloat16,
+        4 * x_TD.stride(0),
+        min(chunk_rows(2 * width * size, hidden, rows // num_experts), _MAX_CHUNK),
+        chunk_rows(hidden * size, width, rows // num_experts),
+        floats.data_ptr(),
+        floats.data_ptr() + 4 * rows * hidden,
+        starts,
+        place,
+        place + 8 * rows,
+        place + 16 * rows,
+        place + 24 * rows,
+        task_address(_up_task),
+        task_address(_down_task),
+        task_address(_combine_task),
+    )
+    return out_TD
+
+
+@jit
+def _drive(state: int, scratch: int, function: int, args: int, num_tasks: int) -> None:
+    """Group, then the three jobs one after the other."""
+    items = _group(args)
+    up_chunk, down_chunk = load_i64(args, UP_CHUNK), load_i64(args, DOWN_CHUNK)
+    hidden, width, tokens = load_i64(args, HIDDEN), load_i64(args, WIDTH), load_i64(args, TOKENS)
+    parallel(state, scratch, load_i64(args, UP_TASK), args, items * ((hidden + up_chunk - 1) // up_chunk))
+    parallel(state, scratch, load_i64(args, DOWN_TASK), args, items * ((width + down_chunk - 1) // down_chunk))
+    blocks = (tokens + _COMBINE_BLOCK - 1) // _COMBINE_BLOCK
+    parallel(state, scratch, load_i64(args, COMBINE_TASK), args, blocks)
+
+
+@jit
+def _group(args: int) -> int:
+    """Sort the pairs by expert (counting sort, stable), write row addresses and items; returns the number of items."""
+    experts, top_k = load_i64(args, EXPERTS), load_i64(args, TOP_K)
+    rows = load_i64(args, TOKENS) * top_k
+    chosen, starts, place, items = (
+        load_i64(args, CHOSEN),
+        load_i64(args, STARTS),
+        load_i64(args, PLACE),
+        load_i64(args, ITEMS),
+    )
+    for e in range(experts + 1):
+        store_i64(starts, e, 0)
+    for pair in range(rows):
+        e = load_i32(chosen, pair)
+        store_i64(starts, e + 1, load_i64(starts, e + 1) + 1)
+    num_items = 0
+    for e in range(experts):
+        count, first = load_i64(starts, e + 1), load_i64(starts, e)
+        store_i64(starts, e + 1, first + count)
+        for block in range(0, count, ROW_BLOCK):
+            store_i64(items, 3 * num_items, e)
+            store_i64(items, 3 * num_items + 1, first + block)
+            store_i64(items, 3 * num_items + 2, min(ROW_BLOCK, count - block))
+            num_items += 1
+    x, x_stride, x_rows = load_i64(args, X), load_i64(args, X_STRIDE), load_i64(args, X_ROWS)
+    inner, inner_rows, hidden = load_i64(args, INNER), load_i64(args, INNER_ROWS), load_i64(args, HIDDEN)
+    for pair in range(rows):
+        e = load_i32(chosen, pair)
+        row = load_i64(starts, e)
+        store_i64(starts, e, row + 1)
+        store_i64(place, pair, row)
+        store_i64(x_rows, row, x + pair // top_k * x_stride)
+        store_i64(inner_rows, row, inner + 4 * hidden * row)
+    return num_items
+
+
+def _up_task(args: int, task: int, scratch: int) -> None:
+    width, hidden, narrow = load_i64(args, WIDTH), load_i64(args, HIDDEN), load_i64(args, NARROW)
+    chunk = load_i64(args, UP_CHUNK)
+    num_chunks = (hidden + chunk - 1) // chunk
+    item = load_i64(args, ITEMS) + 24 * (task // num_chunks)
+    expert, first, num_rows = load_i64(item, 0), load_i64(item, 1), load_i64(item, 2)
+    column = task % num_chunks * chunk
+    num_columns = min(chunk, hidden - column)
+    row_bytes = width * (2 if narrow else 4)
+    gate_w = load_i64(args, GATE_UP) + (expert * 2 * hidden + column) * row_bytes
+    rows = load_i64(args, X_ROWS) + 8 * first
+    gate, up = scratch + TEMP_AT, scratch + TEMP_AT + 4 * num_rows * num_columns
+    multiply(rows, num_rows, gate_w, narrow, num_columns, width, gate, 4 * num_columns, scratch)
+    multiply(rows, num_rows, gate_w + hidden * row_bytes, narrow, num_columns, width, up, 4 * num_columns, scratch)
+    for i in range(num_rows):
+        offset = 4 * i * num_columns
+        swiglu_row(
+            gate + offset, up + offset, num_columns, load_i64(load_i64(args, INNER_ROWS), first + i) + 4 * column
+        )
+
+
+def _down_task(args: int, task: int, scratch: int) -> None:
+    width, hidden, narrow = load_i64(args, WIDTH), load_i64(args, HIDDEN), load_i64(args, NARROW)
+    chunk = load_i64(args, DOWN_CHUNK)
+    num_chunks = (width + chunk - 1) // chunk
+    item = load_i64(args, ITEMS) + 24 * (task // num_chunks)
+    expert, first, num_rows = load_i64(item, 0), load_i64(item, 1), load_i64(item, 2)
+    column = task % num_chunks * chunk
+    w = load_i64(args, DOWN) + (expert * width + column) * hidden * (2 if narrow else 4)
+    out = load_i64(args, RESULT) + 4 * (first * width + column)
+    rows = load_i64(args, INNER_ROWS) + 8 * first
+    multiply(rows, num_rows, w, narrow, min(chunk, width - column), hidden, out, 4 * width, scratch)
+
+
+def _combine_task(args: int, task: int, scratch: int) -> None:
+    width, top_k, tokens = load_i64(args, WIDTH), load_i64(args, TOP_K), load_i64(args, TOKENS)
+    weights, place = load_i64(args, WEIGHT), load_i64(args, PLACE)
+    for t in range(task * _COMBINE_BLOCK, min(tokens, (task + 1) * _COMBINE_BLOCK)):
+        out = load_i64(args, OUT) + 4 * t * width
+        for i in range(width):
+            store_f32(out, i, 0.0)
+        for pair in range(t * top_k, (t + 1) * top_k):
+            row = load_i64(args, RESULT) + 4 * width * load_i64(place, pair)
+            add_scaled_row(out, row, width, load_f32(weights, pair), out)

@@ -1,0 +1,47 @@
+"""The expert layer through torch's grouped matrix product, for GPUs in 16 bits: never waits for the device.
+
+T tokens, K experts a token, R = T · K routed rows, E experts, D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from moiety_kernels.moe.reference import swiglu
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ALIGNMENT = 8  # elements of 16 bits that fill the 16 bytes which the product asks rows to be aligned to
+
+
+def fits(x_TD: Tensor, w_down_EDF: Tensor) -> bool:
+    """Whether `experts` takes these tensors."""
+    _, width, hidden = w_down_EDF.shape
+    return (
+        hasattr(functional, "grouped_mm")
+        and x_TD.dtype is torch.bfloat16
+        and w_down_EDF.dtype is torch.bfloat16
+        and x_TD.shape[0] > 0
+        and width % _ALIGNMENT == 0
+        and hidden % _ALIGNMENT == 0
+    )
+
+
+def experts(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w_gate_up_E2FD: Tensor, w_down_EDF: Tensor) -> Tensor:
+    """Σ_k weight · expert(x) for each token, summed in the order of k."""
+    tokens, top_k = expert_TK.shape
+    chosen_R = expert_TK.flatten()
+    order_R = torch.argsort(chosen_R, stable=True)
+    ends_E = torch.searchsorted(
+        chosen_R[order_R], torch.arange(w_down_EDF.shape[0], device=x_TD.device, dtype=chosen_R.dtype), right=True
+    ).to(torch.int32)
+    inner_R2F = functional.grouped_mm(x_TD[order_R // top_k], w_gate_up_E2FD.transpose(1, 2), offs=ends_E)
+    down_RD = functional.grouped_mm(swiglu(inner_R2F), w_down_EDF.transpose(1, 2), offs=ends_E)
+    y_RD = torch.empty_like(down_RD)
+    y_RD[order_R] = down_RD
+    y_TKD = y_RD.view(tokens, top_k, -1) * weight_TK.unsqueeze(-1).to(x_TD.dtype)
+    return torch.sum(y_TKD, dim=1)

@@ -1,0 +1,38 @@
+"""The definition of an expert layer after routing: gather → gate and up → SwiGLU → down → weight → combine.
+
+T tokens, K experts a token, E experts, D model width, F expert width. No capacity limit, no dropped token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from moiety_kernels.route.reference import group_by_expert
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def swiglu(gate_up_R2F: Tensor) -> Tensor:
+    """silu(gate) · up, where gate is the first half of the last dimension and up the second."""
+    gate, up = gate_up_R2F.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def experts(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w_gate_up_E2FD: Tensor, w_down_EDF: Tensor) -> Tensor:
+    """Σ_k weight · expert(x) for each token, summed in the order of k, so that the result is deterministic."""
+    num_tokens, top_k = expert_TK.shape
+    order_R, counts_E = group_by_expert(expert_TK, w_down_EDF.shape[0])
+    y_RD = x_TD.new_empty(num_tokens * top_k, x_TD.shape[1])
+    start = 0
+    for expert, count in enumerate(counts_E.tolist()):
+        if count:
+            pairs = order_R[start : start + count]
+            hidden = swiglu(functional.linear(x_TD[pairs // top_k], w_gate_up_E2FD[expert].to(x_TD.dtype)))
+            y_RD[pairs] = functional.linear(hidden, w_down_EDF[expert].to(x_TD.dtype))
+            start += count
+    y_TKD = y_RD.view(num_tokens, top_k, -1) * weight_TK.unsqueeze(-1).to(x_TD.dtype)
+    return torch.sum(y_TKD, dim=1)

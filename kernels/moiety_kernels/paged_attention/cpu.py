@@ -1,0 +1,223 @@
+"""Attention over the paged cache on a CPU, reading keys and values where they lie, in the manner of FlashAttention.
+
+A task is one sequence, one key-value head and up to ROWS_AT_ONCE query rows (tokens × the heads that share that head).
+It goes through the keys in chunks at fixed positions and keeps a running softmax for each row, so that a row's result
+does not depend on how the prompt was cut or what else is in the batch.
+
+T tokens, S sequences, B blocks a row, H query heads, G key-value heads, d head width, N blocks, P places a block.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_kernels.cpu.compiling import jit, task_address
+from moiety_kernels.cpu.gemm import ROWS_AT, TEMP_AT, multiply_wide
+from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, store_f32, store_i64
+from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, parallel, team
+from moiety_kernels.cpu.vectors import AXPY_ROWS, LANES, axpy_tile, scale_row, softmax_step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROWS_AT_ONCE = 48
+CHUNK = 128  # positions
+_LAYOUT = struct.Struct("18qd")
+_AXPY_VECTORS = 4
+_MAX_SHARING = 256  # query heads a key-value head
+
+# arguments
+Q, K_CACHE, V_CACHE, OUT, QUERY_START, CONTEXT_LEN, TABLE = 0, 1, 2, 3, 4, 5, 6
+SEQUENCES, TABLE_WIDTH, HEADS, KV_HEADS, WIDTH, PLACES, Q_STRIDE, WINDOW = 7, 8, 9, 10, 11, 12, 13, 14
+ITEMS, TOKENS_AT_ONCE, TASK, SCALE = 15, 16, 17, 18
+
+_axpy_many_wide, _axpy_many_one = axpy_tile(AXPY_ROWS, _AXPY_VECTORS), axpy_tile(AXPY_ROWS, 1)
+_axpy_one_wide, _axpy_one_one = axpy_tile(1, _AXPY_VECTORS), axpy_tile(1, 1)
+
+
+def fits(q_THd: Tensor, k_cache_NGPd: Tensor, block_table_SB: Tensor) -> bool:
+    """Whether `paged_attention` takes these tensors."""
+    tokens, heads, width = q_THd.shape
+    sharing = heads // k_cache_NGPd.shape[1]
+    rows = max(ROWS_AT_ONCE, sharing)
+    return (
+        q_THd.dtype is torch.float32
+        and k_cache_NGPd.dtype is torch.float32
+        and block_table_SB.dtype is torch.int32
+        and width % LANES == 0
+        and sharing <= _MAX_SHARING
+        and TEMP_AT + 4 * rows * (CHUNK + width + 2) <= SCRATCH_BYTES
+        and 0 < tokens * heads <= MAX_TASKS
+        and q_THd.stride(2) == 1
+        and q_THd.stride(1) == width
+        and block_table_SB.stride(1) == 1
+        and k_cache_NGPd.is_contiguous()
+    )
+
+
+def paged_attention(
+    q_THd: Tensor,
+    k_cache_NGPd: Tensor,
+    v_cache_NGPd: Tensor,
+    query_start_S1: Tensor,
+    context_len_S: Tensor,
+    block_table_SB: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """out_THd, contiguous."""
+    tokens, heads, width = q_THd.shape
+    _, kv_heads, places, _ = k_cache_NGPd.shape
+    sequences = context_len_S.shape[0]
+    at_once = max(1, ROWS_AT_ONCE // (heads // kv_heads))
+    out_THd = torch.empty(tokens, heads, width)
+    items = torch.empty(3 * (sequences + tokens // at_once), dtype=torch.int64)
+    team().drive(
+        _drive,
+        _LAYOUT,
+        0,
+        2,
+        q_THd.data_ptr(),
+        k_cache_NGPd.data_ptr(),
+        v_cache_NGPd.data_ptr(),
+        out_THd.data_ptr(),
+        query_start_S1.data_ptr(),
+        context_len_S.data_ptr(),
+        block_table_SB.data_ptr(),
+        sequences,
+        block_table_SB.stride(0),
+        heads,
+        kv_heads,
+        width,
+        places,
+        4 * q_THd.stride(0),
+        0 if window is None else window,
+        items.data_ptr(),
+        at_once,
+        task_address(_task),
+        scale,
+    )
+    return out_THd
+
+
+@jit
+def _drive(state: int, scratch: int, function: int, args: int, num_tasks: int) -> None:
+    """List the items (sequence, first query, number of queries), the longest contexts first, and run them."""
+    starts, items, at_once = load_i64(args, QUERY_START), load_i64(args, ITEMS), load_i64(args, TOKENS_AT_ONCE)
+    num_items = 0
+    for s in range(load_i64(args, SEQUENCES)):
+        queries = load_i32(starts, s + 1) - load_i32(starts, s)
+        for first in range((queries - 1) // at_once * at_once, -1, -at_once):
+            store_i64(items, 3 * num_items, s)
+            store_i64(items, 3 * num_items + 1, first)
+            store_i64(items, 3 * num_items + 2, min(at_once, queries - first))
+            num_items += 1
+    if num_items:
+        parallel(state, scratch, load_i64(args, TASK), args, num_items * load_i64(args, KV_HEADS))
+
+
+@jit
+def _scores(args: int, table: int, head: int, start: int, count: int, num_rows: int, rows: int, scores: int) -> None:
+    """scores[row, j] = q_row · k[start + j] for j < count."""
+    places, width, kv_heads = load_i64(args, PLACES), load_i64(args, WIDTH), load_i64(args, KV_HEADS)
+    cache, stride = load_i64(args, K_CACHE), 4 * width
+    j = 0
+    while j < count:
+        block, place = (start + j) // places, (start + j) % places
+        run = min(places - place, count - j)
+        key = cache + ((load_i32(table, block) * kv_heads + head) * places + place) * stride
+        multiply_wide(rows, num_rows, key, stride, run, width, scores + 4 * j, 4 * CHUNK)
+        j += run
+
+
+@jit
+def _accumulate(
+    args: int, table: int, head: int, start: int, count: int, num_rows: int, scores: int, sums: int
+) -> None:
+    """sums[row] += Σ_j weight[row, j] · v[start + j] for j < count."""
+    places, width, kv_heads = load_i64(args, PLACES), load_i64(args, WIDTH), load_i64(args, KV_HEADS)
+    cache, stride = load_i64(args, V_CACHE), 4 * width
+    vectors = width // LANES
+    j = 0
+    while j < count:
+        block, place = (start + j) // places, (start + j) % places
+        run = min(places - place, count - j)
+        value = cache + ((load_i32(table, block) * kv_heads + head) * places + place) * stride
+        i = 0
+        while i < num_rows:
+            many = num_rows - i >= AXPY_ROWS
+            weight, target = scores + 4 * (i * CHUNK + j), sums + i * stride
+            n = 0
+            while n < vectors:
+                at = 4 * LANES * n
+                if vectors - n >= _AXPY_VECTORS:
+                    if many:
+                        _axpy_many_wide(weight, 4 * CHUNK, value + at, stride, run, target + at, stride)
+                    else:
+                        _axpy_one_wide(weight, 4 * CHUNK, value + at, stride, run, target + at, stride)
+                    n += _AXPY_VECTORS
+                else:
+                    if many:
+                        _axpy_many_one(weight, 4 * CHUNK, value + at, stride, run, target + at, stride)
+                    else:
+                        _axpy_one_one(weight, 4 * CHUNK, value + at, stride, run, target + at, stride)
+                    n += 1
+            i += AXPY_ROWS if many else 1
+        j += run
+
+
+@jit
+def _mask(args: int, position: int, start: int, count: int, padded: int, row: int) -> None:
+    """Scale a row of scores and hide the positions that the query at `position` does not see."""
+    scale_row(row, padded, load_f64(args, SCALE))
+    window = load_i64(args, WINDOW)
+    if window:
+        for j in range(min(count, position - window + 1 - start)):
+            store_f32(row, j, -math.inf)
+    for j in range(max(0, min(count, position + 1 - start)), padded):
+        store_f32(row, j, -math.inf)
+
+
+def _task(args: int, task: int, scratch: int) -> None:
+    kv_heads, width, heads = load_i64(args, KV_HEADS), load_i64(args, WIDTH), load_i64(args, HEADS)
+    sharing, head = heads // kv_heads, task % kv_heads
+    item = load_i64(args, ITEMS) + 24 * (task // kv_heads)
+    s, first, queries = load_i64(item, 0), load_i64(item, 1), load_i64(item, 2)
+    begin, end = load_i32(load_i64(args, QUERY_START), s), load_i32(load_i64(args, QUERY_START), s + 1)
+    position = load_i32(load_i64(args, CONTEXT_LEN), s) - (end - begin) + first  # of the first query here
+    table = load_i64(args, TABLE) + 4 * s * load_i64(args, TABLE_WIDTH)
+    num_rows, rows = queries * sharing, scratch + ROWS_AT
+    scores = scratch + TEMP_AT
+    sums = scores + 4 * CHUNK * num_rows
+    states = sums + 4 * width * num_rows
+    token_bytes = load_i64(args, Q_STRIDE)
+    for i in range(num_rows):
+        token, shared = first + begin + i // sharing, head * sharing + i % sharing
+        store_i64(rows, i, load_i64(args, Q) + token * token_bytes + 4 * shared * width)
+        store_f32(states, 2 * i, -math.inf)
+        store_f32(states, 2 * i + 1, 0.0)
+    for i in range(num_rows * width):
+        store_f32(sums, i, 0.0)
+    window = load_i64(args, WINDOW)
+    lowest = max(0, position - window + 1) if window else 0
+    for start in range(lowest // CHUNK * CHUNK, position + queries, CHUNK):
+        count = min(CHUNK, position + queries - start)
+        padded = (count + LANES - 1) // LANES * LANES
+        _scores(args, table, head, start, count, num_rows, rows, scores)
+        for i in range(num_rows):
+            row = scores + 4 * CHUNK * i
+            _mask(args, position + i // sharing, start, count, padded, row)
+            shrink = softmax_step(row, padded, states + 8 * i)
+            if shrink != 1.0:
+                scale_row(sums + 4 * width * i, width, shrink)
+        _accumulate(args, table, head, start, count, num_rows, scores, sums)
+    for i in range(num_rows):
+        token, shared = first + begin + i // sharing, head * sharing + i % sharing
+        out = load_i64(args, OUT) + 4 * (token * heads + shared) * width
+        scale_row(sums + 4 * width * i, width, 1.0 / load_f32(states, 2 * i + 1))
+        for j in range(width):
+            store_f32(out, j, load_f32(sums, i * width + j))

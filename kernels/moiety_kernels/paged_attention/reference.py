@@ -1,0 +1,54 @@
+"""The definition of causal attention over a paged cache.
+
+T tokens, S sequences, B blocks a row, H query heads, G key-value heads, d head width, N blocks, P places a block.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def paged_attention(
+    q_THd: Tensor,
+    k_cache_NGPd: Tensor,
+    v_cache_NGPd: Tensor,
+    query_start_S1: Tensor,
+    context_len_S: Tensor,
+    block_table_SB: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Each sequence's queries are its last tokens in the cache; query i sees its own position and those before it, of
+    these only the last `window` if that is set. Slots beyond a sequence's context are never read."""
+    _, num_kv_heads, places, width = k_cache_NGPd.shape
+    repeat = q_THd.shape[1] // num_kv_heads
+    out_THd = torch.empty_like(q_THd)
+    starts = query_start_S1.tolist()
+    for s, context in enumerate(context_len_S.tolist()):
+        begin, end = starts[s], starts[s + 1]
+        if begin == end:
+            continue
+        blocks = block_table_SB[s, : -(-context // places)].long()
+        k, v = (
+            cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, width)[:context].float()
+            for cache in (k_cache_NGPd, v_cache_NGPd)
+        )
+        scores = (
+            torch.einsum(
+                "qgrd,kgd->grqk", q_THd[begin:end].float().reshape(end - begin, num_kv_heads, repeat, width), k
+            )
+            * scale
+        )
+        key_at = torch.arange(context, device=q_THd.device)
+        query_at = torch.arange(context - (end - begin), context, device=q_THd.device)[:, None]
+        hidden = key_at > query_at
+        if window is not None:
+            hidden |= key_at <= query_at - window
+        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        out_THd[begin:end] = torch.einsum("grqk,kgd->qgrd", weights, v).flatten(1, 2).to(q_THd.dtype)
+    return out_THd

@@ -1,0 +1,40 @@
+"""RMS normalisation, alone and fused with the residual addition before it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from moiety_kernels.checks import require, require_shape
+from moiety_kernels.rms_norm import reference
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+
+@functools.cache
+def _cpu() -> ModuleType:
+    from moiety_kernels.rms_norm import cpu  # noqa: PLC0415 - numba, which a GPU has no use for
+
+    return cpu
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension; float32 inside, x's dtype outside."""
+    require_shape("weight", weight_D, (x_TD.shape[-1],))
+    if x_TD.is_cpu and _cpu().fits(x_TD, weight_D):
+        fast: Tensor = _cpu().rms_norm(x_TD, weight_D, eps)
+        return fast
+    return reference.rms_norm(x_TD, weight_D, eps)
+
+
+def add_rms_norm(x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + delta, rms_norm(x + delta)). Both inputs may be overwritten; do not read them afterwards."""
+    require_shape("weight", weight_D, (x_TD.shape[-1],))
+    require(x_TD.shape == delta_TD.shape, "x and delta must have one shape")
+    if x_TD.is_cpu and _cpu().fits(x_TD, weight_D) and _cpu().fits(delta_TD, weight_D):
+        fast: tuple[Tensor, Tensor] = _cpu().add_rms_norm(x_TD, delta_TD, weight_D, eps)
+        return fast
+    return reference.add_rms_norm(x_TD, delta_TD, weight_D, eps)

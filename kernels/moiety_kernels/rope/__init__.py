@@ -1,0 +1,18 @@
+"""Rotary position embedding by tables of cosines and sines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moiety_kernels.checks import require, require_shape
+from moiety_kernels.rope import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def rope(x_THd: Tensor, cos_PR: Tensor, sin_PR: Tensor, positions_T: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + R) of each head by the angles of the token's position; the rest of a head stays."""
+    require_shape("positions", positions_T, (x_THd.shape[0],))
+    require(2 * cos_PR.shape[1] <= x_THd.shape[-1], "the rotated width is larger than the head width")
+    return reference.rope(x_THd, cos_PR, sin_PR, positions_T)

@@ -1,0 +1,38 @@
+"""Routing: which experts a token goes to, with what weight, and the pairs grouped by expert."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from moiety_kernels.checks import require_shape
+from moiety_kernels.route import reference
+from moiety_kernels.route.spec import RoutingSpec
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+__all__ = ["RoutingSpec", "group_by_expert", "route"]
+
+
+@functools.cache
+def _cpu() -> ModuleType:
+    from moiety_kernels.route import cpu  # noqa: PLC0415 - numba, which a GPU has no use for
+
+    return cpu
+
+
+def route(logits_TE: Tensor, spec: RoutingSpec) -> tuple[Tensor, Tensor]:
+    """(weight_TK float32, expert_TK int32), the best expert first."""
+    require_shape("logits", logits_TE, (-1, spec.num_experts))
+    if logits_TE.is_cpu and _cpu().fits(logits_TE):
+        fast: tuple[Tensor, Tensor] = _cpu().route(logits_TE, spec)
+        return fast
+    return reference.route(logits_TE, spec)
+
+
+def group_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """(order_R, counts_E), both int64: the pairs t · K + k expert by expert, and each expert's number of pairs."""
+    return reference.group_by_expert(expert_TK, num_experts)

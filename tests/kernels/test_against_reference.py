@@ -1,0 +1,221 @@
+"""What an operation chooses for the machine agrees with its reference: odd shapes, fresh inputs, poisoned memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moiety_kernels.attention_input import AttentionInputPlan, attention_input
+from moiety_kernels.attention_input.reference import attention_input as attention_input_reference
+from moiety_kernels.checks import KernelInputError
+from moiety_kernels.kv_store import kv_store
+from moiety_kernels.linear import linear
+from moiety_kernels.linear.reference import linear as linear_reference
+from moiety_kernels.moe import dense_swiglu, experts
+from moiety_kernels.moe import grouped as experts_grouped
+from moiety_kernels.moe.reference import experts as experts_reference
+from moiety_kernels.paged_attention import paged_attention
+from moiety_kernels.paged_attention.batched import paged_attention as paged_attention_batched
+from moiety_kernels.paged_attention.reference import paged_attention as paged_attention_reference
+from moiety_kernels.rms_norm import add_rms_norm, rms_norm
+from moiety_kernels.rms_norm.reference import rms_norm as rms_norm_reference
+from moiety_kernels.rope import rope
+from moiety_kernels.route import RoutingSpec, group_by_expert, route
+from moiety_kernels.route.reference import route as route_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WEIGHTS = [torch.float32, torch.bfloat16]
+
+
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, device=DEVICE) * scale
+
+
+def close(ours: Tensor, theirs: Tensor, ratio: float = 1e-5) -> bool:
+    """Whether the largest error is below `ratio` of the largest value; false for NaN."""
+    return bool((ours - theirs).abs().max() <= ratio * theirs.abs().max().clamp(min=1e-3))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> None:
+    """Freed memory that the next allocations are likely to get holds NaN, so that nothing may count on zeros."""
+    for size in (1 << 8, 1 << 12, 1 << 16, 1 << 18):
+        held = [torch.full((size,), float("nan"), device=DEVICE) for _ in range(4)]
+        del held
+
+
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 11, 12, 13, 47, 97, 200])
+@pytest.mark.parametrize(("n", "k"), [(1, 16), (7, 64), (33, 48), (130, 304), (515, 1024), (20, 50)])
+def test_linear(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight, bias = normal(rows, k), normal(n, k, scale=k**-0.5).to(dtype), normal(n)
+    assert close(linear(x, weight), linear_reference(x, weight))
+    assert close(linear(x, weight, bias), linear_reference(x, weight, bias))
+
+
+def test_linear_takes_rows_with_a_stride() -> None:
+    x, weight = normal(9, 200)[:, 16:144], normal(40, 128)
+    assert close(linear(x, weight), linear_reference(x, weight))
+
+
+def test_linear_of_no_rows_is_empty() -> None:
+    assert linear(normal(0, 64), normal(10, 64)).shape == (0, 10)
+
+
+@pytest.mark.parametrize("rows", [1, 31, 70])
+@pytest.mark.parametrize("width", [16, 48, 1024, 60])
+def test_rms_norm_alone_and_after_an_addition(rows: int, width: int) -> None:
+    x, delta, weight = normal(rows, width), normal(rows, width), normal(width)
+    assert close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+    total = x + delta
+    ours_total, ours = add_rms_norm(x.clone(), delta.clone(), weight, 1e-5)
+    assert close(ours_total, total)
+    assert close(ours, rms_norm_reference(total, weight, 1e-5))
+
+
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(1, 4, 4), (5, 8, 2), (70, 60, 4), (200, 128, 8)])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_route(tokens: int, num_experts: int, top_k: int, renormalize: bool) -> None:
+    logits, spec = normal(tokens, num_experts, scale=3), RoutingSpec(num_experts, top_k, renormalize)
+    weight, expert = route(logits, spec)
+    expected_weight, expected_expert = route_reference(logits, spec)
+    assert torch.equal(expert, expected_expert)
+    assert close(weight, expected_weight)
+
+
+def test_groups_list_every_pair_once_in_the_order_of_experts() -> None:
+    expert = torch.randint(0, 6, (40, 3), dtype=torch.int32, device=DEVICE)
+    order, counts = group_by_expert(expert, 6)
+    assert sorted(order.tolist()) == list(range(120))
+    assert expert.flatten()[order].tolist() == sorted(expert.flatten().tolist())
+    assert counts.tolist() == [int((expert == e).sum()) for e in range(6)]
+
+
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "top_k", "width", "hidden"),
+    [(1, 4, 2, 64, 48), (3, 8, 3, 48, 16), (33, 5, 1, 128, 80), (250, 3, 2, 64, 96), (17, 4, 2, 40, 24)],
+)
+def test_experts(tokens: int, num_experts: int, top_k: int, width: int, hidden: int, dtype: torch.dtype) -> None:
+    x = normal(tokens, width)
+    gate_up = normal(num_experts, 2 * hidden, width, scale=width**-0.5).to(dtype)
+    down = normal(num_experts, width, hidden, scale=hidden**-0.5).to(dtype)
+    weight, expert = route_reference(normal(tokens, num_experts), RoutingSpec(num_experts, top_k, renormalize=True))
+    assert close(experts(x, weight, expert, gate_up, down), experts_reference(x, weight, expert, gate_up, down))
+
+
+def test_experts_that_nobody_chose_are_never_read() -> None:
+    x = normal(20, 64)
+    gate_up, down = normal(4, 96, 64), normal(4, 64, 48)
+    expert = torch.tensor([[0, 2]] * 20, dtype=torch.int32, device=DEVICE)
+    weight = torch.full((20, 2), 0.5, device=DEVICE)
+    expected = experts_reference(x, weight, expert, gate_up, down)
+    for unused in (1, 3):
+        gate_up[unused], down[unused] = float("nan"), float("nan")
+    assert close(experts(x, weight, expert, gate_up, down), expected)
+
+
+def test_large_gates_do_not_overflow() -> None:
+    x = torch.eye(2, 16, device=DEVICE)
+    w_gate_up, w_down = torch.zeros(32, 16, device=DEVICE), torch.eye(16, device=DEVICE)
+    w_gate_up[0, 0], w_gate_up[16, 0], w_gate_up[1, 1], w_gate_up[17, 1] = 300.0, 1.0, -300.0, 1.0
+    one = torch.ones(2, 1, device=DEVICE)
+    chosen = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
+    ours = experts(x, one, chosen, w_gate_up[None], w_down[None])
+    assert torch.allclose(ours, dense_swiglu(x, w_gate_up, w_down))
+    assert ours[0, 0] == 300.0
+    assert ours[1, 1].abs() < 1e-6
+
+
+def paged(
+    queries: list[int], contexts: list[int], heads: int, kv_heads: int, width: int, places: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Random queries and a cache whose slots beyond each context, and blocks of nobody, are NaN."""
+    widths = [-(-context // places) for context in contexts]
+    blocks = torch.randperm(sum(widths) + 3, device=DEVICE)
+    k, v = (torch.full((len(blocks), kv_heads, places, width), float("nan"), device=DEVICE) for _ in range(2))
+    table = torch.zeros(len(contexts), max(widths), dtype=torch.int32, device=DEVICE)
+    first = 0
+    for s, (context, count) in enumerate(zip(contexts, widths, strict=True)):
+        table[s, :count] = blocks[first : first + count]
+        first += count
+        at = torch.arange(context, device=DEVICE)
+        slots = table[s, at // places].long() * places + at % places
+        kv_store(normal(context, kv_heads, width), normal(context, kv_heads, width), k, v, slots)
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
+    return normal(sum(queries), heads, width), k, v, starts, lengths, table
+
+
+@pytest.mark.parametrize("window", [None, 1, 37])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 16), (8, 2, 64), (5, 1, 48), (6, 2, 144), (4, 2, 10)])
+@pytest.mark.parametrize("places", [16, 5])
+def test_paged_attention(heads: int, kv_heads: int, width: int, places: int, window: int | None) -> None:
+    queries, contexts = [1, 1, 7, 130, 40], [1, 300, 7, 150, 290]
+    inputs = paged(queries, contexts, heads, kv_heads, width, places)
+    ours = paged_attention(*inputs, width**-0.5, window, max_query=130, max_context=300)
+    assert close(ours, paged_attention_reference(*inputs, width**-0.5, window), 2e-5)
+
+
+@pytest.mark.parametrize("num_decode", [0, 2])
+@pytest.mark.parametrize("window", [None, 37])
+def test_paged_attention_through_torchs_own(num_decode: int, window: int | None) -> None:
+    inputs = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], 8, 2, 64, 16)
+    ours = paged_attention_batched(*inputs, 0.125, window, num_decode=num_decode, max_query=130, max_context=300)
+    assert close(ours, paged_attention_reference(*inputs, 0.125, window), 2e-5)
+
+
+def test_experts_through_torchs_grouped_product() -> None:
+    x = normal(50, 64).bfloat16()
+    gate_up, down = normal(6, 96, 64, scale=0.125).bfloat16(), normal(6, 64, 48, scale=0.125).bfloat16()
+    weight, expert = route_reference(normal(50, 6), RoutingSpec(6, 2, renormalize=True))
+    assert experts_grouped.fits(x, down)
+    ours = experts_grouped.experts(x, weight, expert, gate_up, down)
+    assert close(ours.float(), experts_reference(x, weight, expert, gate_up, down).float(), 0.02)
+
+
+def test_paged_attention_survives_large_scores() -> None:
+    q, *rest = paged([3], [200], 4, 2, 32, 16)
+    ours = paged_attention(q * 300, *rest, 1.0, max_query=3, max_context=200)
+    assert close(ours, paged_attention_reference(q * 300, *rest, 1.0), 1e-3)
+
+
+@pytest.mark.parametrize("norm", ["none", "head", "full"])
+@pytest.mark.parametrize("clip", [None, 0.7])
+@pytest.mark.parametrize(("width", "pairs"), [(32, 16), (64, 20), (20, 10)])
+def test_attention_input(norm: str, clip: float | None, width: int, pairs: int) -> None:
+    tokens, heads, kv_heads, places = 37, 6, 2, 8
+    qkv = normal(tokens, (heads + 2 * kv_heads) * width)
+    angles = normal(500, pairs)
+    positions = torch.randint(0, 500, (tokens,), device=DEVICE)
+    slots = torch.randperm(10 * places, device=DEVICE)[:tokens]
+    norms = {"none": (None, None), "head": (normal(width), normal(width))}
+    q_norm, k_norm = norms.get(norm, (normal(heads * width), normal(kv_heads * width)))
+    plan = AttentionInputPlan(q_norm, k_norm, 1e-6, clip)
+    caches = [torch.full((10, kv_heads, places, width), 7.0, device=DEVICE) for _ in range(4)]
+    tables = angles.cos(), angles.sin(), positions
+    expected = attention_input_reference(qkv.clone(), plan, *tables, *caches[:2], slots)
+    ours = attention_input(qkv, plan, *tables, *caches[2:], slots)
+    assert close(ours, expected)
+    assert close(caches[2], caches[0])
+    assert close(caches[3], caches[1])
+
+
+def test_rope_leaves_lengths_and_the_rest_of_a_head_as_they_are() -> None:
+    x, angles = normal(11, 3, 40), normal(50, 12)
+    positions = torch.randint(0, 50, (11,), device=DEVICE)
+    rotated = rope(x, angles.cos(), angles.sin(), positions)
+    assert torch.equal(rotated[..., 24:], x[..., 24:])
+    assert close(rotated.norm(dim=-1), x.norm(dim=-1))
+    assert not close(rotated, x)
+
+
+def test_a_wrong_shape_is_named() -> None:
+    with pytest.raises(KernelInputError, match=r"weight has shape \(4, 32\)"):
+        linear(normal(2, 16), normal(4, 32))
+    with pytest.raises(KernelInputError, match="logits has shape"):
+        route(normal(2, 16), RoutingSpec(8, 2, renormalize=True))
+    with pytest.raises(KernelInputError, match="query heads must be a multiple"):
+        inputs = paged([1], [4], 4, 2, 16, 4)
+        paged_attention(inputs[0][:, :3], *inputs[1:], 1.0, max_query=1, max_context=4)

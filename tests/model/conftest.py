@@ -1,0 +1,232 @@
+"""Small random checkpoints written by transformers' own classes, and a driver that steps our model by hand.
+
+The driver allocates blocks in a scrambled order, fills the cache with NaN first and builds Batches as the runner does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moiety_engine.model.batch import Batch
+from moiety_engine.model.loading import load_model
+from moiety_engine.model.transformer import Transformer
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.15,
+}
+MIXTURE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+
+# name: (family, what its configuration says beyond SMALL)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": (
+        "qwen3_moe",
+        MIXTURE | {"head_dim": 32, "moe_intermediate_size": 48, "intermediate_size": 96, "norm_topk_prob": True},
+    ),
+    "qwen3_moe, dense layers, biases, yarn": (
+        "qwen3_moe",
+        MIXTURE
+        | {
+            "head_dim": 16,
+            "moe_intermediate_size": 32,
+            "intermediate_size": 96,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "rope_parameters": YARN_ROPE,
+        },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64}),
+    "mixtral, sliding window": (
+        "mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 50},
+    ),
+    "olmoe": ("olmoe", MIXTURE | {"intermediate_size": 48, "num_key_value_heads": 4}),
+    "olmoe, clipped, linear rope": (
+        "olmoe",
+        MIXTURE | {"intermediate_size": 48, "clip_qkv": 0.6, "norm_topk_prob": True, "rope_parameters": LINEAR_ROPE},
+    ),
+    "qwen3, tied": ("qwen3", {"head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True}),
+    "llama, llama3 rope": ("llama", {"intermediate_size": 96, "rope_parameters": LLAMA3_ROPE}),
+    "llama, biases, odd widths": (
+        "llama",
+        {
+            "num_hidden_layers": 1,
+            "hidden_size": 60,
+            "intermediate_size": 90,
+            "head_dim": 10,
+            "vocab_size": 379,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+}
+
+
+@dataclass
+class Checkpoint:
+    """A folder, and transformers' model of it in float32 as the oracle."""
+
+    folder: Path
+    oracle: Any
+    vocab_size: int
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: list[int]) -> Tensor:
+        return self.oracle(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
+
+
+def write_checkpoint(folder: Path, variant: str, *, dtype: torch.dtype = torch.float32) -> Checkpoint:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, more = VARIANTS[variant]
+    torch.manual_seed(sum(map(ord, variant)))
+    config = AutoConfig.for_model(family, **(SMALL | more))
+    oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            if "norm" in name:
+                parameter.copy_(torch.rand_like(parameter) + 0.5)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    oracle.save_pretrained(folder)
+    return Checkpoint(folder, oracle.float(), config.vocab_size)
+
+
+@pytest.fixture(scope="session", params=list(VARIANTS))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), request.param)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@dataclass
+class Sequence:
+    """Tokens, how many of them are in the cache, and the blocks that hold them."""
+
+    token_ids: list[int]
+    num_stored: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class Driver:
+    """Steps a model over sequences, as the engine's runner would."""
+
+    def __init__(self, model: Transformer, *, num_blocks: int = 160, block_size: int = 16) -> None:
+        self.model, self.block_size = model, block_size
+        self.kv = model.allocate_kv(num_blocks, block_size)
+        for layer in self.kv.layers:
+            layer.k_NGPd.fill_(float("nan"))
+            layer.v_NGPd.fill_(float("nan"))
+        generator = torch.Generator().manual_seed(0)
+        self.free = torch.randperm(num_blocks, generator=generator).tolist()
+
+    def share_prefix(self, owner: Sequence, token_ids: list[int]) -> Sequence:
+        """A sequence that reuses the owner's whole blocks as far as the tokens agree."""
+        pairs = zip(owner.token_ids, token_ids, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        whole = min(same, owner.num_stored, len(token_ids) - 1) // self.block_size
+        return Sequence(list(token_ids), whole * self.block_size, owner.blocks[:whole])
+
+    def step(self, chunks: list[tuple[Sequence, int]]) -> list[Tensor]:
+        """Run the next n tokens of each sequence in one batch; all their logits, sequence by sequence."""
+        order = sorted(range(len(chunks)), key=lambda i: chunks[i][1] != 1)
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        for index in order:
+            sequence, n = chunks[index]
+            end = sequence.num_stored + n
+            while len(sequence.blocks) * self.block_size < end:
+                sequence.blocks.append(self.free.pop())
+            ids += sequence.token_ids[sequence.num_stored : end]
+            for position in range(sequence.num_stored, end):
+                positions.append(position)
+                block = sequence.blocks[position // self.block_size]
+                slots.append(block * self.block_size + position % self.block_size)
+            sequence.num_stored = end
+            starts.append(len(ids))
+        ordered = [chunks[i][0] for i in order]
+        widest = max(len(sequence.blocks) for sequence in ordered)
+        table = [sequence.blocks + [0] * (widest - len(sequence.blocks)) for sequence in ordered]
+        device = self.model.device
+        logits = self.model.forward(
+            Batch(
+                token_ids_T=torch.tensor(ids, device=device),
+                positions_T=torch.tensor(positions, device=device),
+                slots_T=torch.tensor(slots, device=device),
+                query_start_S1=torch.tensor(starts, dtype=torch.int32, device=device),
+                context_len_S=torch.tensor([s.num_stored for s in ordered], dtype=torch.int32, device=device),
+                block_table_SB=torch.tensor(table, dtype=torch.int32, device=device),
+                logit_rows_L=torch.arange(len(ids), device=device),
+                num_decode=sum(1 for _, n in chunks if n == 1),
+                max_context=max(s.num_stored for s in ordered),
+                max_query=max(n for _, n in chunks),
+            ),
+            self.kv,
+        ).cpu()
+        parts = logits.split([end - start for start, end in itertools.pairwise(starts)])
+        results: list[Tensor] = [logits] * len(chunks)
+        for index, part in zip(order, parts, strict=True):
+            results[index] = part
+        return results
+
+    def prefill(self, sequence: Sequence, chunk: int) -> Tensor:
+        """Run what is not yet stored, `chunk` tokens at a time; logits of all those tokens."""
+        logits = []
+        while (left := len(sequence.token_ids) - sequence.num_stored) > 0:
+            logits += self.step([(sequence, min(chunk, left))])
+        return torch.cat(logits)
+
+
+@pytest.fixture
+def make_driver() -> Any:
+    def make(folder: Path, device: str = "cpu", dtype: str = "float32", **sizes: int) -> Driver:
+        return Driver(load_model(folder, device=device, dtype=dtype), **sizes)
+
+    return make
+
+
+@pytest.fixture
+def make_sequence() -> Any:
+    return Sequence
+
+
+@pytest.fixture
+def make_checkpoint(tmp_path: Path) -> Any:
+    def make(variant: str, **options: Any) -> Checkpoint:
+        return write_checkpoint(tmp_path, variant, **options)
+
+    return make

@@ -1,0 +1,191 @@
+"""A checkpoint is read however it is written, and what is wrong with one is said by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moiety_engine.model.errors import ConfigError, UnsupportedModelError, WeightsError
+from moiety_engine.model.families import read_spec, spec_from_config
+from moiety_engine.model.loading import load_model
+from moiety_engine.model.spec import DenseSpec, Llama3Scaling, MoeSpec
+
+PROMPT = list(range(3, 60))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+def edit_weights(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.fixture
+def mixture(make_checkpoint: Any) -> Any:
+    return make_checkpoint("qwen3_moe")
+
+
+def agrees(checkpoint: Any, make_driver: Any, make_sequence: Any) -> bool:
+    logits = make_driver(checkpoint.folder).prefill(make_sequence(PROMPT), 64)
+    return bool((logits.log_softmax(-1) - checkpoint.logprobs(PROMPT)).abs().max() < 1e-4)
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones(mixture: Any) -> None:
+    edit_config(mixture.folder, model_type="mamba")
+    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*llama, mixtral, olmoe, qwen3, qwen3_moe"):
+        load_model(mixture.folder, device="cpu", dtype="auto")
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        read_spec(tmp_path)
+
+
+def test_a_configuration_that_lacks_a_key_is_refused_by_name(mixture: Any) -> None:
+    edit_config(mixture.folder, moe_intermediate_size=...)
+    with pytest.raises(ConfigError, match="'moe_intermediate_size'"):
+        read_spec(mixture.folder)
+
+
+def test_a_folder_without_weights_is_refused(mixture: Any) -> None:
+    (mixture.folder / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match="neither"):
+        load_model(mixture.folder, device="cpu", dtype="auto")
+
+
+def test_a_missing_tensor_is_named(mixture: Any) -> None:
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    edit_weights(mixture.folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(WeightsError, match=rf"lacks {re.escape(name)}"):
+        load_model(mixture.folder, device="cpu", dtype="auto")
+
+
+def test_an_unexpected_tensor_is_named(mixture: Any) -> None:
+    edit_weights(mixture.folder, lambda tensors: tensors.update({"model.layers.0.mlp.extra": torch.ones(2)}))
+    with pytest.raises(WeightsError, match=r"unexpected model\.layers\.0\.mlp\.extra"):
+        load_model(mixture.folder, device="cpu", dtype="auto")
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(mixture: Any) -> None:
+    edit_weights(mixture.folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)}))
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight .*\(65,\).*\(64,\)"):
+        load_model(mixture.folder, device="cpu", dtype="auto")
+
+
+def test_a_file_cut_short_is_refused(mixture: Any) -> None:
+    path = mixture.folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(WeightsError, match="not a whole safetensors file"):
+        load_model(mixture.folder, device="cpu", dtype="auto")
+
+
+def test_shards_are_read_and_progress_reaches_the_whole(mixture: Any, make_driver: Any, make_sequence: Any) -> None:
+    mixture.oracle.save_pretrained(mixture.folder, max_shard_size="400KB")
+    (mixture.folder / "model.safetensors").unlink()
+    assert len(list(mixture.folder.glob("model-*.safetensors"))) > 2
+    seen: list[tuple[int, int]] = []
+    load_model(mixture.folder, device="cpu", dtype="auto", progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1] > 100_000
+    assert agrees(mixture, make_driver, make_sequence)
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral"])
+def test_experts_may_be_stacked_and_fused(
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str
+) -> None:
+    checkpoint = make_checkpoint(variant)
+    state = {name: tensor.contiguous() for name, tensor in checkpoint.oracle.state_dict().items()}
+    assert any(name.endswith("experts.gate_up_proj") for name in state)
+    save_file(state, checkpoint.folder / "model.safetensors")
+    assert agrees(checkpoint, make_driver, make_sequence)
+
+
+def test_mixtral_is_written_with_names_of_its_own(make_checkpoint: Any) -> None:
+    checkpoint = make_checkpoint("mixtral")
+    assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in load_file(checkpoint.folder / "model.safetensors")
+
+
+def test_keys_of_the_original_releases_mean_the_same(mixture: Any, make_driver: Any, make_sequence: Any) -> None:
+    config = json.loads((mixture.folder / "config.json").read_text())
+    edit_config(
+        mixture.folder,
+        rope_theta=config["rope_parameters"]["rope_theta"],
+        rope_parameters=...,
+        rope_scaling=None,
+        num_experts=config.get("num_local_experts", config.get("num_experts")),
+        num_local_experts=...,
+        torch_dtype="float32",
+        dtype=...,
+    )
+    assert agrees(mixture, make_driver, make_sequence)
+
+
+def test_what_a_configuration_says_is_read() -> None:
+    config: dict[str, Any] = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 128,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+        "rope_theta": 500.0,
+        "rope_scaling": {
+            "type": "llama3",
+            "factor": 8,
+            "low_freq_factor": 1,
+            "high_freq_factor": 4,
+            "original_max_position_embeddings": 512,
+        },
+        "torch_dtype": "bfloat16",
+    }
+    spec = spec_from_config(config)
+    assert [type(layer.ffn) for layer in spec.layers] == [DenseSpec, MoeSpec, DenseSpec, DenseSpec]
+    assert spec.moe_layers == (1,)
+    assert spec.checkpoint_dtype == "bfloat16"
+    rope = spec.layers[0].attention.rope
+    assert (rope.theta, rope.rotary_width, rope.scaling) == (500.0, 16, Llama3Scaling(8.0, 1.0, 4.0, 512))
+    with pytest.raises(UnsupportedModelError, match="'longrope'"):
+        spec_from_config(config | {"rope_scaling": {"type": "longrope"}})
+    with pytest.raises(ConfigError, match="num_experts_per_tok 9"):
+        spec_from_config(config | {"num_experts_per_tok": 9})
+
+
+def test_expert_use_is_counted_when_asked_for(mixture: Any, make_driver: Any, make_sequence: Any) -> None:
+    driver = make_driver(mixture.folder)
+    driver.prefill(make_sequence(PROMPT), 10)
+    counter = driver.model.expert_counter
+    assert counter.take().sum() == 0
+    counter.enabled = True
+    driver.prefill(make_sequence(PROMPT), 10)
+    driver.prefill(make_sequence(PROMPT[:4]), 1)
+    counts = counter.take()
+    assert counts.shape == (3, 8)
+    assert counts.sum(dim=1).tolist() == [2 * (len(PROMPT) + 4)] * 3
+    assert counter.take().sum() == 0
+
+
+def test_cache_bytes_are_what_the_cache_takes(mixture: Any) -> None:
+    model = load_model(mixture.folder, device="cpu", dtype="bfloat16")
+    assert model.dtype is torch.bfloat16
+    cache = model.allocate_kv(7, 16)
+    taken = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.k_NGPd, layer.v_NGPd))
+    assert taken == 7 * model.kv_bytes_per_block(16)

@@ -1,0 +1,147 @@
+"""Our model computes what transformers computes, however the tokens are cut, batched and stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+TOLERANCE = 1e-4
+PROMPT_TOKENS = 300
+
+
+def tokens(vocab_size: int, count: int, seed: int) -> list[int]:
+    return torch.randint(0, vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def largest_difference(logits: Tensor, expected_logprobs: Tensor) -> float:
+    return (logits.log_softmax(-1) - expected_logprobs).abs().max().item()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, PROMPT_TOKENS])
+def test_logprobs_of_a_prompt_agree_with_the_oracle_for_every_chunk_size(
+    checkpoint: Any, device: str, make_driver: Any, make_sequence: Any, chunk: int
+) -> None:
+    prompt = tokens(checkpoint.vocab_size, PROMPT_TOKENS, seed=1)
+    logits = make_driver(checkpoint.folder, device).prefill(make_sequence(prompt), chunk)
+    assert largest_difference(logits, checkpoint.logprobs(prompt)) <= TOLERANCE
+
+
+def greedy(driver: Any, sequence: Any, count: int, logits: Tensor) -> list[int]:
+    generated: list[int] = []
+    for _ in range(count):
+        generated.append(int(logits[-1].argmax()))
+        sequence.token_ids.append(generated[-1])
+        (logits,) = driver.step([(sequence, 1)])
+    return generated
+
+
+def test_greedy_continuation_is_the_oracles(checkpoint: Any, device: str, make_driver: Any, make_sequence: Any) -> None:
+    prompt = tokens(checkpoint.vocab_size, 40, seed=2)
+    driver, sequence = make_driver(checkpoint.folder, device), make_sequence(list(prompt))
+    generated = greedy(driver, sequence, 64, driver.prefill(sequence, 16))
+    best_two = checkpoint.logprobs(prompt + generated)[len(prompt) - 1 : -1].topk(2)
+    for token, values, indices in zip(generated, best_two.values, best_two.indices, strict=True):
+        assert token == indices[0] or values[0] - values[1] < TOLERANCE
+
+
+def test_sequences_at_different_stages_in_one_batch_do_not_disturb_each_other(
+    checkpoint: Any, device: str, make_driver: Any, make_sequence: Any
+) -> None:
+    prompts = [tokens(checkpoint.vocab_size, count, seed=count) for count in (300, 130, 77, 16, 5)]
+    driver = make_driver(checkpoint.folder, device)
+    sequences = [make_sequence(prompt) for prompt in prompts]
+    collected: list[list[Tensor]] = [[] for _ in prompts]
+    pace = [64, 7, 1, 16, 5]
+    step = 0
+    while any(s.num_stored < len(s.token_ids) for s in sequences):
+        step += 1
+        running = [  # they join one by one, and leave when they are through
+            i for i, s in enumerate(sequences) if s.num_stored < len(s.token_ids) and step > i
+        ]
+        chunks = [(sequences[i], min(pace[i], len(prompts[i]) - sequences[i].num_stored)) for i in running]
+        for i, part in zip(running, driver.step(chunks), strict=True):
+            collected[i].append(part)
+    for prompt, parts in zip(prompts, collected, strict=True):
+        assert largest_difference(torch.cat(parts), checkpoint.logprobs(prompt)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("chunk", [1, 7, PROMPT_TOKENS])
+def test_blocks_of_another_sequence_serve_as_a_prefix(
+    checkpoint: Any, device: str, make_driver: Any, make_sequence: Any, chunk: int
+) -> None:
+    first = tokens(checkpoint.vocab_size, PROMPT_TOKENS, seed=3)
+    second = first[:200] + tokens(checkpoint.vocab_size, 100, seed=4)
+    driver = make_driver(checkpoint.folder, device)
+    owner = make_sequence(first)
+    driver.prefill(owner, 128)
+    sharing = driver.share_prefix(owner, second)
+    cached = sharing.num_stored
+    assert cached == 192
+    logits = driver.prefill(sharing, chunk)
+    assert largest_difference(logits, checkpoint.logprobs(second)[cached:]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("block_size", [3, 8, 32])
+def test_any_block_size_gives_the_same_logprobs(
+    make_checkpoint: Any, device: str, make_driver: Any, make_sequence: Any, block_size: int
+) -> None:
+    checkpoint = make_checkpoint("mixtral, sliding window")
+    prompt = tokens(checkpoint.vocab_size, 140, seed=5)
+    driver = make_driver(checkpoint.folder, device, block_size=block_size)
+    assert largest_difference(driver.prefill(make_sequence(prompt), 33), checkpoint.logprobs(prompt)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral, sliding window", "olmoe", "llama, llama3 rope"])
+def test_on_a_cpu_a_row_is_bit_for_bit_the_same_whatever_is_beside_it(
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str
+) -> None:
+    checkpoint = make_checkpoint(variant)
+    prompts = [tokens(checkpoint.vocab_size, count, seed=count) for count in (150, 90, 33)]
+    alone = [make_driver(checkpoint.folder).prefill(make_sequence(prompt), 1000) for prompt in prompts]
+    driver = make_driver(checkpoint.folder)
+    together = driver.step([(make_sequence(prompt), len(prompt)) for prompt in prompts])
+    one_by_one = [make_driver(checkpoint.folder).prefill(make_sequence(prompt), 1) for prompt in prompts]
+    for a, b, c in zip(alone, together, one_by_one, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "qwen3_moe, dense layers, biases, yarn", "llama, biases, odd widths"])
+def test_decode_steps_stay_right_when_sequences_come_and_go_and_tables_grow(
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str
+) -> None:
+    checkpoint = make_checkpoint(variant)
+    prompts = [tokens(checkpoint.vocab_size, count, seed=count) for count in (300, 210, 40, 6)]
+    driver = make_driver(checkpoint.folder, block_size=4, num_blocks=400)
+    sequences = [make_sequence(prompt) for prompt in prompts]
+    driver.step([(sequences[0], 240), (sequences[1], 190)])
+    rows: list[list[Tensor]] = [[], [], [], []]
+    while any(s.num_stored < len(s.token_ids) for s in sequences):
+        running = [i for i, s in enumerate(sequences) if s.num_stored < len(s.token_ids)]
+        for i, row in zip(running, driver.step([(sequences[i], 1) for i in running]), strict=True):
+            rows[i].append(row)
+    for prompt, some in zip(prompts, rows, strict=True):
+        assert largest_difference(torch.cat(some), checkpoint.logprobs(prompt)[-len(some) :]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral", "olmoe", "qwen3, tied", "llama, llama3 rope"])
+def test_bfloat16_is_at_most_half_again_as_far_from_float32_as_the_oracles_bfloat16(
+    make_checkpoint: Any, device: str, make_driver: Any, make_sequence: Any, variant: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = make_checkpoint(variant, dtype=torch.bfloat16)
+    narrow = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.bfloat16)
+    theirs, ours = [], []
+    for seed in range(3):
+        prompt = tokens(checkpoint.vocab_size, 200, seed=seed)
+        expected = checkpoint.logprobs(prompt)
+        with torch.no_grad():
+            theirs.append((narrow(torch.tensor([prompt])).logits[0].float().log_softmax(-1) - expected).abs())
+        driver = make_driver(checkpoint.folder, device, dtype="bfloat16")
+        ours.append((driver.prefill(make_sequence(prompt), 64).log_softmax(-1) - expected).abs())
+    assert torch.stack(ours).mean() <= 1.5 * torch.stack(theirs).mean()
+    assert torch.stack(ours).max() <= 1.5 * torch.stack(theirs).max()
