@@ -5,10 +5,11 @@ ROUTER; each message is one frame of msgpack. A gateway says `Hello` and is answ
 `Heartbeat` every HEARTBEAT_INTERVAL_S, and the engine sends `Load` at the same pace. A side that hears nothing for
 SILENCE_LIMIT_S takes the other for dead: the engine aborts that gateway's requests, the gateway fails over.
 
-A request's life: `Submit` → `Accepted` → `Tokens`* → exactly one `Finished` or `Failed`. `Tokens.position` counts output
-tokens from 0 without gap or repeat, so a receiver can prove that it missed nothing. `seq` counts the messages of one
-request in one direction from 0. Credit is the *total* number of output tokens the engine may emit for the request;
-`Extend` raises it (being a total, a repeated message does no harm). At the end of its credit a request pauses in place.
+A request's life: `Submit` → `Accepted` → `Tokens`* → exactly one `Finished` or `Failed`. `Tokens.position` counts
+output tokens from 0 without gap or repeat, so a receiver can prove that it missed nothing. `seq` counts the messages
+of one request in one direction from 0. Credit is the *total* number of output tokens the engine may emit for the
+request; `Extend` raises it (being a total, a repeated message does no harm). At the end of its credit a request pauses
+in place.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 SECTION = "gateway"
@@ -43,7 +43,10 @@ class GatewaySettings(BaseSettings):
     inline_tokenize_bytes: int = Field(default=8192, ge=0)  # longer prompts are tokenized off the event loop
     drain_s: int = Field(default=30, ge=0)  # how long a stop waits for running answers
 
-    otlp_endpoint: str | None = None  # e.g. http://collector:4318; None: no spans leave the process
+    otlp_endpoint: str | None = Field(  # e.g. http://collector:4318; None: no spans leave the process
+        default=None,  # OpenTelemetry's own variable is also what our engines go by, so one setting serves both
+        validation_alias=AliasChoices("otlp_endpoint", "MOIETY_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "json", "console"] = "auto"
 

@@ -52,7 +52,7 @@ MIXED = [
     make_submit(1, prompt_of(3, 1), temperature=1.0, seed=11),
     make_submit(2, prompt_of(70, 2), temperature=0.8, top_p=0.9, seed=12, max_tokens=9),
     make_submit(3, prompt_of(17, 3), temperature=1.2, top_k=20, seed=13),
-    make_submit(4, prompt_of(40, 0) + [5, 6, 7], temperature=0.9, min_p=0.05, seed=14),
+    make_submit(4, [*prompt_of(40, 0), 5, 6, 7], temperature=0.9, min_p=0.05, seed=14),
 ]
 
 

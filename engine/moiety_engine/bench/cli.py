@@ -56,8 +56,15 @@ def bench_engine(
             static_batch_size=static_batch_size,
         )
         with Progress(console=console, disable=not console.is_terminal) as progress:
-            task = progress.add_task("requests", total=num_prompts)
-            report = measure(config, lengths, seed=seed, on_done=lambda done, _: progress.update(task, completed=done))
+            loading = progress.add_task("loading", total=None)
+            requests = progress.add_task("requests", total=num_prompts)
+            report = measure(
+                config,
+                lengths,
+                seed=seed,
+                on_load=lambda done, total: progress.update(loading, completed=done, total=total),
+                on_done=lambda done: progress.update(requests, completed=done),
+            )
     except EngineError as exc:
         console.print(f"[red]moiety bench engine:[/red] {exc}", highlight=False)
         raise typer.Exit(1) from exc

@@ -27,10 +27,16 @@ _WARM_UP = 1 << 40  # keys of requests that are not measured
 
 
 def measure(
-    config: EngineConfig, lengths: list[Lengths], *, seed: int, on_done: Callable[[int, int], None] | None = None
+    config: EngineConfig,
+    lengths: list[Lengths],
+    *,
+    seed: int,
+    on_load: Callable[[int, int], None],
+    on_done: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Load the model, run all requests at once, and report. `ready_s` counts from the start of this process."""
-    loop = load_loop(config)
+    """Load the model, run all requests at once, and report. `ready_s` counts from the start of this process.
+    `on_load` gets bytes read and bytes in all, `on_done` the number of requests that have ended."""
+    loop = load_loop(config, progress=on_load)
     loop.warm_up()
     ready_s = time.time() - psutil.Process().create_time()
     rng = random.Random(seed)
@@ -40,8 +46,7 @@ def measure(
 
     def on_step(num_done: int) -> None:
         waste.look()
-        if on_done is not None:
-            on_done(num_done, len(submits))
+        on_done(num_done)
 
     begin_s = time.perf_counter()
     results = run_all(loop, submits, on_step=on_step)

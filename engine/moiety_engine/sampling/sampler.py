@@ -9,6 +9,7 @@ The draw inverts the cumulative distribution at one uniform number that depends 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Rows
 
 import torch
@@ -56,14 +57,15 @@ class Sampler:
         if row.num_output < row.submit.min_tokens and row.submit.stop_token_ids:
             logits_V[torch.tensor(row.submit.stop_token_ids, device=self._device)] = -torch.inf
         if sampling.repetition_penalty != 1.0:
-            seen = torch.tensor(row.tokens, device=self._device).unique()
+            seen = torch.tensor(sorted(set(row.tokens)), device=self._device)
             values = logits_V[seen]
             penalty = sampling.repetition_penalty
             logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
         if (sampling.presence_penalty or sampling.frequency_penalty) and row.num_output:
-            output = torch.tensor(row.tokens[row.num_prompt :], device=self._device)
-            seen, counts = output.unique(return_counts=True)
-            logits_V[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+            counts = Counter(row.tokens[row.num_prompt :])
+            seen = torch.tensor(list(counts), device=self._device)
+            times = torch.tensor(list(counts.values()), device=self._device)
+            logits_V[seen] -= sampling.presence_penalty + sampling.frequency_penalty * times
 
     def _draw(self, logits_LV: Tensor, rows: Rows[Sequence]) -> dict[int, int]:
         """Tokens of the rows with a temperature; rows with the same kind of filter are drawn together."""
