@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -25,10 +25,11 @@ class TargetError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A running gateway. Tenants of the trace that `keys` does not name share out its keys in turn."""
+    """A running gateway. `keys` are those of tenants of the trace; the others share out `shared_keys` in turn."""
 
     url: str
     keys: Mapping[str, str]
+    shared_keys: Sequence[str]
     model: str
     token_ids: tuple[int, ...]  # of ordinary text, to make prompts from
     timeout_s: float
@@ -36,8 +37,7 @@ class Target:
     def key_of(self, tenant: str, tenants: Mapping[str, int]) -> str:
         if tenant in self.keys:
             return self.keys[tenant]
-        keys = list(self.keys.values())
-        return keys[tenants[tenant] % len(keys)]
+        return self.shared_keys[tenants[tenant] % len(self.shared_keys)]
 
 
 @dataclass(slots=True)
@@ -54,9 +54,12 @@ class Answer:
     error: str | None = None  # a stable code; None when it was served
 
 
-async def find_target(url: str, keys: Mapping[str, str], model: str | None, timeout_s: float) -> Target:
-    """Ask the gateway for its model and its tokens. Raises TargetError."""
-    key = next(iter(keys.values()))
+async def find_target(
+    url: str, keys: Mapping[str, str], shared_keys: Sequence[str], model: str | None, timeout_s: float
+) -> Target:
+    """Ask the gateway for its model and its tokens; if all keys have a tenant, all are shared. Raises TargetError."""
+    shared = list(shared_keys) or list(keys.values())
+    key = shared[0]
     try:
         async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=10) as client:
             models = (await client.get("/v1/models")).raise_for_status().json()["data"]
@@ -70,7 +73,7 @@ async def find_target(url: str, keys: Mapping[str, str], model: str | None, time
         raise TargetError(f"{exc.request.url} answered {exc.response.status_code}: {error_code(exc.response)}") from exc
     except httpx.HTTPError as exc:
         raise TargetError(f"{url} does not answer ({type(exc).__name__}); is the gateway running?") from exc
-    return Target(url, keys, chosen, tuple(tokens), timeout_s)
+    return Target(url, keys, shared, chosen, tuple(tokens), timeout_s)
 
 
 async def run_load(

@@ -61,7 +61,7 @@ def serve(
         "output_tokens": None if trace else output_tokens, "seed": seed, "timeout_s": timeout_s, "keys": len(key),
     }  # fmt: skip
     try:
-        target, answers = asyncio.run(measure(url.rstrip("/"), parse_keys(key), model, timeout_s, requests, rng))
+        target, answers = asyncio.run(measure(url.rstrip("/"), key, model, timeout_s, requests, rng))
     except TargetError as exc:
         raise NotReachable(str(exc)) from exc
     figures = summarise(answers)
@@ -105,19 +105,17 @@ def scaled(request: TraceRequest, scale: float) -> TraceRequest:
     )
 
 
-def parse_keys(values: list[str]) -> dict[str, str]:
-    """`TENANT=KEY` or `KEY`; the latter serve whoever has none."""
-    keys = {}
-    for index, value in enumerate(values):
-        tenant, separator, key = value.rpartition("=")
-        keys[tenant if separator else f"\0{index}"] = key
-    return keys
+def parse_keys(values: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The keys given as `TENANT=KEY`, and those given alone."""
+    pairs = [value.rpartition("=") for value in values]
+    named = {tenant: key for tenant, separator, key in pairs if separator}
+    return named, [key for _, separator, key in pairs if not separator]
 
 
 async def measure(
-    url: str, keys: dict[str, str], model: str | None, timeout_s: float, requests: list[TraceRequest], rng: Random
+    url: str, keys: list[str], model: str | None, timeout_s: float, requests: list[TraceRequest], rng: Random
 ) -> tuple[Target, list[Answer]]:
-    target = await find_target(url, keys, model, timeout_s)
+    target = await find_target(url, *parse_keys(keys), model, timeout_s)
     progress = make_progress()
     with progress or nullcontext():
         task = progress.add_task("requests", total=len(requests)) if progress else None

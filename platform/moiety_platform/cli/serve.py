@@ -71,11 +71,16 @@ def serve(
             help="TOML or YAML file; its table `serve` sets these options, `gateway` the gateway's.",
         ),
     ] = None,
-    device: Annotated[Device, typer.Option(rich_help_panel=ENGINE_PANEL, help="Where the model runs.")] = Device.auto,
-    dtype: Annotated[Dtype, typer.Option(rich_help_panel=ENGINE_PANEL, help="Type of the weights.")] = Dtype.auto,
+    device: Annotated[
+        Device | None, typer.Option(rich_help_panel=ENGINE_PANEL, help="Where the model runs; auto if not given.")
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(rich_help_panel=ENGINE_PANEL, help="Type of the weights; auto if not given.")
+    ] = None,
     batching: Annotated[
-        Batching, typer.Option(rich_help_panel=ENGINE_PANEL, help="How requests are put into steps.")
-    ] = Batching.continuous,
+        Batching | None,
+        typer.Option(rich_help_panel=ENGINE_PANEL, help="How requests are put into steps; continuous if not given."),
+    ] = None,
     max_batch_tokens: Annotated[
         int | None, typer.Option(min=1, rich_help_panel=ENGINE_PANEL, help="Token budget of one step.")
     ] = None,
@@ -86,7 +91,7 @@ def serve(
         int | None, typer.Option(min=1, rich_help_panel=ENGINE_PANEL, help="Longest prompt and answer together.")
     ] = None,
     kv_memory_bytes: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=ENGINE_PANEL, help="Memory for the KV cache.")
+        str | None, typer.Option(rich_help_panel=ENGINE_PANEL, help="Memory for the KV cache, such as 4GiB.")
     ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, rich_help_panel=ENGINE_PANEL, help="Processor threads of the engine.")
@@ -101,9 +106,9 @@ def serve(
     Ends with 0 after a stop, 1 when it could not start, 2 for a wrong option.
     """
     engine = {
-        "--device": device.value,
-        "--dtype": dtype.value,
-        "--batching": batching.value,
+        "--device": device,
+        "--dtype": dtype,
+        "--batching": batching,
         "--max-batch-tokens": max_batch_tokens,
         "--max-running": max_running,
         "--max-context-tokens": max_context_tokens,

@@ -2,7 +2,7 @@
 
 SupervisorError
 ├── DataDirInUse    another serve holds the data directory
-├── PortInUse       something listens there already
+├── CannotListen    the port is taken, or the address not ours
 └── PartFailed      a part ended before it had ever been ready
 """
 
@@ -17,7 +17,7 @@ class DataDirInUse(SupervisorError):
     pass
 
 
-class PortInUse(SupervisorError):
+class CannotListen(SupervisorError):
     pass
 
 

@@ -61,7 +61,7 @@ def dashboard_part(options: ServeOptions, keys: FirstKeys) -> Part:
 def curl_command(options: ServeOptions, tenant_key: str) -> str:
     """A chat completion to paste into a shell, over several lines."""
     question = DEMO_QUESTION if options.model is None else NEUTRAL_QUESTION
-    body = json.dumps({"model": options.name, "messages": [{"role": "user", "content": question}], "max_tokens": 64})
+    body = json.dumps({"model": options.name, "messages": [{"role": "user", "content": question}], "temperature": 0})
     return (
         f"curl -s {options.url}/v1/chat/completions \\\n"
         f"  -H 'Authorization: Bearer {tenant_key}' \\\n"

@@ -7,22 +7,27 @@ import json
 import socket
 from dataclasses import dataclass
 
-from moiety_platform.supervisor.errors import PortInUse
+from moiety_platform.supervisor.errors import CannotListen
 
 PROBE_TIMEOUT_S = 2.0
 MAX_PROBE_BYTES = 65536
 
 
 def claim_port(host: str, port: int, option: str) -> int:
-    """The port, known to be free a moment ago; port 0 becomes a free one. Raises PortInUse, naming the option."""
-    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    """The port, known to be free a moment ago; port 0 becomes a free one. Raises CannotListen, naming the option."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as exc:
+        raise CannotListen(
+            f"{host} is no address of this machine ({exc.strerror}); choose another with --host"
+        ) from exc
     with socket.socket(family, kind, proto) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
             probe.listen(1)
         except OSError as exc:
-            raise PortInUse(
+            raise CannotListen(
                 f"cannot listen on {host}:{port} ({exc.strerror}); choose another port with {option}"
             ) from exc
         return int(probe.getsockname()[1])

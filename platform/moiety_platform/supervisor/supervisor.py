@@ -126,7 +126,7 @@ class Supervisor:
         if self._failed.done():
             return
         name = run.part.name
-        said = run.last_lines[-1] if run.last_lines else "it printed nothing"
+        said = next((line.strip() for line in reversed(run.last_lines) if line.strip()), "it printed nothing")
         self._failed.set_exception(
             PartFailed(f"the {name} ended before it was ready ({describe_exit(status)}): {said}\n  log: {run.log_path}")
         )

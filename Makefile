@@ -1,0 +1,56 @@
+# Everything one does with Moiety from a checkout. `make` alone lists it.
+# Each target makes what it needs (.venv and the packages in it), and is quick when that is there.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --prefer-binary --constraint constraints.txt
+INPUTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test bench fmt clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo '  Flags are passed on in ARGS: make serve ARGS="--port 18000"; another Python: make PYTHON=python3.12 serve'
+
+serve: $(VENV)/.serve ## serve the bundled demo model (or ARGS="--model …") to tenants with keys
+	@exec $(BIN)/moiety serve $(ARGS)
+
+test: $(VENV)/.dev ## all that CI runs: lint, format, types, import contracts, tests
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.serve ## measure the engine's throughput on the demo model (or ARGS="--model … --json")
+	@exec $(BIN)/moiety bench engine $(ARGS)
+
+fmt: $(VENV)/.dev ## format the code and mend what lint can mend
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean: ## remove the virtual environment and every cache, but no data
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps: newer than what they were made from, so that a second run does nothing.
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
+	  "Moiety needs Python 3.11 or newer, and $(PYTHON) is %d.%d; try: make PYTHON=python3.12" % sys.version_info[:2])'
+	@echo 'making $(VENV) …'
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.serve: $(VENV)/.made $(INPUTS)
+	@echo 'installing Moiety into $(VENV); this takes a few minutes the first time …'
+	@$(PIP) --editable '.[all]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.made $(INPUTS)
+	@echo 'installing Moiety and its tests into $(VENV); this takes a few minutes the first time …'
+	@$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/.serve

@@ -1,0 +1,32 @@
+"""The dashboard's settings, read once by its entry points."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+URL_VARIABLE = "MOIETY_URL"
+KEY_VARIABLE = "MOIETY_ADMIN_KEY"
+DEFAULT_REFRESH_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class DashboardSettings:
+    """Where the gateway is, the admin key to begin with (asked for if there is none), and how often to ask again."""
+
+    gateway_url: str = DEFAULT_URL
+    admin_key: str | None = field(default=None, repr=False)
+    refresh_s: float = DEFAULT_REFRESH_S
+
+
+def read_settings(arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> DashboardSettings:
+    """From `--gateway URL --refresh-s N`, then the environment, then the defaults."""
+    given = os.environ if environment is None else environment
+    parser = argparse.ArgumentParser(prog="moiety dashboard", add_help=False)
+    parser.add_argument("--gateway", default=given.get(URL_VARIABLE) or DEFAULT_URL)
+    parser.add_argument("--refresh-s", type=float, default=DEFAULT_REFRESH_S)
+    options = parser.parse_args(list(arguments))
+    return DashboardSettings(options.gateway.rstrip("/"), given.get(KEY_VARIABLE) or None, options.refresh_s)

@@ -1,0 +1,187 @@
+"""The administration commands and the load generator, as processes against a real gateway."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+DEADLINE_S = 60
+
+
+@pytest.fixture(scope="module")
+def serve(start_serve: Callable[..., Any]) -> Any:
+    running = start_serve("--no-dashboard")
+    running.wait_for_line("moiety is ready at")
+    return running
+
+
+@pytest.fixture
+def moiety(serve: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the command on the serve's data directory."""
+
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("MOIETY_")}
+        command = [sys.executable, "-m", "moiety_platform.cli", *arguments]
+        environment = {**kept, "MOIETY_DATA_DIR": str(serve.data_dir), **environment}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+    return run
+
+
+def test_a_tenant_is_made_changed_suspended_and_resumed(moiety: Callable[..., Any]) -> None:
+    made = json.loads(moiety("tenant", "create", "acme", "--class", "priority", "--weight", "2", "--json").stdout)
+    assert (made["service_class"], made["weight"], made["status"]) == ("priority", 2.0, "active")
+    assert json.loads(moiety("tenant", "change", "acme", "--weight", "3", "--json").stdout)["weight"] == 3.0
+    assert json.loads(moiety("tenant", "suspend", "acme", "--json").stdout)["status"] == "suspended"
+    assert json.loads(moiety("tenant", "resume", made["id"], "--json").stdout)["status"] == "active"
+    listed = moiety("tenant", "list").stdout
+    assert "acme" in listed
+    assert made["id"] in listed  # whole, although this is no terminal
+
+
+def test_a_key_is_made_used_rotated_and_revoked(moiety: Callable[..., Any], serve: Any) -> None:
+    moiety("tenant", "create", "keys-inc")
+    made = moiety("key", "create", "ci", "--tenant", "keys-inc")
+    key = made.stdout.strip()
+    assert "not shown again" in made.stderr
+    assert asks(serve, key) == 200
+    key_id = key.removeprefix("mty_").partition(".")[0]
+    rotated = json.loads(moiety("key", "rotate", key_id, "--grace-s", "0", "--json").stdout)
+    assert asks(serve, rotated["secret"]) == 200
+    assert asks(serve, key) == 401
+    assert moiety("key", "revoke", rotated["key"]["id"]).returncode == 0
+    assert asks(serve, rotated["secret"]) == 401
+    listed = json.loads(moiety("key", "list", "--tenant", "keys-inc", "--json").stdout)["data"]
+    assert {one["status"] for one in listed} == {"expired", "revoked"}
+
+
+def test_usage_is_summed_by_tenant(moiety: Callable[..., Any], serve: Any) -> None:
+    body = {"model": "moiety-demo", "messages": [{"role": "user", "content": "hello"}]}
+    headers = {"Authorization": f"Bearer {serve.tenant_key}"}
+    answer = httpx.post(f"{serve.url}/v1/chat/completions", json=body, headers=headers, timeout=DEADLINE_S).json()
+    tokens = answer["usage"]["completion_tokens"]
+
+    def used() -> int:
+        report = json.loads(moiety("usage", "--tenant", "demo", "--json").stdout)
+        return sum(one["totals"]["output_tokens"] for one in report["data"])
+
+    for _ in range(20):  # rows are written in batches; each try takes a process's time
+        if used() == tokens:
+            break
+    assert used() == tokens
+    assert "demo" in moiety("usage").stdout
+
+
+def test_the_load_generator_reports_its_figures_in_one_object(
+    moiety: Callable[..., Any], serve: Any, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = "".join(
+        f"{index / 50},t{index % 2},{5 + index},{3 + index % 4},{'flex' if index % 5 == 0 else ''}\n"
+        for index in range(20)
+    )
+    trace.write_text("arrival_s,tenant,input_tokens,output_tokens,class\n" + rows)
+    done = moiety("bench", "serve", "--url", serve.url, "--key", serve.tenant_key, "--trace", str(trace), "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["completed"], report["errors"]) == (20, 0)
+    assert set(report["classes"]) == {"flex", "standard"}
+    assert report["classes"]["flex"]["attainment"] == 1
+    assert report["goodput_tokens_per_s"] > 0
+    assert 0 < report["ttft_ms"]["p50"] <= report["ttft_ms"]["p99"] <= report["e2e_ms"]["p99"]
+    assert report["environment"]["versions"]["moiety"]
+    assert done.stderr == ""  # no progress bar in a pipe
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("tenant", "show", "nobody"), 1, "no tenant"),
+        (("tenant", "change", "demo"), 2, "nothing to change"),
+        (("key", "create", "x"), 2, "--tenant or --admin"),
+        (("key", "list", "--admin-key", "mty_wrong"), 4, "key"),
+        (("usage", "--url", "http://127.0.0.1:9"), 3, "is it running?"),
+        (("tenant", "list", "--data-dir", "/nonexistent"), 1, "--admin-key"),
+        (("bench", "serve", "--key", "k", "--trace", "/nonexistent.csv"), 1, "cannot read"),
+        (("bench", "serve", "--key", "k"), 2, "--rate"),
+        (("serve", "--config", "/nonexistent.toml"), 2, "cannot read"),
+        (("serve", "--host", "256.0.0.1"), 1, "--host"),
+        (("tennant",), 2, "tenant"),
+    ],
+)
+def test_what_goes_wrong_has_its_exit_code_and_says_what_to_do(
+    moiety: Callable[..., Any], arguments: tuple[str, ...], status: int, message: str
+) -> None:
+    done = moiety(*arguments)
+    assert done.returncode == status, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_imports_neither_torch_nor_the_web_stack() -> None:
+    heavy = ("torch", "litestar", "sqlalchemy", "streamlit", "httpx", "pydantic", "moiety_engine", "moiety_demo")
+    code = (
+        "import sys\nfrom moiety_platform.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        f"sys.exit(' '.join(name for name in {heavy} if name in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    for command in (
+        "serve",
+        "gateway",
+        "engine",
+        "dashboard",
+        "migrate",
+        "tenant",
+        "project",
+        "key",
+        "usage",
+        "bench",
+        "demo",
+    ):
+        assert f" {command} " in done.stdout
+
+
+def test_the_supervisor_imports_neither_torch_nor_the_web_stack() -> None:
+    heavy = ("torch", "litestar", "sqlalchemy", "streamlit", "httpx", "pydantic", "rich")
+    code = f"import sys, moiety_platform.cli.serve; sys.exit(' '.join(n for n in {heavy} if n in sys.modules) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_missing_extra_is_named(tmp_path: Path) -> None:
+    (tmp_path / "streamlit.py").write_text("raise ModuleNotFoundError('No module', name='streamlit')")
+    command = [sys.executable, "-m", "moiety_platform.cli", "dashboard", "--port", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 1
+    assert 'pip install "moiety[dashboard]"' in done.stderr
+
+
+def test_a_configuration_file_sets_options_and_a_flag_beats_it(moiety: Callable[..., Any], tmp_path: Path) -> None:
+    config = tmp_path / "moiety.toml"
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        ports = [taken.getsockname()[1] for taken in (one, two)]
+        config.write_text(f"[serve]\nport = {ports[0]}\nno-dashboard = true\n")
+        assert f"127.0.0.1:{ports[0]}" in moiety("serve", "--config", str(config)).stderr
+        assert f"127.0.0.1:{ports[1]}" in moiety("serve", "--config", str(config), "--port", str(ports[1])).stderr
+    config.write_text("[serve]\nprot = 1\n")
+    done = moiety("serve", "--config", str(config))
+    assert done.returncode == 2
+    assert "does not know prot" in " ".join(done.stderr.replace("│", " ").split())
+
+
+def asks(serve: Any, key: str) -> int:
+    body = {"model": "moiety-demo", "messages": [{"role": "user", "content": "hello"}]}
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.post(f"{serve.url}/v1/chat/completions", json=body, headers=headers, timeout=DEADLINE_S).status_code

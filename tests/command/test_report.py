@@ -1,0 +1,67 @@
+"""The figures of a load run, against answers made up by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moiety_platform.bench.load import Answer
+from moiety_platform.bench.report import PROMISES, percentile, spread_ms, summarise, time_per_token_s
+from moiety_platform.bench.traces import TraceRequest
+
+
+def answer(
+    first_s: float | None = 0.1, last_s: float = 1.1, tokens: int = 11, name: str = "standard", error: str | None = None
+) -> Answer:
+    request = TraceRequest(0.0, "a", 1000, tokens, name)
+    return Answer(request, 0.0, first_s, last_s, last_s, 0 if error else tokens, 1000, error)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0, 100))
+def test_a_percentile_lies_between_the_least_and_the_greatest(values: list[float], percent: float) -> None:
+    assert min(values) <= percentile(values, percent) <= max(values)
+
+
+def test_percentiles_are_interpolated() -> None:
+    assert percentile([1, 2, 3, 4], 50) == 2.5
+    assert percentile([10, 0], 90) == pytest.approx(9)
+
+
+def test_nothing_measured_is_null_and_not_zero() -> None:
+    assert spread_ms([None, None]) == {"p50": None, "p90": None, "p99": None}
+
+
+def test_time_per_token_leaves_the_first_out() -> None:
+    assert time_per_token_s(answer(0.1, 1.1, 11)) == pytest.approx(0.1)
+    assert time_per_token_s(answer(tokens=1)) is None
+
+
+@pytest.mark.parametrize(
+    ("made", "kept"),
+    [
+        (answer(2.1, 3.0), True),
+        (answer(2.3, 3.0), False),  # 2 s + 0.2 s for 1,000 prompt tokens
+        (answer(0.1, 1.2), False),  # 110 ms a token
+        (answer(0.1, 1.1, error="overloaded"), False),
+        (answer(None), False),
+        (answer(0.1, 599, 2, "flex"), True),
+        (answer(0.1, 601, 2, "flex"), False),
+        (answer(0.55, 0.6, name="priority"), True),
+        (answer(0.65, 0.7, name="priority"), False),
+    ],
+)
+def test_a_promise_is_kept_or_not(made: Answer, kept: bool) -> None:
+    assert PROMISES[made.request.service_class].is_kept(made) is kept
+
+
+def test_goodput_counts_only_what_came_in_time_and_errors_are_counted_by_code() -> None:
+    figures = summarise(
+        [answer(0.1, 1.0), answer(5.0, 10.0), answer(error="overloaded"), answer(0.1, 1.0, name="flex")]
+    )
+    assert (figures["requests"], figures["completed"], figures["errors"]) == (4, 3, 1)
+    assert figures["errors_by_code"] == {"overloaded": 1}
+    assert figures["output_tokens_per_s"] == pytest.approx(3.3)
+    assert figures["goodput_tokens_per_s"] == pytest.approx(2.2)
+    assert figures["classes"]["standard"]["attainment"] == pytest.approx(1 / 3, abs=1e-6)
+    assert figures["classes"]["flex"]["attainment"] == 1

@@ -1,0 +1,170 @@
+"""`moiety serve` from outside: what it prints, what it survives, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+DEADLINE_S = 60
+StartServe = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def serve(start_serve: StartServe) -> Any:
+    """One serve for the tests that leave it as it was."""
+    running = start_serve("--no-dashboard")
+    running.wait_for_line("moiety is ready at")
+    return running
+
+
+def ask(serve: Any, timeout_s: float = DEADLINE_S) -> httpx.Response:
+    body = {"model": "moiety-demo", "messages": [{"role": "user", "content": "hello"}]}
+    headers = {"Authorization": f"Bearer {serve.tenant_key}"}
+    return httpx.post(f"{serve.url}/v1/chat/completions", json=body, headers=headers, timeout=timeout_s)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
+    return all(process.status() == psutil.STATUS_ZOMBIE for process in alive if process.is_running())
+
+
+def printed_command(output: str) -> str:
+    """What a user would copy: from the line with `curl` to the first line that does not go on."""
+    lines = output.splitlines()
+    start = next(index for index, line in enumerate(lines) if "curl" in line)
+    end = next(index for index in range(start, len(lines)) if not lines[index].endswith("\\"))
+    assert end > start
+    return "\n".join(lines[start : end + 1])
+
+
+def test_the_printed_command_answers(serve: Any) -> None:
+    command = ["bash", "-c", printed_command(serve.output)]
+    answer = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_S).stdout)
+    assert answer["choices"][0]["message"]["content"]
+    assert answer["usage"]["completion_tokens"] > 0
+
+
+def test_the_ready_line_comes_last_after_addresses_and_key(serve: Any) -> None:
+    own = [line for line in serve.output.splitlines() if line and " | " not in line]
+    last = next(index for index, line in enumerate(own) if line.startswith("moiety is ready at http://127.0.0.1:"))
+    assert any(serve.tenant_key in line for line in own[:last])
+    assert httpx.get(f"{serve.url}/readyz").status_code == 200
+
+
+def test_secrets_are_in_private_files_and_in_no_log(serve: Any) -> None:
+    for name in ("keys.json", "pepper"):
+        assert (serve.data_dir / name).stat().st_mode & 0o077 == 0
+    assert ask(serve).status_code == 200
+    for log in (serve.data_dir / "logs").iterdir():
+        assert "mty_" not in log.read_text(encoding="utf-8")
+
+
+def test_a_port_in_use_is_said_before_anything_starts(start_serve: StartServe, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = start_serve("--port", str(port), data_dir=tmp_path / "data")
+        assert refused.process.wait(DEADLINE_S) == 1
+    assert f"127.0.0.1:{port}" in refused.output
+    assert "--port" in refused.output
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_second_serve_on_the_same_data_directory_is_refused(start_serve: StartServe, serve: Any) -> None:
+    second = start_serve("--no-dashboard", data_dir=serve.data_dir)
+    assert second.process.wait(DEADLINE_S) == 1
+    assert re.search(r"in use by another moiety serve \(process \d+\)", second.output)
+    assert ask(serve).status_code == 200
+
+
+def test_an_engine_that_cannot_start_ends_serve_with_its_reason(start_serve: StartServe) -> None:
+    failed = start_serve("--no-dashboard", "--", "--scripted-tokens-per-step", "none")
+    assert failed.process.wait(DEADLINE_S) == 1
+    assert "the engine ended before it was ready" in failed.output
+    assert "engine.log" in failed.output
+
+
+def test_a_killed_engine_is_restarted_and_said_so_and_requests_work_again(serve: Any) -> None:
+    before = serve.part("engine")
+    before.kill()
+    serve.wait_for_line("the engine ended (killed by SIGKILL); starting it again")
+    serve.wait_for_line("the engine is back")
+    assert serve.part("engine").pid != before.pid
+    assert ask(serve).status_code == 200
+
+
+def test_a_killed_gateway_is_restarted_with_the_same_keys(serve: Any) -> None:
+    serve.part("gateway").kill()
+    serve.wait_for_line("the gateway ended (killed by SIGKILL); starting it again")
+    serve.wait_for_line("the gateway is back")
+    assert ask(serve).status_code == 200
+
+
+def test_a_stop_lets_a_running_answer_end_and_leaves_no_process(start_serve: StartServe) -> None:
+    running = start_serve("--no-dashboard", "--", "--scripted-step-ms", "50")
+    running.wait_for_line("moiety is ready at")
+    processes = running.family()
+    assert len(processes) >= 2
+    first = threading.Event()
+    texts: list[str] = []
+
+    def stream() -> None:
+        body = {"model": "moiety-demo", "stream": True, "messages": [{"role": "user", "content": "x" * 20}]}
+        headers = {"Authorization": f"Bearer {running.tenant_key}"}
+        url = f"{running.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=DEADLINE_S) as response:
+            for line in response.iter_lines():
+                texts.append(line)
+                first.set()
+
+    reader = threading.Thread(target=stream)
+    reader.start()
+    assert first.wait(DEADLINE_S)
+    assert running.stop(signal.SIGINT) == 0
+    reader.join(DEADLINE_S)
+    assert "data: [DONE]" in texts
+    assert "draining" in running.output
+    assert gone(processes)
+
+
+def test_a_second_signal_ends_at_once_although_an_answer_runs(start_serve: StartServe) -> None:
+    running = start_serve("--no-dashboard", "--", "--scripted-step-ms", "1000")
+    running.wait_for_line("moiety is ready at")
+    processes = running.family()
+    body = {"model": "moiety-demo", "stream": True, "messages": [{"role": "user", "content": "x" * 50}]}
+    headers = {"Authorization": f"Bearer {running.tenant_key}"}
+    url = f"{running.url}/v1/chat/completions"
+    with httpx.Client(timeout=DEADLINE_S) as client, client.stream("POST", url, json=body, headers=headers) as response:
+        assert response.status_code == 200
+        os.kill(running.process.pid, signal.SIGTERM)
+        running.wait_for_line("draining")
+        os.kill(running.process.pid, signal.SIGTERM)
+        running.process.wait(DEADLINE_S)
+    assert "stopping at once" in running.output
+    assert gone(processes)
+
+
+def test_no_process_outlives_a_killed_serve_and_the_next_start_has_the_same_key(start_serve: StartServe) -> None:
+    killed = start_serve("--no-dashboard")
+    killed.wait_for_line("moiety is ready at")
+    processes, key = killed.family(), killed.tenant_key
+    killed.process.kill()
+    killed.process.wait(DEADLINE_S)
+    assert gone(processes)
+    again = start_serve("--no-dashboard", data_dir=killed.data_dir)
+    again.wait_for_line("moiety is ready at")
+    assert again.tenant_key == key
+    assert "admin key" not in again.output  # it is shown once
+    assert ask(again).status_code == 200
+    assert again.stop(signal.SIGTERM) == 0
