@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import msgspec
-import structlog
 import typer
 import zmq
 
@@ -19,6 +18,7 @@ from moiety_engine.front import options
 from moiety_engine.front.core_link import CoreLink, ProcessCore
 from moiety_engine.front.process import MakeCore, run_front
 from moiety_engine.front.settings import FrontSettings
+from moiety_engine.logs import configure_logs
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
@@ -72,7 +72,7 @@ def engine(
     first. Ends with 0 after that, 2 for wrong options or a bad checkpoint, 1 if it cannot listen, 70 if the core died
     while serving, 71 if the core could not start.
     """
-    _log_to_stderr()
+    configure_logs()
     kv_bytes = parse_size(kv_memory_bytes) if kv_memory_bytes else None
     try:
         settings = FrontSettings(
@@ -151,18 +151,6 @@ def _spans_are_wanted() -> bool:
     names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     return not disabled and any(os.environ.get(name) for name in names)
-
-
-def _log_to_stderr() -> None:
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-    )
 
 
 def _say(line: str) -> None:

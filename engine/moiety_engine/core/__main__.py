@@ -1,55 +1,11 @@
-"""`python -m moiety_engine.core --address ipc://…`: one core, started by a front.
+"""`python -m moiety_engine.core --address ipc://…`: one core, started by a front."""
 
-Reads its EngineConfig as one line of JSON from standard input, which then stays open as a life line: when it closes,
-the front is gone and the core ends at once.
-"""
-
-from __future__ import annotations
-
-import argparse
 import gc
-import os
 import sys
-import threading
 
-import msgspec
-import structlog
-import zmq
+gc.disable()  # thousands of objects that stay are about to be made; `process` turns it on when they are there
 
-from moiety_engine.config import EngineConfig
-from moiety_engine.core.link import FrontLink
-from moiety_engine.core.service import serve
-from moiety_engine.errors import EngineError
-from moiety_engine.model.errors import ModelError
-
-LOST_FRONT = 3  # exit code
-REFUSED = 4
-
-
-def _end_with_front() -> None:
-    while os.read(0, 4096):  # unbuffered: a thread inside sys.stdin would abort the interpreter's exit
-        pass
-    os._exit(LOST_FRONT)  # the step thread may be deep in a kernel: nothing to save, nobody to tell
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m moiety_engine.core")
-    parser.add_argument("--address", required=True, help="ZeroMQ address of the front's PAIR socket")
-    address = parser.parse_args().address
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    log = structlog.get_logger()
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
-    threading.Thread(target=_end_with_front, name="life-line", daemon=True).start()
-    with zmq.Context() as context, FrontLink(context, address) as link:
-        try:
-            serve(link, config)
-        except (EngineError, ModelError) as exc:
-            log.error("core_refused", reason=str(exc))
-            link.send_refusal(str(exc))
-            return REFUSED
-    return 0
-
+from moiety_engine.core.process import main  # noqa: E402
 
 if __name__ == "__main__":
-    gc.freeze()
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import structlog
@@ -42,6 +43,9 @@ def serve(link: FrontLink, config: EngineConfig) -> None:
         )
     )
     link.send(CoreStep([], [], loop.load()))
+    gc.collect()
+    gc.freeze()  # what is there now stays: collections need not look at it again in the middle of a step
+    gc.enable()
     log.info("core_ready", kv_blocks=loop.load().kv_blocks_total, block_size=loop.block_size)
     wait_ms = 0
     while True:

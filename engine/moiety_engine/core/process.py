@@ -1,0 +1,52 @@
+"""The life of a core process: settings in, errors out, an end with its front.
+
+It reads its EngineConfig as one line of JSON from standard input, which then stays open as a life line: when it closes,
+the front is gone and the core ends at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+
+import msgspec
+import structlog
+import zmq
+
+from moiety_engine.config import EngineConfig
+from moiety_engine.core.link import FrontLink
+from moiety_engine.core.service import serve
+from moiety_engine.errors import EngineError
+from moiety_engine.logs import configure_logs
+
+LOST_FRONT = 3  # exit code
+REFUSED = 4
+
+
+def _end_with_front() -> None:
+    while os.read(0, 4096):  # unbuffered: a thread inside sys.stdin would abort the interpreter's exit
+        pass
+    os._exit(LOST_FRONT)  # the step thread may be deep in a kernel: nothing to save, nobody to tell
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m moiety_engine.core")
+    parser.add_argument("--address", required=True, help="ZeroMQ address of the front's PAIR socket")
+    address = parser.parse_args().address
+    configure_logs()
+    log = structlog.get_logger()
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return LOST_FRONT
+    config = msgspec.json.decode(line, type=EngineConfig)
+    threading.Thread(target=_end_with_front, name="life-line", daemon=True).start()
+    with zmq.Context() as context, FrontLink(context, address) as link:
+        try:
+            serve(link, config)
+        except EngineError as exc:
+            log.error("core_refused", reason=str(exc))
+            link.send_refusal(str(exc))
+            return REFUSED
+    return 0

@@ -1,0 +1,20 @@
+"""How the engine's processes log: one line of JSON an event, on standard error."""
+
+from __future__ import annotations
+
+import sys
+
+import structlog
+
+
+def configure_logs() -> None:
+    """For an entry point, once."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
