@@ -17,7 +17,7 @@ from moiety_engine.errors import CheckpointError, InvalidConfig
 from moiety_engine.front import options
 from moiety_engine.front.core_link import CoreLink, ProcessCore
 from moiety_engine.front.process import MakeCore, run_front
-from moiety_engine.front.settings import FrontSettings
+from moiety_engine.front.settings import CORE_SILENCE_S, FrontSettings
 from moiety_engine.logs import configure_logs
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
@@ -62,6 +62,7 @@ def engine(
     static_batch_size: options.StaticBatchSizeOption = 8,
     batch_timeout_ms: options.BatchTimeoutMsOption = 50.0,
     drain_timeout: options.DrainTimeoutOption = 30.0,
+    core_silence_s: options.CoreSilenceOption = CORE_SILENCE_S,
     scripted: options.ScriptedOption = False,
     scripted_tokens_per_step: options.ScriptedTokensPerStepOption = 1,
     scripted_step_ms: options.ScriptedStepMsOption = 0.0,
@@ -70,7 +71,7 @@ def engine(
 
     Prints one line of JSON when it can serve; logs go to standard error. SIGTERM and Ctrl-C finish the open requests
     first. Ends with 0 after that, 2 for wrong options or a bad checkpoint, 1 if it cannot listen, 70 if the core died
-    while serving, 71 if the core could not start.
+    or hung while serving, 71 if the core could not start.
     """
     configure_logs()
     kv_bytes = parse_size(kv_memory_bytes) if kv_memory_bytes else None
@@ -80,6 +81,7 @@ def engine(
             listen=listen,
             address_file=address_file,
             drain_timeout_s=drain_timeout,
+            core_silence_s=core_silence_s,
             curve_secret_key=_read_curve_key(curve_key_file),
         )
         if scripted:
@@ -103,7 +105,7 @@ def engine(
                 batch_timeout_ms=batch_timeout_ms,
                 static_batch_size=static_batch_size,
             )
-            text, make_core = _text_and_process(folder, config)
+            text, make_core = _text_and_process(folder, config, settings)
         ending = run_front(settings, text, make_core, export_spans=_spans_are_wanted(), say=_say)
     except (CheckpointError, InvalidConfig, TextError) as exc:
         typer.echo(f"Error: {exc}", err=True)
@@ -130,8 +132,12 @@ def _scripted(script: Script) -> MakeCore:
     return make
 
 
-def _text_and_process(folder: Path, config: EngineConfig) -> tuple[TextModel, MakeCore]:
-    return read_text_model(folder), lambda context: ProcessCore(context, CORE_MODULE, config)
+def _text_and_process(folder: Path, config: EngineConfig, settings: FrontSettings) -> tuple[TextModel, MakeCore]:
+    def make(context: zmq.Context[zmq.Socket[bytes]]) -> CoreLink:
+        silence_s = settings.core_silence_s
+        return ProcessCore(context, CORE_MODULE, config, listen=settings.listen, silence_s=silence_s)
+
+    return read_text_model(folder), make
 
 
 def _read_curve_key(path: Path | None) -> bytes | None:

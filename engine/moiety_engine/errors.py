@@ -3,8 +3,7 @@
 EngineError
 ├── InvalidConfig         a setting that cannot work, and what to set instead
 ├── CheckpointError       the checkpoint folder is missing, incomplete or not of a known family
-├── OutOfMemory           the KV cache does not fit in the memory that is there
-└── CoreDied              the core process ended, or never came up
+└── OutOfMemory           the KV cache does not fit in the memory that is there
 """
 
 
@@ -21,8 +20,4 @@ class CheckpointError(EngineError):
 
 
 class OutOfMemory(EngineError):
-    pass
-
-
-class CoreDied(EngineError):
     pass

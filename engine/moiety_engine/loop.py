@@ -41,8 +41,8 @@ class EngineLoop:
         self._clock_ns = clock_ns
         on_cuda = model.device.type == "cuda"
         self.block_size = config.block_size or (16 if on_cuda else 8)
-        max_running = config.max_running or (256 if on_cuda else 64)
-        max_batch_tokens = config.max_batch_tokens or (8192 if on_cuda else 512)
+        max_batch_tokens = config.max_batch_tokens or max(8192 if on_cuda else 512, config.max_running or 0)
+        max_running = config.max_running or min(256 if on_cuda else 64, max_batch_tokens)
         if max_batch_tokens < max_running:
             raise InvalidConfig(
                 f"max_batch_tokens ({max_batch_tokens}) must be at least max_running ({max_running}): every running "
@@ -77,7 +77,7 @@ class EngineLoop:
             self._failures.append(CoreFailure(submit.key, FailureCode.CONTEXT_LENGTH_EXCEEDED, message))
             return
         seed = submit.sampling.seed
-        self.scheduler.add(submit, seed=secrets.randbits(63) if seed is None else seed)
+        self.scheduler.add(submit, seed=secrets.randbits(63) if seed is None else seed, now_ns=self._clock_ns())
 
     def extend(self, key: int, credit_tokens: int, *, last: bool) -> None:
         """Raise a request's credit (a total)."""
@@ -105,7 +105,7 @@ class EngineLoop:
         and lazy initialisation. Leaves nothing behind; only before the first request."""
         blank = CoreSubmit(0, "", "", [0] * 4, Sampling(), 1, 0, [], 1, b"", 0)
         sequence = Sequence(blank, order=0, seed=0)
-        sequence.blocks = [0]
+        sequence.blocks = list(range(self.scheduler.kv.blocks_for(5)))
         for num_tokens, num_decode in ((4, 0), (1, 1)):
             plan = Plan([Chunk(sequence, num_tokens, samples=True)], num_decode, num_tokens, [])
             logits_LV = self.model.forward(self._builder.build(plan), self.kv)

@@ -30,16 +30,18 @@ class Sequence:
         "num_reserved",
         "num_sealed",
         "order",
+        "queued_unix_ns",
         "scheduled_unix_ns",
         "seed",
         "submit",
         "tokens",
     )
 
-    def __init__(self, submit: CoreSubmit, *, order: int, seed: int) -> None:
+    def __init__(self, submit: CoreSubmit, *, order: int, seed: int, queued_unix_ns: int = 0) -> None:
         self.submit = submit
         self.order = order  # place in the queue, kept through preemption
         self.seed = seed
+        self.queued_unix_ns = queued_unix_ns  # by this process's clock; the gateway's may differ
         self.tokens = list(submit.prompt_ids)
         self.num_prompt = len(submit.prompt_ids)
         self.num_computed = 0

@@ -215,7 +215,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     seq: int
     num_running: int
     num_waiting: int
-    num_paused: int  # running, but without credit
+    num_paused: int  # without credit; they hold no place in the batch
     kv_blocks_total: int
     kv_blocks_used: int  # held by requests
     kv_blocks_cached: int  # free, but holding a prefix that may be hit

@@ -71,8 +71,9 @@ def start() -> Iterator[object]:
     fronts = []
     with tempfile.TemporaryDirectory() as folder:
 
-        def _start(model: str) -> Front:
-            front = Front(EngineConfig(model=model, name="tiny", device="cpu"), folder)
+        def _start(model: str, **options: object) -> Front:
+            config = msgspec.structs.replace(EngineConfig(model=model, name="tiny", device="cpu"), **options)
+            front = Front(config, folder)
             fronts.append(front)
             return front
 
@@ -81,9 +82,31 @@ def start() -> Iterator[object]:
             front.close()
 
 
-def _submit(key: int, *, max_tokens: int = 5) -> CoreSubmit:
+def _submit(key: int, *, num_prompt: int = 3, max_tokens: int = 5) -> CoreSubmit:
     sampling = Sampling(temperature=0.0)
-    return CoreSubmit(key, "t", "standard", [5, 6, 7], sampling, max_tokens, 0, [], max_tokens, b"s", 0)
+    prompt_ids = [5 + i for i in range(num_prompt)]
+    return CoreSubmit(key, "t", "standard", prompt_ids, sampling, max_tokens, 0, [], max_tokens, b"s", 0)
+
+
+def test_the_core_tells_its_load_while_prompts_bring_no_output_and_while_it_is_idle(
+    start: object, checkpoint: Path
+) -> None:
+    front: Front = start(str(checkpoint), max_batch_tokens=1, max_running=1)  # type: ignore[operator]
+    front.hello()
+    front.send(_submit(1, num_prompt=500))  # as many steps, the last of which brings the first output
+    while (beat := front.receive()).load.num_running == 0:  # type: ignore[union-attr]
+        assert isinstance(beat, CoreStep)
+    assert isinstance(beat, CoreStep)
+    assert (beat.outputs, beat.failures) == ([], [])
+    assert 0 < beat.load.steps_total < 500
+    front.send(CoreAbort(1, FinishReason.ABORT))
+    while (step := front.step()).outputs[0].finish is None:
+        pass
+    for _ in range(3):
+        idle = front.receive()
+        assert isinstance(idle, CoreStep)
+        assert (idle.outputs, idle.load.num_running, idle.load.kv_blocks_used) == ([], 0, 0)
+        assert idle.load.steps_total == step.load.steps_total
 
 
 def test_the_core_says_hello_answers_counts_an_abort_and_ends_when_told(start: object, checkpoint: Path) -> None:

@@ -93,7 +93,7 @@ def test_preempted_requests_get_the_tokens_of_an_undisturbed_run(loops: Any, alo
     outputs: dict[int, list[int]] = {key: [] for key in alone}
     while not loop.scheduler.idle:
         loop.step()
-        preempted += len(loop.scheduler._preempted)
+        preempted += any(s.num_preemptions for s in loop.scheduler._by_key.values())
         step = loop.take_outputs()
         for output in step.outputs if step else []:
             outputs[output.key] += output.token_ids
@@ -170,6 +170,17 @@ def test_logprobs_come_with_each_token(loops: Any) -> None:
 def test_a_kv_cache_too_small_for_anything_says_what_to_raise(loops: Any) -> None:
     with pytest.raises(OutOfMemory, match="--kv-memory-bytes"):
         loops.make(kv_memory_bytes=BLOCK_BYTES_8)
+
+
+def test_any_block_size_works(loops: Any, alone: dict[int, list[int]]) -> None:
+    for block_size in (1, 2, 3, 16):
+        loop = loops.make(block_size=block_size)
+        loop.warm_up()
+        assert tokens(loop, MIXED) == alone
+
+
+def test_a_small_budget_alone_lowers_the_batch_to_fit(loops: Any) -> None:
+    assert loops.make(max_batch_tokens=32).scheduler.limits.max_running == 32
 
 
 def test_a_budget_below_the_batch_is_refused(loops: Any) -> None:

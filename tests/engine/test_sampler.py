@@ -68,8 +68,9 @@ def test_min_p_drops_what_is_far_below_the_best() -> None:
 
 def test_a_filter_that_needs_more_than_the_preselected_tokens_uses_the_whole_vocabulary() -> None:
     wide = torch.zeros(5000)
-    seen = set(sample(wide.expand(3000, -1), *[make_row(Sampling(top_p=0.9), seed=s) for s in range(3000)]))
-    assert 1500 < len(seen) <= 4500
+    seen = set(sample(wide.expand(400, -1), *[make_row(Sampling(top_p=0.9), seed=s) for s in range(400)]))
+    assert 300 < len(seen) <= 400  # far more than could come from a thousand preselected ones: most are distinct
+    assert max(seen) >= 1024
 
 
 @given(

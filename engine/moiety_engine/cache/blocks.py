@@ -10,7 +10,7 @@ is `prefix`'s.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable
 
 
@@ -28,7 +28,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._blank: deque[int] = deque(range(num_blocks))
+        self._blank = list(reversed(range(num_blocks)))  # a stack: light traffic touches little memory
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     @property
@@ -50,7 +50,7 @@ class BlockPool:
         taken = []
         for _ in range(count):
             if self._blank:
-                block = self._blank.popleft()
+                block = self._blank.pop()
             else:
                 block, _ = self._cached.popitem(last=False)
                 self._forget(block)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from types import TracebackType
 
 import msgspec
 import zmq
 
-from moiety_engine.messages import CoreHello, CoreState, ToCore, ToFront
+from moiety_engine.messages import CoreHello, CoreLoad, CoreState, CoreStep, ToCore, ToFront
 
 LINGER_MS = 1000
+IDLE_WAIT_MS = 250  # a core that has nothing to do waits no longer than this, and then beats
+BEAT_INTERVAL_S = 0.2
 
 
 class FrontLink:
@@ -19,6 +23,7 @@ class FrontLink:
         self._socket = context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.connect(address)
+        self._sent_at_s = 0.0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[list[ToCore]] = msgspec.msgpack.Decoder(list[ToCore])
 
@@ -30,6 +35,13 @@ class FrontLink:
 
     def send(self, message: ToFront) -> None:
         self._socket.send(self._encoder.encode(message))
+        self._sent_at_s = time.monotonic()
+
+    def beat(self, load: Callable[[], CoreLoad]) -> None:
+        """To be called between steps: tells the load, and thereby that the core is alive, unless the front has heard
+        something a moment ago."""
+        if time.monotonic() - self._sent_at_s >= BEAT_INTERVAL_S:
+            self.send(CoreStep([], [], load()))
 
     def send_refusal(self, message: str) -> None:
         """The core cannot serve, and why; it ends after this."""

@@ -8,7 +8,7 @@ import time
 import structlog
 
 from moiety_engine.config import Batching, EngineConfig
-from moiety_engine.core.link import FrontLink
+from moiety_engine.core.link import IDLE_WAIT_MS, FrontLink
 from moiety_engine.loop import MAX_NUM_LOGPROBS, EngineLoop, load_loop
 from moiety_engine.messages import (
     CoreAbort,
@@ -21,7 +21,6 @@ from moiety_engine.messages import (
     ToCore,
 )
 
-IDLE_WAIT_MS = 1000
 COMPANY_WAIT_MS = 2  # the dynamic strategy: a request waits for company, and time alone may end that
 PROGRESS_INTERVAL_S = 0.2
 
@@ -43,7 +42,6 @@ def serve(link: FrontLink, config: EngineConfig) -> None:
         )
     )
     link.send(CoreStep([], [], loop.load()))
-    gc.collect()
     gc.freeze()  # what is there now stays: collections need not look at it again in the middle of a step
     gc.enable()
     log.info("core_ready", kv_blocks=loop.load().kv_blocks_total, block_size=loop.block_size)
@@ -57,6 +55,8 @@ def serve(link: FrontLink, config: EngineConfig) -> None:
         outputs = loop.take_outputs()
         if outputs is not None:
             link.send(outputs)
+        else:
+            link.beat(loop.load)
         waits_for_company = config.batching is Batching.DYNAMIC and loop.scheduler.num_waiting
         wait_ms = 0 if stepped else COMPANY_WAIT_MS if waits_for_company else IDLE_WAIT_MS
 

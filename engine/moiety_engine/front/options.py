@@ -129,6 +129,14 @@ DrainTimeoutOption = Annotated[
     float,
     typer.Option(envvar="MOIETY_ENGINE_DRAIN_TIMEOUT", min=0, help="Seconds that a stop waits for open requests."),
 ]
+CoreSilenceOption = Annotated[
+    float,
+    typer.Option(
+        envvar="MOIETY_ENGINE_CORE_SILENCE_S",
+        min=1,
+        help="Seconds without a sign of life after which the core counts as hung and is killed; more than any step.",
+    ),
+]
 ScriptedOption = Annotated[
     bool,
     typer.Option(

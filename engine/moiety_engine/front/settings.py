@@ -7,6 +7,8 @@ from pathlib import Path
 
 from moiety_wire.messages import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S
 
+CORE_SILENCE_S = 60.0  # longer than the longest step on a slow processor
+
 
 @dataclass(frozen=True)
 class FrontSettings:
@@ -14,6 +16,7 @@ class FrontSettings:
     listen: str = "tcp://127.0.0.1:5757"  # ZeroMQ address; tcp port 0 takes a free one
     address_file: Path | None = None  # the bound address is written here when the engine is ready
     drain_timeout_s: float = 30.0
+    core_silence_s: float = CORE_SILENCE_S  # a core process that says nothing for so long hangs
     curve_secret_key: bytes | None = None  # Z85; with it only clients that know our public key get in
     heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S
     silence_limit_s: float = SILENCE_LIMIT_S

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import torch
 
 from moiety_engine.errors import OutOfMemory
 
+CGROUPS = Path("/sys/fs/cgroup")
 CPU_FRACTION = 0.4  # of the memory that is available once the weights are loaded; the rest is the machine's
 CUDA_FRACTION = 0.85  # of the free device memory; the rest is for activations
 
@@ -18,7 +21,20 @@ def kv_budget_bytes(device: torch.device, wanted_bytes: int | None) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * CUDA_FRACTION)
-    return int(psutil.virtual_memory().available * CPU_FRACTION)
+    return int(available_bytes() * CPU_FRACTION)
+
+
+def available_bytes(cgroups: Path = CGROUPS) -> int:
+    """Memory that this process may still take: the machine's, or what is left of its container's limit if less."""
+    left = [psutil.virtual_memory().available]
+    for limit_name, used_name in (
+        ("memory.max", "memory.current"),  # version 2
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
+    ):
+        limit_file, used_file = cgroups / limit_name, cgroups / used_name
+        if limit_file.exists() and used_file.exists() and (limit := limit_file.read_text().strip()) != "max":
+            left.append(max(0, int(limit) - int(used_file.read_text())))
+    return min(left)
 
 
 def num_kv_blocks(*, budget_bytes: int, block_bytes: int, block_size: int, max_running: int, max_context: int) -> int:

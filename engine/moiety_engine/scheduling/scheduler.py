@@ -1,9 +1,13 @@
-"""The scheduler: owns every waiting and running sequence, plans a step and takes in its result.
+"""The scheduler: owns every sequence, plans a step and takes in its result.
 
-First come, first served: decodes first, then the prefill chunks of running requests, then as many waiting requests as
-the strategy, the token budget and the KV blocks allow. When a decode finds no block, the youngest sequence gives up
-its own and computes them again later, in its old place in the queue; sequences that are paused for want of credit go
-first. It knows no tensors and no clock: times are handed in.
+A sequence is in one of four places. *Waiting*: never started. *Running*: in the batch, with credit (or a ghost of the
+padded strategy). *Parked*: without credit; it keeps its blocks while nobody needs them, and no place in the batch.
+*Returning*: was running and will again, after a preemption or with new credit, before anyone who came later.
+
+First come, first served: decodes first, then the prefill chunks of running sequences, then as many returning and
+waiting ones as the strategy, the token budget and the KV blocks allow. Who needs blocks takes them from the parked and
+the returning first; a decode that finds none then takes those of the youngest running sequence, which computes them
+again later, in its old place in the queue. It knows no tensors and no clock: times are handed in.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from itertools import chain
 
 from moiety_engine.messages import CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.plan import Chunk, Plan
+from moiety_engine.scheduling.plan import Plan
+from moiety_engine.scheduling.planner import Planner
 from moiety_engine.scheduling.strategies import QueueView, Strategy
 from moiety_engine.sequence import Sequence
 from moiety_wire.messages import FinishReason
@@ -43,8 +48,9 @@ class Scheduler:
         self.limits = limits
         self._strategy = strategy
         self._waiting: dict[int, Sequence] = {}  # by key, in order of arrival
-        self._preempted: list[Sequence] = []  # before the waiting, in order of arrival
-        self._running: list[Sequence] = []  # in order of arrival
+        self._returning: list[Sequence] = []  # this and the next two in order of arrival
+        self._running: list[Sequence] = []
+        self._parked: list[Sequence] = []
         self._by_key: dict[int, Sequence] = {}
         self._num_seen = 0
         self.cached_tokens_total = 0
@@ -53,9 +59,9 @@ class Scheduler:
 
     # ── requests come and go ──
 
-    def add(self, submit: CoreSubmit, *, seed: int) -> None:
+    def add(self, submit: CoreSubmit, *, seed: int, now_ns: int) -> None:
         """Queue a request. The caller has seen to it that prompt and output fit the pool."""
-        sequence = Sequence(submit, order=self._num_seen, seed=seed)
+        sequence = Sequence(submit, order=self._num_seen, seed=seed, queued_unix_ns=now_ns)
         self._num_seen += 1
         self._by_key[submit.key] = sequence
         self._waiting[submit.key] = sequence
@@ -67,7 +73,11 @@ class Scheduler:
             return None
         sequence.credit_tokens = max(sequence.credit_tokens, credit_tokens)
         sequence.credit_last = sequence.credit_last or last
-        if sequence.credit_last and not sequence.has_credit:
+        if sequence.has_credit:
+            if sequence in self._parked:
+                self._parked.remove(sequence)
+                insort(self._returning, sequence, key=_order)
+        elif sequence.credit_last:
             return CoreOutput(key, [], None, self._end(sequence, FinishReason.LENGTH, "credit_refused", now_ns))
         return None
 
@@ -85,27 +95,19 @@ class Scheduler:
     # ── a step ──
 
     def plan(self, now_ns: int) -> Plan:
-        """Decide the next step. May be empty: everything is paused, or waits for company."""
-        planner = _Planner(self.kv, self.limits.max_batch_tokens)
+        """Decide the next step. Empty only if nothing has credit, or a request waits for company."""
+        planner = Planner(self.kv, self.limits.max_batch_tokens)
         preempted: list[Sequence] = []
         for sequence in list(self._running):
-            if sequence.ghost or (sequence.decoding and sequence.has_credit):
+            if sequence.ghost or sequence.decoding:
                 self._plan_decode(sequence, planner, preempted)
-        for sequence in self._running:
-            if not sequence.ghost and not sequence.decoding:
-                planner.add_prefill(sequence)
-        self._admit(planner, preempted, now_ns)
-        while not planner.chunks and (victim := self._stalled_prefill()) is not None:
+        self._plan_prefills(planner)
+        self._admit(planner, now_ns)
+        while planner.empty and sum(bool(sequence.blocks) for sequence in self._running) > 1:
             # Half-filled prompts hold all blocks among them: the youngest gives way so that the others end.
-            self._preempt(victim, preempted)
-            for sequence in self._running:
-                planner.add_prefill(sequence)
-        return Plan(
-            chunks=planner.decodes + planner.prefills,
-            num_decode=len(planner.decodes),
-            num_rows=planner.num_rows,
-            preempted=preempted,
-        )
+            self._preempt(self._running[-1], preempted)
+            self._plan_prefills(planner)
+        return planner.finish(preempted)
 
     def commit(
         self, plan: Plan, token_ids: list[int], logprobs: list[CoreLogprob | None], now_ns: int
@@ -124,6 +126,9 @@ class Scheduler:
                 if sequence.first_token_unix_ns == 0:
                     sequence.first_token_unix_ns = now_ns
                 finish = self._finish_after(sequence, token_id, now_ns)
+                if finish is None and not sequence.has_credit:
+                    self._running.remove(sequence)
+                    insort(self._parked, sequence, key=_order)
                 outputs.append(CoreOutput(sequence.key, [token_id], None if logprob is None else [logprob], finish))
         self._retire_ghosts()
         return outputs
@@ -136,11 +141,11 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._preempted)
+        return len(self._waiting) + len(self._returning)
 
     @property
     def num_paused(self) -> int:
-        return sum(not sequence.has_credit for sequence in self._running)
+        return len(self._parked)
 
     @property
     def idle(self) -> bool:
@@ -153,79 +158,81 @@ class Scheduler:
 
     # ── planning ──
 
-    def _plan_decode(self, sequence: Sequence, planner: _Planner, preempted: list[Sequence]) -> None:
-        while sequence.blocks and not planner.add_decode(sequence):
-            if planner.num_rows >= self.limits.max_batch_tokens:
-                return
-            self._preempt(self._victim(), preempted)  # the youngest; possibly this one
+    def _plan_decode(self, sequence: Sequence, planner: Planner, preempted: list[Sequence]) -> None:
+        while sequence.blocks and planner.rows_left > 0 and not planner.add_decode(sequence):
+            if not self._reclaim(1):
+                self._preempt(self._running[-1], preempted)  # the youngest, not planned yet; possibly this one
 
-    def _victim(self) -> Sequence:
-        """Who gives up its blocks: the youngest without credit, else the youngest."""
-        for sequence in reversed(self._running):
-            if not sequence.has_credit and sequence.blocks and not sequence.ghost:
-                return sequence
-        return self._running[-1]
+    def _plan_prefills(self, planner: Planner) -> None:
+        for sequence in self._running:
+            if not sequence.ghost and not sequence.decoding:
+                self._plan_prefill(sequence, planner)
+
+    def _plan_prefill(self, sequence: Sequence, planner: Planner) -> None:
+        end = sequence.num_computed + min(sequence.num_uncomputed, planner.rows_left)
+        self._reclaim(self.kv.blocks_for(end) - len(sequence.blocks))
+        planner.add_prefill(sequence)
+
+    def _reclaim(self, num_blocks: int) -> bool:
+        """See that so many blocks are free, taking them from parked sequences, then from returning ones, the youngest
+        first. Neither can be part of the step. False: all of them together have too few."""
+        for holders in (self._parked, self._returning):
+            for sequence in reversed(holders):
+                if self.kv.pool.num_free >= num_blocks:
+                    return True
+                self.kv.release(sequence)
+        return self.kv.pool.num_free >= num_blocks
 
     def _preempt(self, victim: Sequence, preempted: list[Sequence]) -> None:
         self._running.remove(victim)
         self.kv.release(victim)
         if victim.ghost:
-            self._by_key.pop(victim.key, None)
+            self._by_key.pop(victim.key)
             return
         victim.num_preemptions += 1
-        insort(self._preempted, victim, key=_order)
+        insort(self._returning, victim, key=_order)
         preempted.append(victim)
 
-    def _stalled_prefill(self) -> Sequence | None:
-        """The youngest running sequence that holds blocks and waits for more, if at least two share the pool."""
-        holders = [s for s in self._running if s.blocks]
-        stalled = [s for s in holders if s.num_uncomputed > 1 or (not s.has_credit and s.num_uncomputed)]
-        wanting = any(s.num_uncomputed > 1 for s in self._running)
-        return stalled[-1] if wanting and len(holders) > 1 and stalled else None
-
     def _queue(self) -> Iterator[Sequence]:
-        return chain(list(self._preempted), list(self._waiting.values()))
+        """Who may join the batch, in order: all of them have credit."""
+        return (s for s in chain(list(self._returning), list(self._waiting.values())) if s.has_credit)
 
-    def _admit(self, planner: _Planner, preempted: list[Sequence], now_ns: int) -> None:
-        if not self.num_waiting:
-            return
-        joinable = self._strategy.joinable(self._view(now_ns))
+    def _admit(self, planner: Planner, now_ns: int) -> None:
+        view = self._view(now_ns)
+        joinable = self._strategy.joinable(view) if view is not None else 0
         batch: list[Sequence] = []
-        for sequence in self._queue():
-            if len(batch) >= joinable or (planner.full and not self._strategy.padded):
+        for sequence in self._queue() if joinable > 0 else ():
+            if len(batch) >= joinable or (planner.rows_left <= 0 and not self._strategy.padded):
                 break
-            if sequence.num_preemptions and not sequence.has_credit:
-                continue  # it would only take blocks to sit on them
             if self._strategy.padded and not self._fits_padded([*batch, sequence]):
                 break
-            hits = self.kv.find_prefix(sequence)
-            if planner.will_compute(self.kv.next_hash(sequence, len(hits))):
-                continue  # somebody computes this very prefix in this step: next step it is a hit
-            if not self._start(sequence, hits, preempted):
-                break  # the head waits for blocks; nobody overtakes it, or it might starve
+            if not sequence.blocks:
+                hits = self.kv.find_prefix(sequence)
+                if planner.will_compute(self.kv.next_hash(sequence, len(hits))):
+                    continue  # somebody computes this very prefix in this step: next step it is a hit
+                if not self._start(sequence, hits):
+                    break  # the head waits for blocks; nobody overtakes it, or it might starve
             batch.append(sequence)
             self._mark_started(sequence, now_ns)
             if not self._strategy.padded:
-                planner.add_prefill(sequence)
+                self._plan_prefill(sequence, planner)
         if self._strategy.padded and batch:
             self._reserve_padded(batch)
             for sequence in batch:
                 planner.add_prefill(sequence)
 
-    def _start(self, sequence: Sequence, hits: list[int], preempted: list[Sequence]) -> bool:
-        while not self.kv.start(sequence, hits, len(sequence.tokens)):
-            paused = [s for s in self._running if not s.has_credit and s.blocks and not s.ghost]
-            if not paused:
-                return False
-            self._preempt(paused[-1], preempted)
-            hits = self.kv.find_prefix(sequence)
-        return True
+    def _start(self, sequence: Sequence, hits: list[int]) -> bool:
+        """Give a sequence its prefix hits, if all of its tokens find room."""
+        num_tokens = len(sequence.tokens)
+        if self.kv.start(sequence, hits, num_tokens):
+            return True
+        return self._reclaim(self.kv.blocks_for(num_tokens)) and self.kv.start(
+            sequence, self.kv.find_prefix(sequence), num_tokens
+        )
 
     def _mark_started(self, sequence: Sequence, now_ns: int) -> None:
-        if sequence.num_preemptions:
-            self._preempted.remove(sequence)
-        else:
-            del self._waiting[sequence.key]
+        if self._waiting.pop(sequence.key, None) is None:
+            self._returning.remove(sequence)
         insort(self._running, sequence, key=_order)
         if sequence.scheduled_unix_ns == 0:
             sequence.scheduled_unix_ns = now_ns
@@ -244,15 +251,19 @@ class Scheduler:
         for sequence in batch:
             sequence.num_padded = longest
             sequence.num_reserved = reserve
+            self._reclaim(self.kv.blocks_for(reserve) - len(sequence.blocks))
             reserved = self.kv.grow(sequence, reserve)
             assert reserved or len(batch) == 1, "a padded batch was admitted that does not fit"
 
-    def _view(self, now_ns: int) -> QueueView:
-        oldest = next(self._queue())
+    def _view(self, now_ns: int) -> QueueView | None:
+        """What the strategy may look at; None where nobody could join."""
+        oldest = next(self._queue(), None)
+        if oldest is None:
+            return None
         return QueueView(
             num_running=len(self._running),
             num_waiting=self.num_waiting,
-            oldest_wait_ms=(now_ns - oldest.submit.arrival_unix_ns) / 1e6,
+            oldest_wait_ms=(now_ns - oldest.queued_unix_ns) / 1e6,
             max_running=self.limits.max_running,
             batch_size=self.limits.batch_size,
             batch_timeout_ms=self.limits.batch_timeout_ms,
@@ -289,12 +300,10 @@ class Scheduler:
     def _drop(self, sequence: Sequence) -> None:
         self._by_key.pop(sequence.key)
         self.kv.release(sequence)
-        if sequence in self._running:
-            self._running.remove(sequence)
-        elif sequence in self._preempted:
-            self._preempted.remove(sequence)
-        else:
-            self._waiting.pop(sequence.key, None)
+        if self._waiting.pop(sequence.key, None) is None:
+            for place in (self._running, self._parked, self._returning):
+                if sequence in place:
+                    place.remove(sequence)
 
     def _retire_ghosts(self) -> None:
         """A padded batch is over when all of its rows are: then the blocks go back together."""
@@ -307,52 +316,3 @@ def _padded_lengths(batch: list[Sequence]) -> tuple[int, int]:
     """(longest prompt, that plus the longest output) of a batch."""
     longest = max(len(s.tokens) for s in batch)
     return longest, longest + max(s.submit.max_tokens - s.num_output for s in batch)
-
-
-class _Planner:
-    """The step under construction: rows used, chunks so far, and the prefix blocks that it will complete."""
-
-    def __init__(self, kv: KvLedger, budget: int) -> None:
-        self._kv = kv
-        self._budget = budget
-        self.num_rows = 0
-        self.decodes: list[Chunk] = []
-        self.prefills: list[Chunk] = []
-        self._in_flight: set[bytes] = set()
-
-    @property
-    def chunks(self) -> bool:
-        return bool(self.decodes or self.prefills)
-
-    @property
-    def full(self) -> bool:
-        return self.num_rows >= self._budget
-
-    def will_compute(self, block_hash: bytes | None) -> bool:
-        return block_hash in self._in_flight
-
-    def add_decode(self, sequence: Sequence) -> bool:
-        """One row for a decoding sequence. False: no row or no block left."""
-        if self.full or not self._kv.grow(sequence, sequence.num_computed + 1):
-            return False
-        chunk = Chunk(sequence, 0, False, num_pad=1) if sequence.ghost else Chunk(sequence, 1, True)
-        self.decodes.append(chunk)
-        self.num_rows += 1
-        return True
-
-    def add_prefill(self, sequence: Sequence) -> None:
-        """As much of the sequence's uncomputed tokens as rows and blocks allow, possibly nothing."""
-        wanted = sequence.num_uncomputed if sequence.has_credit else sequence.num_uncomputed - 1
-        room = self._kv.room_tokens(sequence) - sequence.num_computed
-        num_tokens = min(wanted, self._budget - self.num_rows, room)
-        if num_tokens <= 0:
-            return
-        end = sequence.num_computed + num_tokens
-        grown = self._kv.grow(sequence, end)
-        assert grown, "room_tokens promised blocks that are not there"
-        ends = end == len(sequence.tokens)
-        pad = min(max(sequence.num_padded - end, 0), self._budget - self.num_rows - num_tokens) if ends else 0
-        pad = min(pad, len(sequence.blocks) * self._kv.block_size - end)
-        self._in_flight.update(self._kv.completed_hashes(sequence, end))
-        self.prefills.append(Chunk(sequence, num_tokens, ends, pad))
-        self.num_rows += num_tokens + pad

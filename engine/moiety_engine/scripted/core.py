@@ -14,15 +14,14 @@ import time
 import msgspec
 import zmq
 
-from moiety_engine.core.link import FrontLink
-from moiety_engine.messages import CoreShutdown
+from moiety_engine.core.link import IDLE_WAIT_MS, FrontLink
+from moiety_engine.messages import CoreHello, CoreShutdown, CoreState
 from moiety_engine.scripted.engine import ScriptedEngine
 from moiety_engine.scripted.script import Script
 
 LOST_FRONT = 3  # exit codes, as the real core's
 REFUSED = 4
 DIED_BY_SCRIPT = 9
-IDLE_WAIT_MS = 1000
 
 
 def _end_with_front() -> None:
@@ -42,6 +41,9 @@ def main() -> int:
         if script.refuses:
             link.send_refusal(script.refuses)
             return REFUSED
+        if script.loads_for_ever:
+            link.send(CoreHello(CoreState.LOADING, "loading weights: never done"))
+            threading.Event().wait()
         return _serve(link, ScriptedEngine(script))
 
 
@@ -54,6 +56,7 @@ def _serve(link: FrontLink, engine: ScriptedEngine) -> int:
         if any(isinstance(command, CoreShutdown) for command in commands):
             return 0
         if not engine.has_work:
+            link.beat(engine.load)
             continue
         if num_steps == engine.script.dies_at_step:
             os._exit(DIED_BY_SCRIPT)

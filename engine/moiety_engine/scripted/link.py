@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from moiety_engine.front.core_link import CoreEvents
-from moiety_engine.messages import CoreShutdown, ToCore
+from moiety_engine.messages import CoreShutdown, CoreStep, ToCore
 from moiety_engine.scripted.engine import ScriptedEngine
 from moiety_engine.scripted.script import Script
 
 
 class ScriptedCore:
-    """A CoreLink. Says hello in the next turn of the loop, then steps as long as there is work."""
+    """A CoreLink. Says hello in the next turn of the loop, then steps as long as there is work, and tells the load
+    after commands that made none."""
 
     def __init__(self, script: Script) -> None:
         self.engine = ScriptedEngine(script)
@@ -28,6 +29,8 @@ class ScriptedCore:
         if any(isinstance(command, CoreShutdown) for command in commands):
             self._events = None
         self._step_soon()
+        if not self._step_is_due:
+            asyncio.get_running_loop().call_soon(self._tell_load)
 
     async def stop(self) -> None:
         self._events = None
@@ -42,6 +45,10 @@ class ScriptedCore:
             loop.call_later(delay_s, self._step)
         else:
             loop.call_soon(self._step)
+
+    def _tell_load(self) -> None:
+        if self._events is not None:
+            self._events.on_message(CoreStep([], [], self.engine.load()))
 
     def _step(self) -> None:
         self._step_is_due = False

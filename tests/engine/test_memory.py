@@ -1,0 +1,21 @@
+"""How much memory the KV cache is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from moiety_engine.runner.memory import available_bytes
+
+
+def test_a_containers_limit_counts_where_it_is_lower_than_the_machines_memory(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    assert available_bytes(tmp_path) == 600_000
+
+
+def test_no_limit_means_the_machines_memory(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    assert 0 < available_bytes(tmp_path) <= psutil.virtual_memory().total
