@@ -160,9 +160,11 @@ def test_paged_attention(heads: int, kv_heads: int, width: int, places: int, win
 
 @pytest.mark.parametrize("num_decode", [0, 2])
 @pytest.mark.parametrize("window", [None, 37])
-def test_paged_attention_through_torchs_own(num_decode: int, window: int | None) -> None:
+@pytest.mark.parametrize("workspace", [1, 1 << 30])
+def test_paged_attention_through_torchs_own(num_decode: int, window: int | None, workspace: int) -> None:
     inputs = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], 8, 2, 64, 16)
-    ours = paged_attention_batched(*inputs, 0.125, window, num_decode=num_decode, max_query=130, max_context=300)
+    longest = {"num_decode": num_decode, "max_query": 130, "max_context": 300}
+    ours = paged_attention_batched(*inputs, 0.125, window, **longest, workspace_bytes=workspace)
     assert close(ours, paged_attention_reference(*inputs, 0.125, window), 2e-5)
 
 

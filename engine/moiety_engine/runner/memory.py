@@ -11,7 +11,8 @@ from moiety_engine.errors import OutOfMemory
 
 CGROUPS = Path("/sys/fs/cgroup")
 CPU_FRACTION = 0.4  # of the memory that is available once the weights are loaded; the rest is the machine's
-CUDA_FRACTION = 0.85  # of the free device memory; the rest is for activations
+CUDA_FRACTION = 0.85  # of the free device memory, less the workspace; the rest is for activations
+CUDA_WORKSPACE_BYTES = 2 << 30  # what gathered attention may take, with some room
 
 
 def kv_budget_bytes(device: torch.device, wanted_bytes: int | None) -> int:
@@ -20,7 +21,7 @@ def kv_budget_bytes(device: torch.device, wanted_bytes: int | None) -> int:
         return wanted_bytes
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * CUDA_FRACTION)
+        return max(free // 2, int(free * CUDA_FRACTION) - CUDA_WORKSPACE_BYTES)
     return int(available_bytes() * CPU_FRACTION)
 
 

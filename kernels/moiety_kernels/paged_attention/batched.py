@@ -14,6 +14,9 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from torch import Tensor
 
+WORKSPACE_BYTES = 1 << 30  # for gathered keys and values; the engine leaves room for it beside the cache
+COPIES = 2  # gathering and masking
+
 
 def paged_attention(
     q_THd: Tensor,
@@ -28,29 +31,37 @@ def paged_attention(
     num_decode: int,
     max_query: int,
     max_context: int,
+    workspace_bytes: int = WORKSPACE_BYTES,
 ) -> Tensor:
-    """out_THd. The sequences with one query are not padded to the length of the others' chunks."""
-    parts = [(0, num_decode, 1, 0, num_decode)] if num_decode else []
-    if num_decode < context_len_S.shape[0]:
-        parts.append((num_decode, context_len_S.shape[0], max_query, num_decode, q_THd.shape[0]))
-    outputs = [
-        _padded(
-            q_THd[first:last],
+    """out_THd. The sequences with one query are not padded to the length of the others' chunks, and a group of
+    sequences at a time is gathered, so that `workspace_bytes` bounds the copies however long the longest context is."""
+    num_sequences, num_places = context_len_S.shape[0], k_cache_NGPd.shape[2]
+    width = -(-max_context // num_places)
+    bytes_each = 2 * k_cache_NGPd[0].numel() * width * k_cache_NGPd.itemsize * COPIES
+    group = max(1, workspace_bytes // bytes_each)
+    parts = [(begin, min(begin + group, num_decode), 1) for begin in range(0, num_decode, group)]
+    parts += [
+        (begin, min(begin + group, num_sequences), max_query) for begin in range(num_decode, num_sequences, group)
+    ]
+    out_THd = torch.empty_like(q_THd)
+    for begin, end, longest in parts:
+        _attend(
+            out_THd,
+            q_THd,
             k_cache_NGPd,
             v_cache_NGPd,
-            query_start_S1[begin : end + 1] - first,
+            query_start_S1[begin : end + 1],
             context_len_S[begin:end],
-            block_table_SB[begin:end, : -(-max_context // k_cache_NGPd.shape[2])],
+            block_table_SB[begin:end, :width],
             scale,
             window,
             longest,
         )
-        for begin, end, longest, first, last in parts
-    ]
-    return torch.cat(outputs) if outputs else torch.empty_like(q_THd)
+    return out_THd
 
 
-def _padded(
+def _attend(
+    out_THd: Tensor,
     q_THd: Tensor,
     k_cache_NGPd: Tensor,
     v_cache_NGPd: Tensor,
@@ -60,11 +71,12 @@ def _padded(
     scale: float,
     window: int | None,
     max_query: int,
-) -> Tensor:
-    device, tokens = q_THd.device, q_THd.shape[0]
+) -> None:
+    """Write the rows of these sequences, each padded to `max_query` queries; no padded row is written."""
+    device, num_tokens = q_THd.device, q_THd.shape[0]
     start_S1, context_S1 = query_start_S1.long(), context_len_S.long()[:, None]
     at_Q = torch.arange(max_query, device=device)
-    row_SQ = (start_S1[:-1, None] + at_Q).clamp(max=tokens - 1)
+    row_SQ = start_S1[:-1, None] + at_Q
     position_SQ = context_S1 - start_S1.diff()[:, None] + at_Q
     key_C = torch.arange(block_table_SB.shape[1] * k_cache_NGPd.shape[2], device=device)
     seen_SQC = key_C <= position_SQ[..., None]
@@ -75,9 +87,15 @@ def _padded(
         cache[block_table_SB.long()].transpose(1, 2).flatten(2, 3).masked_fill(~stored_S1C1, 0)
         for cache in (k_cache_NGPd, v_cache_NGPd)
     )
+    q_SHQd = q_THd[row_SQ.clamp(max=num_tokens - 1)].transpose(1, 2)
     out_SHQd = functional.scaled_dot_product_attention(
-        q_THd[row_SQ].transpose(1, 2), k_SGCd, v_SGCd, seen_SQC[:, None], scale=scale, enable_gqa=True
+        q_SHQd, k_SGCd, v_SGCd, seen_SQC[:, None], scale=scale, enable_gqa=True
     )
-    token_T = torch.arange(tokens, device=device)
-    sequence_T = torch.searchsorted(start_S1, token_T, right=True) - 1
-    return out_SHQd[sequence_T, :, token_T - start_S1[sequence_T]]
+    if max_query == 1:
+        out_THd.index_copy_(0, row_SQ[:, 0], out_SHQd[:, :, 0])
+        return
+    token_T = torch.arange(num_tokens, device=device)
+    sequence_T = (torch.searchsorted(start_S1, token_T, right=True) - 1).clamp(0, len(start_S1) - 2)
+    place_T = (token_T - start_S1[sequence_T]).clamp(0, max_query - 1)
+    ours_T = (token_T >= start_S1[0]) & (token_T < start_S1[-1])
+    out_THd.copy_(torch.where(ours_T[:, None, None], out_SHQd[sequence_T, :, place_T], out_THd))
