@@ -4,6 +4,7 @@ TextError
 ├── ModelFilesUnusable    a model folder lacks a text file, or one of them cannot be read
 ├── UnusableTokenizer     a tokenizer.json that cannot be loaded, or decodes in a way not known here
 ├── TextNotEncodable      text that no tokenizer can take (lone surrogates)
+├── TooManyTokens         text that cannot fit, found without encoding it
 ├── TokenOutOfRange       a token id that the tokenizer does not have
 ├── TemplateRefused       a chat template does not parse, refused the messages, or went over its limits
 └── UnusableStop          a stop string that cannot be looked for
@@ -24,6 +25,14 @@ class UnusableTokenizer(TextError):
 
 class TextNotEncodable(TextError):
     pass
+
+
+class TooManyTokens(TextError):
+    """`at_least` tokens would come of the text; how many more is not known."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"the text has at least {at_least} tokens")
+        self.at_least = at_least
 
 
 class TokenOutOfRange(TextError):

@@ -13,9 +13,12 @@ from typing import Any, Self
 import tokenizers
 
 from moiety_text.decoding import Stage, build_stages, byte_level_bytes, flatten
-from moiety_text.errors import TextNotEncodable, TokenOutOfRange, UnusableTokenizer
+from moiety_text.errors import TextNotEncodable, TokenOutOfRange, TooManyTokens, UnusableTokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SHRINKING = 4  # the most by which a normalizer listed here makes a text shorter, in bytes
+_KEEPING_NORMALIZERS = frozenset({"NFC", "NFD", "Prepend", "ByteLevel"})
+_KEEPING_SPLITTERS = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "Sequence"})
 
 
 def _byte_speller(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
@@ -43,14 +46,49 @@ def _byte_speller(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
     return spell
 
 
+def _most_bytes_a_token(spec: Mapping[str, Any], backend: tokenizers.Tokenizer) -> int | None:
+    """How much text one token can stand for at most; None if there is no such bound, or none is known."""
+    vocab = backend.get_vocab(with_added_tokens=False)
+    splitters = list(_nested(spec.get("pre_tokenizer"), "pretokenizers"))
+    normalizers = list(_nested(spec.get("normalizer"), "normalizers"))
+    added = backend.get_added_tokens_decoder().values()
+    byte_level = any(step["type"] == "ByteLevel" for step in (*splitters, *normalizers))
+    no_unknown = byte_level or (spec["model"].get("byte_fallback") and all(f"<0x{b:02X}>" in vocab for b in range(256)))
+    keeps_text = (
+        all(step["type"] in _KEEPING_SPLITTERS and step.get("behavior") != "Removed" for step in splitters)
+        and all(step["type"] in _KEEPING_NORMALIZERS or _keeps_length(step) for step in normalizers)
+        and not any(token.lstrip or token.rstrip for token in added)
+    )
+    if spec["model"]["type"] != "BPE" or not no_unknown or not keeps_text:
+        return None
+    most = max((len(token) if byte_level else len(token.encode()) for token in vocab), default=1)
+    most = max([most, *(len(token.content.encode()) for token in added)])
+    return most * (_SHRINKING if any(step["type"] == "NFC" for step in normalizers) else 1)
+
+
+def _nested(step: Mapping[str, Any] | None, children: str) -> list[Mapping[str, Any]]:
+    if step is None:
+        return []
+    return [part for child in step[children] for part in _nested(child, children)] if children in step else [step]
+
+
+def _keeps_length(step: Mapping[str, Any]) -> bool:
+    old = step.get("pattern", {}).get("String") if step["type"] == "Replace" else None
+    return old is not None and len(step["content"].encode()) >= len(old.encode())
+
+
 class Tokenizer:
     """Immutable once made; may be used from several threads."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, decoder: dict[str, Any] | None) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, decoder: dict[str, Any] | None, most_bytes_a_token: int | None
+    ) -> None:
         self._backend = backend
         self._decoder = decoder
         self._spell = _byte_speller(decoder)
-        added = backend.get_added_tokens_decoder()
+        self._most_bytes_a_token = most_bytes_a_token
+        self.added_tokens: Mapping[int, tokenizers.AddedToken] = backend.get_added_tokens_decoder()
+        added = self.added_tokens
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -65,16 +103,27 @@ class Tokenizer:
             raise UnusableTokenizer(f"the tokenizer.json cannot be loaded: {exc}") from exc
         backend.no_truncation()
         backend.no_padding()
-        decoder = json.loads(tokenizer_json).get("decoder")
+        spec = json.loads(tokenizer_json)
+        decoder = spec.get("decoder")
         build_stages(decoder)  # so that an unknown decoder is refused now, not at the first token
-        return cls(backend, decoder)
+        return cls(backend, decoder, _most_bytes_a_token(spec, backend))
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """The ids of `text`; special tokens written out in it are recognised. Raises TextNotEncodable."""
-        try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, *, add_special_tokens: bool = False, max_tokens: int | None = None) -> list[int]:
+        """The ids of `text`; special tokens written out in it are recognised. There may be more than `max_tokens`, but
+        if that is certain without encoding it raises TooManyTokens. Raises TextNotEncodable."""
+        self.check_fits(text, max_tokens)
+        try:  # as a batch, since that alone lets other threads run meanwhile
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as exc:
             raise TextNotEncodable("the text holds half of a surrogate pair; send valid Unicode") from exc
+
+    def check_fits(self, text: str, max_tokens: int | None) -> None:
+        """Raises TooManyTokens if `text` is too long for `max_tokens`, however it is encoded."""
+        if max_tokens is None or self._most_bytes_a_token is None:
+            return
+        most_bytes = max_tokens * self._most_bytes_a_token
+        if len(text) * 4 > most_bytes and (num_bytes := len(text.encode(errors="replace"))) > most_bytes:
+            raise TooManyTokens(-(-num_bytes // self._most_bytes_a_token))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all of `ids`. Raises TokenOutOfRange."""

@@ -19,6 +19,7 @@ from moiety_platform.completions.disconnect import ClientDisconnected
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.record import CLIENT_CLOSED_REQUEST, RequestRecorder, UsageSink
 from moiety_platform.completions.text import ModelTexts
+from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.errors import PlatformError
 from moiety_platform.health import health_routes
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error, answer_unexpected_error
@@ -42,6 +43,7 @@ class Services:
     clock: Clock
     recorder: RequestRecorder
     admin_routes: Sequence[ControllerRouterHandler] = ()
+    store: StoreReadiness | None = None
 
 
 def create_app(settings: GatewaySettings, services: Services) -> Litestar:
@@ -55,14 +57,21 @@ def create_app(settings: GatewaySettings, services: Services) -> Litestar:
         max_sequences=settings.max_sequences,
     )
     services.metrics.watch_engines(services.replicas.states)
-    limits = {"max_body_bytes": settings.max_body_bytes, "max_json_depth": settings.max_json_depth}
-    completions = CompletionServices(services.authenticator, services.recorder, pipeline, services.metrics, **limits)
+    limits: dict[str, int] = {"max_body_bytes": settings.max_body_bytes, "max_json_depth": settings.max_json_depth}
+    completions = CompletionServices(
+        services.authenticator,
+        services.recorder,
+        pipeline,
+        services.metrics,
+        **limits,
+        send_timeout_s=settings.send_timeout_s,
+    )
     models = ModelServices(services.authenticator, services.replicas, texts, **limits)
     return Litestar(
         route_handlers=[
             *completion_routes(completions),
             *model_routes(models),
-            *health_routes(services.replicas, services.metrics),
+            *health_routes(services.replicas, services.metrics, services.store),
             *services.admin_routes,
         ],
         exception_handlers={

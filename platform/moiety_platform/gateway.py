@@ -15,6 +15,7 @@ import uvicorn
 import uvloop
 import zmq
 from litestar import Litestar
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from moiety_platform.app import Services, create_app
 from moiety_platform.auth.admin import admin_router
@@ -22,6 +23,8 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.pepper import resolve_pepper
 from moiety_platform.clock import SystemClock
 from moiety_platform.completions.record import RequestRecorder
+from moiety_platform.completions.reply import ABORT_CONNECTION
+from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
 from moiety_platform.logs import configure_logging
@@ -74,6 +77,14 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
         log.info("gateway_stopped")
 
 
+class _Connection(HttpToolsProtocol):
+    """uvicorn's, which also lets an application drop the connection of a client that takes nothing."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"][ABORT_CONNECTION] = self.transport.abort
+
+
 class GatewayServer(uvicorn.Server):
     """uvicorn with our limits, and without its signal handlers, which would end the process before it cleans up."""
 
@@ -82,7 +93,7 @@ class GatewayServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=_Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -119,6 +130,8 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         stack.push_async_callback(asyncio.to_thread, shut_down, provider)
         database = Database.open(settings.store_url)
         stack.push_async_callback(database.close)
+        store = StoreReadiness(database)
+        stack.push_async_callback(store.close)
         usage = UsageRecorder(database, settings.data_dir / "usage-journal")
         await usage.start()
         stack.push_async_callback(usage.stop)
@@ -136,6 +149,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             clock=clock,
             recorder=recorder,
             admin_routes=[admin_router(database, authenticator, pepper, clock, more=engine_routes(replicas))],
+            store=store,
         )
 
 

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 from litestar import Request, Response, get, post
 from litestar.handlers import HTTPRouteHandler
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
-from moiety_platform.completions.body import decode_body, read_body
+from moiety_platform.completions.body import receive_body
 from moiety_platform.completions.generation import Conversation, Prompt
-from moiety_platform.completions.schemas import INT32_MAX, ChatMessage
+from moiety_platform.completions.schemas import Messages, TokenIds
 from moiety_platform.completions.text import ModelTexts
 from moiety_platform.errors import BadRequest, NotFound, Unavailable
 from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import Card
 
+Body = TypeVar("Body", bound=BaseModel)
 _ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 
 
@@ -33,10 +34,11 @@ class _Body(BaseModel):
 
 
 class TokenizeBody(_Body):
-    """Text, or messages for the model's chat template."""
+    """Raw text, or messages for the model's chat template. What cannot fit the model's context is refused, not counted;
+    what is longer by less is."""
 
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -52,7 +54,7 @@ class TokenizeBody(_Body):
 
 
 class DetokenizeBody(_Body):
-    tokens: list[Annotated[int, Field(ge=0, le=INT32_MAX)]]
+    tokens: TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,10 @@ def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
         require_scope(principal, INFERENCE_SCOPE)
         return principal
 
+    async def receive(schema: type[Body], request: Request[Any, Any, Any]) -> Body:
+        headers = request.scope["headers"]
+        return await receive_body(schema, request.receive, headers, services.max_body_bytes, services.max_json_depth)
+
     @get("/v1/models", name="list_models")
     async def list_models(request: Request[Any, Any, Any]) -> Response[bytes]:
         cards = _visible(services.replicas, await authenticate(request))
@@ -87,19 +93,17 @@ def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
     @post("/tokenize", name="tokenize")
     async def tokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
         cards = _visible(services.replicas, await authenticate(request))
-        data = await read_body(request.receive, request.scope["headers"], services.max_body_bytes)
-        body = decode_body(TokenizeBody, data, services.max_json_depth)
+        body = await receive(TokenizeBody, request)
         card = _find(cards, body.model)
-        tokens = await (await services.texts.get(card)).encode(body.as_prompt())
+        (tokens,) = await (await services.texts.get(card)).encode([body.as_prompt()])
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": card.max_context_tokens})
 
     @post("/detokenize", name="detokenize")
     async def detokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
         cards = _visible(services.replicas, await authenticate(request))
-        data = await read_body(request.receive, request.scope["headers"], services.max_body_bytes)
-        body = decode_body(DetokenizeBody, data, services.max_json_depth)
+        body = await receive(DetokenizeBody, request)
         text = await services.texts.get(_find(cards, body.model))
-        return _json({"prompt": text.decode(body.tokens)})
+        return _json({"prompt": await text.decode(body.tokens)})
 
     return [list_models, retrieve_model, tokenize, detokenize]
 

@@ -5,19 +5,15 @@ Read and validated by the entry point, passed down by argument; nothing else rea
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import msgspec
 from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from moiety_platform.config_file import read_config_section
+
 SECTION = "gateway"
-
-
-class ConfigFileError(ValueError):
-    """The configuration file is missing or malformed; the message says what to change."""
 
 
 class GatewaySettings(BaseSettings):
@@ -41,6 +37,7 @@ class GatewaySettings(BaseSettings):
     max_sequences: int = Field(default=128, ge=1)  # prompts × n of one request
     credit_window_tokens: int = Field(default=128, ge=1)
     inline_tokenize_bytes: int = Field(default=8192, ge=0)  # longer prompts are tokenized off the event loop
+    send_timeout_s: float = Field(default=60, gt=0)  # a client that takes nothing for so long is hung up on
     drain_s: int = Field(default=30, ge=0)  # how long a stop waits for running answers
 
     otlp_endpoint: str | None = Field(  # e.g. http://collector:4318; None: no spans leave the process
@@ -87,21 +84,3 @@ class GatewaySettings(BaseSettings):
         environment = cls().model_dump(exclude_unset=True)
         given = {name: value for name, value in flags.items() if value is not None}
         return cls(**{**document, **environment, **given})
-
-
-def read_config_section(path: Path, section: str) -> dict[str, Any]:
-    """One top-level table of a TOML or YAML file; empty if the file has no such table. Raises ConfigFileError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as exc:
-        raise ConfigFileError(f"cannot read {path}: {exc.strerror}; check the path given as --config") from exc
-    try:
-        document = tomllib.loads(text) if path.suffix == ".toml" else msgspec.yaml.decode(text)
-    except (tomllib.TOMLDecodeError, msgspec.DecodeError) as exc:
-        raise ConfigFileError(f"{path} is not valid {'TOML' if path.suffix == '.toml' else 'YAML'}: {exc}") from exc
-    table = (document or {}).get(section) if isinstance(document or {}, dict) else None
-    if document is not None and not isinstance(document, dict):
-        raise ConfigFileError(f"{path} must hold a table at the top, such as [{section}]")
-    if table is not None and not isinstance(table, dict):
-        raise ConfigFileError(f"{section!r} in {path} must be a table of settings")
-    return dict(table or {})

@@ -60,6 +60,11 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_mass() -> None:
     assert torch.allclose(seen, torch.tensor([0.625, 0.375, 0.0, 0.0]), atol=0.03)
 
 
+def test_a_top_p_of_zero_keeps_the_best_token() -> None:
+    logits = torch.randn(3, V)
+    assert sample(logits, *[make_row(Sampling(top_p=0.0), seed=i) for i in range(3)]) == logits.argmax(-1).tolist()
+
+
 def test_min_p_drops_what_is_far_below_the_best() -> None:
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
     seen = frequencies(probs.log(), Sampling(min_p=0.5))

@@ -73,6 +73,9 @@ class RowList:
         self.rows = []
         self._arrived = asyncio.Event()
 
+    def opened(self, row) -> None:
+        """Only what ends is of interest here."""
+
     def record(self, row) -> None:
         self.rows.append(row)
         self._arrived.set()
@@ -179,6 +182,7 @@ async def run_gateway(tmp_path, engines, provider=None, **settings):
         await started.wait()
         running = RunningGateway(f"http://127.0.0.1:{listener.getsockname()[1]}", keys, engines, rows, metrics)
         running.stop = server.request_exit
+        running.num_connections = lambda: len(server.server_state.connections)
         try:
             yield running
         finally:

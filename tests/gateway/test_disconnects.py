@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 
 import pytest
 
@@ -84,6 +85,23 @@ async def test_a_client_that_does_not_read_pauses_the_engine_instead_of_filling_
     writer.close()
     (row,) = await slow_gateway.rows.wait_for(1)
     assert (row.outcome, row.output_tokens) == ("disconnected", paused_at)
+
+
+async def test_a_client_that_never_reads_is_hung_up_on_and_its_request_ends(start_gateway, new_card, until):
+    engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), endless)
+    async with start_gateway([engine], send_timeout_s=0.2) as gateway:
+        unread = socket.socket()
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        unread.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(unread, gateway.address)
+        await loop.sock_sendall(unread, request_bytes(gateway, stream=True))
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.http_status, row.error_code) == ("disconnected", 499, "client_disconnected")
+        assert row.output_tokens == engine.state.load.output_tokens_total > 0
+        assert engine.state.num_inflight == 0
+        await until(lambda: gateway.num_connections() == 0)  # dropped, not waiting for what the client never takes
+        unread.close()
 
 
 async def test_clients_that_leave_after_any_byte_leave_one_row_each_with_exact_counts(start_gateway, new_card, until):

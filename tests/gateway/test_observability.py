@@ -163,3 +163,20 @@ async def test_a_prompt_beyond_the_inline_limit_is_tokenized_to_the_same_ids(sta
         for prompt in ("é" * 31, "é" * 5000):
             answer = await gateway.client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
             assert answer.usage.prompt_tokens == 2 * len(prompt)
+
+
+async def test_probes_may_ask_by_head(gateway):
+    for path in ("/healthz", "/readyz"):
+        status, _, answer = await gateway.request("HEAD", path)
+        assert (status, answer) == (200, b"")
+    gateway.engine.die()
+    assert (await gateway.request("HEAD", "/healthz"))[0] == 200
+    assert (await gateway.request("HEAD", "/readyz"))[0] == 503
+
+
+async def test_refused_requests_are_not_metered(gateway):
+    await gateway.post(CHAT, BODY | {"max_tokens": 10_000})
+    await gateway.post(CHAT, BODY)
+    refused, served = await gateway.rows.wait_for(2)
+    assert (refused.outcome, refused.error_code, refused.prompt_tokens) == ("rejected", "context_length_exceeded", 0)
+    assert served.prompt_tokens == gateway.prompt_tokens(SECRET)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from moiety_platform.settings import ConfigFileError, GatewaySettings
+from moiety_platform.config_file import ConfigFileError
+from moiety_platform.settings import GatewaySettings
 
 
 @pytest.fixture

@@ -17,10 +17,22 @@ from moiety_engine.front.settings import FrontSettings
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
-from moiety_platform.clock import SystemClock
+from moiety_platform.clock import ManualClock, SystemClock
 from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
 from moiety_platform.errors import BadRequest, EngineFailed, Unavailable
-from moiety_wire.messages import Finished, FinishReason, Sampling, Stopping, Submit, Tokens
+from moiety_wire.codec import decode_to_engine, encode
+from moiety_wire.messages import (
+    SILENCE_LIMIT_S,
+    Finished,
+    FinishReason,
+    Heartbeat,
+    Hello,
+    Load,
+    Sampling,
+    Stopping,
+    Submit,
+    Tokens,
+)
 
 SCRIPT = Script(tokens=tuple(b"abc"))
 
@@ -215,6 +227,37 @@ async def test_a_killed_engine_process_fails_its_streams_at_once(connected, unti
                     await stream.inbox.get()
         await until(lambda: not client.state.healthy)
         assert client.state.reason == "the connection dropped"  # and not silence, noticed later
+
+
+async def test_what_lies_unread_in_the_socket_is_no_silence(context, card, until):
+    """As after a pause of the whole process, longer than the limit, in which the engine went on to speak."""
+    engine, clock = context.socket(zmq.ROUTER), ManualClock()
+    client = ZmqEngineClient(f"tcp://127.0.0.1:{engine.bind_to_random_port('tcp://127.0.0.1')}", context, clock)
+
+    async def next_message():
+        await until(lambda: engine.poll(0))
+        identity, frame = engine.recv_multipart()
+        return identity, decode_to_engine(frame)
+
+    await client.start()
+    try:
+        identity, hello = await next_message()
+        assert isinstance(hello, Hello)
+        engine.send_multipart([identity, encode(card)])
+        await until(lambda: client.state.healthy)
+        asyncio.get_running_loop().remove_reader(client._session._socket.fileno())  # it does not get to read
+        while not isinstance((await next_message())[1], Heartbeat):
+            pass
+        for _ in range(3):
+            await asyncio.sleep(0)  # what follows a beat is done
+        load = Load(**(dict.fromkeys(Load.__struct_fields__, 0) | {"engine_id": card.engine_id, "draining": False}))
+        engine.send_multipart([identity, encode(load)])
+        clock.advance(SILENCE_LIMIT_S + 1)
+        assert isinstance((await next_message())[1], Heartbeat)  # and not a new session's Hello
+        assert client.state.load == load
+    finally:
+        await client.close()
+        engine.close(linger=0)
 
 
 async def test_an_engine_that_falls_silent_is_given_up_within_the_limit(connected):

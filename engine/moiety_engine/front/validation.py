@@ -95,9 +95,8 @@ def _sampling_complaint(sampling: Sampling, limits: ModelLimits) -> str:
     for name, value, low, high in ranges:
         if not low <= value <= high:  # NaN is in no range
             return f"{name} must be between {low:g} and {high:g}, not {value}"
-    for name, value in (("top_p", sampling.top_p), ("repetition_penalty", sampling.repetition_penalty)):
-        if value == 0:
-            return f"{name} must be above 0"
+    if sampling.repetition_penalty == 0:
+        return "repetition_penalty must be above 0"
     if sampling.top_k < 0:
         return f"top_k must be 0 (off) or more, not {sampling.top_k}"
     if sampling.num_logprobs is not None and not 0 <= sampling.num_logprobs <= limits.max_num_logprobs:

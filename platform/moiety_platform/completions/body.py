@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import asyncio
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -11,16 +11,20 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from moiety_platform.completions.disconnect import ClientDisconnected
+from moiety_platform.completions.schemas import MAX_PROMPTS
 from moiety_platform.errors import BadRequest, TooLarge
+from moiety_platform.json_depth import check_depth
 
 # What a field with several forms must be; pydantic would report each form's own complaint.
 FORMS = {
-    "content": 'must be a string or a list of parts {"type": "text", "text": "…"}; other parts are not supported',
-    "prompt": "must be a string, a list of strings, a list of token ids or a list of lists of token ids",
+    "content": 'must be a string or a list of parts {"type": "text", "text": "…"}; other parts are not supported, and '
+    "null is for the assistant only",
+    "prompt": "must be a string, a list of strings, a list of token ids or a list of lists of token ids, and a list of "
+    f"prompts has at most {MAX_PROMPTS:,}",
     "stop": "must be a string or a list of at most 16 strings, none of them empty",
 }
 PATIENCE = 16  # times the limit
-_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+INLINE_BYTES = 64 * 1024  # a larger body is decoded in a thread
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -53,30 +57,26 @@ async def read_body(receive: Receive, headers: Iterable[tuple[bytes, bytes]], ma
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
+async def receive_body(
+    schema: type[Body], receive: Receive, headers: Iterable[tuple[bytes, bytes]], max_bytes: int, max_depth: int
+) -> Body:
+    """Read the body and decode it, a large one in a thread. Raises what `read_body` and `decode_body` raise."""
+    data = await read_body(receive, headers, max_bytes)
+    if len(data) <= INLINE_BYTES:
+        return decode_body(schema, data, max_depth)
+    return await asyncio.to_thread(decode_body, schema, data, max_depth)
+
+
 def decode_body(schema: type[Body], data: bytes, max_depth: int) -> Body:
-    """The body as `schema`. Raises BadRequest."""
-    if _depth_exceeds(data, max_depth):
-        raise BadRequest(f"the JSON is nested deeper than {max_depth} levels; flatten it", code="json_too_deep")
+    """The body as `schema`. Raises BadRequest.
+
+    Validation holds the interpreter while it lasts, in a thread too; so what it can cost is bounded: by the number of
+    containers here, by the caps of the schema, and by its lists, which end at their first bad entry."""
+    check_depth(data, max_depth)
     try:
         return schema.model_validate_json(data)
     except ValidationError as exc:
         raise _translate(exc) from exc
-
-
-def _depth_exceeds(data: bytes, limit: int) -> bool:
-    """Whether brackets outside of strings are nested deeper than `limit`. Linear, and without recursion."""
-    if data.count(b"[") + data.count(b"{") <= limit:
-        return False
-    depth = 0
-    for match in _BRACKETS.finditer(data):
-        bracket = data[match.start()]
-        if bracket in b"[{":
-            depth += 1
-            if depth > limit:
-                return True
-        elif bracket in b"]}":
-            depth -= 1
-    return False
 
 
 def _translate(exc: ValidationError) -> BadRequest:
@@ -109,5 +109,7 @@ def _complaint(error: ErrorDetails) -> str:
         return f"cannot be served: {error['msg']}"
     if error["type"] == "too_short":
         return "is empty; it needs at least one entry"
+    if error["type"] == "too_long":
+        return f"is too long; it may have {error['ctx']['max_length']:,} entries"
     message = error["msg"]
     return message.replace("Input should", "must") if message.startswith("Input should") else f"is invalid: {message}"

@@ -6,6 +6,7 @@ A request is read, answered and ended in one place, `_Exchange.__call__`; its re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +22,11 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.completions.answers import AnswerHead, Choice, chat_answer, completion_answer
-from moiety_platform.completions.body import decode_body, read_body
+from moiety_platform.completions.body import receive_body
 from moiety_platform.completions.disconnect import ClientDisconnected, watching_for_disconnect
 from moiety_platform.completions.pipeline import Pipeline, Run
 from moiety_platform.completions.record import STOPPING, RequestRecord, RequestRecorder
-from moiety_platform.completions.reply import Reply
+from moiety_platform.completions.reply import ABORT_CONNECTION, Reply
 from moiety_platform.completions.schemas import ChatBody, CompletionBody, GenerationBody
 from moiety_platform.completions.sse import DONE, ChatChunks, Chunks, CompletionChunks
 from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
@@ -48,6 +49,7 @@ class CompletionServices:
     metrics: Metrics
     max_body_bytes: int
     max_json_depth: int
+    send_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +85,20 @@ class _Exchange:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(send)
+        reply = Reply(send, self._services.send_timeout_s, scope.get("state", {}).get(ABORT_CONNECTION))
         try:
             principal = await self._authenticate(scope)
             await self._serve(principal, scope, receive, reply)
         except ClientDisconnected:
             return
         except asyncio.CancelledError:
-            await reply.fail(STOPPING)
+            await _tell(reply, STOPPING)
             raise
         except PlatformError as exc:
-            await reply.fail(exc)
+            await _tell(reply, exc)
         except Exception:  # the root of a request: told as 500, logged whole
             log.exception("request_failed", request_id=request_id_of(scope))
-            await reply.fail(internal_error())
+            await _tell(reply, internal_error())
 
     async def _authenticate(self, scope: Scope) -> Principal:
         try:
@@ -118,17 +120,19 @@ class _Exchange:
             traceparent=header_of(scope, b"traceparent"),
             tracestate=header_of(scope, b"tracestate"),
         ) as record:
-            data = await read_body(receive, scope["headers"], services.max_body_bytes)
-            body = decode_body(endpoint.schema, data, services.max_json_depth)
+            body = await receive_body(
+                endpoint.schema, receive, scope["headers"], services.max_body_bytes, services.max_json_depth
+            )
             last: bytes | None = None
             async with (
                 watching_for_disconnect(receive),
                 services.pipeline.run(record, body.generation()) as run,
             ):
+                echoes = await _echoes(body, run)
                 if body.stream:
-                    last = await _relay(body, run, record, reply)
+                    last = await _relay(body, run, record, reply, echoes)
                 else:
-                    answer = await _collect(body, run, record)
+                    answer = await _collect(body, run, record, echoes)
             record.completed()
             if last is not None:
                 await reply.end_stream(last)
@@ -136,7 +140,13 @@ class _Exchange:
                 await reply.whole(200, msgspec.json.encode(answer))
 
 
-async def _collect(body: GenerationBody, run: Run, record: RequestRecord) -> dict[str, Any]:
+async def _tell(reply: Reply, error: PlatformError) -> None:
+    """Send an error to a client that may have stopped to read."""
+    with contextlib.suppress(ClientDisconnected):
+        await reply.fail(error)
+
+
+async def _collect(body: GenerationBody, run: Run, record: RequestRecord, echoes: Sequence[str]) -> dict[str, Any]:
     """Wait for all choices; the whole answer."""
     choices = [Choice() for _ in run.streams]
     async for index, message in run:
@@ -150,15 +160,13 @@ async def _collect(body: GenerationBody, run: Run, record: RequestRecord) -> dic
     if isinstance(body, ChatBody):
         return chat_answer(head, choices, run.usage(), with_logprobs=bool(body.logprobs))
     assert isinstance(body, CompletionBody)
-    return completion_answer(
-        head, choices, run.usage(), echoes=_echoes(body, run), with_logprobs=body.logprobs is not None
-    )
+    return completion_answer(head, choices, run.usage(), echoes=echoes, with_logprobs=body.logprobs is not None)
 
 
-async def _relay(body: GenerationBody, run: Run, record: RequestRecord, reply: Reply) -> bytes:
+async def _relay(body: GenerationBody, run: Run, record: RequestRecord, reply: Reply, echoes: Sequence[str]) -> bytes:
     """Stream all choices as they come; returns what is to be sent last. The answer starts with the first tokens, so
     that a request which an engine refuses still gets its proper status."""
-    chunks = _chunks(body, run, record)
+    chunks = _chunks(body, run, record, echoes)
     opened = [False] * len(run.streams)
     async for index, message in run:
         parts: list[bytes] = []
@@ -178,10 +186,10 @@ async def _relay(body: GenerationBody, run: Run, record: RequestRecord, reply: R
     return chunks.usage(run.usage()) + DONE if body.include_usage else DONE
 
 
-def _chunks(body: GenerationBody, run: Run, record: RequestRecord) -> Chunks:
+def _chunks(body: GenerationBody, run: Run, record: RequestRecord, echoes: Sequence[str]) -> Chunks:
     head = _head(run, record)
     if isinstance(body, CompletionBody):
-        return CompletionChunks(head, body.include_usage, _echoes(body, run))
+        return CompletionChunks(head, body.include_usage, echoes)
     return ChatChunks(head, body.include_usage)
 
 
@@ -195,12 +203,12 @@ def _head(run: Run, record: RequestRecord) -> AnswerHead:
     )
 
 
-def _echoes(body: CompletionBody, run: Run) -> Sequence[str]:
+async def _echoes(body: GenerationBody, run: Run) -> Sequence[str]:
     """The prompt's text for each choice if the request wants it, else empty strings."""
-    if not body.echo:
+    if not isinstance(body, CompletionBody) or not body.echo:
         return [""] * len(run.streams)
     prompts = [
-        prompt if isinstance(prompt, str) else run.text.decode(token_ids)
+        prompt if isinstance(prompt, str) else await run.text.decode(token_ids)
         for prompt, token_ids in zip(body.generation().prompts, run.prompts, strict=True)
     ]
     return [prompt for prompt in prompts for _ in range(body.n or 1)]

@@ -117,20 +117,20 @@ class Pipeline:
             card = self._card(record, generation.model)
             text = await self._texts.get(card)
             self._check_limits(generation, card)
-            prompts = [await text.encode(prompt) for prompt in generation.prompts]
-            record.prompt_tokens = sum(map(len, prompts))
+            prompts = await text.encode(generation.prompts)
             submits = [
                 submit
                 for number, prompt_ids in enumerate(prompts)
                 for submit in self._submits(record, generation, card, number, prompt_ids)
             ]
             client, _ = self._replicas.choose(generation.model)
+        num_prompt_tokens = sum(map(len, prompts))
         run = Run(record, prompts, text, self._clock, self._credit_window)
         try:
             async with AsyncExitStack() as stack:
                 for submit in submits:
                     stream = await stack.enter_async_context(client.open(submit, run.inbox))
-                    record.reached_engine = True
+                    record.submitted(num_prompt_tokens)
                     run.add(stream, submit.stopping.max_tokens)
                 try:
                     yield run

@@ -6,7 +6,7 @@ Usage row, metrics, span and log line are written in one place, when the request
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -34,6 +34,8 @@ log = structlog.get_logger(__name__)
 class UsageSink(Protocol):
     """Takes usage rows without blocking."""
 
+    def opened(self, row: UsageRow) -> None: ...
+
     def record(self, row: UsageRow) -> None: ...
 
 
@@ -50,6 +52,7 @@ class RequestRecord:
     started_at: datetime
     started_s: float  # monotonic
     arrival_unix_ns: int
+    on_submitted: Callable[[RequestRecord], None]
     generation: Generation | None = None
     served_model: str = "unknown"
     reached_engine: bool = False
@@ -64,6 +67,13 @@ class RequestRecord:
     outcome: str = ""
     http_status: int = 0
     error_code: str | None = None
+
+    def submitted(self, num_prompt_tokens: int) -> None:
+        """A sequence has been given to an engine; from here on the request counts, even if this process is killed."""
+        is_first = not self.reached_engine
+        self.reached_engine, self.prompt_tokens = True, num_prompt_tokens
+        if is_first:
+            self.on_submitted(self)
 
     def completed(self) -> None:
         """All choices came to their end."""
@@ -124,6 +134,7 @@ class RequestRecorder:
             started_at=self._clock.now(),
             started_s=self._clock.monotonic(),
             arrival_unix_ns=self._clock.unix_ns(),
+            on_submitted=lambda record: self._usage.opened(self._row(record)),
         )
         self._num_open += 1
         self._idle.clear()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
 import msgspec
 from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, Send
 
+from moiety_platform.completions.disconnect import ClientDisconnected
 from moiety_platform.completions.sse import error_event
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import error_fields, error_headers
+
+ABORT_CONNECTION = "moiety.abort_connection"
+"""Where the server puts, into a request's `state`, what drops the request's connection at once."""
 
 _STREAM_HEADERS: list[tuple[bytes, bytes]] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -17,10 +24,13 @@ _STREAM_HEADERS: list[tuple[bytes, bytes]] = [
 
 
 class Reply:
-    """Owned by the exchange; sends one answer."""
+    """Owned by the exchange; sends one answer. A client that takes nothing for `timeout_s` counts as gone: its
+    connection is dropped, and the send raises ClientDisconnected."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, timeout_s: float, abort: Callable[[], None] | None) -> None:
+        self._raw_send = send
+        self._timeout_s = timeout_s
+        self._abort = abort
         self._streaming = False
 
     async def whole(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
@@ -38,6 +48,16 @@ class Reply:
 
     async def end_stream(self, data: bytes) -> None:
         await self._send(_body(data, more=False))
+
+    async def _send(self, event: HTTPResponseStartEvent | HTTPResponseBodyEvent) -> None:
+        """Returns when the connection can take more."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._raw_send(event)
+        except TimeoutError as exc:
+            if self._abort is not None:
+                self._abort()  # closing would wait for the client to take what was sent
+            raise ClientDisconnected from exc
 
     async def fail(self, error: PlatformError) -> None:
         """An error answer, or an error event if the answer has begun."""

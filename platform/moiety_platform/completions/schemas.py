@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
@@ -16,10 +25,19 @@ from moiety_wire.messages import Sampling
 ROLES = ("system", "developer", "user", "assistant", "tool")
 INT32_MAX = 2**31 - 1
 COMPLETION_DEFAULT_MAX_TOKENS = 16
+MAX_MESSAGES = 2048
+MAX_PARTS = 2048  # of one message
+MAX_PROMPTS = 2048
+MAX_TOKEN_IDS = 2**20  # of one prompt or text
+MAX_BIASES = 4096
 
 _Penalty = Annotated[FiniteFloat, Field(ge=-2, le=2)]
 _TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 _StopString = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+
+
+# Lists end at their first bad entry: complaints about every entry of a large body would take seconds to collect.
+TokenIds = Annotated[list[_TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]
 
 
 def _refuse(message: str) -> PydanticCustomError:
@@ -52,7 +70,7 @@ class GenerationBody(_Body):
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the best token
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # 0 and -1: off
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[FiniteFloat, Field(gt=0, le=10)] | None = None
@@ -60,14 +78,23 @@ class GenerationBody(_Body):
     frequency_penalty: _Penalty | None = None
     logit_bias: dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: _StopString | Annotated[list[_StopString], Field(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=128)] | None = None
+    stop: _StopString | Annotated[list[_StopString], Field(fail_fast=True, max_length=16)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(fail_fast=True, max_length=128)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    # Accepted and not yet followed: the key's service class decides, and the answer states the tier that was served.
+    # Choosing a tier by request comes with the SLA classes.
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     response_format: ResponseFormat | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few_biases(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_BIASES:
+            raise _refuse(f"it has {len(value):,} entries; it may have {MAX_BIASES:,}")
+        return value
 
     @field_validator("logit_bias")
     @classmethod
@@ -129,10 +156,10 @@ class TextPart(_Body):
 
 
 class ChatMessage(_Body):
-    """One turn. Several text parts are joined by line breaks."""
+    """One turn. Several text parts are joined by line breaks; null, which only an assistant may send, is no text."""
 
     role: str
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[Any] | None = None
@@ -144,6 +171,13 @@ class ChatMessage(_Body):
             raise _refuse(f"{value[:64]!r} is not a role; use one of {', '.join(ROLES)}")
         return value
 
+    @field_validator("content")
+    @classmethod
+    def _null_is_the_assistants(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.data.get("role", "assistant") != "assistant":
+            raise _refuse("null is for the assistant only")
+        return value
+
     @field_validator("tool_calls")
     @classmethod
     def _no_calls(cls, value: list[Any] | None) -> list[Any] | None:
@@ -152,7 +186,8 @@ class ChatMessage(_Body):
         return value
 
     def for_template(self) -> dict[str, Any]:
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        content = self.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
         message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.name is not None:
             message["name"] = self.name
@@ -161,10 +196,13 @@ class ChatMessage(_Body):
         return message
 
 
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+
+
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -194,9 +232,15 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """`POST /v1/completions`."""
+    """`POST /v1/completions`. A prompt is raw: control tokens of the model that are written out in its text are encoded
+    as such, since whoever sends it writes the whole of what the model reads. Chats are guarded against that."""
 
-    prompt: str | list[str] | list[_TokenId] | list[list[_TokenId]]
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: str | None = None

@@ -3,69 +3,99 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 from moiety_platform.completions.generation import Conversation, Prompt
-from moiety_platform.errors import BadRequest
+from moiety_platform.errors import BadRequest, ContextTooLong
 from moiety_text.chat import ChatTemplate
-from moiety_text.errors import TemplateRefused, TextNotEncodable, TokenOutOfRange
+from moiety_text.conversation import ConversationEncoder
+from moiety_text.errors import TemplateRefused, TextNotEncodable, TokenOutOfRange, TooManyTokens
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.messages import Card
 
 MAX_CACHED_MODELS = 16
+MESSAGE_COST = 64  # what rendering one more message counts, in bytes of text
+ID_COST = 4  # what looking at one token id counts
 
 
 class ModelText:
-    """One model's text side. Immutable; may be used from several threads."""
+    """One model's text side. May be used from several threads."""
 
     def __init__(self, card: Card, inline_bytes: int) -> None:
         self._tokenizer = Tokenizer.from_json(card.tokenizer_json)
-        self._template = ChatTemplate(card.chat_template, card.special_tokens) if card.chat_template else None
+        self._conversations = (
+            ConversationEncoder(
+                self._tokenizer, card.tokenizer_json, ChatTemplate(card.chat_template, card.special_tokens)
+            )
+            if card.chat_template
+            else None
+        )
         self._model = card.model
         self._vocab_size = card.vocab_size
-        self._inline_chars = inline_bytes // 4 or 1
+        self._max_context_tokens = card.max_context_tokens
         self._inline_bytes = inline_bytes
         identity = f"{card.model}\0{card.family}\0{card.dtype}\0{card.device}"
         self.fingerprint = "fp_" + blake2b(identity.encode(), digest_size=5).hexdigest()
 
-    async def encode(self, prompt: Prompt) -> list[int]:
-        """The ids of a prompt, at least one. Long text is worked on in a thread. Raises BadRequest."""
-        if isinstance(prompt, tuple):
-            return self._check_ids(prompt)
-        if self._is_short(prompt):
-            return self._encode(prompt)
-        return await asyncio.to_thread(self._encode, prompt)
+    async def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The ids of each prompt, at least one. Long text is worked on in a thread. Raises BadRequest; for a prompt
+        that cannot fit the context, whatever its exact length, ContextTooLong."""
+        if self._is_short(prompts):
+            return self._encode_all(prompts)
+        return await asyncio.to_thread(self._encode_all, prompts)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    async def decode(self, token_ids: Sequence[int]) -> str:
         """Raises BadRequest for an id that is not the model's."""
+        if len(token_ids) * ID_COST <= self._inline_bytes:
+            return self._decode(token_ids)
+        return await asyncio.to_thread(self._decode, token_ids)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
         try:
             return self._tokenizer.decode(token_ids, skip_special_tokens=False)
         except TokenOutOfRange as exc:
             raise BadRequest(str(exc)) from exc
 
-    def _is_short(self, prompt: Conversation | str) -> bool:
-        texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt.messages]
-        return sum(map(len, texts)) <= self._inline_chars or sum(len(t.encode()) for t in texts) <= self._inline_bytes
+    def _is_short(self, prompts: Sequence[Prompt]) -> bool:
+        """Whether encoding them all is a matter of so little time that a thread would cost more."""
+        left = self._inline_bytes
+        for prompt in prompts:
+            left -= ID_COST * len(prompt) if isinstance(prompt, tuple) else 0
+            for text in _texts(prompt):
+                left -= len(text.encode(errors="replace")) if len(text) <= left else len(text)
+                if left < 0:
+                    return False
+            if isinstance(prompt, Conversation):
+                left -= MESSAGE_COST * (len(prompt.messages) - 1)
+                if left < 0 or (self._conversations and self._conversations.spells_control_token(prompt.messages)):
+                    return False
+        return True
+
+    def _encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        return [self._check_ids(prompt) if isinstance(prompt, tuple) else self._encode(prompt) for prompt in prompts]
 
     def _encode(self, prompt: Conversation | str) -> list[int]:
+        limit = self._max_context_tokens
         try:
             if isinstance(prompt, str):
-                token_ids = self._tokenizer.encode(prompt, add_special_tokens=True)
+                token_ids = self._tokenizer.encode(prompt, add_special_tokens=True, max_tokens=limit)
             else:
-                token_ids = self._tokenizer.encode(self._render(prompt))
+                token_ids = self._conversation_encoder().encode(prompt.messages, max_tokens=limit)
+        except TooManyTokens as exc:
+            raise self._too_long(f"at least {exc.at_least}") from exc
         except (TextNotEncodable, TemplateRefused) as exc:
             raise BadRequest(f"the model's chat template or tokenizer refused the input: {exc}") from exc
         if not token_ids:
             raise BadRequest("the prompt is empty; send at least one token of text")
         return token_ids
 
-    def _render(self, conversation: Conversation) -> str:
-        if self._template is None:
+    def _conversation_encoder(self) -> ConversationEncoder:
+        if self._conversations is None:
             raise BadRequest(
                 f"the model {self._model!r} has no chat template; use /v1/completions with a prompt", param="messages"
             )
-        return self._template.render(conversation.messages)
+        return self._conversations
 
     def _check_ids(self, token_ids: tuple[int, ...]) -> list[int]:
         if not token_ids:
@@ -76,18 +106,32 @@ class ModelText:
             )
         return list(token_ids)
 
+    def _too_long(self, num_tokens: str) -> ContextTooLong:
+        return ContextTooLong(
+            f"the prompt has {num_tokens} tokens; the model's context is {self._max_context_tokens} tokens. "
+            "Shorten the prompt"
+        )
+
+
+def _texts(prompt: Prompt) -> Iterator[str]:
+    if isinstance(prompt, str):
+        yield prompt
+    elif isinstance(prompt, Conversation):
+        for message in prompt.messages:
+            yield from message.values()
+
 
 class ModelTexts:
     """The text sides of the connected models, each built once, in a thread."""
 
     def __init__(self, inline_bytes: int) -> None:
         self._inline_bytes = inline_bytes
-        self._built: dict[tuple[str, str, str, str], ModelText] = {}
+        self._built: dict[tuple[str, str, str, str, int], ModelText] = {}
         self._building = asyncio.Lock()
 
     async def get(self, card: Card) -> ModelText:
         """The text side of a card. Raises moiety_text's errors if the card's files cannot be used."""
-        key = (card.model, card.device, card.tokenizer_json, card.chat_template)
+        key = (card.model, card.device, card.tokenizer_json, card.chat_template, card.max_context_tokens)
         text = self._built.get(key)
         if text is not None:
             return text

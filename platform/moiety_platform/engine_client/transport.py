@@ -189,6 +189,7 @@ class _Session:
             done, _ = await asyncio.wait({self._lost}, timeout=HEARTBEAT_INTERVAL_S)
             if done:
                 return self._lost.result()
+            self._drain()  # what lies in the socket was said, even if this process was too busy to hear it
             silent_s = self._clock.monotonic() - self._heard_at_s
             if self.card is not None and silent_s > SILENCE_LIMIT_S:
                 return f"silent for {silent_s:.1f} s"

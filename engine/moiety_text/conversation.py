@@ -1,0 +1,125 @@
+"""Messages to token ids, so that what a client wrote never becomes a control token of the model.
+
+A template writes control tokens (`<|im_start|>` …) around texts that clients wrote, and an encoder cannot tell whose
+they are. Ordinary messages are rendered and encoded as `transformers` does. Where a client's text spells a control
+token, each such spelling is broken by a marker that nobody can guess before rendering; what still spells one after it
+is the template's own. Those are renamed to names that nobody can guess, the markers are taken out, and a second
+tokenizer, which knows the control tokens by the new names only, encodes the whole in one go.
+
+Control tokens are the special tokens, and other added tokens of the shape `<|…|>`. Other added tokens (`<think>`, runs
+of spaces) stay what they are in any text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+from moiety_text.chat import ChatTemplate
+from moiety_text.errors import TextNotEncodable
+from moiety_text.tokenizer import Tokenizer
+
+_CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+_MARKER_ALPHABET = [
+    chr(code) for code in range(0xE000, 0xF900)
+]  # for private use: no filter of a template changes them
+_MARKER_LENGTH = 10
+_NOTHING = re.compile(r"(?!)")
+
+
+class ConversationEncoder:
+    """Renders and encodes conversations of one model. May be used from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, tokenizer_json: str, template: ChatTemplate) -> None:
+        self._tokenizer = tokenizer
+        self._tokenizer_json = tokenizer_json
+        self._template = template
+        self._marker = "".join(secrets.choice(_MARKER_ALPHABET) for _ in range(_MARKER_LENGTH))
+        names = sorted(
+            (
+                token.content
+                for token in tokenizer.added_tokens.values()
+                if token.content and (token.special or _CONTROL_SHAPE.fullmatch(token.content))
+            ),
+            key=len,
+            reverse=True,
+        )
+        self._names = {name: f"{self._marker}{number}{self._marker}" for number, name in enumerate(names)}
+        self._control = re.compile("|".join(map(re.escape, names))) if names else _NOTHING
+        self._guarded: _GuardedTokenizer | None = None
+        self._building = threading.Lock()
+
+    def spells_control_token(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a client's text holds what would be read as a control token; encoding then costs more, the first time
+        a second."""
+        return any(
+            isinstance(value, str) and self._control.search(value)
+            for message in messages
+            for name, value in message.items()
+            if name != "role"
+        )
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> list[int]:
+        """The ids of a prompt for an answer to `messages`, whose texts are the client's and whose roles are ours.
+        Raises TemplateRefused, TextNotEncodable, and TooManyTokens as `Tokenizer.encode` does."""
+        if not self.spells_control_token(messages):
+            return self._tokenizer.encode(self._template.render(messages), max_tokens=max_tokens)
+        return self.encode_guarded(messages, max_tokens=max_tokens)
+
+    def encode_guarded(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> list[int]:
+        """The same, by the way that `encode` takes for texts that spell control tokens. Equal for all others."""
+        rendered = self._template.render([self._broken(message) for message in messages])
+        self._tokenizer.check_fits(rendered, max_tokens)
+        parts, end = [], 0
+        for match in self._control.finditer(rendered):
+            parts += [rendered[end : match.start()].replace(self._marker, ""), self._names[match[0]]]
+            end = match.end()
+        parts.append(rendered[end:].replace(self._marker, ""))
+        with self._building:
+            if self._guarded is None:
+                self._guarded = _GuardedTokenizer(self._tokenizer, self._tokenizer_json, self._names)
+        return self._guarded.encode("".join(parts))
+
+    def _broken(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: self._control.sub(lambda match: match[0][0] + self._marker + match[0][1:], value)
+            if name != "role" and isinstance(value, str)
+            else value
+            for name, value in message.items()
+        }
+
+
+class _GuardedTokenizer:
+    """A tokenizer whose control tokens have other names, and the ids that they have under their own."""
+
+    def __init__(self, tokenizer: Tokenizer, tokenizer_json: str, new_names: Mapping[str, str]) -> None:
+        spec = json.loads(tokenizer_json)
+        old_names = {}
+        for token in spec["added_tokens"]:
+            name = token["content"]
+            if name in new_names:
+                token["content"], token["normalized"] = new_names[name], False
+            old_names[token["content"]] = name
+        spec["post_processor"] = None
+        ids = {token.content: token_id for token_id, token in tokenizer.added_tokens.items()}
+        self._backend = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        # a renamed token may have got another id, and have moved those after it
+        self._ids = {
+            token_id: ids[old_names[token.content]]
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+        }
+        self._never = frozenset(ids[name] for name in new_names) - self._ids.keys()
+
+    def encode(self, text: str) -> list[int]:
+        token_ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if not self._never.isdisjoint(token_ids):  # its model has the token's text among its ordinary words
+            raise TextNotEncodable("a message spells a control token of the model, and it has no other tokens for that")
+        return [self._ids.get(token_id, token_id) for token_id in token_ids]

@@ -1,0 +1,31 @@
+"""How deeply a JSON text is nested, found without parsing it: parsers recurse, and a request must not exhaust them."""
+
+from __future__ import annotations
+
+import re
+
+from moiety_platform.errors import BadRequest
+
+MAX_CONTAINERS = 20_000  # objects and lists of one text; what a parser makes of each costs far more than its bytes
+_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+
+
+def check_depth(data: bytes, limit: int) -> None:
+    """Raises BadRequest if brackets outside of strings are nested deeper than `limit`, or there are too many of them.
+    Linear, and without recursion."""
+    if data.count(b"[") + data.count(b"{") <= limit:
+        return
+    depth = num_containers = 0
+    for match in _BRACKETS.finditer(data):
+        bracket = data[match.start()]
+        if bracket in b"[{":
+            depth += 1
+            num_containers += 1
+            if depth > limit:
+                raise BadRequest(f"the JSON is nested deeper than {limit} levels; flatten it", code="json_too_deep")
+            if num_containers > MAX_CONTAINERS:
+                raise BadRequest(
+                    f"the JSON has more than {MAX_CONTAINERS:,} objects and lists; send less", code="json_too_large"
+                )
+        elif bracket in b"]}":
+            depth -= 1
