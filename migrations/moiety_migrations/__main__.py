@@ -1,5 +1,5 @@
-"""`python -m moiety_migrations upgrade|current|downgrade`. Reads MOIETY_DATABASE_URL where no --database-url is
-given."""
+"""`python -m moiety_migrations upgrade|current|downgrade`. Reads MOIETY_DATABASE_URL, else
+MOIETY_DATA_DIR, where no --database-url is given."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 from moiety_migrations.errors import DatabaseAway, MigrationError
 from moiety_migrations.revisions import HEAD
 from moiety_migrations.run import current, downgrade, upgrade
-from moiety_platform.db.url import BadDatabaseUrl
+from moiety_platform.db.url import BadDatabaseUrl, redact
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_NOT_REACHABLE = 3
-DEFAULT_URL = "sqlite:///.moiety/moiety.db"
+DEFAULT_DATA_DIR = ".moiety"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 refused, 2 wrong usage, 3 the database cannot be reached.
     `current` returns 1 when the database is not at this release's revision."""
     options = _parser().parse_args(arguments)
-    url = options.database_url or os.environ.get("MOIETY_DATABASE_URL") or DEFAULT_URL
+    url = options.database_url or os.environ.get("MOIETY_DATABASE_URL") or default_url(os.environ)
     try:
         return _run(options, url)
     except BadDatabaseUrl as error:
@@ -34,6 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_NOT_REACHABLE if isinstance(error, DatabaseAway) else EXIT_FAILED
 
 
+def default_url(environment: Mapping[str, str]) -> str:
+    """The database that a gateway uses by default in the same environment."""
+    return f"sqlite:///{Path(environment.get('MOIETY_DATA_DIR') or DEFAULT_DATA_DIR) / 'moiety.db'}"
+
+
 def _run(options: argparse.Namespace, url: str) -> int:
     if options.command == "upgrade":
         found: str | None = upgrade(url)
@@ -42,9 +49,9 @@ def _run(options: argparse.Namespace, url: str) -> int:
     else:
         found = current(url)
     if options.json:
-        print(json.dumps({"revision": found, "head": HEAD}))  # noqa: T201
+        print(json.dumps({"database": redact(url), "revision": found, "head": HEAD}))  # noqa: T201
     else:
-        print(f"the database is at {found or 'no revision yet'}; this release needs {HEAD}")  # noqa: T201
+        print(f"the database {redact(url)} is at {found or 'no revision yet'}; this release needs {HEAD}")  # noqa: T201
     return EXIT_FAILED if options.command == "current" and found != HEAD else 0
 
 
@@ -52,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="moiety migrate", description="Bring the database to this release's schema.")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument(
-        "--database-url", help=f"sqlite:///FILE or postgresql://… (or MOIETY_DATABASE_URL; default {DEFAULT_URL})"
+        "--database-url",
+        help="sqlite:///FILE or postgresql://… (or MOIETY_DATABASE_URL; default moiety.db in MOIETY_DATA_DIR, "
+        f"or else in {DEFAULT_DATA_DIR})",
     )
     shared.add_argument("--json", action="store_true", help="print one JSON object")
     commands = parser.add_subparsers(dest="command", required=True)

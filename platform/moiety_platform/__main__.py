@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from pydantic import ValidationError
@@ -9,10 +10,12 @@ from pydantic import ValidationError
 from moiety_platform.auth.pepper import BadPepper
 from moiety_platform.gateway import CannotListen, run_gateway
 from moiety_platform.settings import GatewaySettings
+from moiety_platform.supervisor.data_dir import PRIVATE_UMASK
 
 
 def main() -> int:
     """Serve; returns the exit code."""
+    os.umask(PRIVATE_UMASK)
     try:
         run_gateway(GatewaySettings.load())
     except (ValidationError, CannotListen, BadPepper) as exc:

@@ -7,9 +7,12 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import threading
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,29 @@ def ask(serve: Any, timeout_s: float = DEADLINE_S) -> httpx.Response:
     body = {"model": "moiety-demo", "messages": [{"role": "user", "content": "hello"}]}
     headers = {"Authorization": f"Bearer {serve.tenant_key}"}
     return httpx.post(f"{serve.url}/v1/chat/completions", json=body, headers=headers, timeout=timeout_s)
+
+
+def streaming(serve: Any) -> AbstractContextManager[httpx.Response]:
+    body = {"model": "moiety-demo", "stream": True, "messages": [{"role": "user", "content": "x" * 50}]}
+    headers = {"Authorization": f"Bearer {serve.tenant_key}"}
+    return httpx.stream("POST", f"{serve.url}/v1/chat/completions", json=body, headers=headers, timeout=DEADLINE_S)
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, what
+
+
+def usage_rows(serve: Any) -> list[tuple[str, str | None, int]]:
+    """Outcome, error code and prompt tokens of every row in the store."""
+    with closing(sqlite3.connect(serve.data_dir / "moiety.db")) as store:
+        return store.execute("SELECT outcome, error_code, prompt_tokens FROM usage").fetchall()
+
+
+def children(serve: Any) -> list[psutil.Process]:
+    """The parts that run as such; a process that has not yet become its part has a shorter command line."""
+    return [child for child in psutil.Process(serve.process.pid).children() if len(child.cmdline()) > 5]
 
 
 def gone(processes: list[psutil.Process]) -> bool:
@@ -104,6 +130,19 @@ def test_a_killed_engine_is_restarted_and_said_so_and_requests_work_again(serve:
     assert ask(serve).status_code == 200
 
 
+def test_an_engine_killed_twice_in_a_row_is_said_to_be_back_once(start_serve: StartServe) -> None:
+    running = start_serve("--no-dashboard")
+    running.wait_for_line("moiety is ready at")
+    running.part("engine").kill()
+    running.wait_for_line("starting the engine again")
+    wait_for(lambda: "engine" in [child.cmdline()[5] for child in children(running)], "the engine's second run")
+    running.part("engine").kill()
+    running.wait_for_line("the engine is back")
+    running.part("gateway").kill()
+    running.wait_for_line("the gateway is back")
+    assert running.output.count("the engine is back") == 1
+
+
 def test_a_killed_gateway_is_restarted_with_the_same_keys(serve: Any) -> None:
     serve.part("gateway").kill()
     serve.wait_for_line("the gateway ended (killed by SIGKILL); starting it again")
@@ -138,14 +177,11 @@ def test_a_stop_lets_a_running_answer_end_and_leaves_no_process(start_serve: Sta
     assert gone(processes)
 
 
-def test_a_second_signal_ends_at_once_although_an_answer_runs(start_serve: StartServe) -> None:
+def test_a_second_signal_ends_at_once_and_the_running_answer_is_still_accounted_for(start_serve: StartServe) -> None:
     running = start_serve("--no-dashboard", "--", "--scripted-step-ms", "1000")
     running.wait_for_line("moiety is ready at")
     processes = running.family()
-    body = {"model": "moiety-demo", "stream": True, "messages": [{"role": "user", "content": "x" * 50}]}
-    headers = {"Authorization": f"Bearer {running.tenant_key}"}
-    url = f"{running.url}/v1/chat/completions"
-    with httpx.Client(timeout=DEADLINE_S) as client, client.stream("POST", url, json=body, headers=headers) as response:
+    with streaming(running) as response:
         assert response.status_code == 200
         os.kill(running.process.pid, signal.SIGTERM)
         running.wait_for_line("draining")
@@ -153,6 +189,59 @@ def test_a_second_signal_ends_at_once_although_an_answer_runs(start_serve: Start
         running.process.wait(DEADLINE_S)
     assert "stopping at once" in running.output
     assert gone(processes)
+    ((outcome, error_code, prompt_tokens),) = usage_rows(running)
+    assert (outcome, error_code) != ("failed", "gateway_killed")
+    assert prompt_tokens > 0
+
+
+def test_a_killed_gateway_loses_no_usage_row(start_serve: StartServe) -> None:
+    running = start_serve("--no-dashboard", "--", "--scripted-step-ms", "300")
+    running.wait_for_line("moiety is ready at")
+    with streaming(running) as response:
+        lines = response.iter_lines()  # held, since a dropped iterator closes the connection
+        assert next(lines)
+        assert ask(running).status_code == 200
+        running.part("gateway").kill()
+        running.wait_for_line("the gateway ended (killed by SIGKILL); starting it again")
+    running.wait_for_line("the gateway is back")
+    headers = {"Authorization": f"Bearer {running.admin_key}"}
+    end = time.monotonic() + DEADLINE_S
+    rows: list[dict[str, Any]] = []
+    while len(rows) < 2:
+        assert time.monotonic() < end, rows
+        rows = httpx.get(f"{running.url}/admin/v1/usage/requests", headers=headers, timeout=DEADLINE_S).json()["data"]
+    killed, ended = sorted(rows, key=lambda row: row["error_code"] is None)
+    assert (killed["outcome"], killed["error_code"]) == ("failed", "gateway_killed")
+    assert killed["prompt_tokens"] > 0 and killed["output_tokens"] == 0
+    assert ended["http_status"] == 200 and ended["output_tokens"] > 0
+
+
+def test_a_lost_database_gets_new_keys_that_work_and_are_shown(start_serve: StartServe) -> None:
+    first = start_serve("--no-dashboard")
+    first.wait_for_line("moiety is ready at")
+    old = first.admin_key
+    assert first.stop() == 0
+    for path in first.data_dir.glob("moiety.db*"):
+        path.unlink()
+    again = start_serve("--no-dashboard", data_dir=first.data_dir)
+    again.wait_for_line("moiety is ready at")
+    assert again.admin_key != old
+    assert f"admin key   {again.admin_key}" in again.output
+    assert ask(again).status_code == 200
+    headers = {"Authorization": f"Bearer {again.admin_key}"}
+    assert httpx.get(f"{again.url}/admin/v1/tenants", headers=headers).status_code == 200
+
+
+def test_the_data_is_private_also_in_a_directory_that_was_there_before(start_serve: StartServe, tmp_path: Path) -> None:
+    directory = tmp_path / "data"
+    directory.mkdir()
+    directory.chmod(0o755)
+    running = start_serve("--no-dashboard", data_dir=directory)
+    running.wait_for_line("moiety is ready at")
+    assert ask(running).status_code == 200
+    shared = [path for path in directory.rglob("*") if not path.is_socket() and path.stat().st_mode & 0o077]
+    assert shared == []
+    assert (directory / "usage-journal").is_dir()
 
 
 def test_no_process_outlives_a_killed_serve_and_the_next_start_has_the_same_key(start_serve: StartServe) -> None:

@@ -373,3 +373,29 @@ async def test_the_overview_counts(admin: Admin) -> None:
     assert (overview["keys_active"], overview["keys_total"]) == (2, 2)
     assert overview["last_hour"]["requests"] == 6
     assert overview["last_24_hours"]["requests"] == 12
+
+
+@pytest.mark.parametrize("question", ["usage", "usage/requests"])
+@pytest.mark.parametrize(
+    "parameters",
+    [{"since": "0001-01-01T00:00:00+14:00"}, {"until": "9999-12-31T23:59:59-14:00"}, {"since": "2026-01-01T00:00:00"}],
+    ids=repr,
+)
+async def test_a_time_that_utc_cannot_hold_is_refused(admin: Admin, question: str, parameters: dict[str, str]) -> None:
+    answer = await admin.call("GET", question, 400, params=parameters)
+    assert answer["error"]["param"] == next(iter(parameters))
+
+
+async def test_an_end_of_a_key_that_utc_cannot_hold_is_refused(admin: Admin) -> None:
+    body = {"name": "k", "expires_at": "9999-12-31T23:59:59-14:00"}
+    answer = await admin.call("POST", "keys", 400, json=body)
+    assert answer["error"]["param"] == "expires_at"
+
+
+@pytest.mark.parametrize("route", ["tenants", "projects", "keys", "keys/x/rotate"])
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b'{"name":' * 50_000 + b"1" + b"}" * 50_000], ids=["lists", "objects"]
+)
+async def test_a_deeply_nested_body_is_refused(admin: Admin, route: str, body: bytes) -> None:
+    answer = await admin.call("POST", route, 400, content=body, headers={"Content-Type": "application/json"})
+    assert answer["error"]["code"] == "json_too_deep"

@@ -29,7 +29,7 @@ from moiety_migrations import (
     downgrade,
     upgrade,
 )
-from moiety_platform.db.url import to_sync_url
+from moiety_platform.db.url import redact, to_sync_url
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.models import UsageRecord
 
@@ -159,10 +159,16 @@ def test_a_start_with_nothing_to_do_loads_neither_alembic_nor_sqlalchemy(tmp_pat
 
 def test_the_command_tells_where_a_database_is_and_by_its_exit_code(empty_url: str) -> None:
     before = run_command("current", "--json", MOIETY_DATABASE_URL=empty_url)
-    assert (before.returncode, json.loads(before.stdout)) == (1, {"revision": None, "head": HEAD})
+    assert (before.returncode, json.loads(before.stdout)) == (
+        1,
+        {"database": redact(empty_url), "revision": None, "head": HEAD},
+    )
     assert run_command("upgrade", "--database-url", empty_url).returncode == 0
     after = run_command("current", "--json", MOIETY_DATABASE_URL=empty_url)
-    assert (after.returncode, json.loads(after.stdout)) == (0, {"revision": HEAD, "head": HEAD})
+    assert (after.returncode, json.loads(after.stdout)) == (
+        0,
+        {"database": redact(empty_url), "revision": HEAD, "head": HEAD},
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,3 +219,13 @@ def test_a_second_migration_waits_while_the_first_holds_the_lock(
         assert table_names(url) == set()
     assert waiter.wait(timeout=30) == 0
     assert table_names(url) == TABLES
+
+
+def test_the_command_takes_the_data_directory_of_the_gateway_and_says_which_database_it_means(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "data").mkdir()
+    done = run_command("upgrade", MOIETY_DATABASE_URL="", MOIETY_DATA_DIR=str(tmp_path / "data"))
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "data" / "moiety.db") in done.stdout
+    assert (tmp_path / "data" / "moiety.db").exists()

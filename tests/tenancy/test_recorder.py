@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
 import sqlalchemy as sa
 from hypothesis import HealthCheck, given, settings
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
+from moiety_platform.usage import live_log
 from moiety_platform.usage.journal import Journal
 from moiety_platform.usage.models import UsageRecord
 from moiety_platform.usage.recorder import UsageRecorder
@@ -281,3 +283,71 @@ async def test_with_database_and_journal_both_away_every_lost_row_is_in_the_log_
     assert "usage_row_unstored" in said
     for request_id in ("kept", "beyond"):
         assert f'"request_id":"{request_id}"' in said.replace("\\", "")
+
+
+KILLED = """
+import asyncio, pathlib, sys
+import msgspec
+from moiety_platform.db.session import Database
+from moiety_platform.usage.recorder import UsageRecorder
+from moiety_platform.usage.row import UsageRow
+
+async def main():
+    recorder = UsageRecorder(Database.open(sys.argv[1]), pathlib.Path(sys.argv[2]), interval_s=60.0)
+    await recorder.start()
+    for row in msgspec.json.decode(sys.argv[3], type=list[UsageRow]):
+        recorder.opened(row)
+        if row.outcome:
+            recorder.record(row)
+    print("recorded", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_kill_loses_no_row_and_what_ran_is_stored_as_failed(
+    database: Database, database_url: str, tmp_path: Path
+) -> None:
+    rows = [make_row("ended"), make_row("running", outcome="", http_status=0, output_tokens=3, prompt_tokens=11)]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", KILLED, database_url, str(tmp_path / "journal"), msgspec.json.encode(rows).decode()),
+        stdout=subprocess.PIPE,
+        env={"PYTHONPATH": ":".join(sys.path)},
+    )
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"recorded\n"
+    process.kill()
+    await process.communicate()
+    assert await stored_ids(database) == []
+    for _ in range(2):  # a second start finds nothing more
+        async with recording(database, tmp_path / "journal") as recorder:
+            await recorder.flush()
+    async with database.read() as session:
+        ended, running = await session.scalars(sa.select(UsageRecord).order_by(UsageRecord.request_id))
+    assert (ended.outcome, ended.output_tokens, ended.error_code) == ("stop", 7, None)
+    assert (running.outcome, running.http_status, running.error_code) == ("failed", 499, "gateway_killed")
+    assert (running.prompt_tokens, running.output_tokens) == (11, 0)
+    assert list((tmp_path / "journal").iterdir()) == []
+
+
+async def test_the_live_log_stays_small_and_keeps_what_still_runs(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_log, "COMPACT_BYTES", 4096)
+    folder = tmp_path / "journal"
+    async with recording(database, folder, interval_s=60.0) as recorder:
+        recorder.opened(make_row("long"))
+        for number in range(200):
+            recorder.opened(make_row(f"r{number:03}"))
+            recorder.record(make_row(f"r{number:03}"))
+            if number % 10 == 9:
+                await recorder.flush()
+        (segment,) = folder.iterdir()
+        assert segment.stat().st_size < 2 * 4096 + 10_000
+        assert segment.stat().st_mode & 0o077 == 0
+        recorder.record(make_row("long"))
+        await recorder.flush()
+        assert segment.stat().st_size == 0 or not segment.exists()
+    assert len(await stored_ids(database)) == 201
+    assert list(folder.iterdir()) == []

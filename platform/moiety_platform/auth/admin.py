@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from litestar import Router
+from litestar import Request, Router
 from litestar.di import Provide
 from litestar.types import ControllerRouterHandler
 
@@ -16,10 +17,12 @@ from moiety_platform.auth.pepper import Pepper
 from moiety_platform.auth.scopes import ADMIN_SCOPE
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
+from moiety_platform.json_depth import check_depth
 from moiety_platform.tenants.controller import ProjectController, TenantController
 from moiety_platform.usage.controller import UsageController
 
 ADMIN_PATH = "/admin/v1"
+MAX_JSON_DEPTH = 16  # no body of ours needs more than two
 
 
 def admin_router(
@@ -36,6 +39,7 @@ def admin_router(
     return Router(
         path=ADMIN_PATH,
         guards=[scope_guard(authenticator, ADMIN_SCOPE)],
+        before_request=_check_body,
         dependencies={
             "database": Provide(lambda: database, sync_to_thread=False),
             "authenticator": Provide(lambda: authenticator, sync_to_thread=False),
@@ -51,3 +55,8 @@ def admin_router(
             *more,
         ],
     )
+
+
+async def _check_body(request: Request[Any, Any, Any]) -> None:
+    """Raises BadRequest for JSON that would exhaust the framework's decoder. The body is kept for the handler."""
+    check_depth(await request.body(), MAX_JSON_DEPTH)

@@ -11,6 +11,8 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import structlog
+
 from moiety_platform.auth.keys import KeyText, derive_cache_salt, hash_key, hashes_match, parse_key
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.store import StoredKey, find_key
@@ -25,6 +27,8 @@ GRACE_S = 60.0
 MAX_CACHED_KEYS = 10_000
 LOOKUP_TIMEOUT_S = 3.0
 OUTAGE_PAUSE_S = 0.5
+
+log = structlog.get_logger(__name__)
 
 _MAX_HEADER_LENGTH = 512
 _HOW_TO = "Send your key as 'Authorization: Bearer mty_…'."
@@ -62,6 +66,7 @@ class Authenticator:
         self._unknown: OrderedDict[str, _Entry] = OrderedDict()
         self._lookups: dict[str, asyncio.Task[_Entry]] = {}
         self._away_until_s = float("-inf")
+        self._away = False
 
     async def authenticate(self, authorization: str | None) -> Principal:
         """The caller. Raises Unauthenticated (no key, wrong, revoked or expired), Forbidden (its tenant is
@@ -135,11 +140,15 @@ class Authenticator:
                 stored = await find_key(self._database, key_id)
         except (Unavailable, TimeoutError) as error:
             self._away_until_s = self._clock.monotonic() + OUTAGE_PAUSE_S
+            if not self._away:
+                log.warning("key_store_away", reason=str(error) or "the database does not answer in time")
+            self._away = True
             raise Unavailable(
                 "API keys cannot be checked right now; try again shortly.",
                 code="store_unavailable",
                 retry_after_s=RETRY_AFTER_S,
             ) from error
+        self._away = False
         entry = _Entry(stored, self._to_principal(stored), asked_at_s)
         self._remember(key_id, entry)
         return entry

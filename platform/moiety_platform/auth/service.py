@@ -12,7 +12,7 @@ from moiety_platform.auth.schemas import KeyPage, KeyView, NewKey
 from moiety_platform.auth.scopes import ADMIN_SCOPE, INFERENCE_SCOPE
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import BadRequest, Conflict, NotFound
-from moiety_platform.tenants.checks import check_name, is_id
+from moiety_platform.tenants.checks import check_moment, check_name, is_id
 from moiety_platform.tenants.models import ApiKey, Project
 from moiety_platform.tenants.service import get_project, get_tenant
 
@@ -23,7 +23,8 @@ MAX_GRACE_S = 90 * 24 * 3600
 
 async def create_key(session: AsyncSession, new: NewKey, pepper: bytes, now: datetime) -> tuple[ApiKey, KeyText]:
     """A new key and its text, which nothing keeps. Raises BadRequest, or NotFound for an unknown project."""
-    if new.expires_at is not None and new.expires_at <= now:
+    expires_at = None if new.expires_at is None else check_moment(new.expires_at, "expires_at")
+    if expires_at is not None and expires_at <= now:
         raise BadRequest("'expires_at' must lie in the future.", param="expires_at")
     project_id = None if new.project_id is None else (await get_project(session, new.project_id)).id
     key = ApiKey(
@@ -32,7 +33,7 @@ async def create_key(session: AsyncSession, new: NewKey, pepper: bytes, now: dat
         scopes=_check_scopes(new.scopes, for_project=project_id is not None),
         allowed_models=_check_models(new.allowed_models),
         created_at=now,
-        expires_at=new.expires_at,
+        expires_at=expires_at,
     )
     return key, await _add_with_text(session, key, pepper)
 

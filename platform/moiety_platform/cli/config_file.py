@@ -2,37 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
-from typing import Any
 
 import typer
 
-
-def read_table(path: Path, section: str) -> dict[str, Any]:
-    """One table of the file; empty if the file has none of that name. Raises BadParameter."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        document = tomllib.loads(text) if path.suffix == ".toml" else _parse_yaml(text)
-    except OSError as exc:
-        raise typer.BadParameter(f"cannot read {path}: {exc.strerror}") from exc
-    except ValueError as exc:
-        raise typer.BadParameter(f"{path} cannot be understood: {exc}") from exc
-    if not isinstance(document, dict):
-        raise typer.BadParameter(f"{path} must hold tables, such as [{section}]")
-    table = document.get(section, {})
-    if not isinstance(table, dict):
-        raise typer.BadParameter(f"{section!r} in {path} must be a table of options")
-    return table
-
-
-def _parse_yaml(text: str) -> Any:
-    import yaml  # noqa: PLC0415  only those who choose YAML pay for it
-
-    try:
-        return yaml.safe_load(text) or {}
-    except yaml.YAMLError as exc:
-        raise ValueError(str(exc)) from exc
+from moiety_platform.config_file import ConfigFileError, read_config_section
 
 
 def take_defaults(context: typer.Context, path: Path | None) -> Path | None:
@@ -41,7 +15,10 @@ def take_defaults(context: typer.Context, path: Path | None) -> Path | None:
         return None
     section = context.info_name or ""
     known = {parameter.name for parameter in context.command.params}
-    table = {name.replace("-", "_"): value for name, value in read_table(path, section).items()}
+    try:
+        table = {name.replace("-", "_"): value for name, value in read_config_section(path, section).items()}
+    except ConfigFileError as exc:
+        raise typer.BadParameter(str(exc)) from exc
     unknown = sorted(set(table) - known)
     if unknown:
         names = ", ".join(sorted(name for name in known if name and name not in ("config", "help")))

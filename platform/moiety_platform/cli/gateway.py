@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,12 +16,13 @@ from moiety_platform.auth.bootstrap import ensure_bootstrap
 from moiety_platform.auth.pepper import BadPepper, resolve_pepper
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.clock import SystemClock
+from moiety_platform.config_file import ConfigFileError
 from moiety_platform.db.session import Database
 from moiety_platform.db.url import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
 from moiety_platform.gateway import CannotListen, run_gateway
-from moiety_platform.settings import ConfigFileError, GatewaySettings
-from moiety_platform.supervisor.data_dir import FirstKeys, write_first_keys
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, FirstKeys, write_first_keys
 
 MIGRATIONS_GROUP = "moiety.migrations"  # its entry point `upgrade` takes a database URL
 
@@ -47,13 +49,14 @@ def gateway(
     migrate: Annotated[bool, typer.Option("--migrate", help="Bring the database up to date first.")] = False,
     first_keys: Annotated[
         Path | None,
-        typer.Option(help="If this file is missing, make an admin key and a tenant with a key, and write them there."),
+        typer.Option(help="Make an admin key and a tenant with a key if this file is missing or the store empty."),
     ] = None,
 ) -> None:
     """Run the HTTP gateway alone. Each option may also be set in the environment, as MOIETY_PORT for --port.
 
     Ends with 0 after a stop, 1 when it could not start, 2 for a wrong option or setting.
     """
+    os.umask(PRIVATE_UMASK)
     flags = {
         "host": host, "port": port, "engines": tuple(engine) if engine else None, "data_dir": data_dir,
         "database_url": database_url, "drain_s": drain_s, "otlp_endpoint": otlp_endpoint,
@@ -69,8 +72,10 @@ def gateway(
     try:
         if migrate:
             find_upgrade()(settings.store_url)
-        if first_keys is not None and not first_keys.exists():
-            write_first_keys(first_keys, asyncio.run(make_first_keys(settings)))
+        if first_keys is not None:
+            keys = asyncio.run(ensure_first_keys(settings, reissue=not first_keys.exists()))
+            if keys is not None:  # where the store was empty, those of the file were another store's
+                write_first_keys(first_keys, keys)
         run_gateway(settings)
     except (CannotListen, BadPepper, BadDatabaseUrl, PlatformError) as exc:
         raise CommandError(str(exc)) from exc
@@ -84,13 +89,14 @@ def find_upgrade() -> Callable[[str], str]:
     return cast("Callable[[str], str]", next(iter(found)).load())
 
 
-async def make_first_keys(settings: GatewaySettings) -> FirstKeys:
-    """New keys for the owner and for the tenant to try with, also where earlier ones were lost."""
+async def ensure_first_keys(settings: GatewaySettings, *, reissue: bool) -> FirstKeys | None:
+    """New keys for the owner and for the tenant to try with, if the store has none at all or `reissue` is given."""
     pepper = resolve_pepper(settings.key_pepper.get_secret_value() if settings.key_pepper else None, settings.data_dir)
     database = Database.open(settings.store_url)
     try:
-        made = await ensure_bootstrap(database, pepper, SystemClock(), reissue=True)
+        made = await ensure_bootstrap(database, pepper, SystemClock(), reissue=reissue)
     finally:
         await database.close()
-    assert made is not None  # reissue always makes them
+    if made is None:
+        return None
     return FirstKeys(admin_key=made.admin_key, tenant=made.tenant_name, tenant_key=made.tenant_key)

@@ -13,7 +13,7 @@ import typer
 from moiety_platform.cli.config_file import take_defaults
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.supervisor.console import standard_console
-from moiety_platform.supervisor.data_dir import DataDir
+from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, DataDir
 from moiety_platform.supervisor.errors import SupervisorError
 from moiety_platform.supervisor.plan import DEMO_NAME, ServeOptions
 from moiety_platform.supervisor.ports import claim_port
@@ -105,6 +105,7 @@ def serve(
     The first start makes an admin key, a tenant and a key for it. Ctrl-C lets running answers end, then stops.
     Ends with 0 after a stop, 1 when it could not start, 2 for a wrong option.
     """
+    os.umask(PRIVATE_UMASK)
     engine = {
         "--device": device,
         "--dtype": dtype,

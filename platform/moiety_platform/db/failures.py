@@ -15,7 +15,9 @@ RETRY_AFTER_S = 1.0
 # database, resources, operator intervention, system error; then read-only servers, lost races for locks or
 # serialisation, and tables that are not there yet or not ours to touch.
 _AWAY_CLASSES = frozenset({"08", "28", "3D", "53", "57", "58"})
-_AWAY_CODES = frozenset({"25006", "40001", "40P01", "55P03", "42P01", "42703", "42501"})
+_AWAY_CODES = frozenset({"25006", "40001", "40P01", "55P03", "42501"})
+_UNMIGRATED_CODES = frozenset({"42P01", "42703"})
+_UNMIGRATED_WORDS = ("no such table", "no such column", "has no column named")  # SQLite has one code for all errors
 
 
 def is_away(error: BaseException) -> bool:
@@ -24,12 +26,20 @@ def is_away(error: BaseException) -> bool:
         return True
     state = _sqlstate(error)
     if state:
-        return state[:2] in _AWAY_CLASSES or state in _AWAY_CODES
+        return state[:2] in _AWAY_CLASSES or state in _AWAY_CODES or state in _UNMIGRATED_CODES
     if not isinstance(error, sa.DBAPIError):
         return False
     if isinstance(error.orig, ValueError) or isinstance(getattr(error.orig, "__cause__", None), ValueError):
         return False  # the driver could not encode a parameter
     return error.connection_invalidated or isinstance(error, sa.OperationalError | sa.InterfaceError)
+
+
+def is_unmigrated(error: BaseException) -> bool:
+    """True if the store lacks a table or column that this release needs."""
+    state = _sqlstate(error)
+    if state or not isinstance(error, sa.OperationalError):
+        return state in _UNMIGRATED_CODES
+    return any(words in str(error.orig) for words in _UNMIGRATED_WORDS)
 
 
 @contextmanager
@@ -40,6 +50,12 @@ def unavailable_when_away() -> Iterator[None]:
     except Exception as error:  # judged and, unless the store is away, raised on
         if not is_away(error):
             raise
+        if is_unmigrated(error):
+            raise Unavailable(
+                "The database lacks tables that this release needs; the operator must run: moiety migrate upgrade",
+                code="store_unmigrated",
+                retry_after_s=RETRY_AFTER_S,
+            ) from error
         raise Unavailable(
             "The database cannot be reached right now; try again shortly.",
             code="store_unavailable",

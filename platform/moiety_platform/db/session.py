@@ -38,6 +38,7 @@ def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S) ->
             max_overflow=0,
             pool_timeout=CONNECT_TIMEOUT_S,
             pool_pre_ping=True,
+            hide_parameters=True,
             connect_args={"timeout": CONNECT_TIMEOUT_S, "command_timeout": STATEMENT_TIMEOUT_S},
         )
     engine = create_async_engine(
@@ -45,6 +46,7 @@ def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S) ->
         pool_size=POOL_SIZE,
         max_overflow=0,
         pool_timeout=CONNECT_TIMEOUT_S,
+        hide_parameters=True,  # tracebacks and logs are no place for hashes of keys
         connect_args={"timeout": busy_timeout_s},
     )
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)

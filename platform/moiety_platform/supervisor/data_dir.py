@@ -19,6 +19,7 @@ from typing import Self
 
 from moiety_platform.supervisor.errors import DataDirInUse, SupervisorError
 
+PRIVATE_UMASK = 0o077  # of every process that writes here, also where the directory was there before
 KEYS_FILE = "keys.json"
 URL_FILE = "serve.url"
 MAX_SOCKET_PATH_BYTES = 90  # the kernel's limit is 107, and the name gets a little longer

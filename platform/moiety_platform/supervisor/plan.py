@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moiety_platform.supervisor.data_dir import DataDir, FirstKeys
-from moiety_platform.supervisor.ports import reachable_host
+from moiety_platform.supervisor.ports import is_loopback, reachable_host
 from moiety_platform.supervisor.process import Part
 
 DEMO_NAME = "moiety-demo"
@@ -53,9 +53,13 @@ def gateway_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> Part
 
 
 def dashboard_part(options: ServeOptions, keys: FirstKeys) -> Part:
+    """The dashboard. It gets the admin key only where nobody but this machine can open the page; elsewhere the page
+    asks for it."""
     assert options.dashboard_port is not None
     arguments = ("dashboard", "--host", options.host, "--port", str(options.dashboard_port), "--gateway", options.url)
-    return Part("dashboard", arguments, {"MOIETY_ADMIN_KEY": keys.admin_key}, serves_requests=False)
+    # an empty one also hides a key in our own environment
+    environment = {"MOIETY_ADMIN_KEY": keys.admin_key if is_loopback(options.host) else ""}
+    return Part("dashboard", arguments, environment, serves_requests=False)
 
 
 def curl_command(options: ServeOptions, tenant_key: str) -> str:
@@ -70,13 +74,14 @@ def curl_command(options: ServeOptions, tenant_key: str) -> str:
     )
 
 
-def announcement(options: ServeOptions, keys: FirstKeys, first_run: bool) -> str:
-    """Addresses, keys and the command to try; the tenant's key comes after the admin's."""
+def announcement(options: ServeOptions, keys: FirstKeys, new_keys: bool) -> str:
+    """Addresses, keys (the admin's only when it is new, and before the tenant's) and the command to try."""
     lines = ["", f"  API         {options.url}/v1", f"  API schema  {options.url}/schema"]
     if options.dashboard_port is not None:
-        lines.append(f"  dashboard   http://{reachable_host(options.host)}:{options.dashboard_port}")
+        asks = "" if is_loopback(options.host) else "  (asks for the admin key)"
+        lines.append(f"  dashboard   http://{reachable_host(options.host)}:{options.dashboard_port}{asks}")
     lines.append(f"  model       {options.name}")
-    if first_run:
+    if new_keys:
         lines.append(f"  admin key   {keys.admin_key}")
     lines.append(f"  tenant key  {keys.tenant_key}  (tenant {keys.tenant})")
     return "\n".join([*lines, "", curl_command(options, keys.tenant_key), "", ""])

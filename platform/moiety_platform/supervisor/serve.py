@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moiety_platform.supervisor.console import Console
-from moiety_platform.supervisor.data_dir import DataDir, read_first_keys
+from moiety_platform.supervisor.data_dir import DataDir, FirstKeys, read_first_keys
 from moiety_platform.supervisor.errors import SupervisorError
 from moiety_platform.supervisor.plan import (
     ServeOptions,
@@ -25,7 +25,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """Counts the user's requests to stop: the first drains, the second ends everything at once."""
+    """Counts the user's requests to stop: the first drains, the second ends everything, and only the gateway is
+    given the moment that it needs to write down what was used; the third does not wait for that either."""
 
     def __init__(self, supervisor: Supervisor, console: Console) -> None:
         self._supervisor = supervisor
@@ -38,7 +39,7 @@ class StopRequest:
     def _receive(self) -> None:
         if self._requested.is_set():
             self._console.say("stopping at once")
-            self._supervisor.kill()
+            self._supervisor.kill("gateway")
         self._requested.set()
 
     async def wait(self) -> None:
@@ -47,7 +48,7 @@ class StopRequest:
 
 async def serve(options: ServeOptions, data_dir: DataDir, console: Console) -> None:
     """Run until a signal asks to stop. Raises PartFailed when a part cannot start."""
-    first_run = read_first_keys(data_dir.path) is None
+    keys_before = read_first_keys(data_dir.path)
     socket = data_dir.engine_socket()
     socket.unlink(missing_ok=True)
     supervisor = Supervisor(console, data_dir.log_path, options.host, options.port)
@@ -57,7 +58,7 @@ async def serve(options: ServeOptions, data_dir: DataDir, console: Console) -> N
     console.say(f"starting {options.name}; data and logs are in {data_dir.path}")
     try:
         if await wait_for_first(supervisor.wait_until_ready(), stop.wait()):
-            announce(supervisor, options, data_dir, console, first_run)
+            announce(supervisor, options, data_dir, console, keys_before)
             await stop.wait()
         console.say(f"draining: running answers have {options.drain_s} s; Ctrl-C again stops at once")
         await supervisor.drain("gateway", options.drain_s + 1)
@@ -68,14 +69,14 @@ async def serve(options: ServeOptions, data_dir: DataDir, console: Console) -> N
 
 
 def announce(
-    supervisor: Supervisor, options: ServeOptions, data_dir: DataDir, console: Console, first_run: bool
+    supervisor: Supervisor, options: ServeOptions, data_dir: DataDir, console: Console, keys_before: FirstKeys | None
 ) -> None:
     """Tell how to use it, and start the dashboard now that the rest no longer needs the processor to start."""
     keys = read_first_keys(data_dir.path)
     if keys is None:
         raise SupervisorError(f"the gateway left no keys in {data_dir.keys_path}; look into its log beside it")
     data_dir.write_url(options.url)
-    console.write(announcement(options, keys, first_run))
+    console.write(announcement(options, keys, keys != keys_before))
     console.say_ready(options.url)
     if options.dashboard_port is not None:
         supervisor.start(dashboard_part(options, keys))

@@ -23,6 +23,7 @@ LONGEST_BACKOFF_S = 15.0
 HEALTHY_AFTER_S = 30.0  # a run of this length makes the next restart a first one again
 READY_POLL_S = 0.03
 PROGRESS_EVERY_S = 5.0
+KILL_GRACE_S = 2.0
 STOP_TIMEOUT_S = 5.0  # for a part that has nothing to drain
 
 
@@ -46,7 +47,8 @@ class Supervisor:
         self._stopping = False
         self._was_ready = False
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._watchers: set[asyncio.Task[None]] = set()
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._killing: asyncio.Task[None] | None = None
 
     def start(self, part: Part) -> None:
         """Start a part and keep it running."""
@@ -78,13 +80,29 @@ class Supervisor:
     async def stop(self) -> None:
         """End every part, killing what does not end in time."""
         self._stopping = True
-        for watcher in self._watchers:
+        for watcher in self._watchers.values():
             watcher.cancel()
         await asyncio.gather(*(self._end(name, STOP_TIMEOUT_S) for name in self._kept))
+        if self._killing is not None:
+            await self._killing
 
-    def kill(self) -> None:
-        """End every part at once."""
+    def kill(self, first: str) -> None:
+        """End every part at once: one, asked again to end, has a moment to write down what it did, then all are killed.
+        Called again, all are killed now."""
         self._stopping = True
+        if self._killing is None:
+            self._killing = asyncio.create_task(self._kill_after(first), name="kill")
+        else:
+            self._kill_all()
+
+    async def _kill_after(self, first: str) -> None:
+        kept = self._kept.get(first)
+        if kept is not None and kept.task is not None and not kept.task.done():
+            kept.run.terminate()
+            await asyncio.wait([kept.task], timeout=KILL_GRACE_S)
+        self._kill_all()
+
+    def _kill_all(self) -> None:
         for kept in self._kept.values():
             kept.run.signal_group(signal.SIGKILL)
 
@@ -132,10 +150,10 @@ class Supervisor:
         )
 
     def _watch_return(self, name: str) -> None:
-        """Say when the gateway can serve again; without a claim about parts that it does not ask."""
-        watcher = asyncio.create_task(self._say_when_ready(name))
-        self._watchers.add(watcher)
-        watcher.add_done_callback(self._watchers.discard)
+        """Say when the gateway can serve again; once, also if the part was lost again meanwhile."""
+        if name in self._watchers:
+            self._watchers[name].cancel()
+        self._watchers[name] = asyncio.create_task(self._say_when_ready(name))
 
     async def _say_when_ready(self, name: str) -> None:
         started = time.monotonic()

@@ -6,6 +6,7 @@ import math
 import re
 import secrets
 import string
+from datetime import UTC, datetime
 
 from moiety_platform.errors import BadRequest
 from moiety_platform.tenants.models import MAX_NAME_LENGTH, ServiceClass, TenantStatus
@@ -36,6 +37,17 @@ def check_name(name: str, param: str = "name") -> str:
     if name != name.strip():
         raise BadRequest(f"'{param}' must not begin or end with a space.", param=param)
     return name
+
+
+def check_moment(moment: datetime, param: str) -> datetime:
+    """A point in time in UTC, from one with any time zone. Raises BadRequest where it has none, or where UTC's
+    calendar does not reach."""
+    if moment.tzinfo is None:
+        raise BadRequest(f"'{param}' needs a time zone, such as 2026-01-31T12:00:00Z.", param=param)
+    try:
+        return moment.astimezone(UTC)
+    except OverflowError as exc:
+        raise BadRequest(f"'{param}' lies outside the years 1 to 9999 in UTC.", param=param) from exc
 
 
 def check_weight(weight: float) -> float:

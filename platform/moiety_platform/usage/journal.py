@@ -40,15 +40,17 @@ class Segment:
         self._damaged: list[bytes] = []
 
     def read(self) -> list[UsageRow]:
-        """All its rows but the lines that cannot be read, as a crash may leave the last one."""
-        rows: list[UsageRow] = []
+        """All its rows, of each request the last, but for lines that cannot be read, as a crash may leave the last."""
+        rows: dict[str, UsageRow] = {}
         self._damaged = []
         for line in self._path.read_bytes().splitlines():
             try:
-                rows.append(_decoder.decode(line))
+                row = _decoder.decode(line)
             except msgspec.MsgspecError:
                 self._damaged.append(line + b"\n")
-        return rows
+            else:
+                rows[row.request_id] = row
+        return list(rows.values())
 
     def remove(self) -> None:
         """Its rows are stored: delete it. Lines that could not be read are kept in `damaged.txt`."""
@@ -83,7 +85,7 @@ class Journal:
 
     def open(self) -> None:
         """Look for what an earlier process left. Raises OSError if the folder cannot be made."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._lock:
             self._waiting = any(self.directory.glob(f"*{_SUFFIX}"))
 
@@ -100,7 +102,7 @@ class Journal:
             if self._own_path is None:
                 self._open_own()
             data = b"".join(to_line(row) + b"\n" for row in rows)
-            _write_all(self._own_descriptor, data)
+            write_all(self._own_descriptor, data)
             if sync:
                 os.fsync(self._own_descriptor)
             self._waiting = True
@@ -122,18 +124,23 @@ class Journal:
         _append_synced(self.directory / _REFUSED, to_line(row) + b"\n")
 
     def _open_own(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        path = self.directory / f"{os.getpid()}-{secrets.token_hex(8)}{_SUFFIX}"
-        draft = path.with_suffix(".new")  # nobody claims it under this name before it is locked
-        descriptor = os.open(draft, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        draft.rename(path)
-        self._own_descriptor, self._own_path = descriptor, path
+        self._own_path, self._own_descriptor = create_segment(self.directory)
 
     def _close_own(self) -> None:
         if self._own_path is not None:
             os.close(self._own_descriptor)
             self._own_path = None
+
+
+def create_segment(directory: Path) -> tuple[Path, int]:
+    """A new empty segment of this process, locked for as long as its descriptor is open. Raises OSError."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = directory / f"{os.getpid()}-{secrets.token_hex(8)}{_SUFFIX}"
+    draft = path.with_suffix(".new")  # nobody claims it under this name before it is locked
+    descriptor = os.open(draft, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    draft.rename(path)
+    return path, descriptor
 
 
 def _lock_segment(path: Path) -> Segment | None:
@@ -154,12 +161,13 @@ def _lock_segment(path: Path) -> Segment | None:
 def _append_synced(path: Path, data: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        _write_all(descriptor, data)
+        write_all(descriptor, data)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes) -> None:
+    """Raises OSError."""
     while data:
         data = data[os.write(descriptor, data) :]

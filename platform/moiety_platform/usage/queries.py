@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import BadRequest
+from moiety_platform.tenants.checks import check_moment
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.usage.models import UsageRecord
 from moiety_platform.usage.schemas import RequestPage, RequestView, UsageGroup, UsageReport, UsageTotals
@@ -70,9 +71,8 @@ def parse_grouping(text: str | None) -> tuple[str, ...]:
 
 def parse_filter(now: datetime, since: datetime | None, until: datetime | None, **equal: str | None) -> UsageFilter:
     """A filter from what a client gave; the last 24 hours if no time is given. Raises BadRequest."""
-    for name, moment in (("since", since), ("until", until)):
-        if moment is not None and moment.tzinfo is None:
-            raise BadRequest(f"'{name}' needs a time zone, such as 2026-01-31T12:00:00Z.", param=name)
+    since = None if since is None else check_moment(since, "since")
+    until = None if until is None else check_moment(until, "until")
     for name, value in equal.items():
         if value is not None and not (value.isprintable() and len(value) <= 256):
             raise BadRequest(f"'{name}' must have at most 256 printable characters.", param=name)

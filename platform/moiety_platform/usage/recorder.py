@@ -8,6 +8,9 @@ beside the database's, and is replayed when the database is back, or at the next
 they are stored go to the journal directly once `max_pending` wait in memory. So memory is bounded, and what has gone
 to the journal survives the process. Should the journal fail too (disk full), rows stay in memory up to `max_pending`,
 and each beyond is written to the error log with all its fields.
+
+The rule when the process is killed: what is only in memory is in the live log as well, and so are requests that have
+reached an engine; the next start stores the former as they are and the latter as failed (see `opened`).
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from sqlalchemy import exc as sa
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.usage.journal import Journal, to_line
-from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.live_log import LiveLog
+from moiety_platform.usage.row import UsageRow, killed
 from moiety_platform.usage.store import insert_rows, storable
 
 INTERVAL_S = 0.1
@@ -62,6 +66,8 @@ class UsageRecorder:
     ) -> None:
         self._database = database
         self._journal = Journal(journal_dir)
+        self._live_log = LiveLog(journal_dir)
+        self._running: dict[str, UsageRow] = {}
         self._interval_s = interval_s
         self._max_pending = max_pending
         self._pending: deque[UsageRow] = deque()
@@ -90,12 +96,23 @@ class UsageRecorder:
             _log.warning("usage_left_in_journal", reason=str(error), journal_dir=str(self._journal.directory))
         while self._pending:  # only if the journal failed as well
             self._report_unstored(self._pending.popleft(), "stopped while database and journal were away")
+        self._live_log.close(keep=bool(self._running))
         await asyncio.to_thread(self._journal.close)
+
+    def opened(self, row: UsageRow) -> None:
+        """Take note of a request that has reached an engine, with what is known of it so far; returns at once and
+        never raises. Should the process be killed before the request's `record`, the next start stores it as failed
+        with the code `gateway_killed`, its prompt's tokens, and no output tokens."""
+        row = killed(storable(row))
+        self._running[row.request_id] = row
+        self._live_log.add(row)
 
     def record(self, row: UsageRow) -> None:
         """Take a row; returns at once and never raises. Rows with the same `request_id` count once."""
         self._recorded += 1
         row = storable(row)
+        self._live_log.add(row)
+        self._running.pop(row.request_id, None)
         if len(self._pending) >= self._max_pending:
             self._spill_one(row)
         else:
@@ -145,11 +162,16 @@ class UsageRecorder:
                 await self._store(batch)
             except Unavailable:
                 await self._spill_pending()
+                self._trim()
                 raise
             for _ in batch:
                 self._pending.popleft()
+            self._trim()
         if self._journal.waiting:
             await self._replay()
+
+    def _trim(self) -> None:
+        self._live_log.trim([*self._running.values(), *self._pending])
 
     async def _replay(self) -> None:
         while (segment := await asyncio.to_thread(self._journal.claim)) is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+
+GATEWAY_KILLED = "gateway_killed"
+CONNECTION_LOST = 499
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +14,7 @@ class UsageRow:
     """One authenticated request. Tokens are counts; `*_ms` are milliseconds, None where the request did not get there.
 
     `outcome` is one of: stop, length, disconnected, failed, rejected (refused before it reached an engine).
-    `http_status` is what the client was answered (499 after a disconnect)."""
+    `http_status` is what the client was answered (499 after a disconnect, and where the gateway was killed)."""
 
     request_id: str
     tenant_id: str
@@ -31,3 +34,20 @@ class UsageRow:
     ttft_ms: float | None
     duration_ms: float
     error_code: str | None = None
+
+
+def killed(row: UsageRow) -> UsageRow:
+    """What is stored of a running request whose gateway is killed: `failed` with the code `gateway_killed`, and 499,
+    since the client's connection broke. Its prompt counts; how much was generated died with the process, so output
+    tokens and times are 0, less than what was used."""
+    return replace(
+        row,
+        outcome="failed",
+        http_status=CONNECTION_LOST,
+        cached_tokens=0,
+        output_tokens=0,
+        queue_ms=None,
+        ttft_ms=None,
+        duration_ms=0.0,
+        error_code=GATEWAY_KILLED,
+    )

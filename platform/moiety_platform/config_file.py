@@ -1,0 +1,39 @@
+"""The one TOML or YAML file of a deployment: a table for each command. Knows no setting; cheap to import."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+
+class ConfigFileError(ValueError):
+    """The configuration file is missing or malformed; the message says what to change."""
+
+
+def read_config_section(path: Path, section: str) -> dict[str, Any]:
+    """One top-level table; empty if the file has no such table. Raises ConfigFileError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(text) if path.suffix == ".toml" else _parse_yaml(text)
+    except OSError as exc:
+        raise ConfigFileError(f"cannot read {path}: {exc.strerror}; check the path given as --config") from exc
+    except ValueError as exc:
+        raise ConfigFileError(f"{path} is not valid {'TOML' if path.suffix == '.toml' else 'YAML'}: {exc}") from exc
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigFileError(f"{path} must hold a table at the top, such as [{section}]")
+    table = document.get(section)
+    if table is not None and not isinstance(table, dict):
+        raise ConfigFileError(f"{section!r} in {path} must be a table of settings")
+    return dict(table or {})
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml  # noqa: PLC0415  only those who choose YAML pay for it
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as exc:
+        raise ValueError(str(exc)) from exc

@@ -1,0 +1,60 @@
+"""Whether the store can serve: asked until it once could, never after, since what is cached outlives a short outage."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+from sqlalchemy import select
+
+from moiety_platform.db.base import Base
+from moiety_platform.db.session import Database
+from moiety_platform.errors import Unavailable
+
+CHECK_TIMEOUT_S = 3.0
+PATIENCE_S = 0.5
+
+_log = structlog.get_logger(__name__)
+
+
+class StoreReadiness:
+    """Checks once for all who ask at the same time. A store is ready if it has every table and column that the
+    program knows."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._ready = False
+        self._check: asyncio.Task[str] | None = None
+        self._said = ""
+
+    async def why_not_ready(self) -> str:
+        """Empty if the store can serve, or once could; else the reason. Answers soon even if the store does not."""
+        if self._ready:
+            return ""
+        if self._check is None:
+            self._check = asyncio.create_task(self._look(), name="store-check")
+        done, _ = await asyncio.wait([self._check], timeout=PATIENCE_S)
+        if not done:
+            return self._said or "the database does not answer yet"
+        reason = next(iter(done)).result()
+        self._check = None
+        self._ready = not reason
+        if reason and reason != self._said:
+            _log.warning("store_not_ready", reason=reason)
+        self._said = reason
+        return reason
+
+    async def close(self) -> None:
+        """End a check that is still under way."""
+        if self._check is not None:
+            self._check.cancel()
+            await asyncio.wait([self._check])
+
+    async def _look(self) -> str:
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S), self._database.read() as session:
+                for table in Base.metadata.sorted_tables:
+                    await session.execute(select(table).limit(0))
+        except (Unavailable, TimeoutError) as error:
+            return str(error) or "the database does not answer in time"
+        return ""
