@@ -35,7 +35,10 @@ def test_no_gateway_ever_gets_more_tokens_than_the_credit_it_has_given(
                 """Until the request has ended or waits for credit, by a Load sent after all that was sent before."""
                 await gateway.send(Heartbeat(0))
                 await gateway.until(
-                    lambda: answer.end is not None or (gateway.loads[-1].num_paused and len(answer.token_ids) == credit)
+                    lambda: (
+                        answer.end is not None
+                        or (gateway.loads[-1].num_paused and gateway.loads[-1].output_tokens_total == credit)
+                    )
                 )
 
             await settle()

@@ -161,7 +161,6 @@ BAD = [
     {"sampling": Sampling(temperature=-0.1)},
     {"sampling": Sampling(temperature=float("nan"))},
     {"sampling": Sampling(temperature=float("inf"))},
-    {"sampling": Sampling(top_p=0.0)},
     {"sampling": Sampling(top_p=1.1)},
     {"sampling": Sampling(min_p=-1)},
     {"sampling": Sampling(top_k=-1)},

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -7,18 +8,19 @@ import sys
 from typing import Any
 
 import msgspec
+import pytest
 import structlog
 
-from moiety_engine.front.core_link import ProcessCore
+from moiety_engine.front.core_link import STOP_GRACE_S, ProcessCore
 from moiety_engine.front.front import Ending
 from moiety_engine.scripted.script import Script
-from moiety_wire.messages import Extend, FailureCode, FinishReason, Hello, Stopping
+from moiety_wire.messages import Abort, Extend, FailureCode, FinishReason, Hello, Stopping
 
 SCRIPTED = "moiety_engine.scripted.core"
 
 
-def core_of(script: Script, module: str = SCRIPTED) -> Any:
-    return lambda context: ProcessCore(context, module, script)
+def core_of(script: Script, module: str = SCRIPTED, **options: Any) -> Any:
+    return lambda context: ProcessCore(context, module, script, **options)
 
 
 async def test_a_core_process_serves_and_ends_with_its_front(bench: Any, submit: Any) -> None:
@@ -48,6 +50,52 @@ async def test_when_the_core_is_killed_every_open_request_fails_and_the_front_en
     died = next(entry for entry in logs if entry["event"] == "core_died")
     assert (died["log_level"], died["num_open"], died["was_ready"]) == ("error", 5, True)
     assert "signal 9" in died["reason"]
+
+
+async def test_a_core_that_hangs_is_killed_and_every_open_request_fails(bench: Any, submit: Any) -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with bench(make_core=core_of(Script(), silence_s=1.0)) as running:
+            gateway = running.connect()
+            await gateway.send(submit(credit_tokens=2))
+            await gateway.until(lambda: gateway.answers and len(gateway.answers["r"].token_ids) == 2)
+            os.kill(running.core.pid, signal.SIGSTOP)
+            async with asyncio.timeout(10):
+                assert await running.front.wait() is Ending.CORE_DIED
+            end = (await gateway.finish()).end
+            assert (end.code, end.num_output_tokens) == (FailureCode.ENGINE_FAILED, 2)
+            assert running.core.returncode == -signal.SIGKILL
+    died = [entry["reason"] for entry in logs if entry["event"] == "core_died"]
+    assert len(died) == 1
+    assert "said nothing for 1 s" in died[0]
+
+
+async def test_a_core_that_has_nothing_to_do_is_not_taken_for_hung(bench: Any, submit: Any) -> None:
+    async with bench(make_core=core_of(Script(), silence_s=1.0)) as running:
+        gateway = running.connect()
+        await gateway.greet()
+        await gateway.until(lambda: len(gateway.loads) == 100)  # two seconds
+        assert (await gateway.ask(submit())).text == "hello"
+
+
+@pytest.mark.parametrize("make_core", [None, core_of(Script(max_running=1))], ids=["in process", "a process"])
+async def test_loads_tell_of_requests_that_bring_no_output(bench: Any, submit: Any, make_core: Any) -> None:
+    async with bench(Script(max_running=1), make_core=make_core) as running, asyncio.timeout(10):
+        gateway = running.connect()
+        await gateway.greet()
+        await gateway.send(submit("paused", credit_tokens=0))
+        await gateway.until(lambda: gateway.loads[-1].num_running == 1)
+        await gateway.send(submit("queued"))
+        await gateway.until(lambda: (gateway.loads[-1].num_running, gateway.loads[-1].num_waiting) == (1, 1))
+        await gateway.send(Abort("queued", 1), Abort("paused", 1))
+        await gateway.until_idle()
+
+
+async def test_a_core_that_is_still_loading_is_ended_without_waiting_for_it(bench: Any) -> None:
+    async with bench(make_core=core_of(Script(loads_for_ever=True)), wait_ready=False) as running:
+        running.front.begin_drain()
+        async with asyncio.timeout(STOP_GRACE_S / 2):
+            assert await running.front.wait() is Ending.DRAINED
+        assert running.core.returncode in (3, -signal.SIGKILL)  # the latter if it was still importing
 
 
 async def test_what_the_core_sent_before_it_died_still_arrives(bench: Any, submit: Any) -> None:

@@ -59,7 +59,7 @@ def _serve(link: FrontLink, engine: ScriptedEngine) -> int:
             link.beat(engine.load)
             continue
         if num_steps == engine.script.dies_at_step:
-            os._exit(DIED_BY_SCRIPT)
+            return DIED_BY_SCRIPT  # what it has sent is on its way: the link lingers for it
         time.sleep(engine.script.step_delay_s)
         link.send(engine.step())
         num_steps += 1

@@ -21,6 +21,6 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     max_num_logprobs: int = 20
     vocab_size: int = VOCAB_SIZE
     end_token_id: int = END_ID
-    dies_at_step: int | None = None  # a core in its own process ends abruptly before this step
+    dies_at_step: int | None = None  # a core in its own process ends unasked before this step
     loads_for_ever: bool = False  # a core in its own process never gets ready
     refuses: str = ""  # a core in its own process refuses to start, with these words
