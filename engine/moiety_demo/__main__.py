@@ -1,0 +1,5 @@
+"""`python -m moiety_demo`."""
+
+from moiety_demo.cli import app
+
+app(prog_name="moiety demo")
