@@ -1,8 +1,9 @@
 """The batching strategies against each other on one machine, in turn, in one run.
 
-    python benchmarks/strategies.py --trace AzureLLMInferenceTrace_conv.csv [--num-prompts 96] [--scale 0.25]
+    python benchmarks/strategies.py --trace AzureLLMInferenceTrace_conv.csv [--num-prompts 160] [--scale 0.25]
 
-32-token prompts, the trace's output lengths times `--scale`, batches of 32, all requests there at the start. The
+32-token prompts, the trace's output lengths times `--scale`, batches of 32, all requests there at the start. With few
+prompts the end of the run, when the batch empties, weighs more than the run itself: take several times 32. The
 checkpoint is that of `checkpoint.py`. Writes output tokens/s, ratios to `continuous` and the KV waste.
 """
 
@@ -22,7 +23,8 @@ STRATEGIES = ["continuous", "static", "dynamic", "padded", "none"]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--num-prompts", type=int, default=96)
+    parser.add_argument("--num-prompts", type=int, default=160)
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--scale", type=float, default=0.25)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "moiety-benchmarks")
@@ -32,7 +34,7 @@ def main() -> None:
     if not (checkpoint / "config.json").exists():
         subprocess.run([sys.executable, HERE / "checkpoint.py", checkpoint], check=True)
     reports = {}
-    for strategy in STRATEGIES:
+    for strategy in ["continuous", *(name for name in options.strategies if name != "continuous")]:
         command = [Path(sys.executable).parent / "moiety", "bench", "engine", "--model", checkpoint, "--json"]
         command += ["--trace", options.trace, "--scale", options.scale, "--input-tokens", 32, "--batching", strategy]
         command += ["--num-prompts", options.num_prompts, "--max-running", 32, "--static-batch-size", 32]
