@@ -40,7 +40,7 @@ class EngineLoop:
         self.config = config
         self._clock_ns = clock_ns
         on_cuda = model.device.type == "cuda"
-        self.block_size = config.block_size or (16 if on_cuda else 8)
+        self.block_size = config.block_size or (16 if on_cuda else 4)  # on a CPU small blocks cost next to nothing
         max_batch_tokens = config.max_batch_tokens or max(8192 if on_cuda else 512, config.max_running or 0)
         max_running = config.max_running or min(256 if on_cuda else 64, max_batch_tokens)
         if max_batch_tokens < max_running:

@@ -107,7 +107,7 @@ def test_a_prefix_hit_changes_nothing_but_the_work(loops: Any, alone: dict[int, 
     second = run_all(loop, MIXED)
     assert {key: r.token_ids for key, r in first.items()} == alone
     assert {key: r.token_ids for key, r in second.items()} == alone
-    assert _cached(second[2]) == 64
+    assert _cached(second[2]) == 68
 
 
 @given(
@@ -169,7 +169,7 @@ def test_logprobs_come_with_each_token(loops: Any) -> None:
 
 def test_a_kv_cache_too_small_for_anything_says_what_to_raise(loops: Any) -> None:
     with pytest.raises(OutOfMemory, match="--kv-memory-bytes"):
-        loops.make(kv_memory_bytes=BLOCK_BYTES_8)
+        loops.make(block_size=8, kv_memory_bytes=BLOCK_BYTES_8)
 
 
 def test_any_block_size_works(loops: Any, alone: dict[int, list[int]]) -> None:
@@ -189,7 +189,7 @@ def test_a_budget_below_the_batch_is_refused(loops: Any) -> None:
 
 
 def test_the_pool_is_sized_from_what_the_batch_could_use(loops: Any) -> None:
-    loop = loops.make(max_running=4)
+    loop = loops.make(max_running=4, block_size=8)
     assert loop.load().kv_blocks_total == 4 * 512 // 8
 
 
