@@ -45,7 +45,7 @@ def main() -> None:
     best = reports["continuous"]["output_tokens_per_s"]
     summary = {
         "date": date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *sys.argv]).replace(str(options.trace), options.trace.name),
         "trace": options.trace.name,
         "environment": reports["continuous"]["environment"],
         "settings": reports["continuous"]["settings"],

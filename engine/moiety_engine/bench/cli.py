@@ -46,7 +46,7 @@ def bench_engine(
         folder = resolve_checkpoint(model)
         config = EngineConfig(
             model=str(folder),
-            name=model or folder.name,
+            name=folder.name,
             device=device,
             dtype=dtype,
             batching=batching,
