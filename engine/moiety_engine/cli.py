@@ -12,7 +12,7 @@ import typer
 import zmq
 
 from moiety_engine.checkpoint import model_name, resolve_checkpoint
-from moiety_engine.config import Batching, EngineConfig
+from moiety_engine.config import Batching, EngineConfig, PolicyName
 from moiety_engine.errors import CheckpointError, InvalidConfig
 from moiety_engine.front import options
 from moiety_engine.front.core_link import CoreLink, ProcessCore
@@ -56,7 +56,9 @@ def engine(
     max_batch_tokens: options.MaxBatchTokensOption = None,
     max_running: options.MaxRunningOption = None,
     max_context_tokens: options.MaxContextTokensOption = None,
+    policy: options.PolicyOption = PolicyName.MOIETY,
     kv_memory_bytes: options.KvMemoryBytesOption = "",
+    host_kv_memory_bytes: options.HostKvMemoryBytesOption = "",
     block_size: options.BlockSizeOption = None,
     prefix_caching: options.PrefixCachingOption = True,
     static_batch_size: options.StaticBatchSizeOption = 8,
@@ -75,6 +77,7 @@ def engine(
     """
     configure_logs()
     kv_bytes = parse_size(kv_memory_bytes) if kv_memory_bytes else None
+    host_bytes = parse_size(host_kv_memory_bytes) if host_kv_memory_bytes else None
     try:
         settings = FrontSettings(
             model=name or ("scripted" if scripted and not model else model_name(model)),
@@ -98,6 +101,8 @@ def engine(
                 max_batch_tokens=max_batch_tokens,
                 max_running=max_running,
                 kv_memory_bytes=kv_bytes,
+                host_kv_memory_bytes=host_bytes,
+                policy=policy,
                 block_size=block_size,
                 max_context_tokens=max_context_tokens,
                 num_threads=threads,

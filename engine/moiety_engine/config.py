@@ -19,6 +19,18 @@ class Batching(StrEnum):
     CONTINUOUS = "continuous"
 
 
+class PolicyName(StrEnum):
+    """Who goes first under continuous batching; see `moiety_engine.scheduling.policies`."""
+
+    MOIETY = "moiety"
+    FCFS = "fcfs"
+    STRICT_PRIORITY = "strict-priority"
+    EDF = "edf"
+    VTC = "vtc"
+    DLPM = "dlpm"
+    QOSERVE = "qoserve"
+
+
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -31,9 +43,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     dtype: str = "auto"
     batching: Batching = Batching.CONTINUOUS
+    policy: PolicyName = PolicyName.MOIETY  # for continuous batching; the other strategies are first come, first served
     max_batch_tokens: int | None = None  # token budget of one step
     max_running: int | None = None  # sequences in the batch
     kv_memory_bytes: int | None = None
+    host_kv_memory_bytes: int | None = None  # host memory that KV is swapped to; 0 for none
     block_size: int | None = None  # tokens a KV block
     max_context_tokens: int | None = None
     num_threads: int | None = None
@@ -58,5 +72,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in positive.items():
             if value is not None and value <= 0:
                 raise InvalidConfig(f"{name} must be at least 1, not {value}; leave it out to have it chosen")
+        if self.host_kv_memory_bytes is not None and self.host_kv_memory_bytes < 0:
+            raise InvalidConfig(f"host_kv_memory_bytes must be 0 (no host tier) or more, not {self.host_kv_memory_bytes}")
         if self.batch_timeout_ms < 0:
             raise InvalidConfig(f"batch_timeout_ms must be 0 or more, not {self.batch_timeout_ms}")

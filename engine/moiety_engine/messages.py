@@ -10,7 +10,8 @@ from enum import StrEnum
 
 import msgspec
 
-from moiety_wire.messages import FailureCode, FinishReason, Sampling
+from moiety_wire.classes import ServiceClass
+from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling
 
 
 class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
@@ -18,7 +19,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
 
     key: int
     tenant_id: str
-    service_class: str
+    service: ServiceClass
     prompt_ids: list[int]
     sampling: Sampling
     max_tokens: int  # output tokens, already clipped to the context
@@ -29,6 +30,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     arrival_unix_ns: int
     deadline_unix_ns: int | None = None
     tenant_weight: float = 1.0
+    fallback: ServiceClass | None = None  # where `service` says downgrade at overload
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -58,6 +60,24 @@ class CoreLogprob(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
+class CoreEvent(msgspec.Struct, frozen=True, array_like=True):
+    """A decision about a request; `other` is the key of the one that profited, 0 if none."""
+
+    unix_ns: int
+    kind: EventKind
+    reason: Reason
+    other: int = 0
+
+
+class CoreAdmission(msgspec.Struct, frozen=True, array_like=True):
+    """The scheduler's word that a request will be served."""
+
+    key: int
+    served_class: str
+    reason: Reason
+    predicted_ttft_s: float | None
+
+
 class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
     reason: FinishReason
     detail: str
@@ -66,6 +86,9 @@ class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
     scheduled_unix_ns: int
     first_token_unix_ns: int
     finished_unix_ns: int
+    served_class: str
+    events: list[CoreEvent]
+    num_recomputed_tokens: int
 
 
 class CoreOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -82,6 +105,8 @@ class CoreFailure(msgspec.Struct, frozen=True, array_like=True):
     code: FailureCode
     message: str
     num_output_tokens: int = 0
+    reason: Reason | None = None
+    retry_after_s: float | None = None
 
 
 class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -99,6 +124,11 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens_total: int
     output_tokens_total: int
     requests_total: int
+    host_blocks_total: int = 0
+    host_blocks_used: int = 0
+    swapped_out_blocks_total: int = 0
+    swapped_in_blocks_total: int = 0
+    classes: list[ClassLoad] = []
 
 
 class CoreState(StrEnum):
@@ -124,6 +154,7 @@ class CoreStep(msgspec.Struct, frozen=True, tag="step"):
     outputs: list[CoreOutput]
     failures: list[CoreFailure]
     load: CoreLoad
+    admissions: list[CoreAdmission] = []
 
 
 ToFront = CoreHello | CoreStep

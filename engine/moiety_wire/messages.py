@@ -5,7 +5,8 @@ ROUTER; each message is one frame of msgpack. A gateway says `Hello` and is answ
 `Heartbeat` every HEARTBEAT_INTERVAL_S, and the engine sends `Load` at the same pace. A side that hears nothing for
 SILENCE_LIMIT_S takes the other for dead: the engine aborts that gateway's requests, the gateway fails over.
 
-A request's life: `Submit` → `Accepted` → `Tokens`* → exactly one `Finished` or `Failed`. `Tokens.position` counts
+A request's life: `Submit` → `Accepted` → `Tokens`* → exactly one `Finished` or `Failed`; a request that the scheduler
+turns away goes from `Submit` to `Failed(overloaded)` without having been accepted. `Tokens.position` counts
 output tokens from 0 without gap or repeat, so a receiver can prove that it missed nothing. `seq` counts the messages
 of one request in one direction from 0. Credit is the *total* number of output tokens the engine may emit for the
 request; `Extend` raises it (being a total, a repeated message does no harm). At the end of its credit a request pauses
@@ -18,7 +19,9 @@ from enum import StrEnum
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+from moiety_wire.classes import ServiceClass
+
+PROTOCOL_VERSION = 2
 HEARTBEAT_INTERVAL_S = 0.5
 SILENCE_LIMIT_S = 5.0
 
@@ -38,6 +41,37 @@ class FailureCode(StrEnum):
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     ENGINE_FAILED = "engine_failed"
+
+
+class Reason(StrEnum):
+    """Why the scheduler did what it did: the codes that traces, metrics and answers carry."""
+
+    # admitted, started
+    IN_TIME = "in_time"  # the promise is predicted to be kept
+    ACCEPTED_LATE = "accepted_late"  # it is not, but the class waits
+    # downgraded, rejected
+    PREDICTED_LATE = "predicted_late"  # the class's promise is predicted to be missed
+    KV_PEAK = "kv_peak"  # the predicted peak of KV memory does not fit
+    TENANT_QUEUE_FULL = "tenant_queue_full"
+    QUEUE_FULL = "queue_full"
+    SHED = "shed"  # dropped from the queue for more critical work
+    # delayed
+    BATCH_FULL = "batch_full"
+    STEP_FULL = "step_full"  # no room in the step's time or tokens
+    NO_BLOCKS = "no_blocks"
+    SHARE_FULL = "share_full"  # the tenant holds its share of KV memory while others wait
+    SHARED_PREFIX = "shared_prefix"  # another request is computing its prefix in this very step
+    # preempted
+    DECODE_NEEDS_BLOCKS = "decode_needs_blocks"
+    URGENT_NEEDS_BLOCKS = "urgent_needs_blocks"
+    OVER_SHARE = "over_share"
+    FAIRNESS = "fairness"
+    OUTGREW_RESERVATION = "outgrew_reservation"
+    # relegated, boosted, resumed
+    BEYOND_REPAIR = "beyond_repair"
+    WAITED_TOO_LONG = "waited_too_long"
+    RECOMPUTE = "recompute"  # resumed by computing its KV again
+    SWAP = "swap"  # resumed by copying its KV back from host memory
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -88,7 +122,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     seq: int
     model: str
     tenant_id: str
-    service_class: str
+    service: ServiceClass
     prompt_ids: list[int]
     sampling: Sampling
     stopping: Stopping
@@ -97,6 +131,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     arrival_unix_ns: int
     deadline_unix_ns: int | None = None
     tenant_weight: float = 1.0
+    fallback: ServiceClass | None = None  # the class to be served in where `service` says downgrade at overload
     traceparent: str = ""  # W3C trace context
 
 
@@ -141,11 +176,14 @@ class Card(msgspec.Struct, frozen=True, tag="card"):
     protocol_version: int = PROTOCOL_VERSION
 
 
-class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
-    """The engine has the request and will answer it with Finished or Failed."""
+class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):
+    """The scheduler has admitted the request and will answer it with Finished or Failed."""
 
     request_id: str
     seq: int
+    served_class: str  # the fallback's name where the request was downgraded
+    reason: Reason
+    predicted_ttft_s: float | None = None
 
 
 class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -173,6 +211,29 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
     logprobs: list[TokenLogprob] | None = None
 
 
+class EventKind(StrEnum):
+    """What the scheduler did to a request."""
+
+    ADMITTED = "admitted"
+    DOWNGRADED = "downgraded"
+    DELAYED = "delayed"  # had to wait; the reason is the last that held it back
+    STARTED = "started"
+    BOOSTED = "boosted"  # waited beyond its class's bound, and goes before others now
+    RELEGATED = "relegated"  # cannot keep its promise any more, and goes after those that can
+    PREEMPTED = "preempted"
+    RESUMED = "resumed"
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """One decision about one request. `other` is the id of the request that profited from it ("" if none); it is for the
+    operator's traces, never for an answer."""
+
+    unix_ns: int
+    kind: EventKind
+    reason: Reason
+    other: str = ""
+
+
 class Phases(msgspec.Struct, frozen=True):
     """When a request passed which point, unix nanoseconds; 0 where it did not get there. Between the points stand
     engine.queue (received → scheduled), engine.prefill (scheduled → first_token), engine.decode (→ finished)."""
@@ -195,6 +256,9 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     num_output_tokens: int
     phases: Phases
     text: str = ""
+    served_class: str = ""
+    events: list[Event] = []
+    num_recomputed_tokens: int = 0  # computed again after preemptions; metered, not billed
     detail: str = ""  # the stop string that matched; max_tokens, context, credit_refused; silent_gateway
 
 
@@ -206,6 +270,24 @@ class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
     code: FailureCode
     message: str
     num_output_tokens: int = 0
+    reason: Reason | None = None  # of `overloaded`
+    retry_after_s: float | None = None  # when coming back is predicted to succeed
+
+
+class ClassLoad(msgspec.Struct, frozen=True, array_like=True):
+    """One class's state and counters in an engine."""
+
+    name: str
+    num_waiting: int
+    num_running: int
+    predicted_ttft_s: float  # of an empty prompt that arrives now
+    admitted_total: int
+    rejected_total: dict[str, int]  # by reason
+    downgraded_total: int
+    preempted_total: dict[str, int]  # by reason
+    relegated_total: int
+    boosted_total: int
+    recomputed_tokens_total: int
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
@@ -226,6 +308,11 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     output_tokens_total: int
     requests_total: int
     draining: bool = False
+    host_blocks_total: int = 0  # the host-memory tier
+    host_blocks_used: int = 0
+    swapped_out_blocks_total: int = 0
+    swapped_in_blocks_total: int = 0
+    classes: list[ClassLoad] = []
 
 
 ToGateway = Card | Accepted | Tokens | Finished | Failed | Load

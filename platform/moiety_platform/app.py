@@ -12,14 +12,18 @@ from litestar.exceptions import HTTPException
 from litestar.openapi import OpenAPIConfig
 from litestar.types import ControllerRouterHandler
 
+from moiety_platform.admission.gate import AdmissionGate
 from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import Clock
 from moiety_platform.completions.controller import CompletionServices, completion_routes
 from moiety_platform.completions.disconnect import ClientDisconnected
 from moiety_platform.completions.pipeline import Pipeline
-from moiety_platform.completions.record import CLIENT_CLOSED_REQUEST, RequestRecorder, UsageSink
+from moiety_platform.completions.record import CLIENT_CLOSED_REQUEST
+from moiety_platform.completions.recorder import RequestRecorder, UsageSink
 from moiety_platform.completions.text import ModelTexts
 from moiety_platform.db.readiness import StoreReadiness
+from moiety_platform.engine_metrics import EngineCollector
 from moiety_platform.errors import PlatformError
 from moiety_platform.health import health_routes
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error, answer_unexpected_error
@@ -38,6 +42,7 @@ class Services:
     authenticator: Authenticator
     usage: UsageSink
     replicas: Replicas
+    classes: ClassCache
     metrics: Metrics
     tracing: Tracing
     clock: Clock
@@ -52,11 +57,13 @@ def create_app(settings: GatewaySettings, services: Services) -> Litestar:
     pipeline = Pipeline(
         services.replicas,
         texts,
+        services.classes,
+        AdmissionGate(settings.max_inflight_per_tenant, services.clock),
         services.clock,
         credit_window=settings.credit_window_tokens,
         max_sequences=settings.max_sequences,
     )
-    services.metrics.watch_engines(services.replicas.states)
+    services.metrics.registry.register(EngineCollector(services.replicas.states))
     limits: dict[str, int] = {"max_body_bytes": settings.max_body_bytes, "max_json_depth": settings.max_json_depth}
     completions = CompletionServices(
         services.authenticator,

@@ -9,6 +9,7 @@ PlatformError
 ├── Conflict                409  it exists already, or changed meanwhile
 ├── TooLarge                413  the body exceeds the limit
 ├── RateLimited             429  try again after `retry_after_s`
+│   └── Overloaded          429  the class's promise cannot be kept now, or the tenant has too much in flight
 ├── EngineFailed            502  the engine broke off the request
 └── Unavailable             503  no engine, or the store is away; try again after `retry_after_s`
 """
@@ -16,6 +17,8 @@ PlatformError
 from __future__ import annotations
 
 from typing import ClassVar
+
+from moiety_wire.messages import Reason
 
 
 class PlatformError(Exception):
@@ -79,6 +82,16 @@ class RateLimited(PlatformError):
     status = 429
     type = "rate_limit_error"
     default_code = "rate_limit_exceeded"
+
+
+class Overloaded(RateLimited):
+    """`reason` is the scheduler's, or the gate's own."""
+
+    default_code = "overloaded"
+
+    def __init__(self, message: str, reason: Reason, *, retry_after_s: float | None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.reason = reason
 
 
 class EngineFailed(PlatformError):

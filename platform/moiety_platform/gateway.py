@@ -21,8 +21,9 @@ from moiety_platform.app import Services, create_app
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.pepper import resolve_pepper
+from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import SystemClock
-from moiety_platform.completions.record import RequestRecorder
+from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.completions.reply import ABORT_CONNECTION
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import Database
@@ -140,15 +141,18 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
         replicas = await stack.enter_async_context(_connect(settings, clock))
         authenticator = Authenticator(database, pepper, clock)
+        classes = ClassCache(database, clock)
+        admin = admin_router(database, authenticator, classes, pepper, clock, more=engine_routes(replicas))
         yield Services(
             authenticator=authenticator,
             usage=usage,
             replicas=replicas,
+            classes=classes,
             metrics=metrics,
             tracing=tracing,
             clock=clock,
             recorder=recorder,
-            admin_routes=[admin_router(database, authenticator, pepper, clock, more=engine_routes(replicas))],
+            admin_routes=[admin],
             store=store,
         )
 

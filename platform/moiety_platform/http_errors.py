@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -9,9 +10,10 @@ import structlog
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
-from moiety_platform.errors import PlatformError
+from moiety_platform.errors import Overloaded, PlatformError
 
 DEFAULT_RETRY_AFTER_S = 1
+REASON_HEADER = "x-moiety-reason"
 
 log = structlog.get_logger(__name__)
 
@@ -27,15 +29,21 @@ _CODES = {
 
 def error_fields(error: PlatformError) -> dict[str, Any]:
     """The body of an error answer."""
-    return _fields(error.message, error.type, error.param, error.code)
+    fields = _fields(error.message, error.type, error.param, error.code)
+    if isinstance(error, Overloaded):
+        fields["error"]["reason"] = error.reason.value
+    return fields
 
 
 def error_headers(error: PlatformError) -> dict[str, str]:
-    """`Retry-After` where it makes sense to try again."""
+    """`Retry-After` where it makes sense to try again, and why it did not work now."""
     if error.status not in (429, 503):
         return {}
     wait_s = error.retry_after_s if error.retry_after_s is not None else DEFAULT_RETRY_AFTER_S
-    return {"Retry-After": str(max(1, -int(-wait_s // 1)))}
+    headers = {"Retry-After": str(max(1, math.ceil(wait_s)))}
+    if isinstance(error, Overloaded):
+        headers[REASON_HEADER] = error.reason.value
+    return headers
 
 
 def answer_platform_error(_request: Request[Any, Any, Any], error: PlatformError) -> Response[bytes]:

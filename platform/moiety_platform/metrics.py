@@ -1,17 +1,12 @@
 """What the gateway counts, for Prometheus. Labels are bounded: served models, service classes, outcomes, engines.
 
-The registry is passed by argument. Engine gauges are read from the last Load messages when they are scraped.
+The registry is passed by argument. What engines count is the business of `engine_metrics`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from moiety_platform.engine_client.base import EngineState
 from moiety_platform.usage.row import UsageRow
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -42,6 +37,18 @@ class Metrics:
         self._refused = Counter(
             "moiety_unauthenticated_requests", "Requests without a good key.", ("status",), registry=self.registry
         )
+        self._admissions = Counter(
+            "moiety_admission",
+            "Generation requests by the verdict on them; `class` is the one that was asked for.",
+            ("class", "outcome", "reason"),
+            registry=self.registry,
+        )
+        self._promises = Counter(
+            "moiety_sla",
+            "Ended requests with a promise, by whether it was kept.",
+            (*_REQUEST, "attained"),
+            registry=self.registry,
+        )
         self._tokens = Counter("moiety_tokens", "Tokens by kind.", (*_REQUEST, "kind"), registry=self.registry)
         self._ttft = Histogram(
             "gen_ai_server_time_to_first_token_seconds",
@@ -65,9 +72,9 @@ class Metrics:
             registry=self.registry,
         )
 
-    def watch_engines(self, states: Callable[[], Sequence[EngineState]]) -> None:
-        """Expose the engines' load from now on."""
-        self.registry.register(_EngineCollector(states))
+    def observe_admission(self, service_class: str, outcome: str, reason: str) -> None:
+        """Count one verdict: by the class that was asked for, admitted, downgraded or rejected, and why."""
+        self._admissions.labels(service_class, outcome, reason).inc()
 
     def observe_refusal(self, status: int) -> None:
         self._refused.labels(str(status)).inc()
@@ -77,6 +84,8 @@ class Metrics:
         labels = (served_model, row.service_class)
         self._requests.labels(*labels, row.outcome, str(row.http_status)).inc()
         self._duration.labels(*labels, row.outcome).observe(row.duration_ms / 1000)
+        if row.sla_attained is not None:
+            self._promises.labels(*labels, str(row.sla_attained).lower()).inc()
         if row.prompt_tokens:
             self._tokens.labels(*labels, "input").inc(row.prompt_tokens)
         if row.cached_tokens:
@@ -90,29 +99,3 @@ class Metrics:
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
-
-
-class _EngineCollector(Collector):
-    _GAUGES = ("num_running", "num_waiting", "num_paused", "kv_blocks_total", "kv_blocks_used", "kv_blocks_cached")
-    _COUNTERS = ("steps", "prompt_tokens", "cached_tokens", "output_tokens", "requests")
-
-    def __init__(self, states: Callable[[], Sequence[EngineState]]) -> None:
-        self._states = states
-
-    def collect(self) -> Iterator[Metric]:
-        states = self._states()
-        up = GaugeMetricFamily("moiety_engine_up", "1 if the engine can take requests.", labels=("engine",))
-        for state in states:
-            up.add_metric((state.address,), float(state.healthy and not state.draining))
-        yield up
-        loads = [(state.address, state.load) for state in states if state.load is not None]
-        for name in self._GAUGES:
-            gauge = GaugeMetricFamily(f"moiety_engine_{name}", f"The engine's last {name}.", labels=("engine",))
-            for address, load in loads:
-                gauge.add_metric((address,), getattr(load, name))
-            yield gauge
-        for name in self._COUNTERS:
-            counter = CounterMetricFamily(f"moiety_engine_{name}", f"The engine's {name} so far.", labels=("engine",))
-            for address, load in loads:
-                counter.add_metric((address,), getattr(load, f"{name}_total"))
-            yield counter

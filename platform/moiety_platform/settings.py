@@ -35,6 +35,7 @@ class GatewaySettings(BaseSettings):
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     max_json_depth: int = Field(default=64, ge=4, le=128)
     max_sequences: int = Field(default=128, ge=1)  # prompts × n of one request
+    max_inflight_per_tenant: int = Field(default=4096, ge=1)  # sequences of one tenant at this gateway; beyond: 429
     credit_window_tokens: int = Field(default=128, ge=1)
     inline_tokenize_bytes: int = Field(default=8192, ge=0)  # longer prompts are tokenized off the event loop
     send_timeout_s: float = Field(default=60, gt=0)  # a client that takes nothing for so long is hung up on

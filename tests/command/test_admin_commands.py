@@ -48,6 +48,45 @@ def test_a_tenant_is_made_changed_suspended_and_resumed(moiety: Callable[..., An
     assert made["id"] in listed  # whole, although this is no terminal
 
 
+def test_a_class_is_listed_shown_set_made_and_deleted(moiety: Callable[..., Any], serve: Any) -> None:
+    listed = moiety("class", "list").stdout
+    for word in ("priority", "0.033", "reject", "86,400", "0.5"):
+        assert word in listed
+    names = [one["name"] for one in json.loads(moiety("class", "list", "--json").stdout)["data"]]
+    assert names == ["priority", "standard", "flex", "batch"]
+    made = json.loads(moiety("class", "create", "gold", "--rank", "0", "--ttft-s", "0.25", "--tpot-s", "0.02",
+                             "--not-preemptible", "--price-factor", "2", "--json").stdout)  # fmt: skip
+    assert (made["rank"], made["ttft_s"], made["preemptible"], made["price_factor"]) == (0, 0.25, False, 2.0)
+    changed = json.loads(moiety("class", "set", "gold", "--tpot-s", "none", "--on-overload", "downgrade",
+                                "--downgrade-to", "standard", "--json").stdout)  # fmt: skip
+    assert (changed["tpot_s"], changed["downgrade_to"]) == (None, "standard")
+    assert "0.25" in moiety("class", "show", "gold").stdout
+    moiety("tenant", "create", "golden", "--class", "gold")
+    refused = moiety("class", "delete", "gold")
+    assert (refused.returncode, "Tenants use the class 'gold'" in refused.stderr) == (1, True)
+    moiety("tenant", "change", "golden", "--class", "flex")
+    assert json.loads(moiety("class", "delete", "gold", "--json").stdout)["name"] == "gold"
+    assert moiety("class", "show", "gold").returncode == 1
+
+
+def test_an_edited_class_is_that_of_the_next_request(moiety: Callable[..., Any], serve: Any) -> None:
+    made = moiety("tenant", "create", "switching", "--json")
+    key = moiety("key", "create", "k", "--tenant", "switching").stdout.strip()
+    body = {"model": "moiety-demo", "messages": [{"role": "user", "content": "hello"}], "service_tier": "flex"}
+
+    def stated() -> str:
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = httpx.post(f"{serve.url}/v1/chat/completions", json=body, headers=headers, timeout=DEADLINE_S)
+        assert answer.headers["x-moiety-admission"] == "in_time"
+        return answer.headers["x-moiety-class"]
+
+    assert (made.returncode, stated()) == (0, "flex")
+    assert moiety("class", "set", "flex", "--rank", "1").returncode == 0  # no lower than the tenant's own any more
+    assert stated() == "standard"
+    assert moiety("class", "set", "flex", "--rank", "2").returncode == 0
+    assert stated() == "flex"
+
+
 def test_a_key_is_made_used_rotated_and_revoked(moiety: Callable[..., Any], serve: Any) -> None:
     moiety("tenant", "create", "keys-inc")
     made = moiety("key", "create", "ci", "--tenant", "keys-inc")
@@ -79,6 +118,11 @@ def test_usage_is_summed_by_tenant(moiety: Callable[..., Any], serve: Any) -> No
             break
     assert used() == tokens
     assert "demo" in moiety("usage").stdout
+    by_class = moiety("usage", "--by", "service_class").stdout
+    assert "SLA kept" in by_class
+    assert "standard" in by_class
+    single = json.loads(moiety("usage", "--requests", "1", "--json").stdout)["data"][0]
+    assert (single["service_class"], single["num_preemptions"], single["sla_attained"]) == ("standard", 0, True)
 
 
 def test_the_load_generator_reports_its_figures_in_one_object(
@@ -107,6 +151,12 @@ def test_the_load_generator_reports_its_figures_in_one_object(
     [
         (("tenant", "show", "nobody"), 1, "no tenant"),
         (("tenant", "change", "demo"), 2, "nothing to change"),
+        (("tenant", "create", "x", "--class", "gold"), 1, "choose one of: priority, standard, flex, batch"),
+        (("class", "set", "standard"), 2, "nothing to change"),
+        (("class", "set", "standard", "--ttft-s", "soon"), 2, "takes seconds"),
+        (("class", "set", "standard", "--on-overload", "downgrade"), 1, "choose one of: batch, flex"),
+        (("class", "show", "gold"), 1, "no class"),
+        (("class", "delete", "flex"), 1, "change it instead"),
         (("key", "create", "x"), 2, "--tenant or --admin"),
         (("key", "list", "--admin-key", "mty_wrong"), 4, "key"),
         (("usage", "--url", "http://127.0.0.1:9"), 3, "is it running?"),
@@ -145,6 +195,7 @@ def test_help_imports_neither_torch_nor_the_web_stack() -> None:
         "tenant",
         "project",
         "key",
+        "class",
         "usage",
         "bench",
         "demo",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moiety_platform.bench.load import Answer
 from moiety_platform.bench.report import PROMISES, percentile, spread_ms, summarise, time_per_token_s
-from moiety_platform.bench.traces import TraceRequest
+from moiety_workload.request import TraceRequest
 
 
 def answer(

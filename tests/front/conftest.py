@@ -18,8 +18,10 @@ from moiety_engine.front.settings import FrontSettings
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_wire.classes import STANDARD
 from moiety_wire.codec import decode_to_gateway, encode
 from moiety_wire.messages import (
+    Accepted,
     Card,
     Failed,
     Finished,
@@ -43,7 +45,7 @@ def make_submit(request_id: str = "r", prompt: str | list[int] = "hello", **chan
         "seq": 0,
         "model": MODEL,
         "tenant_id": "tenant",
-        "service_class": "standard",
+        "service": STANDARD,
         "prompt_ids": list(prompt.encode()) if isinstance(prompt, str) else prompt,
         "sampling": Sampling(),
         "stopping": Stopping(max_tokens=100),
@@ -62,6 +64,7 @@ class Answer:
     text: str = ""
     pieces: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
+    accepted: Accepted | None = None
     num_messages: int = 0
     end: Finished | Failed | None = None
 
@@ -69,7 +72,10 @@ class Answer:
         assert self.end is None, "a message came after the end"
         assert message.seq == self.num_messages
         self.num_messages += 1
-        if isinstance(message, Tokens):
+        if isinstance(message, Accepted):
+            self.accepted = message
+        elif isinstance(message, Tokens):
+            assert self.accepted is not None, "tokens came before the verdict"
             assert message.position == len(self.token_ids)
             self.token_ids += message.token_ids
             self.pieces.append(message.text)
@@ -136,7 +142,7 @@ class Gateway:
 
 
 def _is_idle(load: Load) -> bool:
-    return load.kv_blocks_used == 0 and load.num_running == 0 and load.num_waiting == 0
+    return load.kv_blocks_used == 0 and load.num_running == load.num_waiting == load.num_paused == 0
 
 
 class Bench:

@@ -29,6 +29,7 @@ def test_no_gateway_ever_gets_more_tokens_than_the_credit_it_has_given(
             stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
             await gateway.send(submit(prompt="abc", credit_tokens=first, stopping=stopping))
             await gateway.greet()
+            await gateway.until(lambda: gateway.answers)  # the verdict
             answer, credit = gateway.answers["r"], first
 
             async def settle() -> None:

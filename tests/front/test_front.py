@@ -253,7 +253,7 @@ async def test_a_gateway_that_goes_away_takes_its_requests_along(
         await leaving.until(lambda: leaving.answers and leaving.answers["r"].token_ids)
         await staying.until(lambda: staying.loads[-1].num_paused == 2)
         leaving.socket.close()
-        await staying.until(lambda: staying.loads[-1].num_running == 1)
+        await staying.until(lambda: staying.loads[-1].num_paused == 1)
         await staying.send(Extend("r", 1, 100))
         assert (await staying.finish()).text == "stays"
         await staying.until_idle()

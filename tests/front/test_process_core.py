@@ -82,11 +82,12 @@ async def test_loads_tell_of_requests_that_bring_no_output(bench: Any, submit: A
     async with bench(Script(max_running=1), make_core=make_core) as running, asyncio.timeout(10):
         gateway = running.connect()
         await gateway.greet()
-        await gateway.send(submit("paused", credit_tokens=0))
-        await gateway.until(lambda: gateway.loads[-1].num_running == 1)
-        await gateway.send(submit("queued"))
-        await gateway.until(lambda: (gateway.loads[-1].num_running, gateway.loads[-1].num_waiting) == (1, 1))
-        await gateway.send(Abort("queued", 1), Abort("paused", 1))
+        await gateway.send(submit("parked", credit_tokens=0))
+        await gateway.until(lambda: (gateway.loads[-1].num_running, gateway.loads[-1].num_paused) == (0, 1))
+        assert (
+            await gateway.ask(submit("overtakes"))
+        ).text == "hello"  # what has no credit holds no place in the batch
+        await gateway.send(Abort("parked", 1))
         await gateway.until_idle()
 
 

@@ -4,11 +4,13 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from moiety_engine.messages import CoreAbort, CoreExtend, CoreSubmit
+from moiety_engine.messages import CoreAbort, CoreAdmission, CoreExtend, CoreSubmit
 from moiety_engine.scripted.engine import ScriptedEngine
-from moiety_engine.scripted.script import Script
-from moiety_wire.messages import FinishReason, Sampling
+from moiety_engine.scripted.script import Script, ScriptedEvent, Verdict
+from moiety_wire.classes import FLEX, PRIORITY, STANDARD, OverloadAction
+from moiety_wire.messages import EventKind, FailureCode, FinishReason, Reason, Sampling
 
 STEP, SUBMIT, EXTEND, ABORT = range(4)
 actions = st.lists(
@@ -33,7 +35,7 @@ def core_submit(key: int, num_prompt: int = 5, max_tokens: int = 10, credit: int
         "credit_tokens": credit,
         "prompt_ids": list(range(1, num_prompt + 1)),
     }
-    return CoreSubmit(key, "tenant", "standard", **{**fields, **changes})
+    return CoreSubmit(key, "tenant", changes.pop("service", STANDARD), **{**fields, **changes})
 
 
 @settings(max_examples=300, deadline=None)
@@ -62,7 +64,7 @@ def test_credit_is_never_exceeded_blocks_are_conserved_and_everything_ends_once(
         assert 0 <= load.kv_blocks_used <= 8
         assert load.num_running <= 3
         assert load.output_tokens_total == sum(emitted.values())
-        assert load.num_running + load.num_waiting == len(credit) - len(ended)
+        assert load.num_running + load.num_waiting + load.num_paused == len(credit) - len(ended)
 
     for action in todo:
         match action:
@@ -107,3 +109,55 @@ def test_the_same_script_answers_the_same() -> None:
         (1, [8]),
     ]
     assert not engine.has_work
+
+
+FALLING_BACK = replace(STANDARD, on_overload=OverloadAction.DOWNGRADE)
+
+
+def test_requests_are_rejected_and_downgraded_as_scripted() -> None:
+    verdicts = (
+        Verdict(service_class="priority", reason=Reason.PREDICTED_LATE, retry_after_s=2.5),
+        Verdict(tenant_id="tenant", reason=Reason.KV_PEAK, downgrades=True),
+    )
+    engine = ScriptedEngine(Script(verdicts=verdicts, predicted_ttft_s={"flex": 7.0}))
+    engine.obey([core_submit(1, service=PRIORITY), core_submit(2, service=FALLING_BACK, fallback=FLEX), core_submit(3)])
+    step = engine.step()
+    assert [(f.key, f.code, f.reason, f.retry_after_s) for f in step.failures] == [
+        (1, FailureCode.OVERLOADED, Reason.PREDICTED_LATE, 2.5)
+    ]
+    assert step.admissions == [
+        CoreAdmission(2, "flex", Reason.KV_PEAK, 7.0),
+        CoreAdmission(3, "standard", Reason.ACCEPTED_LATE, None),  # it has no fallback
+    ]
+    classes = {load.name: load for load in step.load.classes}
+    assert classes["priority"].rejected_total == {"predicted_late": 1}
+    assert (classes["standard"].downgraded_total, classes["standard"].admitted_total) == (1, 1)
+    assert (classes["flex"].admitted_total, classes["flex"].predicted_ttft_s) == (1, 7.0)
+
+
+def test_scripted_events_come_with_the_end_and_are_counted() -> None:
+    events = (
+        ScriptedEvent(kind=EventKind.PREEMPTED, reason=Reason.FAIRNESS, after_tokens=2, names_another=True),
+        ScriptedEvent(kind=EventKind.RESUMED, reason=Reason.RECOMPUTE, after_tokens=2),
+    )
+    engine = ScriptedEngine(Script(events=events))
+    engine.obey([core_submit(1, num_prompt=5, max_tokens=3), core_submit(2, num_prompt=5, max_tokens=3)])
+    finishes = {o.key: o.finish for _ in range(3) for o in engine.step().outputs if o.finish is not None}
+    assert [(e.kind, e.reason, e.other) for e in finishes[2].events] == [
+        (EventKind.ADMITTED, Reason.IN_TIME, 0),
+        (EventKind.PREEMPTED, Reason.FAIRNESS, 1),
+        (EventKind.RESUMED, Reason.RECOMPUTE, 0),
+    ]
+    assert finishes[2].num_recomputed_tokens == 7
+    (load,) = engine.load().classes
+    assert (load.preempted_total, load.recomputed_tokens_total) == ({"fairness": 2}, 14)
+
+
+def test_a_parked_request_keeps_its_blocks_and_comes_back_before_those_that_wait() -> None:
+    engine = ScriptedEngine(Script(max_running=1))
+    engine.obey([core_submit(1, credit=1), core_submit(2, credit=2), core_submit(3)])
+    engine.step()
+    load = engine.load()
+    assert (load.num_running, load.num_waiting, load.num_paused, load.kv_blocks_used) == (0, 2, 1, 1)
+    engine.obey([CoreExtend(1, 2, last=False)])
+    assert [output.key for output in engine.step().outputs] == [1]

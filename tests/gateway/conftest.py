@@ -8,15 +8,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import tokenizers
-from litestar import Router
 from openai import AsyncOpenAI
 
 from moiety_platform.app import Services, create_app
+from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.bootstrap import ensure_bootstrap
-from moiety_platform.auth.guard import scope_guard
+from moiety_platform.classes.cache import ClassCache
+from moiety_platform.classes.schemas import NewClass
+from moiety_platform.classes.service import create_class
 from moiety_platform.clock import SystemClock
-from moiety_platform.completions.record import RequestRecorder
+from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.db.base import Base
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
@@ -26,6 +28,7 @@ from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing, build_provider
+from moiety_wire.classes import SHIPPED
 from moiety_wire.messages import Card
 
 MODEL = "tiny"
@@ -158,21 +161,24 @@ async def run_gateway(tmp_path, engines, provider=None, **settings):
         stack.push_async_callback(database.close)
         async with database.engine.begin() as connection:
             await connection.run_sync(Base.metadata.create_all)
+        async with database.write() as session:
+            for service in SHIPPED:
+                await create_class(session, NewClass.of(service))
         keys = await ensure_bootstrap(database, PEPPER, clock)
         replicas = await stack.enter_async_context(Replicas(engines))
         tracing = Tracing(provider or build_provider(None))
         authenticator = Authenticator(database, PEPPER, clock)
+        classes = ClassCache(database, clock)
         services = Services(
             authenticator=authenticator,
             usage=rows,
             replicas=replicas,
+            classes=classes,
             metrics=metrics,
             tracing=tracing,
             clock=clock,
             recorder=RequestRecorder(rows, metrics, tracing, clock),
-            admin_routes=[
-                Router("/admin/v1", guards=[scope_guard(authenticator)], route_handlers=engine_routes(replicas))
-            ],
+            admin_routes=[admin_router(database, authenticator, classes, PEPPER, clock, more=engine_routes(replicas))],
         )
         listener = bind("127.0.0.1", 0)
         started = asyncio.Event()
@@ -182,6 +188,7 @@ async def run_gateway(tmp_path, engines, provider=None, **settings):
         await started.wait()
         running = RunningGateway(f"http://127.0.0.1:{listener.getsockname()[1]}", keys, engines, rows, metrics)
         running.stop = server.request_exit
+        running.forget_keys = lambda: authenticator.forget(keys.tenant_key.removeprefix("mty_").partition(".")[0])
         running.num_connections = lambda: len(server.server_state.connections)
         try:
             yield running

@@ -123,7 +123,7 @@ async def test_headers_that_claim_a_tenant_a_class_or_a_cache_salt_change_nothin
     await gateway.post(CHAT, BODY)
     await gateway.post(CHAT, body, headers=claims)
     plain, claimed = gateway.engine.submits
-    for field in ("tenant_id", "service_class", "cache_salt", "tenant_weight"):
+    for field in ("tenant_id", "service", "fallback", "cache_salt", "tenant_weight"):
         assert getattr(plain, field) == getattr(claimed, field)
     first, second = await gateway.rows.wait_for(2)
     assert (first.tenant_id, first.service_class) == (second.tenant_id, second.service_class)

@@ -14,23 +14,28 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import BadRequest, EngineFailed, NotFound, Unavailable
 from moiety_platform.routing.choose import choose
+from moiety_wire.classes import FLEX, PRIORITY, STANDARD
 from moiety_wire.messages import (
     Abort,
     Accepted,
+    ClassLoad,
     Extend,
     Finished,
     FinishReason,
     Load,
     Phases,
+    Reason,
     Sampling,
     Stopping,
     Submit,
     Tokens,
 )
 
+ACCEPTED = Accepted("r", 0, "standard", Reason.IN_TIME)
+
 
 def load(**changes) -> Load:
-    fields = dict.fromkeys(Load.__struct_fields__, 0) | {"engine_id": "e", "draining": False}
+    fields = dict.fromkeys(Load.__struct_fields__, 0) | {"engine_id": "e", "draining": False, "classes": []}
     return Load(**{**fields, **changes})
 
 
@@ -49,6 +54,32 @@ def test_the_engine_with_the_least_to_do_is_chosen(new_card):
     ]
     assert choose(engines, "tiny").address == "b"
     assert choose(engines, "other").address == "d"
+
+
+def busy(card, address, predicted_ttft_s, *, age_s=0.5, **loads) -> EngineState:
+    classes = [class_load("priority", predicted_ttft_s=predicted_ttft_s), class_load("flex", predicted_ttft_s=0.0)]
+    return EngineState(address, True, "", card, load(classes=classes, **loads), 0, age_s)
+
+
+def class_load(name, **changes) -> ClassLoad:
+    fields = dict.fromkeys(ClassLoad.__struct_fields__, 0) | {"rejected_total": {}, "preempted_total": {}}
+    return ClassLoad(**{**fields, "name": name, **changes})
+
+
+def test_the_engine_with_the_shortest_predicted_wait_in_the_class_is_chosen_and_then_the_one_with_least_to_do(new_card):
+    card = new_card()
+    engines = [busy(card, "long", 2.0), busy(card, "short", 0.3, num_running=9), busy(card, "idle", 0.5, num_running=2)]
+    assert choose(engines, "tiny", PRIORITY).address == "short"
+    assert choose(engines, "tiny", FLEX).address == "long"  # no wait anywhere, and the least to do
+    alike = [busy(card, "a", 0.20, num_running=9), busy(card, "b", 0.24, num_running=2)]
+    assert choose(alike, "tiny", PRIORITY).address == "b"  # such a difference is noise
+
+
+def test_an_engine_that_has_not_been_heard_for_long_comes_after_those_that_have(new_card):
+    card = new_card()
+    engines = [busy(card, "stale", 0.0, age_s=3.0), busy(card, "slow", 9.0, num_running=9)]
+    assert choose(engines, "tiny", PRIORITY).address == "slow"
+    assert choose(engines[:1], "tiny", PRIORITY).address == "stale"
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 5), st.integers(0, 5)), max_size=6))
@@ -78,7 +109,7 @@ def test_an_unknown_model_is_not_found_only_when_some_model_is_known(new_card):
 
 def opened(credit_tokens=10):
     sent = []
-    submit = Submit("r", 0, "m", "t", "standard", [1], Sampling(), Stopping(100), credit_tokens, b"", 0)
+    submit = Submit("r", 0, "m", "t", STANDARD, [1], Sampling(), Stopping(100), credit_tokens, b"", 0)
     return EngineStream(submit, None, sent.append), sent
 
 
@@ -88,7 +119,7 @@ def finished(seq, num_output_tokens, reason=FinishReason.STOP) -> Finished:
 
 async def test_messages_in_order_pass_and_the_end_brings_the_exact_count():
     stream, _ = opened()
-    for message in (Accepted("r", 0), Tokens("r", 1, 0, [1, 2], "ab"), Tokens("r", 2, 2, [3], "c"), finished(3, 4)):
+    for message in (ACCEPTED, Tokens("r", 1, 0, [1, 2], "ab"), Tokens("r", 2, 2, [3], "c"), finished(3, 4)):
         stream.deliver(message)
     assert [message.text async for message in stream.messages()] == ["ab", "c", ""]
     assert (stream.ended, stream.num_output_tokens) == (True, 4)
@@ -105,11 +136,20 @@ async def test_messages_in_order_pass_and_the_end_brings_the_exact_count():
 )
 async def test_a_gap_a_repeat_or_more_than_the_credit_breaks_the_stream_off(wrong):
     stream, sent = opened(credit_tokens=10)
-    stream.deliver(Accepted("r", 0))
+    stream.deliver(ACCEPTED)
     stream.deliver(wrong)
     with pytest.raises(EngineFailed) as caught:
-        await stream.inbox.get()
+        async for _ in stream.messages():
+            pass
     assert caught.value.code == "engine_protocol_violation"
+    assert sent == [Abort("r", 1)]
+
+
+async def test_tokens_before_the_verdict_break_the_stream_off():
+    stream, sent = opened()
+    stream.deliver(Tokens("r", 0, 0, [1], "a"))
+    with pytest.raises(EngineFailed, match="before the verdict"):
+        await stream.inbox.get()
     assert sent == [Abort("r", 1)]
 
 

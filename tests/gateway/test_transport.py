@@ -16,10 +16,12 @@ from moiety_engine.front.front import Front
 from moiety_engine.front.settings import FrontSettings
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
+from moiety_engine.scripted.script import Verdict as ScriptedVerdict
 from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_platform.clock import ManualClock, SystemClock
 from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
-from moiety_platform.errors import BadRequest, EngineFailed, Unavailable
+from moiety_platform.errors import BadRequest, EngineFailed, Overloaded, Unavailable
+from moiety_wire.classes import BATCH, FLEX, STANDARD
 from moiety_wire.codec import decode_to_engine, encode
 from moiety_wire.messages import (
     SILENCE_LIMIT_S,
@@ -28,6 +30,7 @@ from moiety_wire.messages import (
     Heartbeat,
     Hello,
     Load,
+    Reason,
     Sampling,
     Stopping,
     Submit,
@@ -77,20 +80,40 @@ def connected(context, until):
     return connect
 
 
-def submit(request_id="r", max_tokens=5, credit_tokens=5, prompt=b"hello") -> Submit:
+def submit(request_id="r", max_tokens=5, credit_tokens=5, prompt=b"hello", **changes) -> Submit:
     return Submit(
         request_id=request_id,
         seq=0,
         model="scripted",
         tenant_id="t",
-        service_class="standard",
+        service=changes.pop("service", STANDARD),
         prompt_ids=list(prompt),
         sampling=Sampling(),
         stopping=Stopping(max_tokens=max_tokens, ignore_eos=True),
         credit_tokens=credit_tokens,
         cache_salt=b"s",
         arrival_unix_ns=1,
+        **changes,
     )
+
+
+async def test_verdicts_of_the_core_cross_the_wire(context, connected, until):
+    verdicts = (
+        ScriptedVerdict(tenant_id="t", service_class="standard", reason=Reason.KV_PEAK, downgrades=True),
+        ScriptedVerdict(service_class="flex", reason=Reason.SHED, retry_after_s=2.5),
+    )
+    script = msgspec.structs.replace(SCRIPT, verdicts=verdicts)
+    async with running_front(context, script=script) as front, connected(front.address) as client:
+        async with client.open(submit(fallback=BATCH)) as stream:
+            assert [message async for message in stream.messages()][-1].served_class == "batch"
+            assert (stream.accepted.served_class, stream.accepted.reason) == ("batch", Reason.KV_PEAK)
+        async with client.open(submit("r2", service=FLEX)) as stream:
+            with pytest.raises(Overloaded) as caught:
+                await stream.inbox.get()
+            assert (caught.value.reason, caught.value.retry_after_s) == (Reason.SHED, 2.5)
+        await until(lambda: client.state.class_load("flex") is not None)
+        assert client.state.class_load("flex").rejected_total == {"shed": 1}
+        assert client.state.class_load("nothing") is None
 
 
 async def test_a_request_is_answered_to_its_end(context, connected, until):
@@ -250,7 +273,12 @@ async def test_what_lies_unread_in_the_socket_is_no_silence(context, card, until
             pass
         for _ in range(3):
             await asyncio.sleep(0)  # what follows a beat is done
-        load = Load(**(dict.fromkeys(Load.__struct_fields__, 0) | {"engine_id": card.engine_id, "draining": False}))
+        load = Load(
+            **(
+                dict.fromkeys(Load.__struct_fields__, 0)
+                | {"engine_id": card.engine_id, "draining": False, "classes": []}
+            )
+        )
         engine.send_multipart([identity, encode(load)])
         clock.advance(SILENCE_LIMIT_S + 1)
         assert isinstance((await next_message())[1], Heartbeat)  # and not a new session's Hello

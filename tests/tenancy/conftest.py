@@ -9,15 +9,24 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psycopg
 import pytest
+from litestar import Litestar, get
+from litestar.exceptions import HTTPException
 
 from moiety_migrations import upgrade
+from moiety_platform.auth.admin import admin_router
+from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
+from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
+from moiety_platform.errors import PlatformError
+from moiety_platform.http_errors import answer_framework_error, answer_platform_error
 from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
 
@@ -100,6 +109,8 @@ def migrated_postgres(new_postgres: Callable[[str], str]) -> str:
     """A migrated database that the session's tests use one after the other."""
     url = new_postgres("migrated")
     upgrade(url)
+    with contextlib.closing(psycopg.connect(url, autocommit=True)) as connection:
+        connection.execute("CREATE TABLE classes_as_shipped AS TABLE service_classes")
     return url
 
 
@@ -107,7 +118,8 @@ def migrated_postgres(new_postgres: Callable[[str], str]) -> str:
 def clean_postgres(migrated_postgres: str) -> str:
     """The same, emptied: far cheaper than a new one."""
     with contextlib.closing(psycopg.connect(migrated_postgres, autocommit=True)) as connection:
-        connection.execute("TRUNCATE tenants, projects, api_keys, usage")
+        connection.execute("TRUNCATE tenants, projects, api_keys, usage, service_classes")
+        connection.execute("INSERT INTO service_classes SELECT * FROM classes_as_shipped")
     return migrated_postgres
 
 
@@ -139,6 +151,42 @@ async def make_demo(database: Database, clock: ManualClock) -> Demo:
 @pytest.fixture
 async def demo(database: Database, clock: ManualClock) -> Demo:
     return await make_demo(database, clock)
+
+
+@get("/extra")
+async def extra() -> dict[str, str]:
+    return {"from": "elsewhere"}
+
+
+class Admin:
+    """A client of the admin API, under one key."""
+
+    def __init__(self, app: Litestar, key: str) -> None:
+        transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
+        self.http = httpx.AsyncClient(
+            transport=transport, base_url="http://gateway/admin/v1/", headers={"Authorization": f"Bearer {key}"}
+        )
+
+    async def call(self, method: str, path: str, expect: int, **options: Any) -> Any:
+        response = await self.http.request(method, path, **options)
+        assert response.status_code == expect, response.text
+        return response.json()
+
+
+@pytest.fixture
+def app(database: Database, clock: ManualClock) -> Litestar:
+    authenticator = Authenticator(database, PEPPER, clock)
+    return Litestar(
+        [admin_router(database, authenticator, ClassCache(database, clock), PEPPER, clock, more=[extra])],
+        exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
+    )
+
+
+@pytest.fixture
+async def admin(app: Litestar, demo: Demo) -> AsyncIterator[Admin]:
+    client = Admin(app, demo.admin_key)
+    async with client.http:
+        yield client
 
 
 class Wire:

@@ -2,66 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import quote
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from litestar import Litestar, get
-from litestar.exceptions import HTTPException
+from litestar import Litestar
 
-from moiety_platform.auth.admin import admin_router
-from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.keys import parse_key
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
-from moiety_platform.errors import PlatformError
-from moiety_platform.http_errors import answer_framework_error, answer_platform_error
 from moiety_platform.usage.store import insert_rows
 
-from .conftest import PEPPER, Demo
+from .conftest import Admin, Demo
 from .test_recorder import make_row
-
-
-@get("/extra")
-async def extra() -> dict[str, str]:
-    return {"from": "elsewhere"}
-
-
-class Admin:
-    """A client of the admin API, under one key."""
-
-    def __init__(self, app: Litestar, key: str) -> None:
-        transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
-        self.http = httpx.AsyncClient(
-            transport=transport, base_url="http://gateway/admin/v1/", headers={"Authorization": f"Bearer {key}"}
-        )
-
-    async def call(self, method: str, path: str, expect: int, **options: Any) -> Any:
-        response = await self.http.request(method, path, **options)
-        assert response.status_code == expect, response.text
-        return response.json()
-
-
-@pytest.fixture
-def app(database: Database, clock: ManualClock) -> Litestar:
-    authenticator = Authenticator(database, PEPPER, clock)
-    return Litestar(
-        [admin_router(database, authenticator, PEPPER, clock, more=[extra])],
-        exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
-    )
-
-
-@pytest.fixture
-async def admin(app: Litestar, demo: Demo) -> AsyncIterator[Admin]:
-    client = Admin(app, demo.admin_key)
-    async with client.http:
-        yield client
-
 
 ROUTES = [
     ("GET", "tenants"),
@@ -77,6 +33,10 @@ ROUTES = [
     ("GET", "usage/requests"),
     ("GET", "overview"),
     ("GET", "extra"),
+    ("GET", "classes"),
+    ("POST", "classes"),
+    ("PATCH", "classes/x"),
+    ("DELETE", "classes/x"),
 ]
 
 
@@ -309,6 +269,8 @@ async def usage(database: Database, demo: Demo, clock: ManualClock) -> None:
                 started_at=clock.now() - timedelta(minutes=90 if number < 6 else 30),
                 outcome=outcome,
                 ttft_ms=None if outcome == "rejected" else 10.0 + number,
+                num_preemptions=number % 4 if number < 8 else 0,
+                sla_attained=None if outcome == "disconnected" else outcome == "stop" and number > 0,
             )
         )
     async with database.write() as session:
@@ -329,6 +291,8 @@ async def test_usage_sums_by_any_grouping(admin: Admin, demo: Demo) -> None:
         "output_tokens": 84,
         "mean_ttft_ms": pytest.approx(sum(10 + n for n in range(12) if n != 4) / 11),
         "mean_duration_ms": 40.0,
+        "preemptions": 12,
+        "attainment": pytest.approx(8 / 11),
     }
     by_tenant = (await admin.call("GET", "usage", 200, params={"group_by": "tenant"}))["data"]
     assert [part["group"] for part in by_tenant] == [{"tenant_id": demo.tenant_id, "tenant_name": "acme"}]

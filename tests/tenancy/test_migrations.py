@@ -33,7 +33,7 @@ from moiety_platform.db.url import redact, to_sync_url
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.models import UsageRecord
 
-TABLES = {"tenants", "projects", "api_keys", "usage"}
+TABLES = {"tenants", "projects", "api_keys", "usage", "service_classes"}
 
 
 def table_names(url: str) -> set[str]:
@@ -88,6 +88,40 @@ def test_upgrading_an_upgraded_database_keeps_its_rows(empty_url: str) -> None:
     engine = sa.create_engine(to_sync_url(empty_url), poolclass=sa.NullPool)
     with engine.connect() as connection:
         assert connection.scalar(sa.text("SELECT count(*) FROM tenants")) == 1
+
+
+def test_tenants_of_the_first_schema_come_along_with_their_projects_and_go_back_again(empty_url: str) -> None:
+    upgrade(empty_url)
+    downgrade(empty_url, "0001")
+    assert table_names(empty_url) == TABLES - {"service_classes"}
+    moment = "'2026-01-01 00:00:00'"
+    execute(empty_url, f"INSERT INTO tenants VALUES ('t', 'n', 'flex', 1.0, 'active', {moment})")
+    execute(empty_url, f"INSERT INTO projects VALUES ('p', 't', 'n', {moment})")
+    execute(
+        empty_url,
+        "INSERT INTO usage VALUES ('r', 't', 'p', 'k', '/', 'm', 'flex', "
+        f"{moment}, 'stop', 200, 1, 1, 0, 1, 0, 0, 0, NULL)",
+    )
+    assert upgrade(empty_url) == HEAD
+    engine = sa.create_engine(to_sync_url(empty_url), poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        row = connection.execute(sa.text("SELECT num_preemptions, sla_attained FROM usage")).one()
+        joined = "SELECT service_class FROM tenants JOIN projects ON projects.tenant_id = tenants.id"
+        assert (tuple(row), connection.scalar(sa.text(joined))) == ((0, None), "flex")
+    with engine.connect() as connection:
+        (key,) = sa.inspect(connection).get_foreign_keys("tenants")
+        assert (key["constrained_columns"], key["referred_table"]) == (["service_class"], "service_classes")
+        (key,) = sa.inspect(connection).get_foreign_keys("projects")
+        assert key["referred_table"] == "tenants"
+    execute(
+        empty_url,
+        "INSERT INTO service_classes (name, rank, weight, ttft_s, ttft_per_1k_s, max_queue_s, preemptible, "
+        "on_overload, price_factor) VALUES ('gold', 0, 1, 1, 0, 1, true, 'reject', 1)",
+    )
+    execute(empty_url, "UPDATE tenants SET service_class = 'gold'")
+    downgrade(empty_url, "0001")
+    with engine.connect() as connection:
+        assert connection.scalar(sa.text("SELECT service_class FROM tenants")) == "standard"
 
 
 def test_processes_that_upgrade_at_the_same_time_all_succeed(empty_url: str) -> None:

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moiety_wire.classes import PRIORITY, STANDARD, OverloadAction
 from moiety_wire.codec import decode_to_engine, decode_to_gateway, encode
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.messages import (
     Abort,
     Accepted,
     Card,
+    ClassLoad,
+    Event,
+    EventKind,
     Extend,
     Failed,
     FailureCode,
@@ -19,6 +24,7 @@ from moiety_wire.messages import (
     Hello,
     Load,
     Phases,
+    Reason,
     Sampling,
     Stopping,
     Submit,
@@ -32,7 +38,8 @@ SUBMIT = Submit(
     seq=0,
     model="m",
     tenant_id="t",
-    service_class="standard",
+    service=msgspec.structs.replace(PRIORITY, on_overload=OverloadAction.DOWNGRADE),
+    fallback=STANDARD,
     prompt_ids=[1, 2, 3],
     sampling=Sampling(temperature=0.5, logit_bias={7: -1.5}, seed=2**63 - 1, num_logprobs=0),
     stopping=Stopping(max_tokens=4, stop=("é", "\n\n"), stop_token_ids=(9,)),
@@ -44,13 +51,15 @@ SUBMIT = Submit(
 )
 TO_ENGINE = [Hello("g"), Heartbeat(3), SUBMIT, Extend("r", 1, 32, last=True), Abort("r", 2)]
 LOGPROBS = [TokenLogprob("\N{REPLACEMENT CHARACTER}", b"\xe6", -0.25, [TopLogprob("a", b"a", -1.0)])]
+EVENT = Event(5, EventKind.PREEMPTED, Reason.URGENT_NEEDS_BLOCKS, "other")
+CLASS_LOAD = ClassLoad("flex", 1, 2, 0.5, 3, {"shed": 1}, 0, {"over_share": 2}, 0, 1, 9)
 TO_GATEWAY = [
     Card("e", "m", "qwen3_moe", "{}", "", {"eos_token": "</s>"}, (2,), 4096, 32000, 20, 1, "bfloat16", "cpu"),
-    Accepted("r", 0),
+    Accepted("r", 0, "standard", Reason.IN_TIME, 0.25),
     Tokens("r", 1, 0, [5, 6], "", LOGPROBS),
-    Finished("r", 2, FinishReason.STOP, 3, 0, 2, Phases(1, 2, 3, 4), "é", "\n\n"),
-    Failed("r", 0, FailureCode.CONTEXT_LENGTH_EXCEEDED, "too long"),
-    Load("e", 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, draining=True),
+    Finished("r", 2, FinishReason.STOP, 3, 0, 2, Phases(1, 2, 3, 4), "é", "flex", [EVENT], 7, "\n\n"),
+    Failed("r", 0, FailureCode.OVERLOADED, "later", 0, Reason.PREDICTED_LATE, 1.5),
+    Load("e", 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, draining=True, host_blocks_total=2, classes=[CLASS_LOAD]),
 ]
 
 

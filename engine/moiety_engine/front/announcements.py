@@ -26,6 +26,11 @@ def make_load(engine_id: str, seq: int, load: CoreLoad, *, draining: bool) -> Lo
         output_tokens_total=load.output_tokens_total,
         requests_total=load.requests_total,
         draining=draining,
+        host_blocks_total=load.host_blocks_total,
+        host_blocks_used=load.host_blocks_used,
+        swapped_out_blocks_total=load.swapped_out_blocks_total,
+        swapped_in_blocks_total=load.swapped_in_blocks_total,
+        classes=load.classes,
     )
 
 

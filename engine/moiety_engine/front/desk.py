@@ -14,7 +14,7 @@ import structlog
 from moiety_engine.front.request import OpenRequest, TokenTable
 from moiety_engine.front.sessions import GatewaySession
 from moiety_engine.front.validation import ModelLimits, find_refusal, to_core
-from moiety_engine.messages import CoreAbort, CoreExtend, CoreFinish, CoreStep, ToCore
+from moiety_engine.messages import CoreAbort, CoreExtend, CoreFailure, CoreFinish, CoreStep, ToCore
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.messages import Abort, Extend, Failed, FailureCode, Finished, FinishReason, Submit, ToGateway
 
@@ -25,6 +25,8 @@ OnFinished = Callable[[Submit, Finished], None]
 
 SILENT_GATEWAY = "silent_gateway"
 DRAINED = "draining"
+MAX_REMEMBERED = 16_384
+FORGOTTEN = "forgotten"
 
 
 class RequestDesk:
@@ -46,6 +48,7 @@ class RequestDesk:
         self._on_finished = on_finished
         self._clock_ns = clock_ns
         self._open: dict[int, tuple[OpenRequest, GatewaySession]] = {}
+        self._ended: dict[int, str] = {}  # key → request id, of the last that ended: events may still name them
         self._commands: list[ToCore] = []
         self._num_keys = 0
 
@@ -66,8 +69,8 @@ class RequestDesk:
             code, message = refusal or (FailureCode.OVERLOADED, "the engine is still loading its model; try again soon")
             self._post(session, Failed(submit.request_id, 0, code, message))
             return
-        key = self._num_keys
         self._num_keys += 1
+        key = self._num_keys  # from 1: an event's 0 names nobody
         command = to_core(submit, self.limits, key)
         request = OpenRequest(
             submit,
@@ -79,7 +82,6 @@ class RequestDesk:
         )
         self._open[key] = (request, session)
         session.open_keys[submit.request_id] = key
-        self._post(session, request.accept())
         self._commands.append(command)
 
     def _refuse(self, session: GatewaySession, submit: Submit) -> tuple[FailureCode, str] | None:
@@ -120,6 +122,11 @@ class RequestDesk:
     # ── from the core ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def take_step(self, step: CoreStep) -> None:
+        for admission in step.admissions:
+            found = self._open.get(admission.key)
+            if found is not None:
+                request, session = found
+                self._post(session, request.accept(admission))
         for output in step.outputs:
             found = self._open.get(output.key)
             if found is None:
@@ -135,29 +142,39 @@ class RequestDesk:
         for failure in step.failures:
             found = self._open.get(failure.key)
             if found is not None:
-                self._fail(*found, failure.code, failure.message)
+                self._fail(*found, failure)
 
     def fail_all(self, code: FailureCode, message: str) -> None:
         """The core is gone."""
         for request, session in list(self._open.values()):
-            self._fail(request, session, code, message)
+            self._fail(request, session, CoreFailure(request.key, code, message))
         self._commands.clear()
 
     def _finish(self, request: OpenRequest, session: GatewaySession, finish: CoreFinish) -> None:
         self._close(request, session)
-        message = request.finish(finish)
+        message = request.finish(finish, self._name_of)
         self._post(session, message)
         if self._on_finished is not None:
             self._on_finished(request.submit, message)
 
-    def _fail(self, request: OpenRequest, session: GatewaySession, code: FailureCode, message: str) -> None:
+    def _fail(self, request: OpenRequest, session: GatewaySession, failure: CoreFailure) -> None:
         if request.stopped_by is not None:  # all of its answer was sent: what failed later does not concern it
-            ended = CoreFinish(FinishReason.STOP, "", 0, request.num_output, 0, 0, self._clock_ns())
+            ended = CoreFinish(
+                FinishReason.STOP, "", 0, request.num_output, 0, 0, self._clock_ns(), request.served_class, [], 0
+            )
             self._finish(request, session, ended)
             return
         self._close(request, session)
-        self._post(session, request.fail_with(code, message))
+        self._post(session, request.fail(failure))
 
     def _close(self, request: OpenRequest, session: GatewaySession) -> None:
         del self._open[request.key]
         del session.open_keys[request.request_id]
+        self._ended[request.key] = request.request_id
+        if len(self._ended) > MAX_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+
+    def _name_of(self, key: int) -> str:
+        """The id of a request that an event names, open or ended; "forgotten" if it ended long ago."""
+        found = self._open.get(key)
+        return self._ended.get(key, FORGOTTEN) if found is None else found[0].request_id

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moiety_engine.config import Batching
+from moiety_engine.config import Batching, PolicyName
 
 LISTENING = "Where it listens"
 MEMORY = "Batching and memory"
@@ -93,6 +93,20 @@ KvMemoryBytesOption = Annotated[
         envvar="MOIETY_ENGINE_KV_MEMORY_BYTES",
         rich_help_panel=MEMORY,
         help="Memory of the KV cache, such as 4GiB; empty: from the memory that is there.",
+    ),
+]
+PolicyOption = Annotated[
+    PolicyName,
+    typer.Option(
+        envvar="MOIETY_ENGINE_POLICY", help="Who goes first under continuous batching; the others are for comparison."
+    ),
+]
+HostKvMemoryBytesOption = Annotated[
+    str,
+    typer.Option(
+        envvar="MOIETY_ENGINE_HOST_KV_MEMORY_BYTES",
+        rich_help_panel=MEMORY,
+        help="Host memory that KV is swapped to, such as 16GiB; 0 for none; empty: some beside a GPU, none on a CPU.",
     ),
 ]
 BlockSizeOption = Annotated[

@@ -5,14 +5,16 @@ Owns the request's detokenizer, stop finder and counters. It knows no sockets an
 
 from __future__ import annotations
 
-from moiety_engine.messages import CoreFailure, CoreFinish, CoreLogprob, CoreOutput
+from collections.abc import Callable
+
+from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput
 from moiety_text.detokenizer import Detokenizer
 from moiety_text.stop import StopFinder
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.messages import (
     Accepted,
+    Event,
     Failed,
-    FailureCode,
     Finished,
     FinishReason,
     Phases,
@@ -46,7 +48,7 @@ class TokenTable:
 
 
 class OpenRequest:
-    """Gives out Accepted, then Tokens, then one Finished or Failed."""
+    """Gives out Accepted once the core has admitted it, then Tokens, then one Finished or Failed."""
 
     def __init__(
         self, submit: Submit, key: int, tokenizer: Tokenizer, table: TokenTable, *, max_tokens: int, now_unix_ns: int
@@ -59,6 +61,7 @@ class OpenRequest:
         self.num_output = 0
         self.stopped_by: str | None = None  # the stop string; the core is then told, and only its finish still counts
         self.abort_detail = ""
+        self.served_class = ""  # until the core has admitted it
         self._is_clipped = max_tokens < submit.stopping.max_tokens
         self._min_tokens = submit.stopping.min_tokens
         self._detokenizer = Detokenizer(tokenizer)
@@ -66,8 +69,15 @@ class OpenRequest:
         self._table = table
         self._seq = 0
 
-    def accept(self) -> Accepted:
-        return Accepted(self.request_id, self._next_seq())
+    def accept(self, admission: CoreAdmission) -> Accepted:
+        self.served_class = admission.served_class
+        return Accepted(
+            self.request_id,
+            self._next_seq(),
+            admission.served_class,
+            admission.reason,
+            admission.predicted_ttft_s,
+        )
 
     def take_tokens(self, output: CoreOutput) -> Tokens | None:
         """The message for an output's tokens; sets `stopped_by` if they complete a stop string. None once stopped."""
@@ -90,8 +100,8 @@ class OpenRequest:
             logprobs = [self._table.logprob(token_id, logprob) for token_id, logprob in pairs]
         return Tokens(self.request_id, self._next_seq(), position, token_ids, text, logprobs)
 
-    def finish(self, finish: CoreFinish) -> Finished:
-        """The last message."""
+    def finish(self, finish: CoreFinish, name_of: Callable[[int], str]) -> Finished:
+        """The last message. `name_of` tells the request id of a key, for the events."""
         text, reason, detail = "", finish.reason, finish.detail
         if self.stopped_by is None:
             text = self._last_text()
@@ -112,14 +122,22 @@ class OpenRequest:
                 self.received_unix_ns, finish.scheduled_unix_ns, finish.first_token_unix_ns, finish.finished_unix_ns
             ),
             text=text,
+            served_class=finish.served_class,
+            events=[Event(e.unix_ns, e.kind, e.reason, name_of(e.other) if e.other else "") for e in finish.events],
+            num_recomputed_tokens=finish.num_recomputed_tokens,
             detail=detail,
         )
 
     def fail(self, failure: CoreFailure) -> Failed:
-        return self.fail_with(failure.code, failure.message)
-
-    def fail_with(self, code: FailureCode, message: str) -> Failed:
-        return Failed(self.request_id, self._next_seq(), code, message, self.num_output)
+        return Failed(
+            self.request_id,
+            self._next_seq(),
+            failure.code,
+            failure.message,
+            self.num_output,
+            failure.reason,
+            failure.retry_after_s,
+        )
 
     def _search(self, token_ids: list[int]) -> tuple[str, int]:
         """(text, tokens used up to and including the one that completes a stop string, or all of them)."""

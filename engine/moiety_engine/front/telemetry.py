@@ -1,4 +1,5 @@
-"""A finished request's phases as OpenTelemetry spans, children of the gateway's span.
+"""A finished request's phases as OpenTelemetry spans, children of the gateway's span; what the scheduler did to the
+request stands in them as events.
 
 The times come from the request's Phases; nothing is measured here. Never a prompt, never a key.
 """
@@ -14,7 +15,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from moiety_wire.messages import Finished, Submit
+from moiety_wire.messages import Event, Finished, Phases, Submit
 
 _propagator = TraceContextTextMapPropagator()
 
@@ -42,7 +43,8 @@ def phase_recorder(tracer: Tracer) -> Callable[[Submit, Finished], None]:
         attributes = {
             "gen_ai.request.model": submit.model,
             "moiety.tenant_id": submit.tenant_id,
-            "moiety.service_class": submit.service_class,
+            "moiety.service_class": finished.served_class or submit.service.name,
+            "moiety.service_class.asked": submit.service.name,
             "moiety.request_id": submit.request_id,
         }
         for name, start_ns, stop_ns in spans:
@@ -55,6 +57,26 @@ def phase_recorder(tracer: Tracer) -> Callable[[Submit, Finished], None]:
             if name == "engine.decode":
                 span.set_attribute("gen_ai.usage.output_tokens", finished.num_output_tokens)
                 span.set_attribute("gen_ai.response.finish_reasons", (str(finished.reason),))
+                span.set_attribute("moiety.recomputed_tokens", finished.num_recomputed_tokens)
+            for event in finished.events:
+                if phase_of(event, phases) == name:
+                    span.add_event(f"moiety.{event.kind}", _attributes(event), timestamp=event.unix_ns)
             span.end(max(stop_ns, start_ns))
 
     return record
+
+
+def phase_of(event: Event, phases: Phases) -> str:
+    """The span that an event belongs to: the last phase that had begun by then."""
+    if phases.first_token_unix_ns and event.unix_ns >= phases.first_token_unix_ns:
+        return "engine.decode"
+    if phases.scheduled_unix_ns and event.unix_ns >= phases.scheduled_unix_ns:
+        return "engine.prefill"
+    return "engine.queue"
+
+
+def _attributes(event: Event) -> dict[str, str]:
+    attributes = {"moiety.reason": event.reason.value}
+    if event.other:
+        attributes["moiety.beneficiary"] = event.other
+    return attributes

@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 
 from moiety_engine.messages import CoreSubmit
+from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import FailureCode, Sampling, Stopping, Submit
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
 MAX_PENALTY = 1000.0
+MAX_CLASS_NAME_LENGTH = 64  # a name labels the engine's counters
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
         return Refusal(FailureCode.CONTEXT_LENGTH_EXCEEDED, message)
     complaint = (
         _prompt_complaint(submit, limits)
+        or _service_complaint(submit)
         or _sampling_complaint(submit.sampling, limits)
         or _stopping_complaint(submit.stopping, limits)
     )
@@ -56,7 +59,7 @@ def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
     return CoreSubmit(
         key=key,
         tenant_id=submit.tenant_id,
-        service_class=submit.service_class,
+        service=submit.service,
         prompt_ids=submit.prompt_ids,
         sampling=submit.sampling,
         max_tokens=min(stopping.max_tokens, limits.max_context_tokens - len(submit.prompt_ids)),
@@ -67,6 +70,7 @@ def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
         arrival_unix_ns=submit.arrival_unix_ns,
         deadline_unix_ns=submit.deadline_unix_ns,
         tenant_weight=submit.tenant_weight,
+        fallback=submit.fallback,
     )
 
 
@@ -81,6 +85,20 @@ def _prompt_complaint(submit: Submit, limits: ModelLimits) -> str:
     if not (math.isfinite(submit.tenant_weight) and submit.tenant_weight > 0):
         return f"tenant_weight must be above 0, not {submit.tenant_weight}"
     return ""
+
+
+def _service_complaint(submit: Submit) -> str:
+    for field, service in (("service", submit.service), ("fallback", submit.fallback)):
+        complaint = "" if service is None else _class_complaint(service)
+        if complaint:
+            return f"{field}: {complaint}"
+    return ""
+
+
+def _class_complaint(service: ServiceClass) -> str:
+    if not 0 < len(service.name) <= MAX_CLASS_NAME_LENGTH:
+        return f"a class's name must have 1 to {MAX_CLASS_NAME_LENGTH} characters, not {len(service.name)}"
+    return service.complaint()
 
 
 def _sampling_complaint(sampling: Sampling, limits: ModelLimits) -> str:

@@ -1,23 +1,25 @@
-"""The scripted core's steps: a queue, running requests, blocks, credit; all of a core but the model.
+"""The scripted core's steps: admission, a queue, running requests, blocks, credit; all of a core but the model.
 
-It keeps the same promises as the real one: credit is never exceeded, every request ends once, blocks are conserved.
-It knows no sockets and no event loop.
+It keeps the same promises as the real one: a verdict comes before the first token, credit is never exceeded, a request
+without credit holds no place in the batch, every request ends once, blocks are conserved. It knows no sockets and no
+event loop.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 
 from moiety_engine.messages import (
     CoreAbort,
+    CoreAdmission,
+    CoreEvent,
     CoreExtend,
     CoreFailure,
     CoreFinish,
     CoreHello,
     CoreLoad,
-    CoreLogprob,
     CoreOutput,
     CoreShutdown,
     CoreState,
@@ -25,22 +27,9 @@ from moiety_engine.messages import (
     CoreSubmit,
     ToCore,
 )
-from moiety_engine.scripted.script import Script
-from moiety_wire.messages import FailureCode, FinishReason
-
-
-class _Request:
-    """One request; owned by the ScriptedEngine."""
-
-    def __init__(self, submit: CoreSubmit, script: Script) -> None:
-        self.submit = submit
-        self.answer = list(script.tokens) if script.tokens else submit.prompt_ids
-        self.credit_tokens = submit.credit_tokens
-        self.credit_is_last = False
-        self.num_output = 0
-        self.num_blocks = -(-(len(submit.prompt_ids) + submit.max_tokens) // script.block_size)
-        self.scheduled_unix_ns = 0
-        self.first_token_unix_ns = 0
+from moiety_engine.scripted.request import ClassCounters, ScriptedRequest
+from moiety_engine.scripted.script import Script, Verdict
+from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason
 
 
 class ScriptedEngine:
@@ -49,12 +38,16 @@ class ScriptedEngine:
     def __init__(self, script: Script, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self.script = script
         self._clock_ns = clock_ns
-        self._waiting: deque[_Request] = deque()
-        self._running: dict[int, _Request] = {}
+        self._waiting: deque[ScriptedRequest] = deque()
+        self._returning: deque[ScriptedRequest] = deque()  # have credit again, and blocks still; wait for a place
+        self._running: dict[int, ScriptedRequest] = {}
+        self._parked: dict[int, ScriptedRequest] = {}  # without credit
+        self._admissions: list[CoreAdmission] = []
         self._ended: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
         self._blocks_used = 0
         self._counters = {"steps": 0, "prompt": 0, "output": 0, "requests": 0}
+        self._classes: defaultdict[str, ClassCounters] = defaultdict(ClassCounters)
 
     def hello(self) -> CoreHello:
         return CoreHello(
@@ -75,8 +68,7 @@ class ScriptedEngine:
                 case CoreExtend():
                     request = self._find(command.key)
                     if request is not None:
-                        request.credit_tokens = max(request.credit_tokens, command.credit_tokens)
-                        request.credit_is_last |= command.last
+                        self._extend(request, command)
                 case CoreAbort():
                     request = self._find(command.key)
                     if request is not None:
@@ -88,31 +80,25 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         """Whether a step now would do anything."""
         return bool(
-            self._ended
-            or self._failures
-            or any(self._can_go_on(request) for request in self._running.values())
-            or (self._waiting and self._fits(self._waiting[0]))
-        )
+            self._admissions or self._ended or self._failures or self._running or self._has_place()
+        )  # what has no credit does not run
 
     def step(self) -> CoreStep:
-        """Admit what fits, then give each running request its next tokens."""
+        """Let in what fits, then give each running request its next tokens."""
         self._counters["steps"] += 1
-        while self._waiting and self._fits(self._waiting[0]):
-            request = self._waiting.popleft()
-            request.scheduled_unix_ns = self._clock_ns()
-            self._running[request.submit.key] = request
-            self._blocks_used += request.num_blocks
-            self._counters["prompt"] += len(request.submit.prompt_ids)
+        while self._has_place():
+            self._start(self._returning.popleft() if self._returning else self._waiting.popleft())
         outputs, self._ended = self._ended, []
         failures, self._failures = self._failures, []
-        outputs += [self._advance(request) for request in list(self._running.values()) if self._can_go_on(request)]
-        return CoreStep(outputs, failures, self.load())
+        admissions, self._admissions = self._admissions, []
+        outputs += [self._advance(request) for request in list(self._running.values())]
+        return CoreStep(outputs, failures, self.load(), admissions)
 
     def load(self) -> CoreLoad:
         return CoreLoad(
             num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_paused=sum(request.num_output >= request.credit_tokens for request in self._running.values()),
+            num_waiting=len(self._waiting) + len(self._returning),
+            num_paused=len(self._parked),
             kv_blocks_total=self.script.num_blocks,
             kv_blocks_used=self._blocks_used,
             kv_blocks_cached=0,
@@ -122,81 +108,117 @@ class ScriptedEngine:
             cached_tokens_total=0,
             output_tokens_total=self._counters["output"],
             requests_total=self._counters["requests"],
+            classes=self._class_loads(),
         )
 
+    def _class_loads(self) -> list[ClassLoad]:
+        waiting = Counter(request.served_class for request in (*self._waiting, *self._returning))
+        running = Counter(request.served_class for request in self._running.values())
+        predicted = self.script.predicted_ttft_s
+        names = sorted({*self._classes, *predicted})
+        return [self._classes[n].load(n, waiting[n], running[n], predicted.get(n, 0.0)) for n in names]
+
+    # ── coming in ──
+
     def _submit(self, submit: CoreSubmit) -> None:
-        request = _Request(submit, self.script)
+        request = ScriptedRequest(submit, self.script)
         self._counters["requests"] += 1
         if request.num_blocks > self.script.num_blocks:
             message = f"the request needs {request.num_blocks} KV blocks, the engine has {self.script.num_blocks}"
-            self._failures.append(CoreFailure(submit.key, FailureCode.OVERLOADED, message))
-        else:
-            self._waiting.append(request)
+            self._reject(submit, Verdict(reason=Reason.KV_PEAK), message)
+            return
+        asked = submit.service.name
+        verdict = next((v for v in self.script.verdicts if v.applies(asked, submit.tenant_id)), None)
+        if verdict is not None and not verdict.downgrades:
+            self._reject(submit, verdict, f"the engine cannot keep the promise of {asked!r} now; try again later")
+            return
+        request.served_class, reason, kind = asked, Reason.IN_TIME, EventKind.ADMITTED
+        if verdict is not None:
+            reason = Reason.ACCEPTED_LATE
+            if submit.fallback is not None:
+                request.served_class, reason, kind = submit.fallback.name, verdict.reason, EventKind.DOWNGRADED
+                self._classes[asked].downgraded += 1
+        self._classes[request.served_class].admitted += 1
+        predicted_s = self.script.predicted_ttft_s.get(request.served_class)
+        self._admissions.append(CoreAdmission(submit.key, request.served_class, reason, predicted_s))
+        request.events.append(CoreEvent(self._clock_ns(), kind, reason))
+        self._waiting.append(request)
 
-    def _find(self, key: int) -> _Request | None:
-        return self._running.get(key) or next((r for r in self._waiting if r.submit.key == key), None)
+    def _reject(self, submit: CoreSubmit, verdict: Verdict, message: str) -> None:
+        self._classes[submit.service.name].rejected[verdict.reason.value] += 1
+        failure = CoreFailure(
+            submit.key, FailureCode.OVERLOADED, message, reason=verdict.reason, retry_after_s=verdict.retry_after_s
+        )
+        self._failures.append(failure)
 
-    def _fits(self, request: _Request) -> bool:
+    def _extend(self, request: ScriptedRequest, command: CoreExtend) -> None:
+        request.credit_tokens = max(request.credit_tokens, command.credit_tokens)
+        request.credit_is_last |= command.last
+        if request.can_go_on and self._parked.pop(request.key, None) is not None:
+            self._returning.append(request)
+
+    def _find(self, key: int) -> ScriptedRequest | None:
+        queued = (request for request in (*self._waiting, *self._returning) if request.key == key)
+        return self._running.get(key) or self._parked.get(key) or next(queued, None)
+
+    def _has_place(self) -> bool:
+        if len(self._running) >= self.script.max_running:
+            return False
         free = self.script.num_blocks - self._blocks_used
-        return len(self._running) < self.script.max_running and request.num_blocks <= free
+        return bool(self._returning or (self._waiting and self._waiting[0].num_blocks <= free))
 
-    @staticmethod
-    def _can_go_on(request: _Request) -> bool:
-        return request.num_output < request.credit_tokens or request.credit_is_last
+    # ── running ──
 
-    def _advance(self, request: _Request) -> CoreOutput:
+    def _start(self, request: ScriptedRequest) -> None:
+        if not request.scheduled_unix_ns:
+            request.scheduled_unix_ns = self._clock_ns()
+            self._blocks_used += request.num_blocks
+            self._counters["prompt"] += len(request.submit.prompt_ids)
+            self._happen(request)
+        (self._running if request.can_go_on else self._parked)[request.key] = request
+
+    def _advance(self, request: ScriptedRequest) -> CoreOutput:
         token_ids: list[int] = []
         finish = None
         while finish is None and len(token_ids) < self.script.tokens_per_step:
             if request.num_output < request.credit_tokens:
-                token_ids.append(self._next_token(request))
-                request.num_output += 1
-                self._counters["output"] += 1
-                request.first_token_unix_ns = request.first_token_unix_ns or self._clock_ns()
-                finish = self._finish_after(request, token_ids[-1])
+                token_ids.append(self._take_token(request))
+                end = request.end_after(token_ids[-1])
+                finish = None if end is None else self._end(request, *end)
             if request.num_output >= request.credit_tokens:
                 if finish is None and request.credit_is_last:
                     finish = self._end(request, FinishReason.LENGTH, "credit_refused")
+                elif finish is None:
+                    self._parked[request.key] = self._running.pop(request.key)
                 break
-        return CoreOutput(request.submit.key, token_ids, self._logprobs(request, token_ids), finish)
+        return CoreOutput(request.key, token_ids, request.logprobs(token_ids), finish)
 
-    def _next_token(self, request: _Request) -> int:
-        at, submit = request.num_output, request.submit
-        is_over = at >= len(request.answer) and at >= submit.min_tokens
-        if is_over and self.script.end_token_id in submit.stop_token_ids:
-            return self.script.end_token_id
-        return request.answer[at % len(request.answer)]
+    def _take_token(self, request: ScriptedRequest) -> int:
+        token_id = request.next_token()
+        request.num_output += 1
+        self._counters["output"] += 1
+        request.first_token_unix_ns = request.first_token_unix_ns or self._clock_ns()
+        self._happen(request)
+        return token_id
 
-    def _finish_after(self, request: _Request, token_id: int) -> CoreFinish | None:
-        submit = request.submit
-        if token_id in submit.stop_token_ids and request.num_output > submit.min_tokens:
-            return self._end(request, FinishReason.STOP, "")
-        if request.num_output >= submit.max_tokens:
-            return self._end(request, FinishReason.LENGTH, "max_tokens")
-        return None
+    def _happen(self, request: ScriptedRequest) -> None:
+        """The events of the script that are due now."""
+        for scripted in self.script.events:
+            if scripted.after_tokens != request.num_output:
+                continue
+            others = (key for key in (*self._running, *self._parked) if key != request.key)
+            other = next(others, 0) if scripted.names_another else 0
+            event = CoreEvent(self._clock_ns(), scripted.kind, scripted.reason, other)
+            request.events.append(event)
+            num_recomputed = 0
+            if scripted.kind is EventKind.RESUMED and scripted.reason is Reason.RECOMPUTE:
+                num_recomputed = len(request.submit.prompt_ids) + request.num_output
+            request.num_recomputed += num_recomputed
+            self._classes[request.served_class].count(event, num_recomputed)
 
-    def _logprobs(self, request: _Request, token_ids: list[int]) -> list[CoreLogprob] | None:
-        """Made up, but in order: the chosen token is the best, its followers in the vocabulary come next."""
-        count = request.submit.sampling.num_logprobs
-        if count is None:
-            return None
-        size = self.script.vocab_size
-        return [
-            CoreLogprob(-0.5, [(t + i) % size for i in range(count)], [-0.5 - i for i in range(count)])
-            for t in token_ids
-        ]
-
-    def _end(self, request: _Request, reason: FinishReason, detail: str) -> CoreFinish:
-        if self._running.pop(request.submit.key, None) is not None:
+    def _end(self, request: ScriptedRequest, reason: FinishReason, detail: str) -> CoreFinish:
+        if request.scheduled_unix_ns:
             self._blocks_used -= request.num_blocks
-        else:
-            self._waiting.remove(request)
-        return CoreFinish(
-            reason=reason,
-            detail=detail,
-            num_cached_tokens=0,
-            num_output_tokens=request.num_output,
-            scheduled_unix_ns=request.scheduled_unix_ns,
-            first_token_unix_ns=request.first_token_unix_ns,
-            finished_unix_ns=self._clock_ns(),
-        )
+        if self._running.pop(request.key, None) is None and self._parked.pop(request.key, None) is None:
+            (self._returning if request in self._returning else self._waiting).remove(request)
+        return request.finish(reason, detail, self._clock_ns())

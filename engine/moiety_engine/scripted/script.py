@@ -5,6 +5,30 @@ from __future__ import annotations
 import msgspec
 
 from moiety_engine.scripted.text_model import END_ID, VOCAB_SIZE
+from moiety_wire.messages import EventKind, Reason
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What becomes of requests at their admission. Rejected, unless `downgrades`: then they are served in their
+    fallback class, as far as they have one."""
+
+    reason: Reason
+    service_class: str = ""  # "" applies to every class
+    tenant_id: str = ""  # "" applies to every tenant
+    retry_after_s: float | None = None
+    downgrades: bool = False
+
+    def applies(self, service_class: str, tenant_id: str) -> bool:
+        return self.service_class in ("", service_class) and self.tenant_id in ("", tenant_id)
+
+
+class ScriptedEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A decision that the core pretends to have taken about each request, once it has so many output tokens."""
+
+    kind: EventKind
+    reason: Reason
+    after_tokens: int = 0
+    names_another: bool = False  # as the one that profited: some other request that is open
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +45,9 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     max_num_logprobs: int = 20
     vocab_size: int = VOCAB_SIZE
     end_token_id: int = END_ID
+    verdicts: tuple[Verdict, ...] = ()  # the first that applies holds; without one a request is admitted
+    events: tuple[ScriptedEvent, ...] = ()
+    predicted_ttft_s: dict[str, float] = {}  # by class; 0 for those that are not named
     dies_at_step: int | None = None  # a core in its own process ends unasked before this step
     loads_for_ever: bool = False  # a core in its own process never gets ready
     refuses: str = ""  # a core in its own process refuses to start, with these words

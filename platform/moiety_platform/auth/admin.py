@@ -15,6 +15,8 @@ from moiety_platform.auth.guard import scope_guard
 from moiety_platform.auth.overview import OverviewController
 from moiety_platform.auth.pepper import Pepper
 from moiety_platform.auth.scopes import ADMIN_SCOPE
+from moiety_platform.classes.cache import ClassCache
+from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.json_depth import check_depth
@@ -28,6 +30,7 @@ MAX_JSON_DEPTH = 16  # no body of ours needs more than two
 def admin_router(
     database: Database,
     authenticator: Authenticator,
+    classes: ClassCache,
     pepper: bytes,
     clock: Clock,
     *,
@@ -43,10 +46,12 @@ def admin_router(
         dependencies={
             "database": Provide(lambda: database, sync_to_thread=False),
             "authenticator": Provide(lambda: authenticator, sync_to_thread=False),
+            "classes": Provide(lambda: classes, sync_to_thread=False),
             "pepper": Provide(lambda: wrapped, sync_to_thread=False),
             "clock": Provide(lambda: clock, sync_to_thread=False),
         },
         route_handlers=[
+            ClassController,
             TenantController,
             ProjectController,
             KeyController,

@@ -11,12 +11,12 @@ from random import Random
 
 import httpx
 
-from moiety_platform.bench.traces import TraceRequest
+from moiety_workload.request import TraceRequest
 
 VOCABULARY_TEXT = (
     "The quick brown fox jumps over the lazy dog while nine wise owls watch from an old oak tree in May. " * 4
 )
-TIER_OF_CLASS = {"priority": "priority", "flex": "flex", "batch": "flex"}  # the rest take their key's own
+TIER_OF_CLASS = {"priority": "priority", "standard": "default", "flex": "flex", "batch": "flex"}  # the rest: the key's
 
 
 class TargetError(Exception):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moiety_platform.bench.load import Answer
+from moiety_wire.classes import SHIPPED, STANDARD
 
 PERCENTILES = (50, 90, 99)
 
@@ -34,12 +35,10 @@ class Promise:
         )
 
 
-# As shipped for a GPU. A class that is not named here is held to the standard.
+# A class that is not shipped is held to the standard.
 PROMISES = {
-    "priority": Promise(ttft_s=0.5, ttft_s_per_1k=0.1, tpot_s=0.033),
-    "standard": Promise(ttft_s=2.0, ttft_s_per_1k=0.2, tpot_s=0.1),
-    "flex": Promise(completion_s=600),
-    "batch": Promise(completion_s=86400),
+    service.name: Promise(service.ttft_s, service.ttft_per_1k_s, service.tpot_s, service.completion_s)
+    for service in SHIPPED
 }
 
 
@@ -103,7 +102,7 @@ def latencies(served: Sequence[Answer]) -> dict[str, Any]:
 
 
 def promise_of(answer: Answer) -> Promise:
-    return PROMISES.get(answer.request.service_class, PROMISES["standard"])
+    return PROMISES.get(answer.request.service_class, PROMISES[STANDARD.name])
 
 
 def rate(count: float, duration_s: float) -> float:

@@ -18,8 +18,12 @@ from rich.table import Table
 from moiety_platform.bench.environment import describe_environment
 from moiety_platform.bench.load import Answer, Target, TargetError, find_target, run_load
 from moiety_platform.bench.report import summarise
-from moiety_platform.bench.traces import BadTrace, TraceRequest, at_rate, draw_poisson, read_trace, shorten
 from moiety_platform.cli.errors import EXIT_FAILED, CommandError, NotReachable
+from moiety_workload.errors import BadTrace
+from moiety_workload.generators import draw_poisson
+from moiety_workload.readers import read_trace
+from moiety_workload.request import TraceRequest
+from moiety_workload.transforms import at_rate, scale_lengths, shorten
 
 DEFAULT_NUM_REQUESTS = 100
 
@@ -92,17 +96,7 @@ def make_requests(
     requests = shorten(read_trace(trace), num_requests, None)
     if rate is not None:
         requests = at_rate(requests, rate)
-    return [scaled(request, scale) for request in shorten(requests, None, duration_s)]
-
-
-def scaled(request: TraceRequest, scale: float) -> TraceRequest:
-    return TraceRequest(
-        request.arrival_s,
-        request.tenant,
-        max(1, round(request.input_tokens * scale)),
-        max(1, round(request.output_tokens * scale)),
-        request.service_class,
-    )
+    return scale_lengths(shorten(requests, None, duration_s), scale)
 
 
 def parse_keys(values: list[str]) -> tuple[dict[str, str], list[str]]:

@@ -31,6 +31,7 @@ EXTRA_OF_PACKAGE = {
     "streamlit": "dashboard",
     "altair": "dashboard",
     "pandas": "dashboard",
+    "vl_convert": "plot",
 }
 
 

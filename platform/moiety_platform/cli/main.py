@@ -24,14 +24,30 @@ COMMANDS = {
     "tenant": ("moiety_platform.cli.tenants:tenant_app", "List, show and make tenants."),
     "project": ("moiety_platform.cli.tenants:project_app", "List and make a tenant's projects."),
     "key": ("moiety_platform.cli.keys:app", "List, make, rotate and revoke keys."),
+    "class": ("moiety_platform.cli.classes:app", "List, change and make service classes."),
     "usage": ("moiety_platform.cli.usage:usage", "Show what was used, by tenant, model or day."),
 }
 SUMMARIES = {
     "engine": "Run one engine (a model replica) alone.",
     "dashboard": "Run the dashboard alone.",
+    "simulate": "Run the real scheduler under virtual time, on a trace or on drawn arrivals.",
     "demo": "Train, evaluate or talk about the bundled demo model.",
 }
-ORDER = ["serve", "gateway", "engine", "dashboard", "migrate", "tenant", "project", "key", "usage", "bench", "demo"]
+ORDER = [
+    "serve",
+    "gateway",
+    "engine",
+    "dashboard",
+    "migrate",
+    "tenant",
+    "project",
+    "key",
+    "class",
+    "usage",
+    "bench",
+    "simulate",
+    "demo",
+]
 BENCHES = {"serve": ("moiety_platform.cli.bench:serve", "Measure a running gateway under open-loop load.")}
 BENCH_SUMMARIES = {"engine": "Measure the engine's throughput, offline and in this process."}
 

@@ -24,7 +24,7 @@ project_app = typer.Typer(no_args_is_help=True, help="Projects: what a tenant's 
 
 Name = Annotated[str, typer.Argument(help="Name or id of the tenant.")]
 ServiceClass = Annotated[
-    str | None, typer.Option("--class", help="Best class it may use: priority, standard, flex or batch.")
+    str | None, typer.Option("--class", help="Best class it may use; list them with: moiety class list.")
 ]
 Weight = Annotated[float | None, typer.Option(help="Its share against the other tenants of its class; 1 is usual.")]
 

@@ -20,18 +20,23 @@ TOTALS = {
     "output_tokens": "output tokens",
     "mean_ttft_ms": "mean TTFT ms",
     "mean_duration_ms": "mean duration ms",
+    "preemptions": "preemptions",
+    "attainment": "SLA kept",
 }
 REQUESTS = {
     "started_at": "started",
     "tenant_id": "tenant",
     "endpoint": "endpoint",
     "model": "model",
+    "service_class": "class",
     "outcome": "outcome",
     "http_status": "status",
     "prompt_tokens": "prompt",
     "output_tokens": "output",
     "ttft_ms": "TTFT ms",
     "duration_ms": "duration ms",
+    "num_preemptions": "preempted",
+    "sla_attained": "SLA kept",
     "request_id": "request",
 }
 
@@ -60,9 +65,17 @@ def usage(
     if as_json:
         show_json(report)
         return
-    rows: list[dict[str, Any]] = [{**named(one["group"]), **one["totals"]} for one in report["data"]]
+    rows: list[dict[str, Any]] = [
+        {**named(one["group"]), **one["totals"], "attainment": percent(one["totals"])} for one in report["data"]
+    ]
     headings = {field: field.replace("_", " ") for row in rows[:1] for field in row if field not in TOTALS}
     show_rows(rows, {**headings, **TOTALS}, as_json)
+
+
+def percent(totals: dict[str, Any]) -> str | None:
+    """The share of promises kept, for people."""
+    attainment = totals["attainment"]
+    return None if attainment is None else f"{attainment:.2%}"
 
 
 def named(group: dict[str, str | None]) -> dict[str, str | None]:

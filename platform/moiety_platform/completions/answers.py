@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moiety_platform.completions.pipeline import Usage
+from moiety_platform.completions.run import Usage
 from moiety_wire.messages import TokenLogprob
-
-TIER_OF_CLASS = {"priority": "priority", "flex": "flex", "batch": "flex"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +18,7 @@ class AnswerHead:
     created: int
     model: str
     system_fingerprint: str
-    service_class: str
-
-    @property
-    def service_tier(self) -> str:
-        """The tier that was served, in OpenAI's words."""
-        return TIER_OF_CLASS.get(self.service_class, "default")
+    service_tier: str  # that was served, in OpenAI's words
 
     def fields(self, kind: str) -> dict[str, Any]:
         return {

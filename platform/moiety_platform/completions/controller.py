@@ -24,9 +24,11 @@ from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.completions.answers import AnswerHead, Choice, chat_answer, completion_answer
 from moiety_platform.completions.body import receive_body
 from moiety_platform.completions.disconnect import ClientDisconnected, watching_for_disconnect
-from moiety_platform.completions.pipeline import Pipeline, Run
-from moiety_platform.completions.record import STOPPING, RequestRecord, RequestRecorder
+from moiety_platform.completions.pipeline import Pipeline
+from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.recorder import STOPPING, RequestRecorder
 from moiety_platform.completions.reply import ABORT_CONNECTION, Reply
+from moiety_platform.completions.run import Run
 from moiety_platform.completions.schemas import ChatBody, CompletionBody, GenerationBody
 from moiety_platform.completions.sse import DONE, ChatChunks, Chunks, CompletionChunks
 from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
@@ -35,6 +37,9 @@ from moiety_platform.http_errors import internal_error
 from moiety_platform.metrics import Metrics
 from moiety_platform.request_ids import request_id_of
 from moiety_wire.messages import Finished
+
+CLASS_HEADER = "x-moiety-class"  # the class that is served
+ADMISSION_HEADER = "x-moiety-admission"  # the reason code of the engine's verdict
 
 log = structlog.get_logger(__name__)
 
@@ -128,6 +133,7 @@ class _Exchange:
                 watching_for_disconnect(receive),
                 services.pipeline.run(record, body.generation()) as run,
             ):
+                reply.headers = {CLASS_HEADER: record.service_class, ADMISSION_HEADER: record.admission_reason}
                 echoes = await _echoes(body, run)
                 if body.stream:
                     last = await _relay(body, run, record, reply, echoes)
@@ -199,7 +205,7 @@ def _head(run: Run, record: RequestRecord) -> AnswerHead:
         created=record.arrival_unix_ns // 1_000_000_000,
         model=record.served_model,
         system_fingerprint=run.text.fingerprint,
-        service_class=record.principal.service_class,
+        service_tier=record.served_tier,
     )
 
 

@@ -33,6 +33,7 @@ class Generation:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    service_tier: str | None = None  # OpenAI's word for the class that is wanted
 
     @property
     def num_sequences(self) -> int:

@@ -32,18 +32,19 @@ class Reply:
         self._timeout_s = timeout_s
         self._abort = abort
         self._streaming = False
+        self.headers: dict[str, str] = {}  # of an answer; an error has its own
 
     async def whole(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        """A whole answer; with `headers` in place of its own."""
         fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        fields += [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
-        await self._send(_start(status, fields))
+        await self._send(_start(status, fields + _encode(self.headers if headers is None else headers)))
         await self._send(_body(body, more=False))
 
     async def stream(self, data: bytes) -> None:
         """Send events; the first ones start the answer. Returns when the connection can take more."""
         if not self._streaming:
             self._streaming = True
-            await self._send(_start(200, list(_STREAM_HEADERS)))
+            await self._send(_start(200, _STREAM_HEADERS + _encode(self.headers)))
         await self._send(_body(data, more=True))
 
     async def end_stream(self, data: bytes) -> None:
@@ -65,6 +66,10 @@ class Reply:
             await self.end_stream(error_event(error))
         else:
             await self.whole(error.status, msgspec.json.encode(error_fields(error)), error_headers(error))
+
+
+def _encode(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 
 
 def _start(status: int, headers: list[tuple[bytes, bytes]]) -> HTTPResponseStartEvent:

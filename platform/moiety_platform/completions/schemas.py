@@ -50,6 +50,14 @@ class _Body(BaseModel):
 
 class StreamOptions(_Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+    @field_validator("continuous_usage_stats")
+    @classmethod
+    def _usage_comes_once(cls, value: bool | None) -> bool | None:
+        if value:
+            raise _refuse("usage in every chunk is not supported; leave it out, and set 'include_usage' for the totals")
+        return value
 
 
 class ResponseFormat(_Body):
@@ -84,8 +92,6 @@ class GenerationBody(_Body):
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Accepted and not yet followed: the key's service class decides, and the answer states the tier that was served.
-    # Choosing a tier by request comes with the SLA classes.
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     response_format: ResponseFormat | None = None
 
@@ -147,6 +153,7 @@ class GenerationBody(_Body):
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            service_tier=self.service_tier,
         )
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from moiety_platform.completions.answers import AnswerHead, chat_logprobs, completion_logprobs, usage_fields
-from moiety_platform.completions.pipeline import Usage
+from moiety_platform.completions.run import Usage
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import error_fields
 from moiety_wire.messages import TokenLogprob

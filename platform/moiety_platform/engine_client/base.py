@@ -8,13 +8,16 @@ from typing import Protocol
 
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import EngineStream
-from moiety_wire.messages import Card, Load, Submit
+from moiety_wire.messages import Card, ClassLoad, Load, Submit
+
+LOAD_FRESH_S = 2.0  # four heartbeats; what is older says nothing of now
 
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
     """One engine at one moment. `card` is the last known and outlives the connection; `reason` says why it is not
-    healthy, and is empty when it is. `num_inflight` counts this gateway's own requests there."""
+    healthy, and is empty when it is. `num_inflight` counts this gateway's own requests there. `load_age_s` is None
+    where it is not known."""
 
     address: str
     healthy: bool
@@ -22,10 +25,21 @@ class EngineState:
     card: Card | None
     load: Load | None
     num_inflight: int
+    load_age_s: float | None = None
 
     @property
     def draining(self) -> bool:
         return self.load is not None and self.load.draining
+
+    def class_load(self, name: str) -> ClassLoad | None:
+        """What the engine says of a class; None where it says nothing, or said it too long ago."""
+        if self.load is None or not self.load_is_fresh:
+            return None
+        return next((load for load in self.load.classes if load.name == name), None)
+
+    @property
+    def load_is_fresh(self) -> bool:
+        return self.load is not None and self.load_age_s is not None and self.load_age_s <= LOAD_FRESH_S
 
 
 class EngineClient(Protocol):

@@ -17,12 +17,15 @@ from moiety_wire.messages import (
     Abort,
     Accepted,
     Card,
+    ClassLoad,
+    Event,
     Extend,
     Failed,
     Finished,
     FinishReason,
     Load,
     Phases,
+    Reason,
     Submit,
     TokenLogprob,
     Tokens,
@@ -31,6 +34,22 @@ from moiety_wire.messages import (
 
 Piece = tuple[int, str]  # a token and the text that it completes
 Script = Callable[[Submit], Sequence[Piece] | Failed]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the engine says to a request that it will serve, and what it did to it meanwhile."""
+
+    served_class: str
+    reason: Reason = Reason.IN_TIME
+    predicted_ttft_s: float | None = None
+    events: tuple[Event, ...] = ()
+    num_cached_tokens: int = 0
+
+
+def admit(submit: Submit) -> Verdict:
+    """The default verdict: served as asked."""
+    return Verdict(submit.service.name)
 
 
 def count_aloud(submit: Submit) -> Sequence[Piece]:
@@ -56,9 +75,18 @@ class _Running:
 class FakeEngineClient:
     """Answers every request by its script, a token a turn of the event loop."""
 
-    def __init__(self, card: Card, script: Script = count_aloud, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        card: Card,
+        script: Script = count_aloud,
+        clock: Clock | None = None,
+        verdict: Callable[[Submit], Verdict] = admit,
+    ) -> None:
         self.card = card
         self.script = script
+        self.verdict = verdict
+        self.class_loads: list[ClassLoad] = []
+        self.load_age_s: float | None = 0.0
         self.submits: list[Submit] = []
         self._clock = clock or SystemClock()
         self._running: dict[str, _Running] = {}
@@ -74,7 +102,9 @@ class FakeEngineClient:
     @property
     def state(self) -> EngineState:
         reason = "" if self._alive else "stopped"
-        return EngineState(self.address, self._alive, reason, self.card, self._load(), len(self._running))
+        return EngineState(
+            self.address, self._alive, reason, self.card, self._load(), len(self._running), self.load_age_s
+        )
 
     async def start(self) -> None:
         self._alive = True
@@ -122,8 +152,17 @@ class FakeEngineClient:
 
     async def _answer(self, run: _Running) -> None:
         received_ns = self._clock.unix_ns()
-        run.stream.deliver(Accepted(run.submit.request_id, run.take_seq()))
-        script = self.script(run.submit)
+        script, verdict = self.script(run.submit), self.verdict(run.submit)
+        if not (isinstance(script, Failed) and script.seq == 0):  # else it is rejected, not accepted
+            run.stream.deliver(
+                Accepted(
+                    run.submit.request_id,
+                    run.take_seq(),
+                    verdict.served_class,
+                    verdict.reason,
+                    verdict.predicted_ttft_s,
+                )
+            )
         if isinstance(script, Failed):
             run.stream.deliver(script)
             return
@@ -152,9 +191,11 @@ class FakeEngineClient:
                 seq=run.take_seq(),
                 reason=reason,
                 num_prompt_tokens=len(run.submit.prompt_ids),
-                num_cached_tokens=0,
+                num_cached_tokens=verdict.num_cached_tokens,
                 num_output_tokens=run.num_emitted,
                 phases=phases,
+                served_class=verdict.served_class,
+                events=list(verdict.events),
                 detail=detail,
             )
         )
@@ -175,6 +216,7 @@ class FakeEngineClient:
             cached_tokens_total=0,
             output_tokens_total=self._num_output_tokens,
             requests_total=len(self.submits),
+            classes=self.class_loads,
         )
 
 

@@ -6,24 +6,25 @@ import asyncio
 from collections import deque
 from typing import Generic, TypeVar
 
-from moiety_wire.messages import Finished, Tokens
+from moiety_wire.messages import Accepted, Finished, Tokens
 
 Sender = TypeVar("Sender")
+Delivery = Accepted | Tokens | Finished
 
 
 class Inbox(Generic[Sender]):
     """Deliveries in order of arrival. What may stand in it is bounded by the credit of the streams that share it."""
 
     def __init__(self) -> None:
-        self._deliveries: deque[tuple[Sender, Tokens | Finished | Exception]] = deque()
+        self._deliveries: deque[tuple[Sender, Delivery | Exception]] = deque()
         self._reader: asyncio.Future[None] | None = None
 
-    def put(self, stream: Sender, message: Tokens | Finished | Exception) -> None:
+    def put(self, stream: Sender, message: Delivery | Exception) -> None:
         self._deliveries.append((stream, message))
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    async def get(self) -> tuple[Sender, Tokens | Finished]:
+    async def get(self) -> tuple[Sender, Delivery]:
         """The next delivery; raises what a stream failed with."""
         while not self._deliveries:
             self._reader = asyncio.get_running_loop().create_future()

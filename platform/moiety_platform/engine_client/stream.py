@@ -15,6 +15,7 @@ from moiety_platform.errors import (
     ContextTooLong,
     EngineFailed,
     NotFound,
+    Overloaded,
     PlatformError,
     Unavailable,
 )
@@ -43,6 +44,7 @@ class EngineStream:
         self.inbox = inbox if inbox is not None else Inbox[EngineStream]()
         self.credit_tokens = submit.credit_tokens
         self.num_output_tokens = 0
+        self.accepted: Accepted | None = None
         self.finished: Finished | None = None
         self.ended = False
         self._send = send
@@ -50,6 +52,11 @@ class EngineStream:
         self._next_seq_out = submit.seq + 1
         self._aborted = False
         self._end_waiter: asyncio.Future[None] | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Ended with an error, which is in the inbox or was read from it."""
+        return self.ended and self.finished is None
 
     def extend(self, credit_tokens: int) -> None:
         """Raise the total of output tokens that the engine may emit."""
@@ -75,6 +82,9 @@ class EngineStream:
         self._next_seq_in += 1
         if type(message) is Tokens:
             self._take_tokens(message)
+        elif type(message) is Accepted:
+            self.accepted = message
+            self.inbox.put(self, message)
         elif type(message) is Finished:
             self._take_finished(message)
         elif type(message) is Failed:
@@ -107,11 +117,16 @@ class EngineStream:
         """What comes, to the end, for a stream that has its inbox to itself."""
         while True:
             _, message = await self.inbox.get()
+            if isinstance(message, Accepted):
+                continue
             yield message
             if type(message) is Finished:
                 return
 
     def _take_tokens(self, message: Tokens) -> None:
+        if self.accepted is None:
+            self._break("tokens came before the verdict")
+            return
         if message.position != self.num_output_tokens:
             self._break(f"tokens from position {message.position} came where {self.num_output_tokens} was due")
             return
@@ -155,8 +170,15 @@ def error_of(failed: Failed) -> PlatformError:
         case FailureCode.INVALID_REQUEST:
             return BadRequest(failed.message)
         case FailureCode.OVERLOADED:
-            return Unavailable(failed.message, code="overloaded", retry_after_s=1)
+            return _overload_of(failed)
         case FailureCode.DRAINING:
             return Unavailable(failed.message, code="engine_draining", retry_after_s=1)
         case FailureCode.ENGINE_FAILED:
             return EngineFailed(failed.message)
+
+
+def _overload_of(failed: Failed) -> PlatformError:
+    """The scheduler's verdict has a reason; an engine without one is still loading its model."""
+    if failed.reason is None:
+        return Unavailable(failed.message, code="overloaded", retry_after_s=1)
+    return Overloaded(failed.message, failed.reason, retry_after_s=failed.retry_after_s)

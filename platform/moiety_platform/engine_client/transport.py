@@ -86,7 +86,13 @@ class ZmqEngineClient:
         if session is None or session.card is None:
             return EngineState(self._address, False, self._reason, self._last_card, None, 0)
         return EngineState(
-            self._address, not session.refusal, session.refusal, session.card, session.load, len(session.streams)
+            self._address,
+            not session.refusal,
+            session.refusal,
+            session.card,
+            session.load,
+            len(session.streams),
+            self._clock.monotonic() - session.load_at_s,
         )
 
     async def start(self) -> None:
@@ -155,6 +161,7 @@ class _Session:
         self.streams: dict[str, EngineStream] = {}
         self.card: Card | None = None
         self.load: Load | None = None
+        self.load_at_s = clock.monotonic()
         self.refusal = ""
         self._on_card = on_card
         self._clock = clock
@@ -256,7 +263,7 @@ class _Session:
         if isinstance(message, Card):
             self._take_card(message)
         elif isinstance(message, Load):
-            self.load = message
+            self.load, self.load_at_s = message, self._heard_at_s
             if self.card is not None and message.engine_id != self.card.engine_id:
                 self._lose("the engine was restarted")
         else:

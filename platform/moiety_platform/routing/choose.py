@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import NotFound, Unavailable
+from moiety_wire.classes import ServiceClass
 
 MODEL_NOT_FOUND = "model_not_found"
+WAIT_GRAIN = 0.25  # of the promised wait: predictions that differ by less are the same
 
 
-def choose(engines: Sequence[EngineState], model: str) -> EngineState:
-    """The healthy engine of that model with the least to do; the earliest listed wins a tie.
+def choose(engines: Sequence[EngineState], model: str, service: ServiceClass | None = None) -> EngineState:
+    """The healthy engine of that model with the shortest predicted wait in the class, then with the least to do; the
+    earliest listed wins a tie.
     Raises NotFound if no engine has that model, Unavailable if none of those that have it can take a request."""
     candidates = [engine for engine in engines if engine.card is not None and engine.card.model == model]
     if not candidates:
@@ -24,12 +28,22 @@ def choose(engines: Sequence[EngineState], model: str) -> EngineState:
         raise Unavailable(
             f"no engine for {model!r} can take a request now; try again shortly", code="no_engine", retry_after_s=1
         )
-    return min(able, key=_work)
+    return min(able, key=lambda engine: (_wait(engine, service), *_work(engine)))
 
 
 def model_not_found(model: str, served: Sequence[str]) -> str:
     """What a client is told that asked for a model it cannot have."""
     return f"the model {model!r} does not exist or your key may not use it; available: {', '.join(served) or 'none'}"
+
+
+def _wait(engine: EngineState, service: ServiceClass | None) -> float:
+    """The predicted wait in grains of what the class promises. An engine that says nothing of the class has not had it
+    yet; one that has said nothing at all for long comes last."""
+    if service is None or not engine.load_is_fresh:
+        return math.inf
+    load = engine.class_load(service.name)
+    promised_s = service.max_queue_s if service.ttft_s is None else service.ttft_s
+    return 0.0 if load is None else load.predicted_ttft_s // (WAIT_GRAIN * promised_s)
 
 
 def _work(engine: EngineState) -> tuple[int, float]:

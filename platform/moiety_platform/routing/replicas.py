@@ -9,7 +9,8 @@ from typing import Self
 
 from moiety_platform.engine_client.base import EngineClient, EngineState
 from moiety_platform.routing.choose import choose
-from moiety_wire.messages import Card
+from moiety_wire.classes import ServiceClass
+from moiety_wire.messages import Card, ClassLoad
 
 
 class Replicas:
@@ -30,11 +31,17 @@ class Replicas:
     def states(self) -> list[EngineState]:
         return [client.state for client in self._clients.values()]
 
-    def choose(self, model: str) -> tuple[EngineClient, Card]:
-        """The client to submit to, and the card of its engine. Raises NotFound or Unavailable."""
-        state = choose(self.states(), model)
-        assert state.card is not None, "choose returns engines that have a card"
-        return self._clients[state.address], state.card
+    def choose(self, model: str, service: ServiceClass) -> tuple[EngineClient, ClassLoad | None]:
+        """The client to submit a request of that class to, and what its engine said of the class lately. Raises
+        NotFound or Unavailable."""
+        state = choose(self.states(), model, service)
+        return self._clients[state.address], state.class_load(service.name)
+
+    def card(self, model: str) -> Card:
+        """The card of an engine that can take a request. Raises NotFound or Unavailable."""
+        card = choose(self.states(), model).card
+        assert card is not None, "choose returns engines that have a card"
+        return card
 
     def cards(self) -> dict[str, Card]:
         """The card of every model that some engine has shown, by model name; of healthy engines where possible."""

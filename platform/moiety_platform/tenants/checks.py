@@ -9,7 +9,7 @@ import string
 from datetime import UTC, datetime
 
 from moiety_platform.errors import BadRequest
-from moiety_platform.tenants.models import MAX_NAME_LENGTH, ServiceClass, TenantStatus
+from moiety_platform.tenants.models import MAX_NAME_LENGTH, TenantStatus
 
 MAX_WEIGHT = 1000.0
 MIN_WEIGHT = 0.001
@@ -55,14 +55,6 @@ def check_weight(weight: float) -> float:
     if not math.isfinite(weight) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
         raise BadRequest(f"'weight' must be a number from {MIN_WEIGHT} to {MAX_WEIGHT:g}.", param="weight")
     return weight
-
-
-def check_service_class(name: str) -> str:
-    """One of the classes that this deployment has."""
-    if name not in frozenset(ServiceClass):
-        known = ", ".join(ServiceClass)
-        raise BadRequest(f"There is no such service class; choose one of: {known}.", param="service_class")
-    return name
 
 
 def check_status(status: str) -> str:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from sqlalchemy import JSON, CheckConstraint, Double, ForeignKey, Index, LargeBinary, String, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
+from moiety_platform.classes.models import MAX_CLASS_NAME_LENGTH
 from moiety_platform.db.base import Base, UtcDateTime
 
 MAX_NAME_LENGTH = 100
@@ -17,15 +18,6 @@ ID_LENGTH = 32
 class TenantStatus(StrEnum):
     ACTIVE = "active"
     SUSPENDED = "suspended"
-
-
-class ServiceClass(StrEnum):
-    """The classes of service that are shipped, best first."""
-
-    PRIORITY = "priority"
-    STANDARD = "standard"
-    FLEX = "flex"
-    BATCH = "batch"
 
 
 class Tenant(Base):
@@ -41,7 +33,7 @@ class Tenant(Base):
 
     id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
     name: Mapped[str] = mapped_column(String(MAX_NAME_LENGTH), unique=True)
-    service_class: Mapped[str] = mapped_column(String(32))
+    service_class: Mapped[str] = mapped_column(String(MAX_CLASS_NAME_LENGTH), ForeignKey("service_classes.name"))
     weight: Mapped[float] = mapped_column(Double)
     status: Mapped[str] = mapped_column(String(16))
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)

@@ -6,14 +6,15 @@ from datetime import datetime
 
 import msgspec
 
-from moiety_platform.tenants.models import Project, ServiceClass, Tenant
+from moiety_platform.tenants.models import Project, Tenant
+from moiety_wire.classes import STANDARD
 
 
 class NewTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tenant to be made."""
 
     name: str
-    service_class: str = ServiceClass.STANDARD
+    service_class: str = STANDARD.name
     weight: float = 1.0
 
 

@@ -9,9 +9,10 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.classes.service import require_class
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import Conflict, NotFound
-from moiety_platform.tenants.checks import check_name, check_service_class, check_status, check_weight, is_id, new_id
+from moiety_platform.tenants.checks import check_name, check_status, check_weight, is_id, new_id
 from moiety_platform.tenants.models import Project, Tenant, TenantStatus
 from moiety_platform.tenants.schemas import (
     NewProject,
@@ -29,7 +30,7 @@ async def create_tenant(session: AsyncSession, new: NewTenant, now: datetime) ->
     tenant = Tenant(
         id=new_id("ten"),
         name=check_name(new.name),
-        service_class=check_service_class(new.service_class),
+        service_class=await require_class(session, new.service_class),
         weight=check_weight(new.weight),
         status=TenantStatus.ACTIVE,
         created_at=now,
@@ -64,7 +65,7 @@ async def change_tenant(session: AsyncSession, tenant_id: str, change: TenantCha
     if not isinstance(change.name, msgspec.UnsetType):
         tenant.name = check_name(change.name)
     if not isinstance(change.service_class, msgspec.UnsetType):
-        tenant.service_class = check_service_class(change.service_class)
+        tenant.service_class = await require_class(session, change.service_class)
     if not isinstance(change.weight, msgspec.UnsetType):
         tenant.weight = check_weight(change.weight)
     if not isinstance(change.status, msgspec.UnsetType):

@@ -39,3 +39,5 @@ class UsageRecord(Base):
     ttft_ms: Mapped[float | None] = mapped_column(Double)
     duration_ms: Mapped[float] = mapped_column(Double)
     error_code: Mapped[str | None] = mapped_column(Text)
+    num_preemptions: Mapped[int] = mapped_column(server_default="0")
+    sla_attained: Mapped[bool | None]

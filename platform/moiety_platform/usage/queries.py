@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, Select, case, cast, func, select
+from sqlalchemy import BigInteger, ColumnElement, Double, Select, case, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
@@ -159,6 +159,7 @@ def _sums() -> list[ColumnElement[Any]]:
     def count_of(outcome: str) -> ColumnElement[int]:
         return total(case((UsageRecord.outcome == outcome, 1), else_=0))
 
+    kept = case((UsageRecord.sla_attained.is_(True), 1), (UsageRecord.sla_attained.is_(False), 0))  # else null
     return [
         func.count(),
         count_of("failed"),
@@ -169,6 +170,8 @@ def _sums() -> list[ColumnElement[Any]]:
         total(UsageRecord.output_tokens),
         func.avg(UsageRecord.ttft_ms),
         func.avg(UsageRecord.duration_ms),
+        total(UsageRecord.num_preemptions),
+        func.avg(cast(kept, Double)),
     ]
 
 

@@ -13,7 +13,10 @@ CONNECTION_LOST = 499
 class UsageRow:
     """One authenticated request. Tokens are counts; `*_ms` are milliseconds, None where the request did not get there.
 
-    `outcome` is one of: stop, length, disconnected, failed, rejected (refused before it reached an engine).
+    `outcome` is one of: stop, length, disconnected, failed, rejected (refused before anything was generated).
+    `service_class` is the class that was served, or would have been. `sla_attained` says whether its promise was kept:
+    the first token and the last one by their deadlines, or the end by its own; rejected for overload is not kept, and
+    None is what the promise did not cover (a bad request, a client that left in time).
     `http_status` is what the client was answered (499 after a disconnect, and where the gateway was killed)."""
 
     request_id: str
@@ -34,6 +37,8 @@ class UsageRow:
     ttft_ms: float | None
     duration_ms: float
     error_code: str | None = None
+    num_preemptions: int = 0
+    sla_attained: bool | None = None
 
 
 def killed(row: UsageRow) -> UsageRow:
@@ -50,4 +55,6 @@ def killed(row: UsageRow) -> UsageRow:
         ttft_ms=None,
         duration_ms=0.0,
         error_code=GATEWAY_KILLED,
+        num_preemptions=0,
+        sla_attained=False,
     )

@@ -21,6 +21,8 @@ class UsageTotals(msgspec.Struct, frozen=True):
     output_tokens: int
     mean_ttft_ms: float | None
     mean_duration_ms: float | None
+    preemptions: int
+    attainment: float | None  # share of the requests with a promise that had it kept; rejected ones did not
 
 
 class UsageGroup(msgspec.Struct, frozen=True):
@@ -60,6 +62,8 @@ class RequestView(msgspec.Struct, frozen=True):
     ttft_ms: float | None
     duration_ms: float
     error_code: str | None
+    num_preemptions: int
+    sla_attained: bool | None
 
     @classmethod
     def of(cls, record: UsageRecord) -> RequestView:

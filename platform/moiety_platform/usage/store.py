@@ -18,7 +18,7 @@ MAX_TEXT_LENGTH = 256
 _FIELDS = tuple(field.name for field in dataclasses.fields(UsageRow))
 _INT64_MAX = 2**63 - 1
 _INT32_MAX = 2**31 - 1
-_INT32_FIELDS = frozenset({"http_status", "num_choices"})
+_INT32_FIELDS = frozenset({"http_status", "num_choices", "num_preemptions"})
 
 
 async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:

@@ -1,0 +1,111 @@
+"""One request of the scripted core, and the counters of each class. Knows no other request."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from moiety_engine.messages import CoreEvent, CoreFinish, CoreLogprob, CoreSubmit
+from moiety_engine.scripted.script import Script
+from moiety_wire.messages import ClassLoad, EventKind, FinishReason
+
+
+class ScriptedRequest:
+    """Owned by the ScriptedEngine."""
+
+    def __init__(self, submit: CoreSubmit, script: Script) -> None:
+        self.submit = submit
+        self.served_class = ""  # until it is admitted
+        self.answer = list(script.tokens) if script.tokens else submit.prompt_ids
+        self.credit_tokens = submit.credit_tokens
+        self.credit_is_last = False
+        self.num_output = 0
+        self.num_blocks = -(-(len(submit.prompt_ids) + submit.max_tokens) // script.block_size)
+        self.scheduled_unix_ns = 0
+        self.first_token_unix_ns = 0
+        self.events: list[CoreEvent] = []
+        self.num_recomputed = 0
+        self._script = script
+
+    @property
+    def key(self) -> int:
+        return self.submit.key
+
+    @property
+    def can_go_on(self) -> bool:
+        return self.num_output < self.credit_tokens or self.credit_is_last
+
+    def next_token(self) -> int:
+        at, submit = self.num_output, self.submit
+        is_over = at >= len(self.answer) and at >= submit.min_tokens
+        if is_over and self._script.end_token_id in submit.stop_token_ids:
+            return self._script.end_token_id
+        return self.answer[at % len(self.answer)]
+
+    def end_after(self, token_id: int) -> tuple[FinishReason, str] | None:
+        """Why this token, which has been counted, ends the request; None if it does not."""
+        if token_id in self.submit.stop_token_ids and self.num_output > self.submit.min_tokens:
+            return FinishReason.STOP, ""
+        if self.num_output >= self.submit.max_tokens:
+            return FinishReason.LENGTH, "max_tokens"
+        return None
+
+    def logprobs(self, token_ids: list[int]) -> list[CoreLogprob] | None:
+        """Made up, but in order: the chosen token is the best, its followers in the vocabulary come next."""
+        count = self.submit.sampling.num_logprobs
+        if count is None:
+            return None
+        size = self._script.vocab_size
+        return [
+            CoreLogprob(-0.5, [(t + i) % size for i in range(count)], [-0.5 - i for i in range(count)])
+            for t in token_ids
+        ]
+
+    def finish(self, reason: FinishReason, detail: str, now_unix_ns: int) -> CoreFinish:
+        return CoreFinish(
+            reason=reason,
+            detail=detail,
+            num_cached_tokens=0,
+            num_output_tokens=self.num_output,
+            scheduled_unix_ns=self.scheduled_unix_ns,
+            first_token_unix_ns=self.first_token_unix_ns,
+            finished_unix_ns=now_unix_ns,
+            served_class=self.served_class,
+            events=self.events,
+            num_recomputed_tokens=self.num_recomputed,
+        )
+
+
+class ClassCounters:
+    """What has happened in one class since the start."""
+
+    def __init__(self) -> None:
+        self.admitted = self.downgraded = self.relegated = self.boosted = self.recomputed = 0
+        self.rejected: Counter[str] = Counter()
+        self.preempted: Counter[str] = Counter()
+
+    def count(self, event: CoreEvent, num_recomputed: int) -> None:
+        self.recomputed += num_recomputed
+        match event.kind:
+            case EventKind.PREEMPTED:
+                self.preempted[event.reason.value] += 1
+            case EventKind.RELEGATED:
+                self.relegated += 1
+            case EventKind.BOOSTED:
+                self.boosted += 1
+            case _:
+                pass
+
+    def load(self, name: str, num_waiting: int, num_running: int, predicted_ttft_s: float) -> ClassLoad:
+        return ClassLoad(
+            name=name,
+            num_waiting=num_waiting,
+            num_running=num_running,
+            predicted_ttft_s=predicted_ttft_s,
+            admitted_total=self.admitted,
+            rejected_total=dict(self.rejected),
+            downgraded_total=self.downgraded,
+            preempted_total=dict(self.preempted),
+            relegated_total=self.relegated,
+            boosted_total=self.boosted,
+            recomputed_tokens_total=self.recomputed,
+        )

@@ -1,0 +1,1 @@
+"""Who may enter: bounds on what is in flight, and early refusals of what is hopeless."""

@@ -1,0 +1,40 @@
+"""Early refusal: a pure decision over what an engine last said of a class.
+
+The engine's own verdict is exact and comes with every request; this one only keeps a flood off the wire. So it refuses
+what is hopeless beyond doubt, and nothing where it knows nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moiety_wire.classes import OverloadAction, ServiceClass
+from moiety_wire.messages import ClassLoad, Reason
+
+HOPELESS = 2.0  # times the longest wait of the class
+MIN_RETRY_S = 1.0
+MAX_RETRY_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request is turned away, and when it is worth coming back."""
+
+    reason: Reason
+    retry_after_s: float
+    message: str
+
+
+def refuse_hopeless(service: ServiceClass, load: ClassLoad | None) -> Refusal | None:
+    """None lets the request go on to the engine. `load` is None where nothing recent is known of the class."""
+    if load is None or service.on_overload is not OverloadAction.REJECT:
+        return None
+    if load.predicted_ttft_s <= HOPELESS * service.max_queue_s:
+        return None
+    retry_after_s = min(max(load.predicted_ttft_s - service.max_queue_s, MIN_RETRY_S), MAX_RETRY_S)
+    message = (
+        f"the class {service.name!r} is overloaded: the first token would take about {load.predicted_ttft_s:.0f} s, "
+        f"and the longest wait is to be {service.max_queue_s:g} s; try again in {retry_after_s:.0f} s, or ask for a "
+        "lower service_tier"
+    )
+    return Refusal(Reason.PREDICTED_LATE, retry_after_s, message)

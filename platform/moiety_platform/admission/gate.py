@@ -1,0 +1,66 @@
+"""How much each tenant has in flight at this gateway, and the bound on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from moiety_platform.clock import Clock
+from moiety_platform.errors import Overloaded
+from moiety_wire.messages import Reason
+
+MIN_RETRY_S = 1.0
+MAX_RETRY_S = 60.0
+MEMORY = 0.9  # how much of the mean time between ends stays at each end
+
+
+@dataclass(slots=True)
+class _Tenant:
+    num_inflight: int = 0
+    last_end_s: float | None = None
+    gap_s: float | None = None  # mean time between the ends of two of its sequences
+
+
+class AdmissionGate:
+    """Counts sequences (prompts × n), since each is a request to an engine. One event loop."""
+
+    def __init__(self, max_inflight_per_tenant: int, clock: Clock) -> None:
+        self._limit = max_inflight_per_tenant
+        self._clock = clock
+        self._tenants: dict[str, _Tenant] = {}
+
+    @contextmanager
+    def hold(self, tenant_id: str, num_sequences: int) -> Iterator[None]:
+        """Count a request as in flight. Raises Overloaded where that is more than the tenant may have; one that is
+        larger than the bound by itself gets in when nothing else is there."""
+        tenant = self._tenants.setdefault(tenant_id, _Tenant())
+        if tenant.num_inflight and tenant.num_inflight + num_sequences > self._limit:
+            raise Overloaded(
+                f"{tenant.num_inflight} sequences of this tenant are in flight, and {self._limit} are allowed; wait "
+                "for some to end, then try again",
+                Reason.TENANT_QUEUE_FULL,
+                retry_after_s=_retry_after_s(tenant, tenant.num_inflight + num_sequences - self._limit),
+            )
+        tenant.num_inflight += num_sequences
+        try:
+            yield
+        finally:
+            self._leave(tenant_id, tenant, num_sequences)
+
+    def _leave(self, tenant_id: str, tenant: _Tenant, num_sequences: int) -> None:
+        tenant.num_inflight -= num_sequences
+        if not tenant.num_inflight:
+            del self._tenants[tenant_id]
+            return
+        now_s = self._clock.monotonic()
+        if tenant.last_end_s is not None:
+            gap_s = (now_s - tenant.last_end_s) / num_sequences
+            tenant.gap_s = gap_s if tenant.gap_s is None else MEMORY * tenant.gap_s + (1 - MEMORY) * gap_s
+        tenant.last_end_s = now_s
+
+
+def _retry_after_s(tenant: _Tenant, num_too_many: int) -> float:
+    """When so many of the tenant's sequences will have ended, if they go on to end as they did."""
+    wait_s = MIN_RETRY_S if tenant.gap_s is None else num_too_many * tenant.gap_s
+    return min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)

@@ -1,0 +1,92 @@
+"""What a class may be, alone and beside the others. Pure; every failure is a BadRequest that says what to do."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from moiety_platform.classes.models import MAX_CLASS_NAME_LENGTH
+from moiety_platform.classes.terms import ClassTerms
+from moiety_platform.errors import BadRequest
+from moiety_wire.classes import OverloadAction
+
+MAX_RANK = 1000
+MAX_SECONDS = 30 * 86_400.0
+MIN_SECONDS = 0.001
+MAX_WEIGHT = 1000.0
+MIN_WEIGHT = 0.001
+MAX_PRICE_FACTOR = 100.0
+
+_NAME = re.compile(rf"[a-z][a-z0-9-]{{0,{MAX_CLASS_NAME_LENGTH - 1}}}", re.ASCII)
+_TIMES = ("ttft_s", "tpot_s", "completion_s", "max_queue_s")
+
+
+def is_class_name(name: str) -> bool:
+    """Whether this could be a class's name at all; what could not need not be looked up."""
+    return _NAME.fullmatch(name) is not None
+
+
+def check_class_name(name: str) -> str:
+    if not is_class_name(name):
+        raise BadRequest(
+            f"'name' must have 1 to {MAX_CLASS_NAME_LENGTH} lower-case letters, digits and hyphens, and begin with a "
+            "letter, such as 'gold-2'.",
+            param="name",
+        )
+    return name
+
+
+def parse_action(action: str) -> OverloadAction:
+    if action not in frozenset(OverloadAction):
+        raise BadRequest(f"'on_overload' must be one of: {', '.join(OverloadAction)}.", param="on_overload")
+    return OverloadAction(action)
+
+
+def check_terms(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> None:
+    """One class, beside the others of the deployment."""
+    service = terms.service
+    if not 0 <= service.rank <= MAX_RANK:
+        raise BadRequest(f"'rank' must be from 0 (best) to {MAX_RANK}.", param="rank")
+    _check_range("weight", service.weight, MIN_WEIGHT, MAX_WEIGHT)
+    for name in _TIMES:
+        value = getattr(service, name)
+        if value is not None:
+            _check_range(name, value, MIN_SECONDS, MAX_SECONDS)
+    _check_range("ttft_per_1k_s", service.ttft_per_1k_s, 0.0, MAX_SECONDS)
+    _check_range("price_factor", terms.price_factor, 0.0, MAX_PRICE_FACTOR)
+    if complaint := service.complaint():
+        raise BadRequest(f"The class {service.name!r} makes no promise that can be kept: {complaint}.")
+    _check_downgrade(terms, classes)
+    for other in classes.values():
+        if other.downgrade_to == service.name and other.service.rank >= service.rank:
+            raise BadRequest(
+                f"The class {other.service.name!r} (rank {other.service.rank}) falls back to {service.name!r}, so its "
+                f"rank must stay above {other.service.rank}; change that class's 'downgrade_to' first.",
+                param="rank",
+            )
+
+
+def _check_downgrade(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> None:
+    """A fallback has a higher rank number, so that no chain of them can lead back."""
+    service, target = terms.service, terms.downgrade_to
+    lower = [name for name, other in classes.items() if other.service.rank > service.rank and name != service.name]
+    choice = f"choose one of: {', '.join(sorted(lower))}" if lower else "there is none yet, so make one first"
+    if target is None:
+        if service.on_overload is OverloadAction.DOWNGRADE:
+            raise BadRequest(
+                f"'downgrade_to' is missing: with 'on_overload' downgrade it must name a class of a rank above "
+                f"{service.rank}; {choice}.",
+                param="downgrade_to",
+            )
+        return
+    if target not in lower:
+        raise BadRequest(
+            f"'downgrade_to' must name another class, of a rank above {service.rank} (a lower one); {choice}.",
+            param="downgrade_to",
+        )
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise BadRequest(f"'{name}' must be a number from {low:g} to {high:g}.", param=name)

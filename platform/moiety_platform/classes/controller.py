@@ -1,0 +1,66 @@
+"""/admin/v1/classes. Maps HTTP to the service; who may call is the router's affair."""
+
+from __future__ import annotations
+
+from litestar import Controller, delete, get, patch, post
+from litestar.di import NamedDependency
+from litestar.params import FromPath, JSONBody
+
+from moiety_platform.classes import service
+from moiety_platform.classes.cache import ClassCache
+from moiety_platform.classes.schemas import ClassChange, ClassList, ClassView, NewClass
+from moiety_platform.db.session import Database
+
+
+class ClassController(Controller):
+    """Service classes. An edit holds from the next request on, and at every other gateway within seconds."""
+
+    path = "/classes"
+    tags = ("classes",)
+
+    @get()
+    async def list_classes(self, database: NamedDependency[Database]) -> ClassList:
+        """All classes, best first."""
+        async with database.read() as session:
+            found = await service.load_classes(session)
+        return ClassList([ClassView.of(terms) for terms in found.values()])
+
+    @get("/{name:str}")
+    async def get_class(self, database: NamedDependency[Database], name: FromPath[str]) -> ClassView:
+        """One class."""
+        async with database.read() as session:
+            return ClassView.of(await service.get_class(session, name))
+
+    @post()
+    async def create_class(
+        self, database: NamedDependency[Database], classes: NamedDependency[ClassCache], data: JSONBody[NewClass]
+    ) -> ClassView:
+        """Make a class."""
+        async with database.write() as session:
+            made = await service.create_class(session, data)
+        classes.forget()
+        return ClassView.of(made)
+
+    @patch("/{name:str}")
+    async def change_class(
+        self,
+        database: NamedDependency[Database],
+        classes: NamedDependency[ClassCache],
+        name: FromPath[str],
+        data: JSONBody[ClassChange],
+    ) -> ClassView:
+        """Change a class's rank, promises, price or what happens at overload."""
+        async with database.write() as session:
+            changed = await service.change_class(session, name, data)
+        classes.forget()
+        return ClassView.of(changed)
+
+    @delete("/{name:str}", status_code=200)
+    async def delete_class(
+        self, database: NamedDependency[Database], classes: NamedDependency[ClassCache], name: FromPath[str]
+    ) -> ClassView:
+        """Delete a class that is not shipped and that nobody uses; returns what it was."""
+        async with database.write() as session:
+            deleted = await service.delete_class(session, name)
+        classes.forget()
+        return ClassView.of(deleted)

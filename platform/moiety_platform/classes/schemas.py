@@ -1,0 +1,78 @@
+"""What the admin API says and hears of service classes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moiety_platform.classes.terms import SHIPPED_NAMES, ClassTerms
+from moiety_wire.classes import ServiceClass
+
+
+class NewClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A class to be made. Times are seconds; null promises nothing of the kind."""
+
+    name: str
+    rank: int
+    weight: float = 1.0
+    ttft_s: float | None = None
+    ttft_per_1k_s: float = 0.0
+    tpot_s: float | None = None
+    completion_s: float | None = None
+    max_queue_s: float = 600.0
+    preemptible: bool = True
+    on_overload: str = "reject"
+    price_factor: float = 1.0
+    downgrade_to: str | None = None
+
+    @classmethod
+    def of(cls, service: ServiceClass, price_factor: float = 1.0) -> NewClass:
+        return cls(**msgspec.structs.asdict(service), price_factor=price_factor)
+
+
+class ClassChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to change of a class; what is not given stays."""
+
+    rank: int | msgspec.UnsetType = msgspec.UNSET
+    weight: float | msgspec.UnsetType = msgspec.UNSET
+    ttft_s: float | msgspec.UnsetType | None = msgspec.UNSET
+    ttft_per_1k_s: float | msgspec.UnsetType = msgspec.UNSET
+    tpot_s: float | msgspec.UnsetType | None = msgspec.UNSET
+    completion_s: float | msgspec.UnsetType | None = msgspec.UNSET
+    max_queue_s: float | msgspec.UnsetType = msgspec.UNSET
+    preemptible: bool | msgspec.UnsetType = msgspec.UNSET
+    on_overload: str | msgspec.UnsetType = msgspec.UNSET
+    price_factor: float | msgspec.UnsetType = msgspec.UNSET
+    downgrade_to: str | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class ClassView(msgspec.Struct, frozen=True):
+    """A class as the API shows it. `shipped` ones can be edited but not deleted."""
+
+    name: str
+    rank: int
+    weight: float
+    ttft_s: float | None
+    ttft_per_1k_s: float
+    tpot_s: float | None
+    completion_s: float | None
+    max_queue_s: float
+    preemptible: bool
+    on_overload: str
+    price_factor: float
+    downgrade_to: str | None
+    shipped: bool
+
+    @classmethod
+    def of(cls, terms: ClassTerms) -> ClassView:
+        return cls(
+            **msgspec.structs.asdict(terms.service),
+            price_factor=terms.price_factor,
+            downgrade_to=terms.downgrade_to,
+            shipped=terms.service.name in SHIPPED_NAMES,
+        )
+
+
+class ClassList(msgspec.Struct, frozen=True):
+    """All classes, best first."""
+
+    data: list[ClassView]

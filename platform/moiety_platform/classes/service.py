@@ -1,0 +1,136 @@
+"""Makes, finds, changes and deletes service classes, within the caller's transaction. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import msgspec
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.classes.checks import check_class_name, check_terms, is_class_name, parse_action
+from moiety_platform.classes.models import ClassRecord
+from moiety_platform.classes.schemas import ClassChange, NewClass
+from moiety_platform.classes.terms import SHIPPED_NAMES, Catalogue, ClassTerms
+from moiety_platform.errors import BadRequest, Conflict, NotFound
+from moiety_wire.classes import OverloadAction, ServiceClass
+
+MAX_CLASSES = 64  # each labels metrics, here and in every engine
+
+_SERVICE_FIELDS = tuple(name for name in ServiceClass.__struct_fields__ if name not in ("name", "on_overload"))
+
+
+async def load_classes(session: AsyncSession) -> Catalogue:
+    """All classes, best first."""
+    found = await session.scalars(select(ClassRecord).order_by(ClassRecord.rank, ClassRecord.name))
+    return Catalogue({record.name: _terms_of(record) for record in found})
+
+
+async def get_class(session: AsyncSession, name: str) -> ClassTerms:
+    """Raises NotFound."""
+    return _terms_of(await _get(session, name))
+
+
+async def require_class(session: AsyncSession, name: str) -> str:
+    """The name, if there is such a class. Raises BadRequest, which names those that there are."""
+    classes = await load_classes(session)
+    if name not in classes:
+        known = ", ".join(classes)
+        raise BadRequest(f"There is no such service class; choose one of: {known}.", param="service_class")
+    return name
+
+
+async def create_class(session: AsyncSession, new: NewClass) -> ClassTerms:
+    """Raises BadRequest, or Conflict when the name is taken or there are too many."""
+    service = ServiceClass(
+        name=check_class_name(new.name),
+        on_overload=parse_action(new.on_overload),
+        **{field: getattr(new, field) for field in _SERVICE_FIELDS},
+    )
+    terms = ClassTerms(service, new.price_factor, new.downgrade_to)
+    classes = await _lock_classes(session)
+    taken = Conflict(f"A class named {service.name!r} exists already; change it, or choose another name.")
+    if service.name in classes:
+        raise taken
+    if len(classes) >= MAX_CLASSES:
+        raise Conflict(f"There are {MAX_CLASSES} classes already; delete one that no tenant uses.")
+    check_terms(terms, classes)
+    record = ClassRecord(name=service.name)
+    _write(record, terms)
+    session.add(record)
+    try:
+        await session.flush()
+    except IntegrityError as exc:
+        raise taken from exc
+    return terms
+
+
+async def change_class(session: AsyncSession, name: str, change: ClassChange) -> ClassTerms:
+    """Change what is given. Raises NotFound or BadRequest."""
+    classes = await _lock_classes(session)
+    record = await _get(session, name)
+    given = {field: value for field, value in msgspec.structs.asdict(change).items() if value is not msgspec.UNSET}
+    if "on_overload" in given:
+        given["on_overload"] = parse_action(given["on_overload"])
+    old = classes[name]
+    terms = ClassTerms(
+        price_factor=given.pop("price_factor", old.price_factor),
+        downgrade_to=given.pop("downgrade_to", old.downgrade_to),
+        service=msgspec.structs.replace(old.service, **given),
+    )
+    check_terms(terms, classes)
+    _write(record, terms)
+    await session.flush()
+    return terms
+
+
+async def delete_class(session: AsyncSession, name: str) -> ClassTerms:
+    """Raises NotFound, or Conflict for a class that is shipped or in use."""
+    classes = await _lock_classes(session)
+    record = await _get(session, name)
+    if name in SHIPPED_NAMES:
+        raise Conflict(f"The class {name!r} is shipped and tiers rely on it; change it instead.", code="class_shipped")
+    users = [other for other, terms in classes.items() if terms.downgrade_to == name]
+    if users:
+        raise Conflict(
+            f"The class {', '.join(users)} falls back to {name!r}; change its 'downgrade_to' first.",
+            code="class_in_use",
+        )
+    await session.delete(record)
+    try:
+        await session.flush()
+    except IntegrityError as exc:
+        raise Conflict(
+            f"Tenants use the class {name!r}; give them another first (moiety tenant change NAME --class …).",
+            code="class_in_use",
+        ) from exc
+    return classes[name]
+
+
+async def _lock_classes(session: AsyncSession) -> Catalogue:
+    """All classes, none of which another transaction changes meanwhile: what holds between two of them stays true."""
+    await session.execute(select(ClassRecord.name).order_by(ClassRecord.name).with_for_update())
+    return await load_classes(session)
+
+
+async def _get(session: AsyncSession, name: str) -> ClassRecord:
+    record = await session.get(ClassRecord, name) if is_class_name(name) else None
+    if record is None:
+        raise NotFound("There is no class with this name; list them with GET /admin/v1/classes.", param="name")
+    return record
+
+
+def _terms_of(record: ClassRecord) -> ClassTerms:
+    service = ServiceClass(
+        name=record.name,
+        on_overload=OverloadAction(record.on_overload),
+        **{field: getattr(record, field) for field in _SERVICE_FIELDS},
+    )
+    return ClassTerms(service, record.price_factor, record.downgrade_to)
+
+
+def _write(record: ClassRecord, terms: ClassTerms) -> None:
+    for field in _SERVICE_FIELDS:
+        setattr(record, field, getattr(terms.service, field))
+    record.on_overload = terms.service.on_overload.value
+    record.price_factor = terms.price_factor
+    record.downgrade_to = terms.downgrade_to

@@ -1,0 +1,81 @@
+"""A class on the platform's terms, and the choice among them. Pure: knows no store and no HTTP.
+
+On the wire a class is what the scheduler needs; here it also has a price and a fallback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from moiety_wire.classes import FLEX, PRIORITY, SHIPPED, STANDARD, OverloadAction, ServiceClass
+
+SHIPPED_NAMES = frozenset(service.name for service in SHIPPED)
+
+_CLASS_OF_TIER = {"priority": PRIORITY.name, "default": STANDARD.name, "flex": FLEX.name}
+_TIER_OF_CLASS = {PRIORITY.name: "priority", STANDARD.name: "default", FLEX.name: "flex", "batch": "flex"}
+
+
+@dataclass(frozen=True, slots=True)
+class ClassTerms:
+    """One class. `downgrade_to` is the class in which it is served at overload, if its action is to downgrade."""
+
+    service: ServiceClass
+    price_factor: float = 1.0
+    downgrade_to: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenClass:
+    """In which class a request is to be served, and in which if not in that one."""
+
+    service: ServiceClass
+    fallback: ServiceClass | None
+
+    def served(self, name: str) -> ServiceClass:
+        """The class of the two that an engine names as the one it serves; the chosen one for any other name."""
+        return self.fallback if self.fallback is not None and self.fallback.name == name else self.service
+
+
+class Catalogue(Mapping[str, ClassTerms]):
+    """All classes of the deployment at one moment, by name."""
+
+    def __init__(self, terms: Mapping[str, ClassTerms]) -> None:
+        self._terms = dict(terms)
+
+    def __getitem__(self, name: str) -> ClassTerms:
+        return self._terms[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._terms)
+
+    def __len__(self) -> int:
+        return len(self._terms)
+
+    def choose(self, cap: str, tier: str | None) -> ChosenClass:
+        """The class of a tenant whose best is `cap` for a request that asks for `tier` (OpenAI's word, None if it asks
+        for none): the tier's class where that is lower than the tenant's own, else the tenant's own. Raises KeyError
+        for a cap that is not in the catalogue."""
+        own = self._terms[cap]
+        wanted = self._terms.get(_CLASS_OF_TIER.get(tier or "auto", cap), own)
+        chosen = wanted if wanted.service.rank > own.service.rank else own
+        return ChosenClass(chosen.service, self._fallback(chosen))
+
+    def tier_of(self, service: ServiceClass) -> str:
+        """The tier that an answer states for a class: by name for those shipped, by rank for others."""
+        by_name = _TIER_OF_CLASS.get(service.name)
+        if by_name is not None:
+            return by_name
+        if service.rank <= self._rank(PRIORITY):
+            return "priority"
+        return "flex" if service.rank >= self._rank(FLEX) else "default"
+
+    def _fallback(self, terms: ClassTerms) -> ServiceClass | None:
+        if terms.service.on_overload is not OverloadAction.DOWNGRADE or terms.downgrade_to is None:
+            return None
+        return self._terms[terms.downgrade_to].service
+
+    def _rank(self, shipped: ServiceClass) -> int:
+        """A shipped class's rank as it is now."""
+        found = self._terms.get(shipped.name)
+        return shipped.rank if found is None else found.service.rank

@@ -1,0 +1,177 @@
+"""`moiety class …`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from moiety_platform.cli.admin_client import DEFAULT_DATA_DIR, AdminClient, AdminKey, AsJson, DataDirOption, Url
+from moiety_platform.cli.tables import show_row, show_rows
+
+COLUMNS = {
+    "name": "name",
+    "rank": "rank",
+    "weight": "weight",
+    "ttft_s": "TTFT s",
+    "ttft_per_1k_s": "+ s per 1k",
+    "tpot_s": "TPOT s",
+    "completion_s": "done in s",
+    "max_queue_s": "longest wait s",
+    "preemptible": "preemptible",
+    "on_overload": "at overload",
+    "downgrade_to": "falls back to",
+    "price_factor": "price ×",
+}
+NOTHING = "none"
+ROUNDED = 6  # digits; a table shows 0.033 s as it is
+
+app = typer.Typer(no_args_is_help=True, help="Service classes: what is promised, and what happens at overload.")
+
+Name = Annotated[str, typer.Argument(help="Name of the class.")]
+RankOption = Annotated[int | None, typer.Option(help="Lower goes first; classes of one rank share a queue.")]
+WeightOption = Annotated[float | None, typer.Option(help="Multiplies a tenant's own weight within the rank.")]
+TtftOption = Annotated[str | None, typer.Option("--ttft-s", help="Arrival to first token, in seconds, or none.")]
+TtftPer1kOption = Annotated[
+    float | None, typer.Option("--ttft-per-1k-s", help="Allowance for each 1,000 prompt tokens that no cache held.")
+]
+TpotOption = Annotated[str | None, typer.Option("--tpot-s", help="Seconds between tokens, or none.")]
+CompletionOption = Annotated[
+    str | None, typer.Option("--completion-s", help="Arrival to the last token, in seconds, or none.")
+]
+MaxQueueOption = Annotated[
+    float | None, typer.Option("--max-queue-s", help="Longest wait before it is boosted over other classes.")
+]
+PreemptibleOption = Annotated[
+    bool | None,
+    typer.Option("--preemptible/--not-preemptible", help="Whether its memory may be taken once it runs."),
+]
+OverloadOption = Annotated[str | None, typer.Option("--on-overload", help="reject, queue or downgrade.")]
+DowngradeOption = Annotated[
+    str | None, typer.Option("--downgrade-to", help="The lower class that it is served in at overload, or none.")
+]
+PriceOption = Annotated[float | None, typer.Option("--price-factor", help="Multiplies prices; 0.5 is half price.")]
+
+
+@app.command("list")
+def list_classes(
+    url: Url = None, admin_key: AdminKey = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: AsJson = False
+) -> None:
+    """All classes, best first."""
+    rows = AdminClient.connect(url, admin_key, data_dir).get("/classes")["data"]
+    show_rows(rows if as_json else [plain(row) for row in rows], COLUMNS, as_json)
+
+
+@app.command("show")
+def show_class(
+    name: Name,
+    url: Url = None,
+    admin_key: AdminKey = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """One class."""
+    _show(AdminClient.connect(url, admin_key, data_dir).get(f"/classes/{name}"), as_json)
+
+
+@app.command("set")
+def set_class(
+    name: Name,
+    rank: RankOption = None,
+    weight: WeightOption = None,
+    ttft_s: TtftOption = None,
+    ttft_per_1k_s: TtftPer1kOption = None,
+    tpot_s: TpotOption = None,
+    completion_s: CompletionOption = None,
+    max_queue_s: MaxQueueOption = None,
+    preemptible: PreemptibleOption = None,
+    on_overload: OverloadOption = None,
+    downgrade_to: DowngradeOption = None,
+    price_factor: PriceOption = None,
+    url: Url = None,
+    admin_key: AdminKey = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Change a class. It holds from the next request on, and at every gateway within seconds."""
+    change = _given(
+        rank=rank, weight=weight, ttft_s=_seconds("--ttft-s", ttft_s), ttft_per_1k_s=ttft_per_1k_s,
+        tpot_s=_seconds("--tpot-s", tpot_s), completion_s=_seconds("--completion-s", completion_s),
+        max_queue_s=max_queue_s, preemptible=preemptible, on_overload=on_overload, downgrade_to=downgrade_to,
+        price_factor=price_factor,
+    )  # fmt: skip
+    if not change:
+        raise typer.BadParameter("nothing to change; give --ttft-s, --rank or another option")
+    client = AdminClient.connect(url, admin_key, data_dir)
+    _show(client.call("PATCH", f"/classes/{name}", change), as_json)
+
+
+@app.command("create")
+def create_class(
+    name: Name,
+    rank: Annotated[int, typer.Option(help="Lower goes first; classes of one rank share a queue.")],
+    weight: WeightOption = None,
+    ttft_s: TtftOption = None,
+    ttft_per_1k_s: TtftPer1kOption = None,
+    tpot_s: TpotOption = None,
+    completion_s: CompletionOption = None,
+    max_queue_s: MaxQueueOption = None,
+    preemptible: PreemptibleOption = None,
+    on_overload: OverloadOption = None,
+    downgrade_to: DowngradeOption = None,
+    price_factor: PriceOption = None,
+    url: Url = None,
+    admin_key: AdminKey = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Make a class; it needs --ttft-s or --completion-s."""
+    body = _given(
+        name=name, rank=rank, weight=weight, ttft_s=_seconds("--ttft-s", ttft_s), ttft_per_1k_s=ttft_per_1k_s,
+        tpot_s=_seconds("--tpot-s", tpot_s), completion_s=_seconds("--completion-s", completion_s),
+        max_queue_s=max_queue_s, preemptible=preemptible, on_overload=on_overload, downgrade_to=downgrade_to,
+        price_factor=price_factor,
+    )  # fmt: skip
+    _show(AdminClient.connect(url, admin_key, data_dir).call("POST", "/classes", body), as_json)
+
+
+@app.command("delete")
+def delete_class(
+    name: Name,
+    url: Url = None,
+    admin_key: AdminKey = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Delete a class that is not shipped and that no tenant uses."""
+    _show(AdminClient.connect(url, admin_key, data_dir).call("DELETE", f"/classes/{name}"), as_json)
+
+
+def plain(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose numbers keep their small digits in a table."""
+    return {
+        field: f"{value:.{ROUNDED}g}" if isinstance(value, float) and value < 1000 else value
+        for field, value in row.items()
+    }
+
+
+def _show(row: dict[str, Any], as_json: bool) -> None:
+    show_row(row if as_json else plain(row), as_json)
+
+
+def _seconds(option: str, text: str | None) -> float | str | None:
+    """Seconds, NOTHING for none, None where the option was not given."""
+    if text is None:
+        return None
+    if text.lower() == NOTHING:
+        return NOTHING
+    try:
+        return float(text)
+    except ValueError as exc:
+        raise typer.BadParameter(f"{option} takes seconds, such as 0.5, or none; not {text!r}") from exc
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given; `none` becomes null."""
+    given = {field: value for field, value in options.items() if value is not None}
+    return {field: None if value == NOTHING and field != "name" else value for field, value in given.items()}

@@ -1,0 +1,198 @@
+"""The end of each request, told exactly once to everyone who asks.
+
+Usage row, metrics, span and log line are written in one place, when the request's context is left, however it is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import structlog
+
+from moiety_platform.auth.principal import Principal
+from moiety_platform.clock import Clock
+from moiety_platform.completions.disconnect import ClientDisconnected
+from moiety_platform.completions.record import RequestRecord
+from moiety_platform.errors import PlatformError, Unavailable
+from moiety_platform.http_errors import internal_error
+from moiety_platform.metrics import Metrics
+from moiety_platform.traces.tracing import Tracing
+from moiety_platform.usage.row import UsageRow
+
+PROVIDER = "moiety"
+
+STOPPING = Unavailable("the server is stopping; send the request again", code="server_stopping", retry_after_s=1)
+
+log = structlog.get_logger(__name__)
+
+
+class UsageSink(Protocol):
+    """Takes usage rows without blocking."""
+
+    def opened(self, row: UsageRow) -> None: ...
+
+    def record(self, row: UsageRow) -> None: ...
+
+
+class RequestRecorder:
+    """Opens and closes the records of one gateway process."""
+
+    def __init__(self, usage: UsageSink, metrics: Metrics, tracing: Tracing, clock: Clock) -> None:
+        self._usage = usage
+        self._metrics = metrics
+        self._tracing = tracing
+        self._clock = clock
+        self._num_open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Return when no record is open, or after the timeout; says which."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    @asynccontextmanager
+    async def open(
+        self,
+        principal: Principal,
+        *,
+        request_id: str,
+        client_request_id: str,
+        operation: str,
+        endpoint: str,
+        traceparent: str | None,
+        tracestate: str | None,
+    ) -> AsyncIterator[RequestRecord]:
+        """A record for an authenticated request. Leaving it writes the one usage row; errors pass through."""
+        record = RequestRecord(
+            request_id=request_id,
+            client_request_id=client_request_id,
+            operation=operation,
+            endpoint=endpoint,
+            principal=principal,
+            span=self._tracing.start_request(operation, traceparent, tracestate),
+            started_at=self._clock.now(),
+            started_s=self._clock.monotonic(),
+            arrival_unix_ns=self._clock.unix_ns(),
+            on_submitted=lambda record: self._usage.opened(self._row(record)),
+        )
+        self._num_open += 1
+        self._idle.clear()
+        try:
+            yield record
+        except ClientDisconnected:
+            record.disconnected()
+            raise
+        except asyncio.CancelledError:  # the server stops, and its time to drain is over
+            record.failed(STOPPING)
+            raise
+        except PlatformError as exc:
+            record.failed(exc)
+            raise
+        except Exception:
+            record.failed(internal_error())
+            raise
+        finally:
+            self._close(record)
+            self._num_open -= 1
+            if self._num_open == 0:
+                self._idle.set()
+
+    def _close(self, record: RequestRecord) -> None:
+        row = self._row(record)
+        self._usage.record(row)
+        self._metrics.observe(row, record.served_model, _tpot_s(record))
+        if record.admission_outcome and record.chosen is not None:
+            self._metrics.observe_admission(record.chosen.name, record.admission_outcome, record.admission_reason)
+        _describe_span(record, row)
+        record.span.end(record.error_code)
+        log.info(
+            "request",
+            request_id=row.request_id,
+            client_request_id=record.client_request_id,
+            tenant_id=row.tenant_id,
+            endpoint=row.endpoint,
+            model=record.served_model,
+            outcome=row.outcome,
+            status=row.http_status,
+            error_code=row.error_code,
+            service_class=row.service_class,
+            reason=record.admission_reason or None,
+            prompt_tokens=row.prompt_tokens,
+            output_tokens=row.output_tokens,
+            ms=round(row.duration_ms, 1),
+        )
+
+    def _row(self, record: RequestRecord) -> UsageRow:
+        principal, generation = record.principal, record.generation
+        ttft_s = None if record.first_token_s is None else record.first_token_s - record.started_s
+        return UsageRow(
+            request_id=record.request_id,
+            tenant_id=principal.tenant_id,
+            project_id=principal.project_id,
+            key_id=principal.key_id,
+            endpoint=record.endpoint,
+            model=generation.model if generation else "",
+            service_class=record.service_class,
+            started_at=record.started_at,
+            outcome=record.outcome,
+            http_status=record.http_status,
+            num_choices=generation.num_sequences if generation else 0,
+            prompt_tokens=record.prompt_tokens,
+            cached_tokens=record.cached_tokens,
+            output_tokens=record.output_tokens,
+            queue_ms=record.queue_ms,
+            ttft_ms=None if ttft_s is None else ttft_s * 1000,
+            duration_ms=(self._clock.monotonic() - record.started_s) * 1000,
+            error_code=record.error_code,
+            num_preemptions=record.num_preemptions,
+            sla_attained=record.sla_attained(self._clock.monotonic()),
+        )
+
+
+def _tpot_s(record: RequestRecord) -> float | None:
+    """Mean time between the tokens of one sequence, after the first."""
+    if record.first_token_s is None or record.last_token_s is None or record.generation is None:
+        return None
+    num_gaps = record.output_tokens // record.generation.num_sequences - 1
+    return (record.last_token_s - record.first_token_s) / num_gaps if num_gaps > 0 else None
+
+
+def _describe_span(record: RequestRecord, row: UsageRow) -> None:
+    generation = record.generation
+    sampling = generation.sampling if generation else None
+    record.span.describe(
+        f"{record.operation} {record.served_model}",
+        {
+            "gen_ai.operation.name": record.operation,
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": generation.model[:256] if generation else None,
+            "gen_ai.request.choice.count": generation.num_choices if generation else None,
+            "gen_ai.request.max_tokens": generation.max_tokens if generation else None,
+            "gen_ai.request.temperature": sampling.temperature if sampling else None,
+            "gen_ai.request.top_p": sampling.top_p if sampling else None,
+            "gen_ai.request.seed": sampling.seed if sampling else None,
+            "gen_ai.response.id": record.request_id,
+            "gen_ai.response.model": record.served_model if record.reached_engine else None,
+            "gen_ai.response.finish_reasons": record.finish_reasons or None,
+            "gen_ai.usage.input_tokens": record.prompt_tokens,
+            "gen_ai.usage.output_tokens": record.output_tokens,
+            "http.response.status_code": record.http_status,
+            "moiety.tenant_id": record.principal.tenant_id,
+            "moiety.service_class": row.service_class,
+            "moiety.service_class.asked": record.chosen.name if record.chosen else None,
+            "moiety.admission": record.admission_outcome or None,
+            "moiety.reason": record.admission_reason or None,
+            "moiety.preemptions": row.num_preemptions,
+            "moiety.recomputed_tokens": record.num_recomputed_tokens,
+            "moiety.sla_attained": row.sla_attained,
+            "moiety.outcome": record.outcome,
+        },
+    )
