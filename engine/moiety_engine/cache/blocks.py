@@ -5,13 +5,13 @@ A block is *used* (reference count ≥ 1), *cached* (unreferenced, but its conte
 one. used + cached + blank = num_blocks, always.
 
 It knows ids and hashes only: which tensor rows a block stands for is the runner's business, which tokens hash to what
-is `prefix`'s.
+is `prefix`'s, and where evicted contents go is that of whoever set `on_evict`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class NoFreeBlocks(Exception):
@@ -25,6 +25,7 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
+        self.on_evict: Callable[[int, bytes], None] | None = None  # called with a cached block before it is forgotten
         self._references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -84,6 +85,9 @@ class BlockPool:
     def is_free(self, block: int) -> bool:
         return self._references[block] == 0
 
+    def is_shared(self, block: int) -> bool:
+        return self._references[block] > 1
+
     def seal(self, block: int, block_hash: bytes) -> None:
         """A used block is full and its contents have this hash. Where two blocks hold the same contents, the first
         stays the one that is found."""
@@ -95,5 +99,7 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:
+            if self.on_evict is not None:
+                self.on_evict(block, block_hash)
             del self._block_of[block_hash]
             self._hash_of[block] = None

@@ -12,6 +12,8 @@ from moiety_engine.errors import OutOfMemory
 CGROUPS = Path("/sys/fs/cgroup")
 CPU_FRACTION = 0.4  # of the memory that is available once the weights are loaded; the rest is the machine's
 CUDA_FRACTION = 0.85  # of the free device memory, less the workspace; the rest is for activations
+HOST_FRACTION = 0.25  # of the available memory beside a GPU, for the host tier
+HOST_PER_DEVICE = 2  # but no more than so many times the device's KV cache
 CUDA_WORKSPACE_BYTES = 2 << 30  # what gathered attention may take, with some room
 
 
@@ -49,3 +51,25 @@ def num_kv_blocks(*, budget_bytes: int, block_bytes: int, block_size: int, max_r
             f"{2 * block_bytes / 2**20:.1f} MiB: raise --kv-memory-bytes, or lower --block-size"
         )
     return count
+
+
+def num_host_blocks(
+    *, device: torch.device, wanted_bytes: int | None, kv_bytes: int, block_bytes: int, host_bytes: int
+) -> int:
+    """Blocks of the host-memory tier, beside `kv_bytes` of KV cache and with `host_bytes` of memory available; 0 for no
+    tier. Where nothing is said, a GPU gets one and a CPU does not: there it would be the same memory once more.
+    Raises OutOfMemory."""
+    if wanted_bytes is None:
+        given_bytes = min(int(host_bytes * HOST_FRACTION), HOST_PER_DEVICE * kv_bytes)
+        return given_bytes // block_bytes if device.type == "cuda" else 0
+    if wanted_bytes > host_bytes:
+        raise OutOfMemory(
+            f"the KV cache's host tier was given {wanted_bytes / 2**20:.1f} MiB, and {host_bytes / 2**20:.1f} MiB of "
+            "memory are available: lower --host-kv-memory-bytes, or set it to 0 to go without"
+        )
+    if 0 < wanted_bytes < block_bytes:
+        raise OutOfMemory(
+            f"the KV cache's host tier was given {wanted_bytes} bytes, and one block takes {block_bytes}: raise "
+            "--host-kv-memory-bytes, or set it to 0 to go without"
+        )
+    return wanted_bytes // block_bytes

@@ -1,31 +1,54 @@
-"""Blocks for sequences: prefix hits, growth, sealing and return, on top of the pool."""
+"""Blocks for sequences: prefix hits, growth, sealing, swapping and return, on top of the pool and the host tier.
+
+A sequence holds device blocks (`blocks`), or, swapped out, host blocks (`host_blocks`), never both; its `num_computed`
+tokens stand in whichever it holds. Copies between the two are queued as blocks change hands; whoever plans a step takes
+them with `take_copies` once a plan and has them run before the step's forward pass, also when the step is empty.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.host import Copies, HostTier
 from moiety_engine.sequence import Sequence
 
 
-class KvLedger:
-    """Who holds which blocks. The only place that moves blocks between pool and sequences."""
+class Hit(NamedTuple):
+    """A cached block of a prefix: on the device, or on the host, whence it takes a device block and a copy."""
 
-    def __init__(self, pool: BlockPool, block_size: int, *, prefix_caching: bool) -> None:
+    block: int
+    on_host: bool
+
+
+class KvLedger:
+    """Who holds which blocks. The only place that moves blocks between pool, host tier and sequences."""
+
+    def __init__(self, pool: BlockPool, block_size: int, *, prefix_caching: bool, host: HostTier | None = None) -> None:
         self.pool = pool
         self.block_size = block_size
+        self.host = host
+        self.swapped_out_total = 0  # blocks of sequences, those that needed no copy included
+        self.swapped_in_total = 0
         self._prefix_caching = prefix_caching
+        if host is not None:
+            pool.on_evict = host.keep
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def find_prefix(self, sequence: Sequence) -> list[int]:
-        """The longest run of cached blocks that the sequence starts with; its last token is always left to compute."""
-        hits: list[int] = []
+    # ── prefixes ──
+
+    def find_prefix(self, sequence: Sequence) -> list[Hit]:
+        """The longest run of cached blocks that the sequence starts with; its last token is always left to compute.
+        What was found may be gone once blocks have been allocated to others."""
+        hits: list[Hit] = []
         if self._prefix_caching:
             for index in range((len(sequence.tokens) - 1) // self.block_size):
-                block = self.pool.find(sequence.hash_at(index, self.block_size))
-                if block is None:
+                hit = self._find(sequence.hash_at(index, self.block_size))
+                if hit is None:
                     break
-                hits.append(block)
+                hits.append(hit)
         return hits
 
     def next_hash(self, sequence: Sequence, num_hits: int) -> bytes | None:
@@ -34,17 +57,23 @@ class KvLedger:
             return None
         return sequence.hash_at(num_hits, self.block_size)
 
-    def start(self, sequence: Sequence, hits: list[int], num_tokens: int) -> bool:
+    def start(self, sequence: Sequence, hits: list[Hit], num_tokens: int) -> bool:
         """Share the prefix `hits`, if blocks for `num_tokens` tokens in all can be had. False: nothing taken."""
-        num_revived = sum(self.pool.is_free(block) for block in hits)
-        if self.blocks_for(num_tokens) - len(hits) > self.pool.num_free - num_revived:
+        on_device = [hit.block for hit in hits if not hit.on_host]
+        if not self._can_have(self.blocks_for(num_tokens) - len(on_device), beside=on_device):
             return False
-        for block in hits:
-            self.pool.share(block)
-        sequence.blocks = list(hits)
         sequence.num_sealed = len(hits)
+        sequence.blocks = self._bring_in(sequence, hits)
         sequence.num_computed = len(hits) * self.block_size
         return True
+
+    def num_blocks_to_start(self, hits: list[Hit], num_tokens: int) -> int:
+        """Free blocks that `start` and growth to `num_tokens` take from the pool: hits on the host need one each, and
+        hits that nobody uses stop being free."""
+        in_use = sum(not hit.on_host and not self.pool.is_free(hit.block) for hit in hits)
+        return self.blocks_for(num_tokens) - in_use
+
+    # ── growth ──
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Blocks for `num_tokens` tokens in all. False where too few are free: nothing taken."""
@@ -73,9 +102,143 @@ class KvLedger:
             self.pool.seal(sequence.blocks[sequence.num_sealed], block_hash)
             sequence.num_sealed += 1
 
+    def num_unshared(self, sequence: Sequence) -> int:
+        """Device blocks that would be free if the sequence gave up its own."""
+        return sum(not self.pool.is_shared(block) for block in sequence.blocks)
+
     def release(self, sequence: Sequence) -> None:
-        """All blocks back; what was computed is forgotten, but may still be hit by its hashes."""
+        """All blocks back, on the device and on the host; what was computed is forgotten, but may still be hit by its
+        hashes."""
         self.pool.free(reversed(sequence.blocks))
         sequence.blocks = []
+        if self.host is not None:
+            self.host.free(sequence.host_blocks)
+        sequence.host_blocks = []
         sequence.num_sealed = 0
         sequence.num_computed = 0
+
+    # ── the host tier ──
+
+    def can_swap_out(self, sequence: Sequence) -> bool:
+        """Whether the sequence has something computed on the device and the host tier has room for it."""
+        return self._host_places(sequence) is not None
+
+    def num_to_copy_out(self, sequence: Sequence) -> int:
+        """Blocks that swapping out would copy: those whose contents the host tier lacks. Swapping in copies at most
+        all `blocks_for(num_computed)`, less what the device still has by its hash."""
+        return 0 if self.host is None else self._known_on_host(self.host, sequence).count(None)
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Everything computed to the host, every device block back. Nothing is forgotten: `num_computed` stands.
+        Prefix blocks that others share go along by reference, and stay where they are for those others. False where
+        `can_swap_out` is: nothing changed."""
+        host, known = self.host, self._host_places(sequence)
+        if host is None or known is None:
+            return False
+        for host_block in known:
+            if host_block is not None:
+                host.share(host_block)  # before any allocation, which might evict it
+        sequence.host_blocks = [
+            host.take(sequence.blocks[index], self._sealed_hash(sequence, index)) if host_block is None else host_block
+            for index, host_block in enumerate(known)
+        ]
+        self.pool.free(reversed(sequence.blocks))
+        sequence.blocks = []
+        self.swapped_out_total += len(known)
+        return True
+
+    def swap_in(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Back to the device with all that was computed, if blocks for `num_tokens` tokens in all can be had. False:
+        nothing taken, still swapped out."""
+        hits = self._swapped(sequence)
+        on_device = [hit.block for hit in hits if not hit.on_host]
+        num_blocks = max(self.blocks_for(num_tokens), len(hits))
+        if self.host is None or not hits or not self._can_have(num_blocks - len(on_device), beside=on_device):
+            return False
+        sequence.blocks = self._bring_in(sequence, hits)
+        self.host.free(sequence.host_blocks)
+        sequence.host_blocks = []
+        self.swapped_in_total += len(hits)
+        return True
+
+    def num_blocks_to_swap_in(self, sequence: Sequence, num_tokens: int) -> int:
+        """Free blocks that `swap_in` takes from the pool, cached ones that it shares included."""
+        hits = self._swapped(sequence)
+        return self.num_blocks_to_start(hits, max(num_tokens, len(hits) * self.block_size))
+
+    def drop_swapped(self, sequence: Sequence) -> None:
+        """Give up what was swapped out: the host blocks back, to be computed again from the start or from a hit."""
+        assert not sequence.blocks, "a sequence holds blocks on the device and on the host"
+        self.release(sequence)
+
+    def take_copies(self) -> Copies:
+        """What must be copied, once a plan: first all of `outs`, then all of `ins`, then the forward pass."""
+        return Copies([], []) if self.host is None else self.host.take_copies()
+
+    # ── within ──
+
+    def _find(self, block_hash: bytes) -> Hit | None:
+        block = self.pool.find(block_hash)
+        if block is not None:
+            return Hit(block, on_host=False)
+        block = None if self.host is None else self.host.find(block_hash)
+        return None if block is None else Hit(block, on_host=True)
+
+    def _sealed_hash(self, sequence: Sequence, index: int) -> bytes | None:
+        return sequence.hash_at(index, self.block_size) if index < sequence.num_sealed else None
+
+    def _known_on_host(self, host: HostTier, sequence: Sequence) -> list[int | None]:
+        """For each computed device block of the sequence, the host block that has its contents."""
+        known: list[int | None] = []
+        for index in range(self.blocks_for(sequence.num_computed)):
+            block_hash = self._sealed_hash(sequence, index)
+            found = None if block_hash is None else host.find(block_hash)
+            known.append(host.source_of(sequence.blocks[index]) if found is None else found)
+        return known
+
+    def _host_places(self, sequence: Sequence) -> list[int | None] | None:
+        """`_known_on_host`, if the host tier has room for the rest and there is anything to swap."""
+        host = self.host
+        if host is None or sequence.num_computed == 0 or not sequence.blocks:
+            return None
+        known = self._known_on_host(host, sequence)
+        num_revived = sum(block is not None and host.is_free(block) for block in known)
+        return known if known.count(None) <= host.num_free - num_revived else None
+
+    def _swapped(self, sequence: Sequence) -> list[Hit]:
+        """Where the contents of a swapped sequence are to be had, block by block; on the device if still there."""
+        hits = []
+        for index, host_block in enumerate(sequence.host_blocks):
+            block_hash = self._sealed_hash(sequence, index)
+            block = None if block_hash is None else self.pool.find(block_hash)
+            hits.append(Hit(host_block, on_host=True) if block is None else Hit(block, on_host=False))
+        return hits
+
+    def _can_have(self, num_new: int, *, beside: list[int]) -> bool:
+        """Whether so many blocks can be allocated once the blocks `beside` are shared."""
+        num_revived = sum(self.pool.is_free(block) for block in beside)
+        return num_new <= self.pool.num_free - num_revived
+
+    def _bring_in(self, sequence: Sequence, hits: list[Hit]) -> list[int]:
+        """A reference to each hit on the device, a new block and a queued copy for each on the host."""
+        from_host = [hit.block for hit in hits if hit.on_host]
+        for hit in hits:
+            if not hit.on_host:
+                self.pool.share(hit.block)
+        if self.host is None:
+            return [hit.block for hit in hits]
+        for host_block in from_host:
+            self.host.share(host_block)  # before the allocation, which might evict it
+        new = iter(self.pool.allocate(len(from_host)))
+        blocks = []
+        for index, hit in enumerate(hits):
+            block = hit.block
+            if hit.on_host:
+                block = next(new)
+                self.host.fill(hit.block, block)
+                block_hash = self._sealed_hash(sequence, index)
+                if block_hash is not None:
+                    self.pool.seal(block, block_hash)  # whoever finds it runs after the copy
+            blocks.append(block)
+        self.host.free(from_host)
+        return blocks

@@ -1,0 +1,118 @@
+"""The host-memory tier below the block pool: which host block holds what, and which copies that takes.
+
+A host block is *used* (held by swapped-out sequences, or the source of a copy that has not run), *cached* (an evicted
+prefix block that its hash may still hit) or *blank*; used + cached + blank = num_blocks, always. Swapped sequences take
+precedence: they evict cached blocks, least recently used first, and cached blocks never evict them. Blocks of equal
+hash hold equal contents, so two sequences with one prefix share its host blocks and no hash is copied out twice.
+
+Copies are queued while a step is planned and run before its forward pass, all copies out before all copies in. What
+keeps that order right:
+
+- A copy out reads a device block as it was before the step. The device block may be given to someone else at once.
+- A copy in holds a reference to its host block until the queue is taken, so that no copy out overwrites its source.
+- A device block that a queued copy in will fill is not read by a copy out: the content is taken from the host block.
+- A device block has one queued copy in, the newest; where it changed hands after an older one, what that brought would
+  be overwritten anyhow.
+
+It knows ids and hashes only; moving the bytes is the runner's business.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moiety_engine.cache.blocks import BlockPool
+
+
+class Copies(NamedTuple):
+    """What moves before a step's forward pass: all of `outs`, then all of `ins`. Targets are distinct in each."""
+
+    outs: list[tuple[int, int]]  # (device block, host block)
+    ins: list[tuple[int, int]]  # (host block, device block)
+
+
+class HostTier:
+    """Owner of host block ids 0 … num_blocks-1 and of the queued copies. Single-threaded, like the pool above it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._pool = BlockPool(num_blocks)
+        self._out_to: dict[int, int] = {}  # host block → device block
+        self._in_to: dict[int, int] = {}  # device block → host block, which is referenced
+        self.copied_out_total = 0
+        self.copied_in_total = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that sequences can have: blank ones and cached ones."""
+        return self._pool.num_free
+
+    @property
+    def num_used(self) -> int:
+        return self._pool.num_used
+
+    @property
+    def num_cached(self) -> int:
+        return self._pool.num_cached
+
+    @property
+    def num_blank(self) -> int:
+        return self._pool.num_free - self._pool.num_cached
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The host block whose contents have this hash. Takes no reference."""
+        return self._pool.find(block_hash)
+
+    def is_free(self, host_block: int) -> bool:
+        return self._pool.is_free(host_block)
+
+    def source_of(self, device_block: int) -> int | None:
+        """The host block that a queued copy will fill this device block from."""
+        return self._in_to.get(device_block)
+
+    def share(self, host_block: int) -> None:
+        """One more reference."""
+        self._pool.share(host_block)
+
+    def free(self, host_blocks: list[int]) -> None:
+        """One reference less to each, the tail of a prefix before its head."""
+        self._pool.free(reversed(host_blocks))
+
+    def take(self, device_block: int, block_hash: bytes | None) -> int:
+        """A host block with one reference and a copy of this device block, findable if it has a hash. Raises
+        NoFreeBlocks; the caller has seen that the hash is not here and that no copy in is queued for the block."""
+        assert device_block not in self._in_to, f"device block {device_block} has not got its contents yet"
+        (host_block,) = self._pool.allocate(1)
+        if block_hash is not None:
+            assert self._pool.find(block_hash) is None, "a hash is copied out twice"
+            self._pool.seal(host_block, block_hash)
+        self._out_to[host_block] = device_block
+        return host_block
+
+    def keep(self, device_block: int, block_hash: bytes) -> None:
+        """The pool evicts this prefix block: keep its contents if there is room that no sequence holds."""
+        if self._pool.find(block_hash) is None and self._pool.num_free > 0:
+            self._pool.free([self.take(device_block, block_hash)])
+
+    def fill(self, host_block: int, device_block: int) -> None:
+        """Queue a copy in. Takes a reference of its own to the host block."""
+        self._pool.share(host_block)
+        before = self._in_to.get(device_block)
+        self._in_to[device_block] = host_block
+        if before is not None:
+            self._pool.free([before])
+
+    def take_copies(self) -> Copies:
+        """The queued copies, once. They must have run, in order, before those of the next call."""
+        copies = Copies(
+            [(device, host) for host, device in self._out_to.items()],
+            [(host, device) for device, host in self._in_to.items()],
+        )
+        self._pool.free(self._in_to.values())
+        self._out_to, self._in_to = {}, {}
+        self.copied_out_total += len(copies.outs)
+        self.copied_in_total += len(copies.ins)
+        return copies
