@@ -14,19 +14,23 @@ from pathlib import Path
 import torch
 
 from moiety_engine.cache.blocks import BlockPool
-from moiety_engine.config import EngineConfig
+from moiety_engine.cache.host import HostTier
+from moiety_engine.config import Batching, EngineConfig, PolicyName
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreFailure, CoreLoad, CoreOutput, CoreStep, CoreSubmit
 from moiety_engine.model.loading import load_model
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.runner.inputs import BatchBuilder, sampled
-from moiety_engine.runner.memory import kv_budget_bytes, num_kv_blocks
+from moiety_engine.runner.memory import available_bytes, kv_budget_bytes, num_host_blocks, num_kv_blocks
+from moiety_engine.runner.swap import HostKv
 from moiety_engine.sampling import Sampler
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.plan import Chunk, Plan
+from moiety_engine.scheduling.room import SwapCost
 from moiety_engine.scheduling.scheduler import Limits, Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.sequence import Sequence
+from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FailureCode, FinishReason, Sampling
 
 MAX_NUM_LOGPROBS = 20
@@ -58,9 +62,20 @@ class EngineLoop:
         )
         self.max_context_tokens = min(context, num_blocks * self.block_size)
         self.kv = model.allocate_kv(num_blocks, self.block_size)
-        ledger = KvLedger(BlockPool(num_blocks), self.block_size, prefix_caching=config.prefix_caching)
+        block_bytes = model.kv_bytes_per_block(self.block_size)
+        num_host = num_host_blocks(
+            device=model.device,
+            wanted_bytes=config.host_kv_memory_bytes,
+            kv_bytes=num_blocks * block_bytes,
+            block_bytes=block_bytes,
+            host_bytes=available_bytes(),
+        )
+        self._host_kv = HostKv(self.kv, num_host) if num_host else None
+        host = HostTier(num_host) if num_host else None
+        ledger = KvLedger(BlockPool(num_blocks), self.block_size, prefix_caching=config.prefix_caching, host=host)
         limits = Limits(max_batch_tokens, max_running, config.static_batch_size, config.batch_timeout_ms)
-        self.scheduler = Scheduler(ledger, limits, STRATEGIES[config.batching])
+        policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
+        self.scheduler = Scheduler(ledger, limits, STRATEGIES[config.batching], policy)
         self._builder = BatchBuilder(self.block_size, model.device)
         self._sampler = Sampler(model.spec.vocab_size, model.device)
         self._outputs: list[CoreOutput] = []
@@ -91,6 +106,8 @@ class EngineLoop:
     def step(self) -> bool:
         """One step of the model. False: there was nothing to run."""
         plan = self.scheduler.plan(self._clock_ns())
+        if self._host_kv is not None:
+            self._host_kv.run(plan.swap_out, plan.swap_in)
         if not plan.chunks:
             return False
         logits_LV = self.model.forward(self._builder.build(plan), self.kv)
@@ -103,7 +120,10 @@ class EngineLoop:
     def warm_up(self) -> None:
         """Run a prefill and a decode that no request asked for, so that the first request does not pay for compiling
         and lazy initialisation. Leaves nothing behind; only before the first request."""
-        blank = CoreSubmit(0, "", "", [0] * 4, Sampling(), 1, 0, [], 1, b"", 0)
+        if self._host_kv is not None:
+            seconds_per_block = self._host_kv.block_bytes / self._host_kv.measure_bandwidth()
+            self.scheduler.swap_costs(SwapCost(seconds_per_block))
+        blank = CoreSubmit(0, "", STANDARD, [0] * 4, Sampling(), 1, 0, [], 1, b"", 0)
         sequence = Sequence(blank, order=0, seed=0)
         sequence.blocks = list(range(self.scheduler.kv.blocks_for(5)))
         for num_tokens, num_decode in ((4, 0), (1, 1)):
@@ -115,9 +135,11 @@ class EngineLoop:
 
     def take_outputs(self) -> CoreStep | None:
         """What happened since the last call, if anything."""
-        if not self._outputs and not self._failures:
+        admissions, refusals = self.scheduler.take_verdicts()
+        failures = self._failures + refusals
+        if not self._outputs and not failures and not admissions:
             return None
-        step = CoreStep(self._outputs, self._failures, self.load())
+        step = CoreStep(self._outputs, failures, self.load(), admissions)
         self._outputs, self._failures = [], []
         return step
 
@@ -136,6 +158,11 @@ class EngineLoop:
             cached_tokens_total=scheduler.cached_tokens_total,
             output_tokens_total=scheduler.output_tokens_total,
             requests_total=self._requests_total,
+            host_blocks_total=scheduler.kv.host.num_blocks if scheduler.kv.host else 0,
+            host_blocks_used=scheduler.kv.host.num_used if scheduler.kv.host else 0,
+            swapped_out_blocks_total=scheduler.kv.swapped_out_total,
+            swapped_in_blocks_total=scheduler.kv.swapped_in_total,
+            classes=scheduler.class_loads(),
         )
 
     def _emit(self, output: CoreOutput | None) -> None:

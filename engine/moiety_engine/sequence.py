@@ -6,34 +6,73 @@ first `num_computed` of them. A decoding sequence lacks exactly its newest token
 
 from __future__ import annotations
 
+import math
+from enum import IntEnum
+from typing import Any
+
 from moiety_engine.cache.prefix import block_hash, root_hash
-from moiety_engine.messages import CoreSubmit
+from moiety_engine.messages import CoreEvent, CoreSubmit
+from moiety_wire.messages import EventKind, Reason
+
+MAX_EVENTS = 64
+MAX_TRUSTED_DELAY_NS = 10**9  # what a gateway's clock may say the way here took
+
+
+class Place(IntEnum):
+    """Where the scheduler keeps a sequence."""
+
+    WAITING = 0  # never started
+    RUNNING = 1  # in the batch
+    PARKED = 2  # without credit
+    RETURNING = 3  # was in the batch and will be again: preempted, or with new credit
+    ENDED = 4
 
 
 class Sequence:
-    """State of one request. Times are unix nanoseconds, 0 where not reached."""
+    """State of one request. Times are unix nanoseconds, 0 where not reached; deadlines are unix seconds."""
 
     __slots__ = (
         "_hashes",
         "_root",
+        "account",
+        "arrival_s",
         "blocks",
+        "boosted",
+        "bucket",
+        "charged_tokens",
+        "completion_deadline_s",
         "credit_last",
         "credit_tokens",
+        "delay",
+        "due_s",
+        "entry",
+        "events",
         "finished_unix_ns",
+        "first_deadline_s",
         "first_token_unix_ns",
         "ghost",
+        "host_blocks",
         "num_cached",
         "num_computed",
         "num_padded",
         "num_preemptions",
         "num_prompt",
+        "num_recomputed",
         "num_reserved",
         "num_sealed",
+        "on_time",
         "order",
+        "peak_computed",
+        "place",
+        "predicted_output",
         "queued_unix_ns",
+        "relegated",
+        "reserved_tokens",
         "scheduled_unix_ns",
         "seed",
+        "service",
         "submit",
+        "tenant",
         "tokens",
     )
 
@@ -42,15 +81,37 @@ class Sequence:
         self.order = order  # place in the queue, kept through preemption
         self.seed = seed
         self.queued_unix_ns = queued_unix_ns  # by this process's clock; the gateway's may differ
+        trusted_ns = max(submit.arrival_unix_ns, queued_unix_ns - MAX_TRUSTED_DELAY_NS)
+        self.arrival_s = min(queued_unix_ns, trusted_ns) / 1e9  # where its deadlines count from
+        self.service = submit.service  # the class it is served in
+        self.tenant = submit.tenant_id
         self.tokens = list(submit.prompt_ids)
         self.num_prompt = len(submit.prompt_ids)
         self.num_computed = 0
         self.num_cached = 0  # prompt tokens taken from the prefix cache when first scheduled
         self.blocks: list[int] = []
+        self.host_blocks: list[int] = []  # while swapped out: they hold the first `num_computed` tokens
         self.num_sealed = 0  # blocks whose hash the pool knows
         self.credit_tokens = submit.credit_tokens
         self.credit_last = False
         self.num_preemptions = 0
+        self.num_recomputed = 0  # tokens whose KV was computed more than once
+        self.peak_computed = 0  # the most tokens whose KV was there at any time
+        self.place = Place.WAITING
+        self.entry = 0  # raised when it enters or leaves a policy's queue: older entries are void; odd while queued
+        self.delay: Reason | None = None  # what last kept it from starting
+        self.events: list[CoreEvent] = []
+        self.first_deadline_s = math.inf
+        self.due_s = math.inf  # deadline of the next output token, while all before it were in time
+        self.completion_deadline_s = math.inf
+        self.on_time = True  # no deadline has been missed yet
+        self.relegated = False
+        self.boosted = False
+        self.predicted_output = 0.0  # tokens; a prediction, never the truth
+        self.reserved_tokens = 0  # what it may hold in all without losing its protection from preemption
+        self.account: Any = None  # its tenant's, of a policy that keeps accounts
+        self.bucket = 0  # the policy's
+        self.charged_tokens = 0.0  # what its tenant was charged ahead of service
         self.scheduled_unix_ns = 0
         self.first_token_unix_ns = 0
         self.finished_unix_ns = 0
@@ -81,6 +142,35 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         return self.num_output > 0 and self.num_uncomputed == 1
+
+    def enter_queue(self) -> int:
+        """Void what entries it has in a policy's queue, for a new one. 1 if it was not queued, 0 if it was."""
+        was_queued = self.entry & 1
+        self.entry += 2 if was_queued else 1
+        return 1 - was_queued
+
+    def leave_queue(self) -> int:
+        """Void its entry in a policy's queue. 1 if it was queued, 0 if not."""
+        was_queued = self.entry & 1
+        self.entry += was_queued
+        return was_queued
+
+    def token_came(self, now_s: float) -> None:
+        """An output token was made: see whether it was in time, and when the next one is due."""
+        if self.due_s == math.inf:
+            return
+        if now_s > self.due_s:
+            self.on_time = False
+            self.due_s = math.inf
+        else:
+            pace = self.service.tpot_s
+            self.due_s = math.inf if pace is None else self.due_s + pace
+
+    def note(self, unix_ns: int, kind: EventKind, reason: Reason, other: int = 0) -> None:
+        """Remember a decision about this request; of very many, the first and the newest are kept."""
+        if len(self.events) == MAX_EVENTS:
+            del self.events[MAX_EVENTS // 2]
+        self.events.append(CoreEvent(unix_ns, kind, reason, other))
 
     def hash_at(self, index: int, block_size: int) -> bytes:
         """The hash of full block `index`; its tokens must be known."""

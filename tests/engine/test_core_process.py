@@ -14,6 +14,7 @@ import zmq
 
 from moiety_engine.config import EngineConfig
 from moiety_engine.messages import CoreAbort, CoreHello, CoreShutdown, CoreState, CoreStep, CoreSubmit, ToCore, ToFront
+from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling
 
 DEADLINE_MS = 60_000
@@ -85,7 +86,7 @@ def start() -> Iterator[object]:
 def _submit(key: int, *, num_prompt: int = 3, max_tokens: int = 5) -> CoreSubmit:
     sampling = Sampling(temperature=0.0)
     prompt_ids = [5 + i for i in range(num_prompt)]
-    return CoreSubmit(key, "t", "standard", prompt_ids, sampling, max_tokens, 0, [], max_tokens, b"s", 0)
+    return CoreSubmit(key, "t", STANDARD, prompt_ids, sampling, max_tokens, 0, [], max_tokens, b"s", 0)
 
 
 def test_the_core_tells_its_load_while_prompts_bring_no_output_and_while_it_is_idle(

@@ -16,6 +16,7 @@ from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
+from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FailureCode, FinishReason, Sampling
 
 BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · tokens · float32
@@ -27,7 +28,7 @@ def make_submit(
     return CoreSubmit(
         key=key,
         tenant_id="t",
-        service_class="standard",
+        service=STANDARD,
         prompt_ids=prompt,
         sampling=Sampling(**({"temperature": 0.0} | sampling)),
         max_tokens=max_tokens,
@@ -93,7 +94,7 @@ def test_preempted_requests_get_the_tokens_of_an_undisturbed_run(loops: Any, alo
     outputs: dict[int, list[int]] = {key: [] for key in alone}
     while not loop.scheduler.idle:
         loop.step()
-        preempted += any(s.num_preemptions for s in loop.scheduler._by_key.values())
+        preempted += any(s.num_preemptions for s in loop.scheduler.places.by_key.values())
         step = loop.take_outputs()
         for output in step.outputs if step else []:
             outputs[output.key] += output.token_ids

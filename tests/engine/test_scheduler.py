@@ -12,6 +12,7 @@ from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.scheduler import Limits, Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
+from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling
 
 BLOCK_SIZE = 4
@@ -25,9 +26,11 @@ def make_scheduler(
     max_running: int = 8,
     batching: Batching = Batching.CONTINUOUS,
     size: int = 4,
+    policy: str = "fcfs",
 ) -> Scheduler:
     ledger = KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=True)
-    return Scheduler(ledger, Limits(budget, max_running, batch_size=size, batch_timeout_ms=5.0), STRATEGIES[batching])
+    limits = Limits(budget, max_running, batch_size=size, batch_timeout_ms=5.0)
+    return Scheduler(ledger, limits, STRATEGIES[batching], policy)
 
 
 def make_submit(
@@ -36,7 +39,7 @@ def make_submit(
     return CoreSubmit(
         key=key,
         tenant_id="t",
-        service_class="standard",
+        service=STANDARD,
         prompt_ids=prompt,
         sampling=Sampling(),
         max_tokens=max_tokens,
@@ -80,7 +83,7 @@ class Driver:
         assert plan.num_rows == sum(c.num_tokens + c.num_pad for c in plan.chunks)
         assert len({c.sequence.key for c in plan.chunks}) == len(plan.chunks)
         if self.live and not plan.chunks:
-            assert not [s for s in self.scheduler._by_key.values() if s.has_credit and not s.ghost]
+            assert not [s for s in self.scheduler.places.by_key.values() if s.has_credit and not s.ghost]
         tokens = []
         for chunk in plan.chunks:
             sequence = chunk.sequence
@@ -107,7 +110,7 @@ class Driver:
 
     def check_blocks(self) -> None:
         """A block is used by exactly the sequences that hold it, and written by one only."""
-        sequences = self.scheduler._by_key.values()
+        sequences = self.scheduler.places.by_key.values()
         held = [block for s in sequences for block in s.blocks]
         assert self.scheduler.kv.pool.num_used == len(set(held))
         unsealed = [block for s in sequences for block in s.blocks[s.num_sealed :]]

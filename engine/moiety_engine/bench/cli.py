@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -30,11 +31,17 @@ def bench_engine(
     max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="token budget of a step")] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="requests in the batch")] = None,
     static_batch_size: Annotated[int, typer.Option(min=1, help="batch of static, dynamic and padded")] = 8,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="instead, measure steps of many shapes for moiety simulate"),
+    ] = None,
+    calibrate_s: Annotated[float, typer.Option(min=1, help="about how long calibration may measure")] = 120.0,
     seed: Annotated[int, typer.Option()] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
     """Offline throughput of the engine in this process, all requests submitted at once."""
-    from moiety_engine.bench.engine import measure  # noqa: PLC0415 - imports torch
+    from moiety_engine.bench.calibration import calibrate as measure_steps  # noqa: PLC0415 - imports torch
+    from moiety_engine.bench.engine import measure  # noqa: PLC0415
 
     console = Console(stderr=True)
     try:
@@ -57,7 +64,19 @@ def bench_engine(
         )
         with Progress(console=console, disable=not console.is_terminal) as progress:
             loading = progress.add_task("loading", total=None)
-            requests = progress.add_task("requests", total=num_prompts)
+            requests = progress.add_task("requests" if calibrate is None else "kinds of steps", total=num_prompts)
+            if calibrate is not None:
+                found = measure_steps(
+                    config,
+                    limit_s=calibrate_s,
+                    seed=seed,
+                    on_load=lambda done, total: progress.update(loading, completed=done, total=total),
+                    on_trial=lambda done, total: progress.update(requests, completed=done, total=total),
+                )
+                calibrate.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+                wrote = f"wrote {calibrate}, wrong by {found.fit_error:.1%} on average"
+                Console().print(f"{wrote}; use it with: moiety simulate --device {calibrate}", soft_wrap=True)
+                return
             report = measure(
                 config,
                 lengths,

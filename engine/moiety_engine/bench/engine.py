@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 import random
-import subprocess
 import time
 from collections.abc import Callable
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +13,11 @@ import torch
 
 from moiety_engine.bench.lengths import Lengths
 from moiety_engine.config import EngineConfig
+from moiety_engine.environment import describe_environment
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
+from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
 
 _FIRST_TOKEN_ID = 100  # past the special tokens of most vocabularies
@@ -40,8 +38,8 @@ def measure(
     loop.warm_up()
     ready_s = time.time() - psutil.Process().create_time()
     rng = random.Random(seed)
-    submits = [_request(loop, key, one, rng) for key, one in enumerate(lengths)]
-    run_all(loop, [_request(loop, _WARM_UP, Lengths(min(32, lengths[0].input_tokens), 4), rng)])
+    submits = [make_request(loop, key, one, rng) for key, one in enumerate(lengths)]
+    run_all(loop, [make_request(loop, _WARM_UP, Lengths(min(32, lengths[0].input_tokens), 4), rng)])
     waste = _KvWaste(loop)
 
     def on_step(num_done: int) -> None:
@@ -81,20 +79,10 @@ def measure(
 
 def environment(loop: EngineLoop) -> dict[str, Any]:
     """What the figures depend on besides the settings."""
-    git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {
-        "moiety": version("moiety"),
-        "python": platform.python_version(),
+    on_cpu = loop.model.device.type == "cpu"
+    return describe_environment() | {
         "torch": torch.__version__,
-        "git_revision": git.stdout.strip() or None,
-        "device": str(loop.model.device) if loop.model.device.type == "cpu" else torch.cuda.get_device_name(),
-        "cpu": _cpu_name(),
+        "device": str(loop.model.device) if on_cpu else torch.cuda.get_device_name(),
         "threads": torch.get_num_threads(),
         "dtype": str(loop.model.dtype).removeprefix("torch."),
     }
@@ -129,13 +117,13 @@ class _KvWaste:
         return 1 - sum(f for _, f in saturated) / sum(a for a, _ in saturated)
 
 
-def _request(loop: EngineLoop, key: int, lengths: Lengths, rng: random.Random) -> CoreSubmit:
+def make_request(loop: EngineLoop, key: int, lengths: Lengths, rng: random.Random) -> CoreSubmit:
     vocabulary = loop.model.spec.vocab_size
     first = min(_FIRST_TOKEN_ID, vocabulary - 1)
     return CoreSubmit(
         key=key,
         tenant_id="bench",
-        service_class="standard",
+        service=STANDARD,
         prompt_ids=[rng.randrange(first, vocabulary) for _ in range(lengths.input_tokens)],
         sampling=Sampling(temperature=0.0),
         max_tokens=lengths.output_tokens,
@@ -150,11 +138,3 @@ def _request(loop: EngineLoop, key: int, lengths: Lengths, rng: random.Random) -
 def _tpot_ms(result: Result) -> float | None:
     times = result.token_times_s
     return (times[-1] - times[0]) / (len(times) - 1) * 1e3 if len(times) > 1 else None
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from moiety_engine.scheduling.steptime import StepShape
 from moiety_engine.sequence import Sequence
 
 
@@ -20,9 +21,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. Rows that decode a single token come first. `preempted` lost their blocks to make room."""
+    """One step. Rows that decode a single token come first. `preempted` left the batch to make room. Before the model
+    runs, blocks are copied: first those of `swap_out` (device block, host block), then those of `swap_in` (host block,
+    device block)."""
 
     chunks: list[Chunk]
     num_decode: int
     num_rows: int  # tokens and pads; at most the budget
     preempted: list[Sequence]
+    shape: StepShape = field(default_factory=StepShape)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)

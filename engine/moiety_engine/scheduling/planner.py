@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.plan import Chunk, Plan
+from moiety_engine.scheduling.policy import StepBudget
+from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 
 
 class Planner:
-    """Adds chunks as long as rows and blocks allow. Lives for one step; what it holds may not lose its blocks."""
+    """Adds chunks as long as rows, blocks and the step's time allow. Lives for one step; what it holds may not lose its
+    blocks, unless it is dropped first."""
 
-    def __init__(self, kv: KvLedger, budget: int) -> None:
+    def __init__(self, kv: KvLedger, budget_rows: int, step_time: StepTimeModel) -> None:
         self._kv = kv
-        self._budget = budget
-        self._num_rows = 0
-        self._decodes: list[Chunk] = []
-        self._prefills: list[Chunk] = []
+        self._budget_rows = budget_rows
+        self._step_time = step_time
+        self._budget: StepBudget | None = None
+        self._decodes: dict[int, Chunk] = {}
+        self._prefills: dict[int, Chunk] = {}
         self._in_flight: set[bytes] = set()
+        self._decode_context = 0
+        self._prefill_rows = 0
+        self._attended_pairs = 0
+        self.num_rows = 0
 
     @property
     def empty(self) -> bool:
@@ -24,36 +32,77 @@ class Planner:
 
     @property
     def rows_left(self) -> int:
-        return self._budget - self._num_rows
+        return self._budget_rows - self.num_rows
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape(len(self._decodes), self._prefill_rows, self._decode_context, self._attended_pairs)
+
+    def limit_time(self, budget: StepBudget | None) -> None:
+        self._budget = budget
 
     def will_compute(self, block_hash: bytes | None) -> bool:
         """Whether this step fills the block with this hash, so that it can be hit in the next."""
         return block_hash in self._in_flight
 
-    def add_decode(self, sequence: Sequence) -> bool:
-        """One row for a decoding sequence, or for a ghost. False: no row or no block left."""
-        if self.rows_left <= 0 or not self._kv.grow(sequence, sequence.num_computed + 1):
-            return False
-        chunk = Chunk(sequence, 0, False, num_pad=1) if sequence.ghost else Chunk(sequence, 1, True)
-        self._decodes.append(chunk)
-        self._num_rows += 1
-        return True
+    def holds(self, sequence: Sequence) -> bool:
+        return sequence.key in self._decodes or sequence.key in self._prefills
 
-    def add_prefill(self, sequence: Sequence) -> None:
-        """As much of the sequence's uncomputed tokens as rows and free blocks allow, possibly nothing."""
+    def prefills(self, sequence: Sequence) -> bool:
+        return sequence.key in self._prefills
+
+    def add_decode(self, sequence: Sequence) -> None:
+        """One row for a decoding sequence, or for a ghost; its block is there."""
+        chunk = Chunk(sequence, 0, False, num_pad=1) if sequence.ghost else Chunk(sequence, 1, True)
+        self._decodes[sequence.key] = chunk
+        self._decode_context += sequence.num_computed
+        self.num_rows += 1
+
+    def drop_decode(self, sequence: Sequence) -> None:
+        """Take back a decode of this step, so that its sequence can give way."""
+        if self._decodes.pop(sequence.key, None) is not None:
+            self._decode_context -= sequence.num_computed
+            self.num_rows -= 1
+
+    def prefill_room(self, sequence: Sequence) -> int:
+        """How many of the sequence's uncomputed tokens rows and the step's time allow."""
+        limit = min(sequence.num_uncomputed, self.rows_left)
+        budget = self._budget
+        if budget is None or limit <= 0:
+            return max(0, limit)
+        context = sequence.num_computed
+        floor = min(limit, max(0, budget.floor_tokens - self._prefill_rows))
+        return max(floor, self._step_time.largest_prefill(self.shape, context, budget.seconds, limit))
+
+    def add_prefill(self, sequence: Sequence, limit: int) -> bool:
+        """As much of the sequence's uncomputed tokens as `limit` and free blocks allow, possibly nothing. True: its
+        tokens are complete with this step."""
         room = self._kv.room_tokens(sequence) - sequence.num_computed
-        num_tokens = min(sequence.num_uncomputed, self.rows_left, room)
+        num_tokens = min(limit, room)
         if num_tokens <= 0:
-            return
-        end = sequence.num_computed + num_tokens
+            return False
+        first = sequence.num_computed
+        end = first + num_tokens
         grown = self._kv.grow(sequence, end)
         assert grown, "room_tokens promised blocks that are not there"
         ends = end == len(sequence.tokens)
         pad = min(max(sequence.num_padded - end, 0), self.rows_left - num_tokens) if ends else 0
         pad = min(pad, len(sequence.blocks) * self._kv.block_size - end)
         self._in_flight.update(self._kv.completed_hashes(sequence, end))
-        self._prefills.append(Chunk(sequence, num_tokens, ends, pad))
-        self._num_rows += num_tokens + pad
+        self._prefills[sequence.key] = Chunk(sequence, num_tokens, ends, pad)
+        self.num_rows += num_tokens + pad
+        self._prefill_rows += num_tokens + pad
+        self._attended_pairs += num_tokens * (first + num_tokens // 2)
+        return ends
 
     def finish(self, preempted: list[Sequence]) -> Plan:
-        return Plan(self._decodes + self._prefills, len(self._decodes), self._num_rows, preempted)
+        copies = self._kv.take_copies()
+        return Plan(
+            chunks=[*self._decodes.values(), *self._prefills.values()],
+            num_decode=len(self._decodes),
+            num_rows=self.num_rows,
+            preempted=preempted,
+            shape=self.shape,
+            swap_out=copies.outs,
+            swap_in=copies.ins,
+        )

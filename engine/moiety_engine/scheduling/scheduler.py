@@ -1,89 +1,143 @@
 """The scheduler: owns every sequence, plans a step and takes in its result.
 
-A sequence is in one of four places. *Waiting*: never started. *Running*: in the batch, with credit (or a ghost of the
-padded strategy). *Parked*: without credit; it keeps its blocks while nobody needs them, and no place in the batch.
-*Returning*: was running and will again, after a preemption or with new credit, before anyone who came later.
-
-First come, first served: decodes first, then the prefill chunks of running sequences, then as many returning and
-waiting ones as the strategy, the token budget and the KV blocks allow. Who needs blocks takes them from the parked and
-the returning first; a decode that finds none then takes those of the youngest running sequence, which computes them
-again later, in its old place in the queue. It knows no tensors and no clock: times are handed in.
+Decodes first, then prefill in the order of the policy. Who needs blocks takes them from sequences that are out of the
+batch, then from victims that the policy names; they go on later, in their old place, without repeating a token. It
+knows no tensors and no clock: times are handed in.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
-from itertools import chain
 
-from moiety_engine.messages import CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
+from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
+from moiety_engine.scheduling.filling import Filling
 from moiety_engine.scheduling.kv import KvLedger
+from moiety_engine.scheduling.lengths import OutputPredictor
+from moiety_engine.scheduling.padded import PaddedFilling
+from moiety_engine.scheduling.places import Places
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.planner import Planner
+from moiety_engine.scheduling.policies import make_policy
+from moiety_engine.scheduling.policy import BatchView, Policy, PolicyContext
+from moiety_engine.scheduling.room import Room, SwapCost
+from moiety_engine.scheduling.steptime import StepTimeModel
 from moiety_engine.scheduling.strategies import QueueView, Strategy
-from moiety_engine.sequence import Sequence
-from moiety_wire.messages import FinishReason
+from moiety_engine.scheduling.tally import Tally
+from moiety_engine.sequence import Place, Sequence
+from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of a step and of the batch."""
+    """Bounds of a step, of the batch and of the queue."""
 
     max_batch_tokens: int
     max_running: int
     batch_size: int = 8
     batch_timeout_ms: float = 0.0
-
-
-def _order(sequence: Sequence) -> int:
-    return sequence.order
+    max_waiting: int = 16384
+    chunk_tokens: int | None = None  # rows of a step under policies that do not size it by time; None: as above
 
 
 class Scheduler:
     """Single-threaded; `plan` and `commit` alternate, the other methods are called between steps."""
 
-    def __init__(self, kv: KvLedger, limits: Limits, strategy: Strategy) -> None:
+    def __init__(
+        self,
+        kv: KvLedger,
+        limits: Limits,
+        strategy: Strategy,
+        policy_name: str = "fcfs",
+        *,
+        step_time: StepTimeModel | None = None,
+        lengths: OutputPredictor | None = None,
+        swap: SwapCost | None = None,
+    ) -> None:
         self.kv = kv
         self.limits = limits
         self._strategy = strategy
-        self._waiting: dict[int, Sequence] = {}  # by key, in order of arrival
-        self._returning: list[Sequence] = []  # this and the next two in order of arrival
-        self._running: list[Sequence] = []
-        self._parked: list[Sequence] = []
-        self._by_key: dict[int, Sequence] = {}
+        self.step_time = step_time or StepTimeModel()
+        self.lengths = lengths or OutputPredictor()
+        self.tally = Tally()
+        self.places = Places()
+        self.policy: Policy = make_policy(
+            policy_name,
+            PolicyContext(
+                step_time=self.step_time,
+                lengths=self.lengths,
+                tally=self.tally,
+                max_batch_tokens=limits.max_batch_tokens,
+                max_running=limits.max_running,
+                num_blocks=kv.pool.num_blocks,
+                block_size=kv.block_size,
+                cached_tokens=lambda sequence: len(kv.find_prefix(sequence)) * kv.block_size,
+            ),
+        )
+        self._room = Room(kv, self.places, self.policy, self.step_time, self.tally, swap or SwapCost())
+        self._filling = Filling(kv, self.places, self.policy, self._room, self.tally)
+        self._padded = PaddedFilling(kv, self.policy, self._room, self._filling)
         self._num_seen = 0
-        self.cached_tokens_total = 0
-        self.prompt_tokens_total = 0
+        self._planned_ns = 0
+        self._admissions: list[CoreAdmission] = []
+        self._failures: list[CoreFailure] = []
         self.output_tokens_total = 0
+        self.recomputed_tokens_total = 0
 
     # ── requests come and go ──
 
     def add(self, submit: CoreSubmit, *, seed: int, now_ns: int) -> None:
-        """Queue a request. The caller has seen to it that prompt and output fit the pool."""
+        """Queue a request, or turn it away (see `take_verdicts`). The caller has seen to it that prompt and output fit
+        the pool."""
         sequence = Sequence(submit, order=self._num_seen, seed=seed, queued_unix_ns=now_ns)
         self._num_seen += 1
-        self._by_key[submit.key] = sequence
-        self._waiting[submit.key] = sequence
+        num_uncached = sequence.num_prompt - len(self.kv.find_prefix(sequence)) * self.kv.block_size
+        self._set_class(sequence, num_uncached)
+        verdict = self.policy.admit(sequence, num_uncached, now_ns / 1e9)
+        service = verdict.service
+        if service is not None and len(self.places.waiting) >= self.limits.max_waiting and not self._shed(service.rank):
+            service, verdict = None, self.policy.overflow(sequence)
+        if service is None:
+            self.tally.rejected(submit.service.name, verdict.reason)
+            self._failures.append(_refusal(submit.key, verdict.reason, verdict.retry_after_s))
+            return
+        if service is not sequence.service:
+            sequence.service = service
+            self._set_class(sequence, num_uncached)
+            sequence.note(now_ns, EventKind.DOWNGRADED, verdict.reason)
+            self.tally.of(submit.service.name).downgraded += 1
+        sequence.note(now_ns, EventKind.ADMITTED, verdict.reason)
+        tally = self.tally.of(service.name)
+        tally.admitted += 1
+        tally.num_waiting += 1
+        self._admissions.append(CoreAdmission(submit.key, service.name, verdict.reason, verdict.predicted_ttft_s))
+        self.places.add(sequence)
+        self.policy.arrived(sequence, now_ns / 1e9)
+        if sequence.has_credit:
+            self.policy.push(sequence, now_ns / 1e9)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:
         """Raise a request's credit; ends it if this was the last and is used up."""
-        sequence = self._by_key.get(key)
+        sequence = self.places.by_key.get(key)
         if sequence is None or sequence.ghost:
             return None
+        had_credit = sequence.has_credit
         sequence.credit_tokens = max(sequence.credit_tokens, credit_tokens)
         sequence.credit_last = sequence.credit_last or last
         if sequence.has_credit:
-            if sequence in self._parked:
-                self._parked.remove(sequence)
-                insort(self._returning, sequence, key=_order)
+            if sequence.place is Place.PARKED:
+                self.places.send_back(sequence)
+                self.tally.of(sequence.service.name).num_waiting += 1
+                self.policy.push(sequence, now_ns / 1e9)
+            elif not had_credit:
+                self.policy.push(sequence, now_ns / 1e9)
         elif sequence.credit_last:
             return CoreOutput(key, [], None, self._end(sequence, FinishReason.LENGTH, "credit_refused", now_ns))
         return None
 
     def abort(self, key: int, reason: FinishReason, *, now_ns: int) -> CoreOutput | None:
         """End a request now; its blocks are free when this returns."""
-        sequence = self._by_key.get(key)
+        sequence = self.places.by_key.get(key)
         if sequence is None:
             return None
         if sequence.ghost:
@@ -92,182 +146,177 @@ class Scheduler:
         sequence.num_reserved = 0  # an aborted row is not kept as a ghost
         return CoreOutput(key, [], None, self._end(sequence, reason, "", now_ns))
 
+    def swap_costs(self, cost: SwapCost) -> None:
+        """What copying to the host tier was measured to take."""
+        self._room.swap = cost
+
+    def take_verdicts(self) -> tuple[list[CoreAdmission], list[CoreFailure]]:
+        """Who was let in and who was turned away since the last call."""
+        taken = self._admissions, self._failures
+        self._admissions, self._failures = [], []
+        return taken
+
     # ── a step ──
 
     def plan(self, now_ns: int) -> Plan:
         """Decide the next step. Empty only if nothing has credit, or a request waits for company."""
-        planner = Planner(self.kv, self.limits.max_batch_tokens)
-        preempted: list[Sequence] = []
-        for sequence in list(self._running):
-            if sequence.ghost or sequence.decoding:
-                self._plan_decode(sequence, planner, preempted)
-        self._plan_prefills(planner)
-        self._admit(planner, now_ns)
-        while planner.empty and sum(bool(sequence.blocks) for sequence in self._running) > 1:
-            # Half-filled prompts hold all blocks among them: the youngest gives way so that the others end.
-            self._preempt(self._running[-1], preempted)
-            self._plan_prefills(planner)
-        return planner.finish(preempted)
+        fixed = None if self.policy.sizes_chunks else self.limits.chunk_tokens
+        planner = Planner(self.kv, fixed or self.limits.max_batch_tokens, self.step_time)
+        self._room.preempted = []
+        self._planned_ns = now_ns
+        self._plan_into(planner, now_ns)
+        while planner.empty and self._room.break_deadlock(now_ns):
+            self._plan_into(planner, now_ns)
+        return planner.finish(self._room.preempted)
 
     def commit(
         self, plan: Plan, token_ids: list[int], logprobs: list[CoreLogprob | None], now_ns: int
     ) -> list[CoreOutput]:
         """Take in the step's result: one token for each chunk that samples, in the plan's order."""
         outputs = []
+        now_s = now_ns / 1e9
         sampled = iter(zip(token_ids, logprobs, strict=True))
+        got_token = []
         for chunk in plan.chunks:
             sequence = chunk.sequence
-            sequence.num_computed += chunk.num_tokens
-            self.kv.seal(sequence)
+            self._computed(sequence, chunk.num_tokens)
             if chunk.samples:
                 token_id, logprob = next(sampled)
                 sequence.tokens.append(token_id)
-                self.output_tokens_total += 1
+                sequence.token_came(now_s)
+                got_token.append(sequence)
                 if sequence.first_token_unix_ns == 0:
                     sequence.first_token_unix_ns = now_ns
                 finish = self._finish_after(sequence, token_id, now_ns)
                 if finish is None and not sequence.has_credit:
-                    self._running.remove(sequence)
-                    insort(self._parked, sequence, key=_order)
+                    self.places.park(sequence)
+                    self.tally.of(sequence.service.name).num_running -= 1
                 outputs.append(CoreOutput(sequence.key, [token_id], None if logprob is None else [logprob], finish))
+        self.output_tokens_total += len(got_token)
+        self.policy.decoded(got_token)
         self._retire_ghosts()
+        if plan.chunks and now_ns > self._planned_ns:
+            seconds = (now_ns - self._planned_ns) / 1e9
+            self.step_time.observe(plan.shape, seconds)
+            self.policy.stepped(seconds, plan.shape, now_s)
         return outputs
 
     # ── what is there ──
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.places.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._returning)
+        return len(self.places.waiting) + len(self.places.returning)
 
     @property
     def num_paused(self) -> int:
-        return len(self._parked)
+        return len(self.places.parked)
 
     @property
     def idle(self) -> bool:
-        return not self._by_key
+        return not self.places.by_key
+
+    @property
+    def cached_tokens_total(self) -> int:
+        return self._filling.cached_tokens_total
+
+    @property
+    def prompt_tokens_total(self) -> int:
+        return self._filling.prompt_tokens_total
+
+    def class_loads(self) -> list[ClassLoad]:
+        """Every class's state and counters."""
+        return self.tally.loads(self.policy.predicted_ttft_s())
 
     def kv_slots(self) -> tuple[int, int]:
         """(slots allocated to running sequences, slots of them that hold a token)."""
-        allocated = sum(len(sequence.blocks) for sequence in self._running) * self.kv.block_size
-        return allocated, sum(sequence.num_computed for sequence in self._running)
+        allocated = sum(len(sequence.blocks) for sequence in self.places.running) * self.kv.block_size
+        return allocated, sum(sequence.num_computed for sequence in self.places.running)
 
-    # ── planning ──
+    # ── within ──
 
-    def _plan_decode(self, sequence: Sequence, planner: Planner, preempted: list[Sequence]) -> None:
-        while sequence.blocks and planner.rows_left > 0 and not planner.add_decode(sequence):
-            if not self._reclaim(1):
-                self._preempt(self._running[-1], preempted)  # the youngest, not planned yet; possibly this one
+    def _plan_into(self, planner: Planner, now_ns: int) -> None:
+        """Decodes, then as much prefill as may join them."""
+        due_s = math.inf
+        for sequence in self._room.secure_decodes(now_ns):
+            planner.add_decode(sequence)
+            due_s = min(due_s, sequence.due_s)
+        if self.policy.num_queued and planner.rows_left > 0:
+            pool = self.kv.pool
+            view = BatchView(
+                planner.shape, due_s - now_ns / 1e9, self.places.running, pool.num_free, pool.num_blocks
+            )
+            self._fill(planner, view, now_ns)
 
-    def _plan_prefills(self, planner: Planner) -> None:
-        for sequence in self._running:
-            if not sequence.ghost and not sequence.decoding:
-                self._plan_prefill(sequence, planner)
+    def _fill(self, planner: Planner, view: BatchView, now_ns: int) -> None:
+        joinable = self._joinable(now_ns)
+        if self._strategy.padded:
+            self._padded.fill(planner, joinable, now_ns)
+        else:
+            planner.limit_time(self.policy.step_budget(view, now_ns / 1e9))
+            self._filling.fill(planner, view, joinable, now_ns)
 
-    def _plan_prefill(self, sequence: Sequence, planner: Planner) -> None:
-        end = sequence.num_computed + min(sequence.num_uncomputed, planner.rows_left)
-        self._reclaim(self.kv.blocks_for(end) - len(sequence.blocks))
-        planner.add_prefill(sequence)
-
-    def _reclaim(self, num_blocks: int) -> bool:
-        """See that so many blocks are free, taking them from parked sequences, then from returning ones, the youngest
-        first. Neither can be part of the step. False: all of them together have too few."""
-        for holders in (self._parked, self._returning):
-            for sequence in reversed(holders):
-                if self.kv.pool.num_free >= num_blocks:
-                    return True
-                self.kv.release(sequence)
-        return self.kv.pool.num_free >= num_blocks
-
-    def _preempt(self, victim: Sequence, preempted: list[Sequence]) -> None:
-        self._running.remove(victim)
-        self.kv.release(victim)
-        if victim.ghost:
-            self._by_key.pop(victim.key)
-            return
-        victim.num_preemptions += 1
-        insort(self._returning, victim, key=_order)
-        preempted.append(victim)
-
-    def _queue(self) -> Iterator[Sequence]:
-        """Who may join the batch, in order: all of them have credit."""
-        return (s for s in chain(list(self._returning), list(self._waiting.values())) if s.has_credit)
-
-    def _admit(self, planner: Planner, now_ns: int) -> None:
-        view = self._view(now_ns)
-        joinable = self._strategy.joinable(view) if view is not None else 0
-        batch: list[Sequence] = []
-        for sequence in self._queue() if joinable > 0 else ():
-            if len(batch) >= joinable or (planner.rows_left <= 0 and not self._strategy.padded):
-                break
-            if self._strategy.padded and not self._fits_padded([*batch, sequence]):
-                break
-            if not sequence.blocks:
-                hits = self.kv.find_prefix(sequence)
-                if planner.will_compute(self.kv.next_hash(sequence, len(hits))):
-                    continue  # somebody computes this very prefix in this step: next step it is a hit
-                if not self._start(sequence, hits):
-                    break  # the head waits for blocks; nobody overtakes it, or it might starve
-            batch.append(sequence)
-            self._mark_started(sequence, now_ns)
-            if not self._strategy.padded:
-                self._plan_prefill(sequence, planner)
-        if self._strategy.padded and batch:
-            self._reserve_padded(batch)
-            for sequence in batch:
-                planner.add_prefill(sequence)
-
-    def _start(self, sequence: Sequence, hits: list[int]) -> bool:
-        """Give a sequence its prefix hits, if all of its tokens find room."""
-        num_tokens = len(sequence.tokens)
-        if self.kv.start(sequence, hits, num_tokens):
-            return True
-        return self._reclaim(self.kv.blocks_for(num_tokens)) and self.kv.start(
-            sequence, self.kv.find_prefix(sequence), num_tokens
+    def _joinable(self, now_ns: int) -> int:
+        """How many may join the batch, by the strategy."""
+        oldest = min(
+            (group[0].queued_unix_ns for group in (self.places.returning, list(self._first_waiting())) if group),
+            default=now_ns,
+        )
+        return self._strategy.joinable(
+            QueueView(
+                num_running=self.num_running,
+                num_waiting=self.num_waiting,
+                oldest_wait_ms=(now_ns - oldest) / 1e6,
+                max_running=self.limits.max_running,
+                batch_size=self.limits.batch_size,
+                batch_timeout_ms=self.limits.batch_timeout_ms,
+            )
         )
 
-    def _mark_started(self, sequence: Sequence, now_ns: int) -> None:
-        if self._waiting.pop(sequence.key, None) is None:
-            self._returning.remove(sequence)
-        insort(self._running, sequence, key=_order)
-        if sequence.scheduled_unix_ns == 0:
-            sequence.scheduled_unix_ns = now_ns
-            sequence.num_cached = sequence.num_computed
-            self.cached_tokens_total += sequence.num_cached
-            self.prompt_tokens_total += sequence.num_prompt
+    def _first_waiting(self) -> list[Sequence]:
+        first = next(iter(self.places.waiting.values()), None)
+        return [] if first is None else [first]
 
-    def _fits_padded(self, batch: list[Sequence]) -> bool:
-        """Whether the pool can hold the batch with every row as long as its longest; alone, a sequence always may."""
-        _, reserve = _padded_lengths(batch)
-        return len(batch) == 1 or len(batch) * self.kv.blocks_for(reserve) <= self.kv.pool.num_blocks
+    def _set_class(self, sequence: Sequence, num_uncached: int) -> None:
+        """Deadlines by the class it is served in."""
+        service, arrival_s = sequence.service, sequence.arrival_s
+        if service.ttft_s is not None:
+            sequence.first_deadline_s = arrival_s + service.ttft_s + service.ttft_per_1k_s * num_uncached / 1000
+        else:
+            sequence.first_deadline_s = math.inf
+        sequence.due_s = sequence.first_deadline_s
+        if sequence.submit.deadline_unix_ns is not None:
+            sequence.completion_deadline_s = sequence.submit.deadline_unix_ns / 1e9
+        elif service.completion_s is not None:
+            sequence.completion_deadline_s = arrival_s + service.completion_s
+        else:
+            sequence.completion_deadline_s = math.inf
 
-    def _reserve_padded(self, batch: list[Sequence]) -> None:
-        """What padding costs: every row takes the blocks of the longest prompt and the longest output."""
-        longest, reserve = _padded_lengths(batch)
-        for sequence in batch:
-            sequence.num_padded = longest
-            sequence.num_reserved = reserve
-            self._reclaim(self.kv.blocks_for(reserve) - len(sequence.blocks))
-            reserved = self.kv.grow(sequence, reserve)
-            assert reserved or len(batch) == 1, "a padded batch was admitted that does not fit"
+    def _computed(self, sequence: Sequence, num_tokens: int) -> None:
+        start = sequence.num_computed
+        end = start + num_tokens
+        again = min(end, sequence.peak_computed) - start
+        if again > 0:
+            sequence.num_recomputed += again
+            self.recomputed_tokens_total += again
+            self.tally.of(sequence.service.name).recomputed_tokens += again
+        sequence.peak_computed = max(sequence.peak_computed, end)
+        sequence.num_computed = end
+        if end // self.kv.block_size > sequence.num_sealed:
+            self.kv.seal(sequence)
 
-    def _view(self, now_ns: int) -> QueueView | None:
-        """What the strategy may look at; None where nobody could join."""
-        oldest = next(self._queue(), None)
-        if oldest is None:
-            return None
-        return QueueView(
-            num_running=len(self._running),
-            num_waiting=self.num_waiting,
-            oldest_wait_ms=(now_ns - oldest.queued_unix_ns) / 1e6,
-            max_running=self.limits.max_running,
-            batch_size=self.limits.batch_size,
-            batch_timeout_ms=self.limits.batch_timeout_ms,
-        )
+    def _shed(self, rank: int) -> bool:
+        """Drop the newest of the least critical waiting requests for one of this rank. False: none is less critical."""
+        victim = self.places.newest_of_worst_rank()
+        if victim is None or victim.service.rank <= rank:
+            return False
+        self.tally.rejected(victim.service.name, Reason.SHED)
+        self._failures.append(_refusal(victim.key, Reason.SHED, self.policy.overflow(victim).retry_after_s))
+        self._drop(victim)
+        return True
 
     # ── endings ──
 
@@ -283,6 +332,8 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: FinishReason, detail: str, now_ns: int) -> CoreFinish:
         sequence.finished_unix_ns = now_ns
+        if reason is not FinishReason.ABORT and detail != "credit_refused":
+            self.lengths.learn(sequence.tenant, sequence.num_output)
         if self._strategy.padded and sequence.num_reserved and sequence.num_output:
             sequence.ghost = True
         else:
@@ -295,24 +346,31 @@ class Scheduler:
             scheduled_unix_ns=sequence.scheduled_unix_ns,
             first_token_unix_ns=sequence.first_token_unix_ns,
             finished_unix_ns=now_ns,
+            served_class=sequence.service.name,
+            events=sequence.events,
+            num_recomputed_tokens=sequence.num_recomputed,
         )
 
     def _drop(self, sequence: Sequence) -> None:
-        self._by_key.pop(sequence.key)
+        tally = self.tally.of(sequence.service.name)
+        if sequence.place is Place.RUNNING:
+            tally.num_running -= 1
+        elif sequence.place is not Place.PARKED:
+            tally.num_waiting -= 1
+        self.policy.discard(sequence)
+        self.policy.ended(sequence, sequence.finished_unix_ns / 1e9)
+        self.places.end(sequence)
         self.kv.release(sequence)
-        if self._waiting.pop(sequence.key, None) is None:
-            for place in (self._running, self._parked, self._returning):
-                if sequence in place:
-                    place.remove(sequence)
 
     def _retire_ghosts(self) -> None:
         """A padded batch is over when all of its rows are: then the blocks go back together."""
-        if self._running and all(sequence.ghost for sequence in self._running):
-            for sequence in list(self._running):
+        running = self.places.running
+        if running and running[0].ghost and all(sequence.ghost for sequence in running):
+            for sequence in list(running):
                 self._drop(sequence)
 
 
-def _padded_lengths(batch: list[Sequence]) -> tuple[int, int]:
-    """(longest prompt, that plus the longest output) of a batch."""
-    longest = max(len(s.tokens) for s in batch)
-    return longest, longest + max(s.submit.max_tokens - s.num_output for s in batch)
+def _refusal(key: int, reason: Reason, retry_after_s: float | None) -> CoreFailure:
+    when = "later" if retry_after_s is None else f"in {math.ceil(retry_after_s)} s"
+    message = f"the engine is at its limit for this class ({reason.value}); try again {when}"
+    return CoreFailure(key, FailureCode.OVERLOADED, message, 0, reason, retry_after_s)

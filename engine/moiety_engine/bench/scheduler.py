@@ -1,0 +1,255 @@
+"""The measurement behind `moiety bench scheduler`: what a decision costs when many run and very many wait.
+
+The real scheduler and block pool under virtual step times, held in a steady state: requests of four classes and many
+tenants end, join and are replaced by others of the same class and tenant, so that every step has something to decide
+and the numbers of those who run and wait stay what was asked for. Knows neither model nor tensors.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.config import Batching
+from moiety_engine.environment import describe_environment
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.scheduling.kv import KvLedger
+from moiety_engine.scheduling.plan import Plan
+from moiety_engine.scheduling.policies import POLICIES
+from moiety_engine.scheduling.scheduler import Limits, Scheduler
+from moiety_engine.scheduling.steptime import StepTimeModel
+from moiety_engine.scheduling.strategies import STRATEGIES
+from moiety_wire.classes import SHIPPED, OverloadAction, ServiceClass
+from moiety_wire.messages import Sampling
+
+_BLOCK_SIZE = 16
+_BLOCKS_A_ROW = 64  # of the pool, for each request that runs: some two thirds of it are in use
+_PREFILL_ROWS = 2048  # beside the decodes
+_PROMPT_TOKENS = (64, 960)
+_SYSTEM_TOKENS = 64  # that a tenant's prompts have in common
+_OUTPUT_TOKENS = (64, 448)
+_VOCABULARY = 150_000
+# Seconds of a step on an imagined device: about 12 ms for 256 decodes, 10 µs a prompt token.
+_DEVICE = (0.005, 0.001, 0.0, 0.0, 0.0003, 0.00005)
+_NOISE = 0.05
+_WARM_UP_STEPS = 300
+_CLASSES = tuple(msgspec.structs.replace(one, on_overload=OverloadAction.QUEUE) for one in SHIPPED)  # none is refused
+_GROWTH_AT = (100, 1_000, 10_000, 100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The state in which deciding is measured."""
+
+    policy: str = "moiety"
+    running: int = 256
+    waiting: int = 10_000
+    tenants: int = 1_000
+
+
+@dataclass(slots=True)
+class Times:
+    """What was measured: one entry a step, or a request."""
+
+    decision_us: list[float] = field(default_factory=list)
+    commit_us: list[float] = field(default_factory=list)
+    add_us: list[float] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    prefill_rows: list[int] = field(default_factory=list)
+    num_ended: int = 0
+
+
+class SteadyState:
+    """A scheduler with a load that stays as it is. Owns the virtual clock."""
+
+    def __init__(self, load: Load, *, seed: int) -> None:
+        self.load = load
+        self.times = Times()
+        self._rng = random.Random(seed)
+        self._device = StepTimeModel(_DEVICE)
+        self._now_ns = 1_000_000_000_000
+        self._num_made = 0
+        vocabulary = list(range(_VOCABULARY))
+        self._text = self._rng.choices(vocabulary, k=1 << 16)
+        self._requesters: dict[int, tuple[ServiceClass, int]] = {}  # by key: who asked, to be replaced by a like
+        pool = BlockPool(load.running * _BLOCKS_A_ROW)
+        self.scheduler = Scheduler(
+            KvLedger(pool, _BLOCK_SIZE, prefix_caching=True),
+            Limits(load.running + _PREFILL_ROWS, load.running, max_waiting=load.running + load.waiting + 1),
+            STRATEGIES[Batching.CONTINUOUS],
+            load.policy,
+        )
+        for _ in range(load.running + load.waiting):
+            self._add(self._rng.choice(_CLASSES), self._rng.randrange(load.tenants))
+
+    def warm_up(self, steps: int = _WARM_UP_STEPS) -> None:
+        """Step until the batch has been full and its requests are of mixed ages."""
+        for _ in range(steps):
+            self.step()
+        self.times = Times()
+
+    def step(self) -> None:
+        """Decide, pass time, take in the result, and replace those who have ended."""
+        scheduler = self.scheduler
+        begin_ns = time.perf_counter_ns()
+        plan = scheduler.plan(self._now_ns)
+        planned_ns = time.perf_counter_ns()
+        self._note(plan, (planned_ns - begin_ns) / 1e3)
+        tokens = [1] * sum(chunk.samples for chunk in plan.chunks)
+        logprobs = [None] * len(tokens)
+        seconds = self._device.predict_s(plan.shape) * self._rng.uniform(1 - _NOISE, 1 + _NOISE)
+        self._now_ns += int(seconds * 1e9)
+        begin_ns = time.perf_counter_ns()
+        outputs = scheduler.commit(plan, tokens, list(logprobs), self._now_ns)
+        self.times.commit_us.append((time.perf_counter_ns() - begin_ns) / 1e3)
+        for output in outputs:
+            if output.finish is not None:
+                self.times.num_ended += 1
+                self._add(*self._requesters.pop(output.key))
+        scheduler.take_verdicts()
+
+    def _note(self, plan: Plan, decision_us: float) -> None:
+        times = self.times
+        times.decision_us.append(decision_us)
+        times.running.append(self.scheduler.num_running)
+        times.waiting.append(self.scheduler.num_waiting)
+        times.prefill_rows.append(plan.num_rows - plan.num_decode)
+
+    def _add(self, service: ServiceClass, tenant: int) -> None:
+        submit = self._make(service, tenant)
+        begin_ns = time.perf_counter_ns()
+        self.scheduler.add(submit, seed=0, now_ns=self._now_ns)
+        self.times.add_us.append((time.perf_counter_ns() - begin_ns) / 1e3)
+
+    def _make(self, service: ServiceClass, tenant: int) -> CoreSubmit:
+        key = self._num_made
+        self._num_made += 1
+        self._requesters[key] = service, tenant
+        rng, text = self._rng, self._text
+        own = rng.randrange(len(text) - _PROMPT_TOKENS[1])
+        common = tenant * 7 % (len(text) - _SYSTEM_TOKENS)
+        length = rng.randint(*_PROMPT_TOKENS)
+        num_output = rng.randint(*_OUTPUT_TOKENS)
+        return CoreSubmit(
+            key=key,
+            tenant_id=f"tenant-{tenant}",
+            service=service,
+            prompt_ids=text[common : common + _SYSTEM_TOKENS] + text[own : own + length - _SYSTEM_TOKENS],
+            sampling=Sampling(),
+            max_tokens=num_output,
+            min_tokens=0,
+            stop_token_ids=[2],
+            credit_tokens=num_output,
+            cache_salt=b"%d" % tenant,
+            arrival_unix_ns=self._now_ns,
+        )
+
+
+def measure_scheduler(load: Load, *, steps: int, seed: int, on_step: Callable[[], None]) -> dict[str, Any]:
+    """Measure the load, and its growth with the number waiting. Raises InvalidConfig."""
+    if load.policy not in POLICIES:
+        raise InvalidConfig(f"policy must be one of {', '.join(sorted(POLICIES))}, not {load.policy!r}")
+    times = _measure(load, steps=steps, seed=seed, on_step=on_step)
+    sizes = [size for size in _GROWTH_AT if size < load.waiting]
+    growth = {
+        str(size): _median(_measure(_with_waiting(load, size), steps=steps, seed=seed, on_step=on_step).decision_us)
+        for size in sizes
+    }
+    growth[str(load.waiting)] = _median(times.decision_us)
+    return {
+        "environment": describe_environment() | {"device": "cpu", "threads": 1},
+        "settings": {
+            "policy": load.policy,
+            "steps": steps,
+            "seed": seed,
+            "block_size": _BLOCK_SIZE,
+            "kv_blocks": load.running * _BLOCKS_A_ROW,
+            "input_tokens_mean": sum(_PROMPT_TOKENS) / 2,
+            "output_tokens_mean": sum(_OUTPUT_TOKENS) / 2,
+        },
+        "running": int(_median(times.running)),
+        "waiting": min(times.waiting),
+        "tenants": load.tenants,
+        "decision_us": percentiles(times.decision_us),
+        "commit_us": percentiles(times.commit_us),
+        "add_us": percentiles(times.add_us),
+        "prefill_tokens_per_step": sum(times.prefill_rows) / steps,
+        "ended_per_step": times.num_ended / steps,
+        "growth": growth,
+        "bytes_per_waiting": measure_memory(load, seed=seed),
+    }
+
+
+def measure_memory(load: Load, *, seed: int) -> float:
+    """Bytes that a waiting request takes besides the lists of its tokens."""
+    base = SteadyState(_with_waiting(load, 0), seed=seed)
+    base.warm_up(1)
+    del base  # what is made once has been made
+    gc.collect()
+    tracemalloc.start()
+    try:
+        empty = SteadyState(Load(load.policy, load.running, 0, load.tenants), seed=seed)
+        gc.collect()
+        without, _ = tracemalloc.get_traced_memory()
+        del empty
+        state = SteadyState(load, seed=seed)
+        gc.collect()
+        whole, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    del without
+    sequences = state.scheduler.places.waiting.values()
+    tokens = sum(sys.getsizeof(s.tokens) + sys.getsizeof(s.submit.prompt_ids) for s in sequences)
+    return (whole - tokens) / len(sequences)
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """{p50, p90, p99} of what was measured."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return {f"p{p}": round(ordered[round(last * p / 100)], 1) for p in (50, 90, 99)}
+
+
+def _measure(load: Load, *, steps: int, seed: int, on_step: Callable[[], None]) -> Times:
+    with _collected_as_in_the_core():
+        state = SteadyState(load, seed=seed)
+        state.warm_up()
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+        for _ in range(steps):
+            state.step()
+            on_step()
+        return state.times
+
+
+@contextmanager
+def _collected_as_in_the_core() -> Iterator[None]:
+    """No collection while things are made, and none of what stays."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        (gc.enable if was_enabled else gc.disable)()
+
+
+def _with_waiting(load: Load, waiting: int) -> Load:
+    return Load(load.policy, load.running, waiting, min(load.tenants, max(1, waiting)))
+
+
+def _median(values: list[float] | list[int]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,134 @@
+"""Filling a step with prefill: whom the policy names next joins, or goes on, as far as rows, time and blocks allow.
+
+What keeps a sequence from joining is remembered with it. One that finds no blocks lets others by only where the policy
+says so; one that waits for a prefix which this very step computes always does.
+"""
+
+from __future__ import annotations
+
+from moiety_engine.scheduling.kv import KvLedger
+from moiety_engine.scheduling.places import Places
+from moiety_engine.scheduling.planner import Planner
+from moiety_engine.scheduling.policy import BatchView, Policy
+from moiety_engine.scheduling.room import Room
+from moiety_engine.scheduling.tally import Tally
+from moiety_engine.sequence import Place, Sequence
+from moiety_wire.messages import EventKind, Reason
+
+MAX_LOOKS = 24  # sequences that one step may look at in vain
+
+
+class Filling:
+    """Fills one step after the other."""
+
+    def __init__(self, kv: KvLedger, places: Places, policy: Policy, room: Room, tally: Tally) -> None:
+        self._kv = kv
+        self._places = places
+        self._policy = policy
+        self._room = room
+        self._tally = tally
+        self.cached_tokens_total = 0
+        self.prompt_tokens_total = 0
+
+    def fill(self, planner: Planner, view: BatchView, joinable: int, now_ns: int) -> None:
+        """Prefill for running sequences, and for up to `joinable` that join the batch."""
+        now_s = now_ns / 1e9
+        set_aside: list[Sequence] = []
+        looks = 0
+        while planner.rows_left > 0 and looks < MAX_LOOKS:
+            sequence = self._policy.pop(now_s)
+            if sequence is None:
+                break
+            if planner.holds(sequence):  # it gave way in this step and is its own successor: next step
+                set_aside.append(sequence)
+                looks += 1
+                continue
+            if sequence.place is not Place.RUNNING:
+                reason = self._join(sequence, planner, view, joinable, now_ns)
+                if reason is not None:
+                    sequence.delay = reason
+                    set_aside.append(sequence)
+                    looks += 1
+                    if reason is Reason.NO_BLOCKS and not self._policy.may_overtake(sequence, now_s):
+                        break
+                    continue
+                joinable -= 1
+            if not self._advance(sequence, planner):
+                set_aside.append(sequence)
+                looks += 1
+                if not planner.prefills(sequence):
+                    break  # neither time nor blocks for a single token
+        for sequence in set_aside:
+            if sequence.place is not Place.ENDED:
+                self._policy.push(sequence, now_s)
+
+    def mark_started(self, sequence: Sequence, now_ns: int) -> None:
+        """A sequence joins the batch."""
+        tally = self._tally.of(sequence.service.name)
+        tally.num_waiting -= 1
+        tally.num_running += 1
+        self._places.run(sequence)
+        if sequence.scheduled_unix_ns == 0:
+            sequence.scheduled_unix_ns = now_ns
+            sequence.num_cached = sequence.num_computed
+            self.cached_tokens_total += sequence.num_cached
+            self.prompt_tokens_total += sequence.num_prompt
+            if sequence.delay is not None:
+                sequence.note(now_ns, EventKind.DELAYED, sequence.delay)
+            self._policy.started(sequence, sequence.num_prompt - sequence.num_computed, now_ns / 1e9)
+        elif sequence.num_preemptions:
+            again = Reason.RECOMPUTE if sequence.num_computed < sequence.peak_computed else Reason.SWAP
+            sequence.note(now_ns, EventKind.RESUMED, again)
+        sequence.delay = None
+
+    def _advance(self, sequence: Sequence, planner: Planner) -> bool:
+        """Give the sequence what it may have of this step. True: its tokens are complete with it."""
+        limit = planner.prefill_room(sequence)
+        if limit <= 0:
+            return False
+        self._room.reclaim(self._kv.blocks_for(sequence.num_computed + limit) - len(sequence.blocks))
+        return planner.add_prefill(sequence, limit)
+
+    def _join(
+        self, sequence: Sequence, planner: Planner, view: BatchView, joinable: int, now_ns: int
+    ) -> Reason | None:
+        """Put a sequence into the batch, with its prefix hits or what it had computed; or say why not."""
+        now_s = now_ns / 1e9
+        if joinable <= 0 and not self._room.free_place_for(sequence, planner, now_ns):
+            return Reason.BATCH_FULL
+        num_tokens = len(sequence.tokens)
+        if sequence.blocks:
+            num_new = self._kv.blocks_for(num_tokens) - len(sequence.blocks)
+        elif sequence.host_blocks:
+            num_new = self._kv.num_blocks_to_swap_in(sequence, num_tokens)
+        else:
+            hits = self._kv.find_prefix(sequence)
+            if planner.will_compute(self._kv.next_hash(sequence, len(hits))):
+                return Reason.SHARED_PREFIX
+            num_new = self._kv.num_blocks_to_start(hits, num_tokens)
+        view.blocks_free = self._kv.pool.num_free
+        view.shape = planner.shape
+        reason = self._policy.delays(sequence, view, num_new, now_s)
+        if reason is not None and not (
+            reason is Reason.NO_BLOCKS and self._room.free_for(sequence, num_new, planner, now_ns)
+        ):
+            return reason
+        if not self._take_blocks(sequence, num_tokens) and not (
+            self._make_room(sequence, num_new, planner, now_ns) and self._take_blocks(sequence, num_tokens)
+        ):
+            return Reason.NO_BLOCKS
+        view.blocks_of_tenant = None
+        self.mark_started(sequence, now_ns)
+        return None
+
+    def _make_room(self, sequence: Sequence, num_blocks: int, planner: Planner, now_ns: int) -> bool:
+        if self._room.reclaim(num_blocks) or self._room.free_for(sequence, num_blocks, planner, now_ns):
+            return True
+        return self._room.reclaim(self._kv.blocks_for(len(sequence.tokens)))  # its hits may have been taken meanwhile
+
+    def _take_blocks(self, sequence: Sequence, num_tokens: int) -> bool:
+        if sequence.blocks:
+            return True  # it kept them, and grows as it goes
+        if sequence.host_blocks:
+            return self._kv.swap_in(sequence, num_tokens)
+        return self._kv.start(sequence, self._kv.find_prefix(sequence), num_tokens)

@@ -1,0 +1,111 @@
+"""How long an answer will be: a guess from the answers that a tenant has had.
+
+A histogram of output lengths a tenant, with bins that grow by a quarter and old answers forgotten, blended with that of
+all tenants while the tenant's own is thin. It sees an answer's length when the answer has ended, never before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+_GROWTH = 1.25
+_NUM_BINS = 64  # up to about a million tokens
+_HALF_LIFE = 200  # answers
+_DECAY = 0.5 ** (1 / _HALF_LIFE)
+_BLEND = 8.0  # answers of everybody that a tenant's guess is mixed with
+_MAX_TENANTS = 10_000
+_UNKNOWN_TOKENS = 128.0  # before the first answer has ended
+
+
+class _Histogram:
+    __slots__ = ("counts", "scale", "sums", "total")
+
+    def __init__(self) -> None:
+        self.counts = [0.0] * _NUM_BINS
+        self.sums = [0.0] * _NUM_BINS
+        self.total = 0.0
+        self.scale = 1.0  # grows instead of decaying every bin
+
+    def add(self, length: int) -> None:
+        self.scale /= _DECAY
+        index = _bin(length)
+        self.counts[index] += self.scale
+        self.sums[index] += self.scale * length
+        self.total += self.scale
+        if self.scale > 1e12:
+            self.counts = [c / self.scale for c in self.counts]
+            self.sums = [s / self.scale for s in self.sums]
+            self.total /= self.scale
+            self.scale = 1.0
+
+    @property
+    def weight(self) -> float:
+        return self.total / self.scale
+
+
+class OutputPredictor:
+    """Expected and high output lengths by tenant. `bias` multiplies every guess, for experiments."""
+
+    def __init__(self, *, bias: float = 1.0) -> None:
+        self._bias = bias
+        self._all = _Histogram()
+        self._by_tenant: OrderedDict[str, _Histogram] = OrderedDict()
+
+    def learn(self, tenant: str, num_output: int) -> None:
+        """An answer of the tenant's has ended by itself with so many tokens."""
+        if num_output <= 0:
+            return
+        self._all.add(num_output)
+        own = self._by_tenant.get(tenant)
+        if own is None:
+            own = self._by_tenant[tenant] = _Histogram()
+            if len(self._by_tenant) > _MAX_TENANTS:
+                self._by_tenant.popitem(last=False)
+        own.add(num_output)
+        self._by_tenant.move_to_end(tenant)
+
+    def expected(self, tenant: str, *, longer_than: int = 0, at_most: int) -> float:
+        """Mean length of the tenant's answers, of those that are longer than so many tokens."""
+        weight = total = 0.0
+        first = _bin(longer_than + 1)
+        for histogram, share in self._sources(tenant):
+            weight += share * sum(histogram.counts[first:])
+            total += share * sum(histogram.sums[first:])
+        if weight <= 1e-6:  # none was ever so long: as much again
+            guess = max(_UNKNOWN_TOKENS, 1.5 * longer_than)
+        else:
+            guess = total / weight
+        return min(max(guess * self._bias, longer_than + 1.0), float(at_most))
+
+    def high(self, tenant: str, quantile: float, *, at_most: int) -> int:
+        """A length that so large a part of the tenant's answers do not exceed."""
+        sources = self._sources(tenant)
+        whole = sum(share * histogram.total for histogram, share in sources)
+        if whole <= 1e-6:
+            return min(at_most, int(4 * _UNKNOWN_TOKENS))
+        seen = 0.0
+        for index in range(_NUM_BINS):
+            seen += sum(share * histogram.counts[index] for histogram, share in sources)
+            if seen >= quantile * whole:
+                return min(at_most, math.ceil(_GROWTH ** (index + 1) * self._bias))
+        return at_most
+
+    def _sources(self, tenant: str) -> list[tuple[_Histogram, float]]:
+        """Histograms with the factors that bring them to numbers of answers."""
+        sources = []
+        own = self._by_tenant.get(tenant)
+        if own is not None:
+            sources.append((own, 1 / own.scale))
+        if self._all.total:
+            sources.append((self._all, min(_BLEND, self._all.weight) / self._all.total / _thin(own)))
+        return sources
+
+
+def _thin(own: _Histogram | None) -> float:
+    """How far everybody's answers count less, the more there are of the tenant's own."""
+    return 1.0 if own is None else 1.0 + own.weight
+
+
+def _bin(length: int) -> int:
+    return min(_NUM_BINS - 1, int(math.log(max(length, 1)) / math.log(_GROWTH)))

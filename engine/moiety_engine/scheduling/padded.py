@@ -1,0 +1,68 @@
+"""What the padded strategy costs: every row of a batch takes the blocks of the longest prompt and the longest output."""
+
+from __future__ import annotations
+
+from moiety_engine.scheduling.filling import Filling
+from moiety_engine.scheduling.kv import KvLedger
+from moiety_engine.scheduling.planner import Planner
+from moiety_engine.scheduling.policy import Policy
+from moiety_engine.scheduling.room import Room
+from moiety_engine.sequence import Place, Sequence
+
+
+class PaddedFilling:
+    """Starts a whole batch at once, rows reserved to the longest; then only goes on with its prefill."""
+
+    def __init__(self, kv: KvLedger, policy: Policy, room: Room, filling: Filling) -> None:
+        self._kv = kv
+        self._policy = policy
+        self._room = room
+        self._filling = filling
+
+    def fill(self, planner: Planner, joinable: int, now_ns: int) -> None:
+        now_s = now_ns / 1e9
+        batch: list[Sequence] = []
+        unfinished: list[Sequence] = []
+        while (sequence := self._policy.pop(now_s)) is not None:
+            if sequence.place is Place.RUNNING:
+                limit = planner.prefill_room(sequence)
+                self._room.reclaim(self._kv.blocks_for(sequence.num_computed + limit) - len(sequence.blocks))
+                if not planner.add_prefill(sequence, limit):
+                    unfinished.append(sequence)
+            elif len(batch) < joinable and self._fits([*batch, sequence]) and self._start(sequence):
+                batch.append(sequence)
+            else:
+                unfinished.append(sequence)
+                break
+        longest, reserve = _padded_lengths(batch) if batch else (0, 0)
+        for sequence in batch:
+            self._filling.mark_started(sequence, now_ns)
+            sequence.num_padded, sequence.num_reserved = longest, reserve
+            self._room.reclaim(self._kv.blocks_for(reserve) - len(sequence.blocks))
+            reserved = self._kv.grow(sequence, reserve)
+            assert reserved or len(batch) == 1, "a padded batch was admitted that does not fit"
+        for sequence in batch:
+            if not planner.add_prefill(sequence, planner.prefill_room(sequence)):
+                unfinished.append(sequence)
+        for sequence in unfinished:
+            self._policy.push(sequence, now_s)
+
+    def _start(self, sequence: Sequence) -> bool:
+        if sequence.blocks:
+            return True
+        num_tokens = len(sequence.tokens)
+        return self._kv.start(sequence, self._kv.find_prefix(sequence), num_tokens) or (
+            self._room.reclaim(self._kv.blocks_for(num_tokens))
+            and self._kv.start(sequence, self._kv.find_prefix(sequence), num_tokens)
+        )
+
+    def _fits(self, batch: list[Sequence]) -> bool:
+        """Whether the pool can hold the batch with every row as long as its longest; alone, a sequence always may."""
+        _, reserve = _padded_lengths(batch)
+        return len(batch) == 1 or len(batch) * self._kv.blocks_for(reserve) <= self._kv.pool.num_blocks
+
+
+def _padded_lengths(batch: list[Sequence]) -> tuple[int, int]:
+    """(longest prompt, that plus the longest output) of a batch."""
+    longest = max(len(s.tokens) for s in batch)
+    return longest, longest + max(s.submit.max_tokens - s.num_output for s in batch)

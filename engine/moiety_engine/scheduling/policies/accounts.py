@@ -1,0 +1,151 @@
+"""Tenants' virtual token counters, and queues that serve the tenant with the lowest one first.
+
+The virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): what a tenant was served,
+prompt tokens that no cache held plus twice the output tokens, over its weight. A tenant that had nothing waiting is
+lifted to the lowest counter among those that had, so that idleness earns no credit.
+
+An answer's expected length is charged ahead, when it starts, and set right when it ends: otherwise a tenant that is behind
+is given so many places at once that it is far ahead when they have run.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush, heapreplace
+
+from moiety_engine.sequence import Sequence
+
+OUTPUT_WEIGHT = 2.0  # an output token's cost against a prompt token's, as in VTC
+
+
+class Account:
+    """One tenant among those of one rank."""
+
+    __slots__ = ("active", "counter", "last_served_s", "num_queued", "pending_tokens", "tenant", "version", "weight")
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        self.weight = 1.0
+        self.counter = 0.0
+        self.active = 0  # requests here that have not ended
+        self.num_queued = 0
+        self.pending_tokens = 0  # prompt tokens of requests that have not started
+        self.last_served_s = 0.0
+        self.version = 0  # raised when the counter falls: queues hold an entry at the old, higher one
+
+
+class Accounts:
+    """The accounts of one rank. Those that are idle and hold nothing worth keeping are forgotten."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, Account] = {}
+        self._waiting: list[tuple[float, str]] = []  # a heap; counters may have changed since
+        self._floor = 0.0  # the lowest counter among tenants with something waiting, as last seen
+        self.total_weight = 0.0  # of active tenants
+
+    def arrived(self, sequence: Sequence, now_s: float) -> Account:
+        """A request of the tenant's came: its account."""
+        account = self._accounts.get(sequence.tenant)
+        if account is None:
+            account = self._accounts[sequence.tenant] = Account(sequence.tenant)
+        if account.active == 0:
+            account.weight = max(1e-6, sequence.submit.tenant_weight * sequence.service.weight)
+            account.last_served_s = now_s
+            self.total_weight += account.weight
+        account.active += 1
+        if account.num_queued == 0:
+            account.counter = max(account.counter, self.floor())
+        return account
+
+    def queued(self, account: Account) -> None:
+        """The account has something waiting again."""
+        heappush(self._waiting, (account.counter, account.tenant))
+
+    def get(self, tenant: str) -> Account | None:
+        return self._accounts.get(tenant)
+
+    def ended(self, account: Account) -> None:
+        account.active -= 1
+        if account.active == 0:
+            self.total_weight -= account.weight
+            self._forget_idle()
+
+    def floor(self) -> float:
+        """The lowest counter among tenants with something waiting; the last such where there is none."""
+        heap = self._waiting
+        while heap:
+            counter, tenant = heap[0]
+            account = self._accounts.get(tenant)
+            if account is None or account.num_queued == 0:
+                heappop(heap)
+            elif counter != account.counter:
+                heapreplace(heap, (account.counter, tenant))
+                if account.counter < counter:
+                    break
+            else:
+                break
+        if heap:
+            self._floor = max(self._floor, heap[0][0])
+        return self._floor
+
+    def _forget_idle(self) -> None:
+        """What is not above the floor says nothing that an arrival would not say."""
+        if len(self._accounts) > 64 and len(self._accounts) > 4 * len(self._waiting):
+            floor = self.floor()
+            self._accounts = {t: a for t, a in self._accounts.items() if a.active or a.counter > floor}
+
+
+class FairQueue:
+    """Sequences by tenant: the tenant with the lowest counter first, within a tenant by key."""
+
+    def __init__(self) -> None:
+        self._heaps: dict[Account, list[tuple[float, int, int, Sequence]]] = {}
+        self._order: list[tuple[float, int, int, Account]] = []  # (counter, tie, version, account)
+        self._ties = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._order)
+
+    def push(self, account: Account, sequence: Sequence, key: float) -> None:
+        heap = self._heaps.get(account)
+        if heap is None:
+            heap = self._heaps[account] = []
+            self._enter(account)
+        heappush(heap, (key, sequence.order, sequence.entry, sequence))
+        if len(heap) > 64 and len(heap) > 4 * account.num_queued:
+            heap[:] = [item for item in heap if item[2] == item[3].entry]
+            heapify(heap)
+
+    def fell(self, account: Account) -> None:
+        """The account's counter was lowered (its version raised): its place in the order is a new one."""
+        if account in self._heaps:
+            self._enter(account)
+
+    def pop(self) -> Sequence | None:
+        """The first, out of the queue; None if there is none."""
+        while self._order:
+            counter, tie, version, account = self._order[0]
+            heap = self._heaps.get(account)
+            if heap is None or version != account.version:
+                heappop(self._order)
+                continue
+            while heap and heap[0][2] != heap[0][3].entry:
+                heappop(heap)
+            if not heap:
+                del self._heaps[account]
+                heappop(self._order)
+            elif counter < account.counter:
+                heapreplace(self._order, (account.counter, tie, version, account))
+            else:
+                return heappop(heap)[3]
+        return None
+
+    def pop_of(self, account: Account) -> Sequence | None:
+        """The first of one tenant's, out of its turn; None if it has none here."""
+        heap = self._heaps.get(account)
+        while heap and heap[0][2] != heap[0][3].entry:
+            heappop(heap)
+        return heappop(heap)[3] if heap else None
+
+    def _enter(self, account: Account) -> None:
+        self._ties += 1
+        heappush(self._order, (account.counter, self._ties, account.version, account))

@@ -1,0 +1,208 @@
+"""Deficit longest prefix match: "Locality-aware Fair Scheduling in LLM Serving" (arXiv 2501.14312), for one replica.
+
+Requests start in order of the longest prefix that the cache holds, as far as their tenant has deficit left. What a
+request starts with (prompt tokens that no cache held) and every output token, by its weight, is taken off its tenant's
+deficit, which may go below zero. When no tenant that waits has any left, each is given quanta, its weight times
+`quantum` tokens, until one has. A tenant without waiting requests is given none. What has started goes on before others
+start. The quantum is ours to choose: a step's tokens; a larger one favours locality, a smaller one fairness.
+
+The paper sorts the queue before each batch. Here a tenant's requests stand in a heap by the prefix last found: it is
+found again when they come up, since blocks may have gone, and when a block has been computed for which they waited.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush, heapreplace
+
+from moiety_engine.scheduling.policies.accounts import OUTPUT_WEIGHT
+from moiety_engine.scheduling.policy import Policy, PolicyContext
+from moiety_engine.sequence import Place, Sequence
+
+_NEW, _WAITING = range(2)  # a sequence's `bucket`: whether its client counts it
+_MAX_IDLE = 1024  # tenants remembered beyond those that have requests
+
+_Item = tuple[int, int, int, Sequence]  # (minus the cached tokens, order, entry, sequence)
+
+
+class Client:
+    """One tenant."""
+
+    __slots__ = ("active", "deficit", "heap", "num_waiting", "version", "weight")
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.deficit = 0.0
+        self.active = 0  # requests that have not ended
+        self.num_waiting = 0  # of them, those that have entered the queue and have not started
+        self.heap: list[_Item] = []
+        self.version = 0  # raised when its place in the order is a new one
+
+
+class Dlpm(Policy):
+    """By cached prefix among tenants with deficit left; what has started comes before all that has not."""
+
+    name = "dlpm"
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)  # its heap holds those that have started
+        self.quantum = context.max_batch_tokens
+        self._clients: dict[str, Client] = {}
+        self._waiting: dict[int, Client] = {}  # by id, those with requests that wait to start
+        self._order: list[
+            tuple[int, int, int, int, Client]
+        ] = []  # (a heap's first key and order, tie, version, client)
+        self._waiting_for: dict[bytes, dict[int, Sequence]] = {}  # by hash of the first block that the cache lacked
+        self._lacks: dict[int, bytes] = {}  # the same by sequence
+        self._ties = 0
+        self._forget_at = 2 * _MAX_IDLE
+
+    # ── the queue ──
+
+    def key(self, sequence: Sequence, now_s: float) -> int:
+        return sequence.order
+
+    def push(self, sequence: Sequence, now_s: float) -> None:
+        if sequence.place is not Place.WAITING:
+            super().push(sequence, now_s)
+            return
+        client: Client = sequence.account
+        if sequence.bucket == _NEW:
+            sequence.bucket = _WAITING
+            client.num_waiting += 1
+            self._waiting[id(client)] = client
+        self._num_queued += sequence.enter_queue()
+        self._enter(sequence)
+
+    def pop(self, now_s: float) -> Sequence | None:
+        sequence = super().pop(now_s)
+        if sequence is None and (sequence := self._best()) is not None:
+            self._forget_lack(sequence)
+            self._num_queued -= sequence.leave_queue()
+        return sequence
+
+    def discard(self, sequence: Sequence) -> None:
+        if sequence.place is not Place.WAITING:
+            super().discard(sequence)
+        else:
+            self._forget_lack(sequence)
+            self._num_queued -= sequence.leave_queue()
+
+    def _enter(self, sequence: Sequence) -> None:
+        """Into its client's heap, with the prefix that the cache now holds."""
+        cached = self.context.cached_tokens(sequence)
+        self._note_lack(sequence, cached)
+        client: Client = sequence.account
+        heappush(client.heap, (-cached, sequence.order, sequence.entry, sequence))
+        if len(client.heap) > 64 and len(client.heap) > 2 * client.num_waiting:
+            client.heap = [item for item in client.heap if item[2] == item[3].entry]
+            heapify(client.heap)
+        if client.heap[0][3] is sequence:
+            self._place(client)
+
+    def _place(self, client: Client) -> None:
+        """A client that has a new first, or deficit again, has a new place in the order."""
+        client.version += 1
+        if client.heap and client.deficit > 0:
+            self._ties += 1
+            heappush(self._order, (*client.heap[0][:2], self._ties, client.version, client))
+
+    def _best(self) -> Sequence | None:
+        """The request with the longest prefix of the clients with deficit left, out of its client's heap. None also
+        where those have only requests that were taken in this step and found no room."""
+        while True:
+            while self._order:
+                key, order, tie, version, client = self._order[0]
+                heap = client.heap
+                while heap and heap[0][2] != heap[0][3].entry:
+                    heappop(heap)
+                if version != client.version or client.deficit <= 0 or not heap:
+                    heappop(self._order)
+                elif (key, order) != heap[0][:2]:
+                    heapreplace(self._order, (*heap[0][:2], tie, version, client))
+                elif (cached := self.context.cached_tokens(heap[0][3])) < -key:
+                    self._note_lack(heap[0][3], cached)
+                    heapreplace(heap, (-cached, *heap[0][1:]))
+                else:
+                    return heappop(heap)[3]
+            if not self._refill():
+                return None
+
+    def _refill(self) -> bool:
+        """As many quanta to each client that waits as it takes for one of them to have deficit left. False: one has."""
+        clients = self._waiting.values()
+        if not clients or any(client.deficit > 0 for client in clients):
+            return False
+        rounds = min(int(-c.deficit / (self.quantum * c.weight)) + 1 for c in clients)
+        for client in clients:
+            client.deficit += rounds * self.quantum * client.weight
+            self._place(client)
+        return True
+
+    # ── prefixes ──
+
+    def _note_lack(self, sequence: Sequence, num_cached: int) -> None:
+        """Remember which block would lengthen the prefix that the cache holds, if there is one that can be shared."""
+        self._forget_lack(sequence)
+        size = self.context.block_size
+        if num_cached + size < len(sequence.tokens):
+            lacked = sequence.hash_at(num_cached // size, size)
+            self._lacks[sequence.key] = lacked
+            self._waiting_for.setdefault(lacked, {})[sequence.key] = sequence
+
+    def _forget_lack(self, sequence: Sequence) -> None:
+        lacked = self._lacks.pop(sequence.key, None)
+        if lacked is not None:
+            others = self._waiting_for[lacked]
+            del others[sequence.key]
+            if not others:
+                del self._waiting_for[lacked]
+
+    def _published(self, sequence: Sequence) -> None:
+        """The sequence's blocks can be hit: those that lacked one of them have a longer prefix now."""
+        for index in range(sequence.num_sealed):
+            for other in list(self._waiting_for.get(sequence.hash_at(index, self.context.block_size), {}).values()):
+                other.entry += 2  # its old place is void
+                self._enter(other)
+
+    # ── what happened ──
+
+    def arrived(self, sequence: Sequence, now_s: float) -> None:
+        client = self._clients.pop(sequence.tenant, None) or Client()
+        self._clients[sequence.tenant] = client  # the last to come stands last
+        if len(self._clients) > self._forget_at:
+            self._forget_idle()
+        client.weight = max(1e-6, sequence.submit.tenant_weight)
+        client.active += 1
+        sequence.account = client
+
+    def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
+        client: Client = sequence.account
+        client.deficit -= num_uncached
+        self._waits_no_more(client)
+
+    def decoded(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.account.deficit -= OUTPUT_WEIGHT
+            if sequence.num_output == 1 and self._waiting_for:
+                self._published(sequence)
+
+    def ended(self, sequence: Sequence, now_s: float) -> None:
+        client: Client = sequence.account
+        client.active -= 1
+        if sequence.place is Place.WAITING:
+            if sequence.bucket == _WAITING:
+                self._waits_no_more(client)
+        elif self._waiting_for:
+            self._published(sequence)
+
+    def _waits_no_more(self, client: Client) -> None:
+        client.num_waiting -= 1
+        if client.num_waiting == 0:
+            del self._waiting[id(client)]
+
+    def _forget_idle(self) -> None:
+        """Of the tenants without requests, those that came last are remembered."""
+        idle = [name for name, client in self._clients.items() if client.active == 0]
+        for name in idle[:-_MAX_IDLE]:
+            del self._clients[name]
+        self._forget_at = 2 * max(_MAX_IDLE, len(self._clients))

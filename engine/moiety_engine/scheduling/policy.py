@@ -1,0 +1,167 @@
+"""What a policy is asked, and the base that answers as plainly as possible.
+
+A policy owns the order of those who want prefill, and nothing else: the scheduler tells it who came, who was served and
+who left, and asks it whom to take next, how long a step may be and who gives way. It holds indexes over sequences and
+counters over tenants, sees neither blocks nor tensors, and never reads how long an answer will really be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+from moiety_engine.scheduling.lengths import OutputPredictor
+from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
+from moiety_engine.scheduling.tally import Tally
+from moiety_engine.sequence import Sequence
+from moiety_wire.classes import ServiceClass
+from moiety_wire.messages import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a request is let in: the class it will be served in, or None and when to come back."""
+
+    service: ServiceClass | None
+    reason: Reason
+    predicted_ttft_s: float | None = None
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """How long a step may take, as far as prefill can be blamed, and how many prompt tokens go in it all the same."""
+
+    seconds: float
+    floor_tokens: int
+
+
+class BatchView:
+    """What the batch looks like while a step is being filled. The scheduler keeps it up to date."""
+
+    __slots__ = ("blocks_free", "blocks_of_tenant", "blocks_total", "running", "shape", "slack_s")
+
+    def __init__(
+        self, shape: StepShape, slack_s: float, running: list[Sequence], blocks_free: int, blocks_total: int
+    ) -> None:
+        self.shape = shape
+        self.slack_s = slack_s  # until the first token is due that a running request still owes in time
+        self.running = running
+        self.blocks_free = blocks_free
+        self.blocks_total = blocks_total
+        self.blocks_of_tenant: dict[str, int] | None = None  # counted when somebody asks
+
+    def tenant_blocks(self, tenant: str) -> int:
+        """Blocks that running sequences of the tenant hold (shared ones counted for each)."""
+        if self.blocks_of_tenant is None:
+            self.blocks_of_tenant = {}
+            for s in self.running:
+                self.blocks_of_tenant[s.tenant] = self.blocks_of_tenant.get(s.tenant, 0) + len(s.blocks)
+        return self.blocks_of_tenant.get(tenant, 0)
+
+
+@dataclass(slots=True)
+class PolicyContext:
+    """What policies predict with, shared with the scheduler that teaches it, and the bounds that they live in."""
+
+    step_time: StepTimeModel
+    lengths: OutputPredictor
+    tally: Tally
+    max_batch_tokens: int
+    max_running: int
+    num_blocks: int
+    block_size: int
+    cached_tokens: Callable[[Sequence], int]  # how many of its tokens the prefix cache holds now
+
+
+class Policy:
+    """The base: a queue in the order of `key`, no limit on a step's time, the youngest gives way, all are let in."""
+
+    name = ""
+    sizes_chunks = False  # whether the policy says how long a step may last
+    limits_preemptions = False  # whether a request is preempted at most twice and its class may forbid it
+
+    def __init__(self, context: PolicyContext) -> None:
+        self.context = context
+        self._heap: list[tuple[Any, int, int, Sequence]] = []
+        self._num_queued = 0
+
+    # ── who wants prefill ──
+
+    def key(self, sequence: Sequence, now_s: float) -> Any:
+        """What orders the queue; smaller first, ties by arrival. Computed once, on entering."""
+        raise NotImplementedError
+
+    def push(self, sequence: Sequence, now_s: float) -> None:
+        """The sequence wants prefill: it is new, returns, or its last chunk did not complete its prompt."""
+        self._num_queued += sequence.enter_queue()
+        heappush(self._heap, (self.key(sequence, now_s), sequence.order, sequence.entry, sequence))
+
+    def pop(self, now_s: float) -> Sequence | None:
+        """Take the first out of the queue; it comes back by `push` unless its prefill will be complete."""
+        while self._heap:
+            _, _, entry, sequence = heappop(self._heap)
+            if entry == sequence.entry:
+                self._num_queued -= sequence.leave_queue()
+                return sequence
+        return None
+
+    def discard(self, sequence: Sequence) -> None:
+        """If the sequence is queued, it is no longer. Its entry is dropped when it comes up, or with many others."""
+        self._num_queued -= sequence.leave_queue()
+        if len(self._heap) > 64 and len(self._heap) > 2 * self._num_queued:
+            self._heap = [item for item in self._heap if item[2] == item[3].entry]
+            heapify(self._heap)
+
+    @property
+    def num_queued(self) -> int:
+        return self._num_queued
+
+    # ── what happened ──
+
+    def arrived(self, sequence: Sequence, now_s: float) -> None:
+        """A request was let in."""
+
+    def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
+        """The sequence joined the batch for the first time, with so many prompt tokens to compute."""
+
+    def decoded(self, sequences: list[Sequence]) -> None:
+        """Each of these got an output token."""
+
+    def stepped(self, seconds: float, shape: StepShape, now_s: float) -> None:
+        """A step of this shape took so long."""
+
+    def ended(self, sequence: Sequence, now_s: float) -> None:
+        """The sequence is over; it may never have started."""
+
+    # ── what to do ──
+
+    def admit(self, sequence: Sequence, num_uncached: int, now_s: float) -> Verdict:
+        """Whether to let a new request in, that has so many prompt tokens to compute."""
+        return Verdict(sequence.service, Reason.IN_TIME)
+
+    def overflow(self, sequence: Sequence) -> Verdict:
+        """What a request is told for which the queue has no place."""
+        return Verdict(None, Reason.QUEUE_FULL, retry_after_s=1.0)
+
+    def predicted_ttft_s(self) -> dict[str, float]:
+        """By class, the time to first token of an empty prompt that arrives now."""
+        return {}
+
+    def step_budget(self, view: BatchView, now_s: float) -> StepBudget | None:
+        """How long the next step may take; None for no limit but that of tokens."""
+        return None
+
+    def delays(self, sequence: Sequence, view: BatchView, num_blocks: int, now_s: float) -> Reason | None:
+        """Why the sequence, which would take so many blocks, may not join the batch in this step; None if it may."""
+        return None
+
+    def may_overtake(self, blocked: Sequence, now_s: float) -> bool:
+        """Whether others may be taken while this one, which came first, finds no blocks."""
+        return False
+
+    def victims(self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float) -> list[Sequence]:
+        """Who may give way, the first to go first: for an urgent beneficiary, or (None) so that others can decode."""
+        return [] if beneficiary is not None else sorted(running, key=lambda s: -s.order)

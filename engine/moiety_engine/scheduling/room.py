@@ -1,0 +1,164 @@
+"""Making room: whose blocks are taken when blocks are short, and whether what was computed is kept in host memory.
+
+Blocks come first from those that are out of the batch anyway, parked before returning and the youngest before the older;
+then from running ones, in the policy's order of victims. What a sequence has computed is copied to the host tier where
+that and the way back are predicted to take less than computing it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moiety_engine.scheduling.kv import KvLedger
+from moiety_engine.scheduling.places import Places
+from moiety_engine.scheduling.planner import Planner
+from moiety_engine.scheduling.policy import Policy
+from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
+from moiety_engine.scheduling.tally import Tally
+from moiety_engine.sequence import Sequence
+from moiety_wire.messages import EventKind, Reason
+
+
+@dataclass(frozen=True, slots=True)
+class SwapCost:
+    """What copying a block between device and host memory takes."""
+
+    seconds_per_block: float = 0.0
+
+
+class Room:
+    """Takes blocks from sequences. Holds the preempted of the step that is being planned."""
+
+    def __init__(
+        self, kv: KvLedger, places: Places, policy: Policy, step_time: StepTimeModel, tally: Tally, swap: SwapCost
+    ) -> None:
+        self._kv = kv
+        self._places = places
+        self._policy = policy
+        self._step_time = step_time
+        self._tally = tally
+        self.swap = swap
+        self.preempted: list[Sequence] = []
+
+    def reclaim(self, num_blocks: int) -> bool:
+        """See that so many blocks are free, at the cost of sequences that are not in the batch. False: all of them
+        together have too few."""
+        pool = self._kv.pool
+        if pool.num_free >= num_blocks:
+            return True
+        for holders in (self._places.parked, self._places.returning):
+            for sequence in reversed(holders):
+                if sequence.blocks:
+                    self._take_blocks(sequence)
+                    if pool.num_free >= num_blocks:
+                        return True
+        return False
+
+    def secure_decodes(self, now_ns: int) -> list[Sequence]:
+        """The running sequences that can decode in this step, each with a block for its next token; others stay out of
+        the step, or give way to those."""
+        kv = self._kv
+        size = kv.block_size
+        ready: list[Sequence] = []
+        short: list[Sequence] = []
+        for s in self._places.running:
+            if s.ghost or (s.num_uncomputed == 1 and s.num_output > 0):
+                (short if s.num_computed >= len(s.blocks) * size else ready).append(s)
+        if not short:
+            return ready
+        if len(short) > kv.pool.num_free and not self.reclaim(len(short)):
+            self._free_for_decodes(ready, short, now_ns)
+        for s in sorted(short, key=_first_served):
+            if kv.pool.num_free and kv.grow(s, s.num_computed + 1):
+                ready.append(s)
+        return ready
+
+    def free_for(self, beneficiary: Sequence, num_blocks: int, planner: Planner, now_ns: int) -> bool:
+        """Let running sequences give way to an urgent one until so many blocks are free. All or nothing."""
+        pool = self._kv.pool
+        chosen = []
+        gained = pool.num_free
+        for victim in self._policy.victims(self._places.running, beneficiary, now_ns / 1e9):
+            if gained >= num_blocks:
+                break
+            if not planner.prefills(victim):
+                chosen.append(victim)
+                gained += self._would_free(victim)
+        if gained < num_blocks:
+            return False
+        for victim in chosen:
+            planner.drop_decode(victim)
+            self.preempt(victim, Reason.URGENT_NEEDS_BLOCKS, now_ns, beneficiary, take_blocks=True)
+        return pool.num_free >= num_blocks
+
+    def free_place_for(self, beneficiary: Sequence, planner: Planner, now_ns: int) -> bool:
+        """Let one running sequence leave the batch for an urgent one. It keeps its blocks while nobody needs them."""
+        for victim in self._policy.victims(self._places.running, beneficiary, now_ns / 1e9):
+            if not planner.prefills(victim):
+                planner.drop_decode(victim)
+                self.preempt(victim, Reason.BATCH_FULL, now_ns, beneficiary, take_blocks=False)
+                return True
+        return False
+
+    def break_deadlock(self, now_ns: int) -> bool:
+        """Half-filled sequences hold all blocks among them: the youngest gives way so that the others end."""
+        holders = [s for s in self._places.running if s.blocks]
+        if len(holders) < 2:
+            return False
+        victims = self._policy.victims(holders, None, now_ns / 1e9) or sorted(holders, key=lambda s: -s.order)
+        self.preempt(victims[0], Reason.DECODE_NEEDS_BLOCKS, now_ns, None, take_blocks=True)
+        return True
+
+    def preempt(
+        self, victim: Sequence, reason: Reason, now_ns: int, beneficiary: Sequence | None, *, take_blocks: bool
+    ) -> None:
+        """Take a running sequence out of the batch; it returns to its old place in the queue."""
+        if take_blocks:
+            self._take_blocks(victim)
+        if victim.ghost:
+            self._kv.release(victim)
+            self._places.end(victim)
+            return
+        victim.num_preemptions += 1
+        victim.note(now_ns, EventKind.PREEMPTED, reason, beneficiary.key if beneficiary else 0)
+        tally = self._tally.of(victim.service.name)
+        tally.preempted[reason.value] += 1
+        tally.num_running -= 1
+        tally.num_waiting += 1
+        self._places.send_back(victim)
+        self._policy.push(victim, now_ns / 1e9)
+        self.preempted.append(victim)
+
+    def _free_for_decodes(self, ready: list[Sequence], short: list[Sequence], now_ns: int) -> None:
+        """Preempt until the decodes that are left have their blocks, or nobody may be preempted any more."""
+        pool = self._kv.pool
+        for victim in self._policy.victims(list(self._places.running), None, now_ns / 1e9):
+            if len(short) <= pool.num_free or len(ready) + len(short) < 2:
+                break
+            self.preempt(victim, Reason.DECODE_NEEDS_BLOCKS, now_ns, None, take_blocks=True)
+            for group in (ready, short):
+                if victim in group:
+                    group.remove(victim)
+
+    def _take_blocks(self, sequence: Sequence) -> None:
+        if self._swap_is_cheaper(sequence):
+            self._kv.swap_out(sequence)
+        else:
+            self._kv.release(sequence)
+
+    def _swap_is_cheaper(self, sequence: Sequence) -> bool:
+        if not self._kv.can_swap_out(sequence):
+            return False
+        out = self._kv.num_to_copy_out(sequence)
+        back = self._kv.blocks_for(sequence.num_computed)
+        copying_s = (out + back) * self.swap.seconds_per_block
+        empty = StepShape()
+        again = empty.with_prefill(sequence.num_computed, 0)
+        return copying_s < self._step_time.predict_s(again) - self._step_time.predict_s(empty)
+
+    def _would_free(self, sequence: Sequence) -> int:
+        return self._kv.num_unshared(sequence)
+
+
+def _first_served(sequence: Sequence) -> tuple[int, int]:
+    return sequence.service.rank, sequence.order

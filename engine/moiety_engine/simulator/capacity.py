@@ -1,0 +1,53 @@
+"""Capacity: the work that saturated FCFS does a second, of a workload's mix on a device; and loads relative to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.driver import Driver
+from moiety_engine.simulator.work import WorkModel
+from moiety_wire.classes import STANDARD
+from moiety_workload.request import Workload
+from moiety_workload.transforms import last_for, multiply
+
+_PRESSURE = 2.0  # times what the device can do: the queue never empties
+_NUM_STEPS = 3000  # of the run, about
+_SHORTEST_S, _LONGEST_S = 20.0, 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """`work_per_s` is C; `model` says what work is. `offered` is the workload's own load, as a multiple of C."""
+
+    work_per_s: float
+    model: WorkModel
+    offered: float
+
+
+def measure_capacity(workload: Workload, device: Device, *, run_s: float | None = None) -> Capacity:
+    """Run FCFS on the workload's requests, in their order and arriving faster than they can be served. Of a long trace,
+    requests at regular distances stand for all, unless prefixes tie them to each other: then the first ones do.
+    `run_s`: for how long, by default some thousand steps."""
+    model = WorkModel.of(device, workload.requests)
+    seconds = run_s or min(_LONGEST_S, max(_SHORTEST_S, _NUM_STEPS * model.step_s))
+    wanted = _PRESSURE * seconds
+    demand = sum(model.of_request(request) for request in workload.requests)
+    long_enough = workload if demand >= wanted else last_for(workload, workload.duration_s * wanted / demand)
+    stride = 1 if workload.prefix_block_tokens else max(1, int(demand / wanted))
+    requests, work = [], 0.0
+    for request in long_enough.requests[::stride]:
+        if work >= wanted:
+            break
+        requests.append(replace(request, arrival_s=work / _PRESSURE, service_class=STANDARD.name))
+        work += model.of_request(request)
+    saturated = replace(workload, requests=tuple(requests), duration_s=work / _PRESSURE)
+    run = Driver(saturated, device, "fcfs", {STANDARD.name: STANDARD}, drain=False).run()
+    done = sum(model.seconds(r.request.input_tokens, *r.window_progress) for r in run.records)
+    per_s = done / run.window_s
+    return Capacity(per_s, model, demand / workload.duration_s / per_s)
+
+
+def at_load(workload: Workload, capacity: Capacity, load: float, seed: int) -> Workload:
+    """The workload with `load` times the capacity's work, over the same time and from the same tenants."""
+    return multiply(workload, load / capacity.offered, capacity.model.of_request, seed)

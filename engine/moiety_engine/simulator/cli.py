@@ -1,0 +1,205 @@
+"""The command `moiety simulate`: options in, a table or one JSON object out."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from moiety_engine.environment import describe_environment
+from moiety_engine.errors import EngineError, InvalidConfig
+from moiety_engine.simulator.comparison import Comparison, Scenario, compare, read_classes
+from moiety_engine.simulator.devices import PRESETS, find_device
+from moiety_engine.simulator.plots import check_plot, draw
+from moiety_wire.classes import SHIPPED
+from moiety_workload.errors import WorkloadError
+from moiety_workload.tenants import parse_shares
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def simulate_command(
+    trace: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="own CSV, Azure 2023, VTC or Mooncake JSON lines")
+    ] = None,
+    generate: Annotated[
+        str | None,
+        typer.Option(help="arrivals to draw, such as 'poisson:rate=3,tenant=a;onoff:rate=2,on=60,off=60,tenant=b'"),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help=f"{', '.join(PRESETS)}, or a file of bench engine --calibrate")
+    ] = "a10g-llama2-7b",
+    policy: Annotated[
+        list[str] | None, typer.Option(help="how requests are scheduled; repeatable; moiety if none is named")
+    ] = None,
+    compare_with: Annotated[str, typer.Option("--compare", help="more policies, separated by commas")] = "",
+    load: Annotated[float | None, typer.Option(min=0.001, help="offer so many times the device's capacity")] = None,
+    classes: Annotated[
+        str | None, typer.Option(help="classes by share of the demanded work: priority=0.2,standard=0.5,batch=0.3")
+    ] = None,
+    class_targets: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="TOML with a table for each class to change or add")
+    ] = None,
+    duration: Annotated[float | None, typer.Option(min=1, help="seconds; a shorter trace is repeated")] = None,
+    tenants: Annotated[int, typer.Option(min=1, help="that the conversations of a trace without tenants go to")] = 20,
+    weights: Annotated[str, typer.Option(help="tenants' weights: a=1,b=2; 1 if not named")] = "",
+    scale: Annotated[float, typer.Option(min=0.0001, help="multiplies the lengths")] = 1.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="bound on answers; else the longest in the trace")
+    ] = None,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="token budget of a step; else the device's")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of everything that is drawn")] = 0,
+    seeds: Annotated[str, typer.Option(help="several, separated by commas; figures are means over them")] = "",
+    drain: Annotated[bool, typer.Option(help="go on after the last arrival until all requests have ended")] = True,
+    plot: Annotated[Path | None, typer.Option(help="draw the comparison into a .png or .html file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Run the real scheduler under virtual time, on a trace or on drawn arrivals."""
+    console = Console(stderr=True)
+    names = list(dict.fromkeys([*(policy or []), *filter(None, (name.strip() for name in compare_with.split(",")))]))
+    names = names or ["moiety"]
+    try:
+        if plot is not None:
+            check_plot(plot)
+        chosen = find_device(device)
+        if max_batch_tokens is not None:
+            chosen = msgspec.structs.replace(chosen, max_batch_tokens=max_batch_tokens)
+        scenario = Scenario(
+            trace=trace,
+            spec=generate,
+            num_tenants=tenants,
+            scale=scale,
+            duration_s=duration,
+            load=load,
+            shares=None if classes is None else parse_shares(classes),
+            weights=_parse_weights(weights),
+        )
+        seed_list = _parse_seeds(seeds) or [seed]
+        known_classes = SHIPPED if class_targets is None else read_classes(class_targets)
+        with _progress(console) as on_progress:
+            done = compare(
+                scenario,
+                chosen,
+                names,
+                classes=known_classes,
+                seeds=seed_list,
+                max_tokens=max_tokens,
+                drain=drain,
+                on_progress=on_progress,
+            )
+        if plot is not None:
+            ranked = sorted(known_classes, key=lambda service: service.rank)
+            draw(done.policies, [service.name for service in ranked], f"{chosen.name}, {_describe(scenario)}", plot)
+    except (EngineError, WorkloadError) as exc:
+        console.print(f"[red]moiety simulate:[/red] {exc}", highlight=False)
+        raise typer.Exit(1) from exc
+    if not as_json:
+        _print(done)
+        return
+    settings = {
+        "trace": None if trace is None else trace.name,
+        "generate": generate,
+        "device": msgspec.to_builtins(chosen),
+        "load": load,
+        "classes": scenario.shares,
+        "duration_s": done.duration_s,
+        "num_requests": done.num_requests,
+        "weights": scenario.weights,
+        "scale": scale,
+        "max_tokens": max_tokens,
+        "seeds": seed_list,
+        "drain": drain,
+    }
+    capacity = {"work_per_s": done.capacity.work_per_s, "offered_by_trace": done.capacity.offered}
+    report = {"environment": describe_environment("numpy"), "settings": settings, "capacity": capacity}
+    typer.echo(json.dumps(report | {"policies": done.policies}))
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str, int, float, int], None] | None]:
+    """A bar for every run on a terminal; nothing in a pipe."""
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        tasks: dict[tuple[str, int], Any] = {}
+
+        def show(policy: str, seed: int, fraction: float, num_open: int) -> None:
+            if (policy, seed) not in tasks:
+                tasks[policy, seed] = progress.add_task(f"{policy}, seed {seed}", total=1.0, note="")
+            progress.update(tasks[policy, seed], completed=fraction, note=f"{num_open} open")
+
+        yield show
+
+
+def _print(done: Comparison) -> None:
+    console = Console()
+    table = Table("policy", "class", "requests", "in time", "rejected", "TTFT p50 / p90 / p99 s", "TPOT p99 ms")
+    for policy, figures in done.policies.items():
+        for name, row in figures["classes"].items():
+            ttft, tpot = row["ttft_s"], row["tpot_s"]["p99"]
+            table.add_row(
+                policy,
+                name,
+                f"{row['num']:.0f}",
+                f"{row['attainment']:.1%}",
+                f"{row['num_rejected']:.0f}",
+                " / ".join("–" if value is None else f"{value:.2f}" for value in ttft.values()),
+                "–" if tpot is None else f"{1000 * tpot:.0f}",
+            )
+    console.print(table)
+    table = Table("policy", "goodput ÷ C", "completed ÷ C", "tokens/s", "gap (bound)", "Jain", "preempted", "again")
+    for policy, figures in done.policies.items():
+        fairness = figures["fairness"]
+        table.add_row(
+            policy,
+            f"{figures['goodput_fraction_of_capacity']:.3f}",
+            f"{figures['completed_fraction_of_capacity']:.3f}",
+            f"{figures['throughput_tokens_per_s']:.0f}",
+            f"{fairness['max_gap']:.0f} ({fairness['bound']:.0f})",
+            f"{fairness['jain']:.3f}",
+            f"{figures['preemptions']:.0f}",
+            f"{figures['recomputed_fraction']:.2%}",
+        )
+    console.print(table)
+    offered = next(iter(done.policies.values()))["offered_fraction_of_capacity"]
+    console.print(
+        f"{done.num_requests} requests in {done.duration_s:.0f} s, {offered:.2f} times what saturated FCFS completes "
+        f"(C = {done.capacity.work_per_s:.3f} predicted device-seconds of work a second)"
+    )
+
+
+def _describe(scenario: Scenario) -> str:
+    source = scenario.trace.stem if scenario.trace is not None else str(scenario.spec)
+    return source if scenario.load is None else f"{source} at {scenario.load:g} times its capacity"
+
+
+def _parse_weights(text: str) -> dict[str, float]:
+    weights = {}
+    for part in filter(None, text.split(",")):
+        name, separator, value = part.partition("=")
+        try:
+            weights[name.strip()] = float(value)
+        except ValueError:
+            separator = ""
+        if not separator or not weights[name.strip()] > 0:
+            raise InvalidConfig(f"--weights {part!r} is not TENANT=WEIGHT with a weight above 0")
+    return weights
+
+
+def _parse_seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in filter(None, text.split(","))]
+    except ValueError as exc:
+        raise InvalidConfig(f"--seeds {text!r} must be whole numbers separated by commas") from exc

@@ -1,0 +1,166 @@
+"""Several policies on the same arrivals, over one or more seeds: what `moiety simulate` runs and reports."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.simulator.capacity import Capacity, at_load, measure_capacity
+from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.replica import check_policy
+from moiety_engine.simulator.simulate import simulate
+from moiety_engine.simulator.work import WorkModel
+from moiety_wire.classes import SHIPPED, ServiceClass
+from moiety_workload.generators import generate
+from moiety_workload.readers import load_workload
+from moiety_workload.request import Workload
+from moiety_workload.tenants import assign_classes
+from moiety_workload.transforms import last_for, scale_lengths
+
+_DEFAULT_GENERATED_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Where the arrivals come from and what is done with them. Either `trace` or `spec`."""
+
+    trace: Path | None = None
+    spec: str | None = None
+    num_tenants: int = 20  # that a trace's conversations are spread over, where it knows conversations
+    scale: float = 1.0
+    duration_s: float | None = None
+    load: float | None = None
+    shares: Mapping[str, float] | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def base(self, device: Device, seed: int) -> Workload:
+        """The arrivals before they are brought to a load, with their classes. Raises WorkloadError, InvalidConfig."""
+        if (self.trace is None) == (self.spec is None):
+            raise InvalidConfig("a simulation needs either a trace or a generator, and not both")
+        if self.trace is not None:
+            workload = load_workload(self.trace, seed=seed, num_tenants=self.num_tenants)
+        else:
+            workload = generate(self.spec or "", self.duration_s or _DEFAULT_GENERATED_S, seed)
+        if self.scale != 1.0:
+            scaled = tuple(scale_lengths(workload.requests, self.scale))
+            workload = replace(workload, requests=scaled, prefix_block_tokens=None)
+        if self.duration_s is not None:
+            workload = last_for(workload, self.duration_s)
+        if self.shares is not None:
+            work = WorkModel.of(device, workload.requests).of_request
+            workload = replace(workload, requests=tuple(assign_classes(workload.requests, self.shares, work, seed)))
+        return replace(workload, weights={**workload.weights, **self.weights})
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`policies` has each policy's figures, the mean over seeds (of what is called max or longest, the greatest), and
+    under `per_seed` those of every seed where there are several."""
+
+    capacity: Capacity
+    duration_s: float
+    num_requests: int
+    policies: dict[str, dict[str, Any]]
+
+
+def compare(
+    scenario: Scenario,
+    device: Device,
+    policies: Sequence[str],
+    *,
+    classes: Iterable[ServiceClass] = SHIPPED,
+    seeds: Sequence[int] = (0,),
+    max_tokens: int | None = None,
+    drain: bool = True,
+    on_progress: Callable[[str, int, float, int], None] | None = None,
+) -> Comparison:
+    """Run every policy on every seed's arrivals. The capacity is measured once, on the first seed's arrivals before
+    they are brought to the load. `on_progress(policy, seed, fraction, requests open)`. Raises InvalidConfig,
+    WorkloadError, Stuck."""
+    for policy in policies:
+        check_policy(policy)
+    listed = tuple(classes)
+    figures: dict[str, dict[int, dict[str, Any]]] = {policy: {} for policy in policies}
+    capacity: Capacity | None = None
+    workload: Workload | None = None
+    for seed in seeds:
+        base = scenario.base(device, seed)
+        capacity = capacity or measure_capacity(base, device)
+        own = replace(capacity, offered=capacity.model.offered_per_s(base) / capacity.work_per_s)
+        workload = base if scenario.load is None else at_load(base, own, scenario.load, seed)
+        for policy in policies:
+            report = None if on_progress is None else _bind(on_progress, policy, seed)
+            outcome = simulate(
+                workload,
+                device,
+                policy,
+                classes=listed,
+                capacity=capacity,
+                max_tokens=max_tokens,
+                drain=drain,
+                on_progress=report,
+            )
+            figures[policy][seed] = outcome.figures
+    if capacity is None or workload is None:
+        raise InvalidConfig("a simulation needs at least one seed")
+    merged = {policy: _merge(per_seed) for policy, per_seed in figures.items()}
+    return Comparison(capacity, workload.duration_s, len(workload.requests), merged)
+
+
+def read_classes(path: Path) -> tuple[ServiceClass, ...]:
+    """The shipped classes, changed and added to by a TOML file with a table for each class. Raises InvalidConfig."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        raise InvalidConfig(f"cannot read the classes from {path}: {exc}") from exc
+    classes = {service.name: service for service in SHIPPED}
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise InvalidConfig(f"{path}: {name} must be a table of a class's settings, such as [{name}]")
+        if unknown := set(table) - set(ServiceClass.__struct_fields__):
+            raise InvalidConfig(f"{path}: class {name} has no setting {', '.join(sorted(unknown))}")
+        start = msgspec.to_builtins(classes[name]) if name in classes else {}
+        try:
+            service = msgspec.convert(start | table | {"name": name}, ServiceClass)
+        except msgspec.ValidationError as exc:
+            raise InvalidConfig(f"{path}: class {name}: {exc}") from exc
+        if complaint := service.complaint():
+            raise InvalidConfig(f"{path}: class {name}: {complaint}")
+        classes[name] = service
+    return tuple(classes.values())
+
+
+def _bind(on_progress: Callable[[str, int, float, int], None], policy: str, seed: int) -> Callable[[float, int], None]:
+    return lambda fraction, num_open: on_progress(policy, seed, fraction, num_open)
+
+
+def _merge(per_seed: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """Figures over seeds. Tenants are told for the first seed only."""
+    first = next(iter(per_seed.values()))
+    if len(per_seed) == 1:
+        return first
+    bare = [{key: value for key, value in figures.items() if key != "tenants"} for figures in per_seed.values()]
+    merged = _mean("", bare)
+    merged["tenants"] = first["tenants"]
+    merged["per_seed"] = {str(seed): figures for seed, figures in zip(per_seed, bare, strict=True)}
+    return dict(merged)
+
+
+def _mean(name: str, values: list[Any]) -> Any:
+    """Of dicts by key (a count that is missing is 0), of numbers the mean or, by name, the greatest."""
+    if any(isinstance(value, dict) for value in values):
+        tables = [value for value in values if isinstance(value, dict)]
+        keys = dict.fromkeys(key for table in tables for key in table)
+        missing = 0 if name == "rejections" else None
+        return {key: _mean(key, [table.get(key, missing) for table in tables]) for key in keys}
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return max(known) if name.startswith(("max_", "longest_", "forbidden_")) else fmean(known)

@@ -1,0 +1,161 @@
+"""How evenly tenants were served. All figures are in VTC's units: prompt tokens plus twice the output tokens.
+
+*gap*: over every pair of tenants and every stretch of time in which both had requests waiting, the most by which the
+service of one grew beyond that of the other, each divided by its weight (VTC, theorem 4.4). Within one class.
+*bound*: what the theorem allows, 2 · max(w_p · longest prompt, w_q · KV tokens), divided by the smallest weight.
+*window*: the service difference of VTC's published tables (`get_service_diff_over_time` of its artefact);
+*accumulated_gap* that of its plots.
+*jain*: Jain's index over tenants of service while backlogged against what was due by weight; 1 is even. Tenants are
+seldom backlogged at the same time, so service is held against what others got in the same moments. Within one class.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moiety_engine.simulator.records import Account, Record, Run, Samples
+
+PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
+_WARM_UP_S, _WINDOW_S, _NUM_TICKS = 30.0, 60.0, 20
+_NUM_MOMENTS = 36
+_LEAST_BACKLOG_S = 30.0  # a tenant backlogged for less has no share worth comparing
+
+
+def measure_fairness(run: Run, kv_tokens: int) -> dict[str, float | None]:
+    """max_gap, bound, window_max, window_mean, window_variance, accumulated_gap, jain."""
+    by_class: dict[str, list[int]] = defaultdict(list)
+    for index, account in enumerate(run.accounts):
+        by_class[account.service_class].append(index)
+    service_TA, backlogged_TA = _as_arrays(run.samples, run.accounts)
+    gaps = [largest_gap(service_TA[:, members], backlogged_TA[:, members]) for members in by_class.values()]
+    weight_A = np.array([account.tenant.weight for account in run.accounts] or [1.0])
+    least = _LEAST_BACKLOG_S / run.samples.interval_s
+    shares = (
+        evenness(service_TA[:, members], backlogged_TA[:, members], weight_A[members], least)
+        for members in by_class.values()
+    )
+    known = [share for share in shares if share is not None]
+    longest_prompt = max((record.request.input_tokens for record in run.records), default=0)
+    smallest = min((tenant.weight for tenant in run.tenants), default=1.0)
+    differences = window_differences(run.records, run.window_s)
+    return {
+        "max_gap": max(gaps, default=0.0),
+        "bound": 2 * max(PROMPT_WEIGHT * longest_prompt, OUTPUT_WEIGHT * kv_tokens) / smallest,
+        "window_max": float(np.max(differences)),
+        "window_mean": float(np.mean(differences)),
+        "window_variance": float(np.var(differences)),
+        "accumulated_gap": accumulated_gap(run.records, run.window_s),
+        "jain": min(known, default=1.0),
+    }
+
+
+def largest_gap(service_TA: np.ndarray, backlogged_TA: np.ndarray) -> float:
+    """Over all pairs of columns: the range of their difference within each stretch of samples at which both had been
+    backlogged since the sample before."""
+    worst = 0.0
+    for first in range(service_TA.shape[1]):
+        both_TA = backlogged_TA[:, first, None] & backlogged_TA[:, first + 1 :]
+        for offset in np.flatnonzero(both_TA.any(axis=0)):
+            difference_T = service_TA[:, first] - service_TA[:, first + 1 + offset]
+            edges = np.flatnonzero(np.diff(np.concatenate(([0], both_TA[:, offset].view(np.int8), [0]))))
+            for begin, end in edges.reshape(-1, 2):
+                stretch = difference_T[max(0, begin - 1) : end]
+                worst = max(worst, float(stretch.max() - stretch.min()))
+    return worst
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Requests as VTC's plots see them: the cost of each, when it came, and from when to when it was served, evenly.
+    What was not served, or too briefly to divide by, has an empty span."""
+
+    cost: np.ndarray
+    tenant: np.ndarray
+    num_tenants: int
+    arrival: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> _Spans:
+        tenants = sorted({record.request.tenant for record in records})
+        index_of = {tenant: index for index, tenant in enumerate(tenants)}
+        rows = []
+        for record in records:
+            request = record.request
+            start_ns = record.arrival_ns - round(request.arrival_s * 1e9)  # of the run
+            begin, end = (record.first_ns - start_ns) / 1e9, (record.last_ns - start_ns) / 1e9
+            if not record.completed or end < 1 or end - begin < 1e-5:
+                begin = end = 0.0
+            cost = PROMPT_WEIGHT * request.input_tokens + OUTPUT_WEIGHT * request.output_tokens
+            rows.append((cost, request.arrival_s, begin, end))
+        cost_R, arrival_R, begin_R, end_R = np.array(rows, dtype=float).reshape(-1, 4).T
+        tenant_R = np.array([index_of[record.request.tenant] for record in records], dtype=int)
+        return cls(cost_R, tenant_R, len(tenants), arrival_R, begin_R, end_R)
+
+    def served(self, left: float, right: float) -> np.ndarray:
+        """Each tenant's service from `left` to `right`."""
+        length = self.end - self.begin
+        overlap = np.clip(np.minimum(right, self.end) - np.maximum(left, self.begin), 0, None)
+        got = np.where(length > 0, self.cost * overlap / np.where(length > 0, length, 1.0), 0.0)
+        return np.bincount(self.tenant, got, self.num_tenants)
+
+    def asked(self, left: float, right: float) -> np.ndarray:
+        """Each tenant's service that was asked for from `left` to `right`."""
+        came = (left <= self.arrival) & (self.arrival <= right)
+        return np.bincount(self.tenant, np.where(came, self.cost, 0.0), self.num_tenants)
+
+
+def window_differences(records: Sequence[Record], window_s: float) -> list[float]:
+    """VTC's service difference: at 19 moments after a warm-up of 30 s, in the 60 s from each on, summed over tenants:
+    the lesser of what the best served tenant got more than this one, and of how far this one's service is from what it
+    asked for. Tokens a second. The artefact's run lasts 600 s; a longer one is observed at as many moments."""
+    spans = _Spans.of(records)
+    differences = []
+    for number in range(1, _NUM_TICKS):
+        left = _WARM_UP_S + number * (window_s - _WARM_UP_S) / _NUM_TICKS - _WINDOW_S / 2
+        service = spans.served(left, left + _WINDOW_S) / _WINDOW_S
+        demand = spans.asked(left, left + _WINDOW_S) / _WINDOW_S
+        differences.append(float(np.minimum(service.max() - service, np.abs(demand - service)).sum()))
+    return differences
+
+
+def accumulated_gap(records: Sequence[Record], window_s: float) -> float:
+    """VTC's accumulated service gap (`get_acc_service_diff_over_time` of its artefact): the greatest, over 35 moments
+    of the window (every 10 s of its six minutes), of the difference between the tenant that has been served most since
+    the start and the one that has been served least, whether they asked for it or not."""
+    spans = _Spans.of(records)
+    served = (spans.served(0.0, window_s * number / _NUM_MOMENTS) for number in range(1, _NUM_MOMENTS))
+    return max(float(service.max() - service.min()) for service in served)
+
+
+def _as_arrays(samples: Samples, accounts: list[Account]) -> tuple[np.ndarray, np.ndarray]:
+    """[samples, accounts]: service divided by weight, and whether backlogged since the sample before."""
+    shape = (len(samples.service), len(accounts))
+    service_TA, backlogged_TA = np.zeros(shape), np.zeros(shape, dtype=bool)
+    for index, (service, backlogged) in enumerate(zip(samples.service, samples.backlogged, strict=True)):
+        service_TA[index, : len(service)] = service
+        backlogged_TA[index, : len(backlogged)] = backlogged
+    return service_TA / np.array([account.tenant.weight for account in accounts] or [1.0]), backlogged_TA
+
+
+def evenness(
+    service_TA: np.ndarray, backlogged_TA: np.ndarray, weight_A: np.ndarray, least_samples: float
+) -> float | None:
+    """Jain's index of what each column got of what it was due, counted while it and another were backlogged: due is, of
+    the service of all that were, the part of its weight. `service_TA` is divided by weight. None where fewer than two
+    columns have so many samples."""
+    counted_TA = backlogged_TA & (backlogged_TA.sum(axis=1, keepdims=True) >= 2)
+    grown_TA = np.diff(service_TA, axis=0, prepend=0.0) * counted_TA
+    weights_T = (counted_TA * weight_A).sum(axis=1)
+    due_T = (grown_TA * weight_A).sum(axis=1) / np.maximum(weights_T, 1e-300)  # for a weight of 1
+    due_A = (counted_TA * due_T[:, None]).sum(axis=0)
+    enough_A = (counted_TA.sum(axis=0) >= least_samples) & (due_A > 0)
+    if enough_A.sum() < 2:
+        return None
+    ratio = grown_TA.sum(axis=0)[enough_A] / due_A[enough_A]
+    return float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))

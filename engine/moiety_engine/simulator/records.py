@@ -1,0 +1,180 @@
+"""What is written down about each request and each tenant while a simulation runs. The driver owns and changes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moiety_wire.classes import ServiceClass
+from moiety_wire.messages import Reason
+from moiety_workload.request import TraceRequest
+
+
+class Tenant:
+    """A tenant's open requests, and the longest time for which it had some and none of them ran."""
+
+    __slots__ = ("longest_gap_ns", "name", "num_open", "quiet_since_ns", "served_step", "weight")
+
+    def __init__(self, name: str, weight: float) -> None:
+        self.name = name
+        self.weight = weight
+        self.num_open = 0
+        self.quiet_since_ns = 0  # the end of its last service, or when it came out of idleness
+        self.served_step = -1
+        self.longest_gap_ns = 0
+
+    def came(self, now_ns: int) -> None:
+        if self.num_open == 0:
+            self.quiet_since_ns = now_ns
+        self.num_open += 1
+
+    def waited_until(self, now_ns: int) -> None:
+        self.longest_gap_ns = max(self.longest_gap_ns, now_ns - self.quiet_since_ns)
+
+
+class Account:
+    """The service that a tenant got within one class, in VTC's units: prompt tokens computed for the first time, and
+    twice the output tokens. It is backlogged while a request of it waits that has never run."""
+
+    __slots__ = ("num_waiting", "service", "service_class", "tenant", "was_backlogged")
+
+    def __init__(self, tenant: Tenant, service_class: str) -> None:
+        self.tenant = tenant
+        self.service_class = service_class
+        self.service = 0
+        self.num_waiting = 0
+        self.was_backlogged = False  # at every moment since the last sample
+
+    def came(self) -> None:
+        self.num_waiting += 1
+
+    def left_queue(self) -> None:
+        self.num_waiting -= 1
+        if self.num_waiting == 0:
+            self.was_backlogged = False
+
+
+class Record:
+    """One request's life. Times are virtual nanoseconds, 0 where it did not get there."""
+
+    __slots__ = (
+        "account",
+        "arrival_ns",
+        "cached_tokens",
+        "computed_prompt_tokens",
+        "end_ns",
+        "failure",
+        "first_ns",
+        "forbidden_preemptions",
+        "key",
+        "last_ns",
+        "latest_ns",
+        "num_output",
+        "num_preemptions",
+        "num_wanted",
+        "peak_computed",
+        "prefill_tokens",
+        "promised",
+        "recomputed_tokens",
+        "request",
+        "retry_after_s",
+        "scheduled_ns",
+        "served_class",
+        "tpot_ns",
+        "window_output",
+        "window_prompt",
+    )
+
+    def __init__(self, key: int, request: TraceRequest, promised: ServiceClass, account: Account, arrival_ns: int):
+        self.key = key
+        self.request = request
+        self.promised = promised
+        self.account = account
+        self.arrival_ns = arrival_ns
+        self.tpot_ns = round((promised.tpot_s or 0.0) * 1e9)
+        self.num_wanted = request.output_tokens  # the truth, which only the driver knows
+        self.num_output = 0
+        self.scheduled_ns = 0
+        self.first_ns = 0
+        self.last_ns = 0
+        self.end_ns = 0
+        self.latest_ns = 0  # the greatest of (time of token n) − (n − 1) · TPOT: what the TTFT deadline is held against
+        self.cached_tokens = 0
+        self.peak_computed = 0
+        self.computed_prompt_tokens = 0  # for the first time
+        self.prefill_tokens = 0  # all that were computed in chunks
+        self.recomputed_tokens = 0
+        self.num_preemptions = 0
+        self.forbidden_preemptions = 0
+        self.served_class = ""
+        self.failure: Reason | str | None = None
+        self.retry_after_s: float | None = None
+        self.window_prompt = 0
+        self.window_output = -1  # the request had ended when the observed window did
+
+    @property
+    def completed(self) -> bool:
+        return self.end_ns > 0 and self.failure is None
+
+    @property
+    def attained(self) -> bool:
+        """Whether every token n came by arrival + TTFT target + (n − 1) · TPOT target, and the last by the completion
+        target. The allowance a prompt token counts those that no cache held. What was rejected has not attained."""
+        if not self.completed:
+            return False
+        promised = self.promised
+        if promised.completion_s is not None and self.last_ns - self.arrival_ns > promised.completion_s * 1e9:
+            return False
+        if promised.ttft_s is None:
+            return True
+        uncached = self.request.input_tokens - self.cached_tokens
+        ttft_s = promised.ttft_s + promised.ttft_per_1k_s * uncached / 1000
+        compared_ns = self.latest_ns if promised.tpot_s is not None else self.first_ns
+        return compared_ns <= self.arrival_ns + ttft_s * 1e9
+
+    def close_window(self) -> None:
+        """Remember how far the request is at the end of the observed window."""
+        self.window_prompt, self.window_output = self.progress
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """(prompt tokens, output tokens) that are done."""
+        return (self.request.input_tokens if self.num_output else self.peak_computed), self.num_output
+
+    @property
+    def window_progress(self) -> tuple[int, int]:
+        """(prompt tokens, output tokens) that were done when the observed window ended."""
+        return self.progress if self.window_output < 0 else (self.window_prompt, self.window_output)
+
+
+@dataclass(slots=True)
+class Samples:
+    """Every account's service at regular times, and whether it was backlogged throughout the time before."""
+
+    interval_s: float
+    service: list[list[int]] = field(default_factory=list)  # [sample][account]
+    backlogged: list[list[bool]] = field(default_factory=list)
+
+    def take(self, accounts: list[Account]) -> None:
+        """Accounts are only ever added at the end, so that a shorter row lacks the later ones."""
+        self.service.append([account.service for account in accounts])
+        self.backlogged.append([account.was_backlogged for account in accounts])
+        for account in accounts:
+            account.was_backlogged = account.num_waiting > 0
+
+
+@dataclass(slots=True)
+class Run:
+    """What a simulation wrote down. `window_s` is the time of arrivals; what comes after it is the drain."""
+
+    records: list[Record]
+    tenants: list[Tenant]
+    accounts: list[Account]
+    samples: Samples
+    window_s: float
+    end_ns: int
+    end_s: float  # since the start
+    num_steps: int
+    busy_s: float
+    computed_tokens: int  # rows of all steps
+    copied_blocks: int
+    kv_used_fraction: float  # of the pool, mean by time over the window's steps

@@ -1,0 +1,58 @@
+"""The scheduler of one simulated replica, put together as the engine's loop does it, without model and tensors. The one
+module here that knows how a scheduler is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.host import HostTier
+from moiety_engine.config import Batching
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.scheduling.kv import KvLedger
+from moiety_engine.scheduling.lengths import OutputPredictor
+from moiety_engine.scheduling.plan import Plan
+from moiety_engine.scheduling.policies import POLICIES
+from moiety_engine.scheduling.room import SwapCost
+from moiety_engine.scheduling.scheduler import Limits, Scheduler
+from moiety_engine.scheduling.steptime import StepTimeModel
+from moiety_engine.scheduling.strategies import STRATEGIES
+from moiety_engine.simulator.devices import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """What the scheduler's predictions are multiplied with, for experiments on how much wrong ones harm."""
+
+    step_time: float = 1.0
+    output_length: float = 1.0
+
+
+NO_BIAS = Biases()
+
+
+def check_policy(name: str) -> None:
+    """Raises InvalidConfig where there is no policy of this name."""
+    if name not in POLICIES:
+        raise InvalidConfig(f"there is no policy {name!r}; known are {', '.join(sorted(POLICIES))}")
+
+
+def make_scheduler(device: Device, policy_name: str, *, prefix_caching: bool, biases: Biases = NO_BIAS) -> Scheduler:
+    """A scheduler under this policy, with the device's limits and memory. Raises InvalidConfig."""
+    check_policy(policy_name)
+    host = HostTier(device.host_blocks) if device.host_blocks else None
+    ledger = KvLedger(BlockPool(device.num_blocks), device.block_size, prefix_caching=prefix_caching, host=host)
+    return Scheduler(
+        ledger,
+        Limits(device.max_batch_tokens, device.max_running, chunk_tokens=device.chunk_tokens),
+        STRATEGIES[Batching.CONTINUOUS],
+        policy_name,
+        step_time=StepTimeModel(bias=biases.step_time),
+        lengths=OutputPredictor(bias=biases.output_length),
+        swap=SwapCost(device.block_size * device.kv_token_bytes / device.copy_bytes_per_s),
+    )
+
+
+def num_copied(plan: Plan) -> int:
+    """Blocks that are copied from or to the host before the step."""
+    return len(plan.swap_out) + len(plan.swap_in)

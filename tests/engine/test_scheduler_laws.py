@@ -1,0 +1,315 @@
+"""What the scheduler promises whatever happens, on a stateful model: requests of all classes come, grow, are aborted,
+run dry of credit, give way and come back, on the real scheduler, block pool and host tier, under virtual time.
+
+The stand-in for the model writes down, for every KV slot, the text whose KV it holds, and looks at each step whether
+the blocks that a sequence reads hold what it has computed. So a block that is lost, mixed up or overwritten is seen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.host import HostTier
+from moiety_engine.config import Batching
+from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
+from moiety_engine.scheduling.kv import KvLedger
+from moiety_engine.scheduling.plan import Chunk, Plan
+from moiety_engine.scheduling.policies.accounts import OUTPUT_WEIGHT
+from moiety_engine.scheduling.room import SwapCost
+from moiety_engine.scheduling.scheduler import Limits, Scheduler
+from moiety_engine.scheduling.steptime import StepTimeModel
+from moiety_engine.scheduling.strategies import STRATEGIES
+from moiety_engine.sequence import Place, Sequence
+from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD, OverloadAction
+from moiety_wire.messages import FinishReason, Reason, Sampling
+
+BLOCK_SIZE = 4
+EOS = 7
+MAX_PROMPT = 24
+MAX_OUTPUT = 16
+FEWEST_BLOCKS = (MAX_PROMPT + MAX_OUTPUT) // BLOCK_SIZE
+LONGEST_STEP_S = 0.5
+
+CLASSES = {
+    "patient priority": msgspec.structs.replace(PRIORITY, on_overload=OverloadAction.QUEUE, max_queue_s=1.0),
+    "priority": PRIORITY,
+    "standard": msgspec.structs.replace(STANDARD, on_overload=OverloadAction.DOWNGRADE, max_queue_s=2.0),
+    "flex": msgspec.structs.replace(FLEX, completion_s=3.0, max_queue_s=5.0),
+    "batch": msgspec.structs.replace(BATCH, max_queue_s=20.0),
+}
+
+
+@dataclass
+class Client:
+    """One request as whoever sent it sees it."""
+
+    submit: CoreSubmit
+    answer: int  # how many tokens the model would say
+    credit: int
+    tokens: list[int] = field(default_factory=list)
+    finish: CoreFinish | None = None
+    refused: Reason | None = None
+    aborted: bool = False
+    last_credit: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.finish is not None or self.refused is not None
+
+    def says(self, position: int) -> int:
+        return EOS if position == self.answer - 1 and self.answer < self.submit.max_tokens else 100 + position
+
+
+def make_scheduler(policy: str, num_blocks: int, host_blocks: int, budget: int, max_running: int) -> Scheduler:
+    host = HostTier(host_blocks) if host_blocks else None
+    ledger = KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=True, host=host)
+    return Scheduler(
+        ledger,
+        Limits(budget, max_running, max_waiting=12),
+        STRATEGIES[Batching.CONTINUOUS],
+        policy,
+        step_time=StepTimeModel((0.01, 0.05, 0.0, 0.0, 0.001, 0.001)),
+        swap=SwapCost(1e-5),
+    )
+
+
+class Replica:
+    """A scheduler, the virtual clock, the memory of a model, and the clients. Looks at each law where it can break."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.now_ns = 10**12
+        self.clients: dict[int, Client] = {}
+        self._device: dict[tuple[int, int], object] = {}  # (block, offset) → the text up to the token that is there
+        self._host: dict[tuple[int, int], object] = {}
+
+    def add(self, client: Client) -> None:
+        self.clients[client.submit.key] = client
+        self.scheduler.add(client.submit, seed=0, now_ns=self.now_ns)
+        self._take_verdicts()
+
+    def extend(self, client: Client, credit: int, *, last: bool) -> None:
+        client.credit = max(client.credit, credit)
+        client.last_credit = client.last_credit or last
+        self._take(self.scheduler.extend(client.submit.key, credit, last=last, now_ns=self.now_ns))
+
+    def abort(self, client: Client) -> None:
+        client.aborted = True
+        self._take(self.scheduler.abort(client.submit.key, FinishReason.ABORT, now_ns=self.now_ns))
+
+    def step(self, seconds: float) -> Plan:
+        scheduler = self.scheduler
+        plan = scheduler.plan(self.now_ns)
+        assert plan.num_rows <= scheduler.limits.max_batch_tokens
+        assert plan.num_rows == sum(chunk.num_tokens + chunk.num_pad for chunk in plan.chunks)
+        assert len({chunk.sequence.key for chunk in plan.chunks}) == len(plan.chunks)
+        assert len(scheduler.places.running) <= scheduler.limits.max_running
+        if not plan.chunks:
+            assert not [s.key for s in scheduler.places.by_key.values() if s.has_credit], "work is left, and none is done"
+        self._check_preempted(plan)
+        self._copy(plan)
+        tokens = [token for chunk in plan.chunks for token in self._run(chunk)]
+        self.now_ns += int(seconds * 1e9)
+        for output in scheduler.commit(plan, tokens, [None] * len(tokens), self.now_ns):
+            self._take(output)
+        self._take_verdicts()
+        return plan
+
+    def _run(self, chunk: Chunk) -> list[int]:
+        """Read the KV of what is computed, write that of the chunk; the next token, if the chunk samples."""
+        sequence = chunk.sequence
+        texts = [(sequence.submit.cache_salt, tuple(sequence.tokens[: i + 1])) for i in range(len(sequence.tokens))]
+        end = sequence.num_computed + chunk.num_tokens
+        for i, text in enumerate(texts[:end]):
+            slot = sequence.blocks[i // BLOCK_SIZE], i % BLOCK_SIZE
+            if i < sequence.num_computed:
+                assert self._device.get(slot) == text, f"request {sequence.key} lost the KV of token {i}"
+            self._device[slot] = text
+        assert chunk.samples == (end == len(sequence.tokens))
+        return [self.clients[sequence.key].says(sequence.num_output)] if chunk.samples else []
+
+    def _copy(self, plan: Plan) -> None:
+        for copies, source, target in ((plan.swap_out, self._device, self._host), (plan.swap_in, self._host, self._device)):
+            for there, here in copies:
+                for offset in range(BLOCK_SIZE):
+                    target[here, offset] = source.get((there, offset))
+
+    def _check_preempted(self, plan: Plan) -> None:
+        if self.scheduler.policy.limits_preemptions:
+            for s in plan.preempted:
+                assert s.num_preemptions <= 2
+                assert s.service.preemptible or len(s.tokens) > s.reserved_tokens, "preempted within its reservation"
+
+    def _take(self, output: CoreOutput | None) -> None:
+        if output is None:
+            return
+        client = self.clients[output.key]
+        assert not client.over, "news of a request that had ended"
+        for token in output.token_ids:
+            assert token == client.says(len(client.tokens)), "a token was lost or repeated"
+            client.tokens.append(token)
+        assert len(client.tokens) <= client.credit
+        client.finish = output.finish
+
+    def _take_verdicts(self) -> None:
+        _, failures = self.scheduler.take_verdicts()
+        for failure in failures:
+            client = self.clients[failure.key]
+            assert not client.tokens and not client.over
+            client.refused = failure.reason
+
+    # ── laws that hold between steps ──
+
+    def check(self) -> None:
+        sequences = list(self.scheduler.places.by_key.values())
+        assert {s.key for s in sequences} == {key for key, client in self.clients.items() if not client.over}
+        self._check_blocks(sequences)
+        queued = [s for s in sequences if s.entry & 1]
+        assert self.scheduler.policy.num_queued == len(queued)
+        for s in sequences:
+            assert bool(s.entry & 1) == (s.has_credit and not (s.place is Place.RUNNING and s.decoding)), s.place
+        self._check_tally(sequences)
+
+    def _check_blocks(self, sequences: list[Sequence]) -> None:
+        kv = self.scheduler.kv
+        assert kv.pool.num_used == len({block for s in sequences for block in s.blocks})
+        unsealed = [block for s in sequences for block in s.blocks[s.num_sealed :]]
+        assert len(unsealed) == len(set(unsealed)), "two sequences write one block"
+        if kv.host is not None:
+            assert kv.host.num_used == len({block for s in sequences for block in s.host_blocks})
+            assert kv.host.num_used + kv.host.num_cached + kv.host.num_blank == kv.host.num_blocks
+        for s in sequences:
+            assert not (s.blocks and s.host_blocks)
+            assert s.num_computed <= max(len(s.blocks), len(s.host_blocks)) * BLOCK_SIZE
+
+    def _check_tally(self, sequences: list[Sequence]) -> None:
+        waiting: Counter[str] = Counter()
+        running: Counter[str] = Counter()
+        for s in sequences:
+            running[s.service.name] += s.place is Place.RUNNING
+            waiting[s.service.name] += s.place in {Place.WAITING, Place.RETURNING}
+        for load in self.scheduler.class_loads():
+            assert (load.num_waiting, load.num_running) == (waiting[load.name], running[load.name])
+
+    def drain(self) -> None:
+        """No more requests come: all that were let in end, with all their tokens, in a bounded number of steps."""
+        for client in self.clients.values():
+            if not client.over:
+                self.extend(client, 1 << 20, last=False)
+        bound = 100 + 6 * sum(len(c.submit.prompt_ids) + c.submit.max_tokens for c in self.clients.values() if not c.over)
+        for _ in range(bound):
+            if self.scheduler.idle:
+                break
+            self.step(0.01)
+            self.check()
+        assert self.scheduler.idle, f"{[s.key for s in self.scheduler.places.by_key.values()]} starve"
+        assert self.scheduler.kv.pool.num_used == 0
+        for client in self.clients.values():
+            if client.finish is not None:
+                assert client.finish.num_output_tokens == len(client.tokens)
+                if not client.aborted and client.finish.detail != "credit_refused":
+                    assert len(client.tokens) == min(client.answer, client.submit.max_tokens)
+
+
+class Machine(RuleBasedStateMachine):
+    """Anything that may happen to a replica, in any order."""
+
+    policy = "moiety"
+
+    @initialize(
+        num_blocks=st.integers(FEWEST_BLOCKS, 30),
+        host_blocks=st.sampled_from([0, 6, 40]),
+        budget=st.integers(8, 24),
+        max_running=st.integers(1, 6),
+    )
+    def start(self, num_blocks: int, host_blocks: int, budget: int, max_running: int) -> None:
+        self.replica = Replica(make_scheduler(self.policy, num_blocks, host_blocks, budget, max_running))
+
+    @rule(
+        service=st.sampled_from(sorted(CLASSES)),
+        tenant=st.integers(0, 2),
+        length=st.integers(1, MAX_PROMPT),
+        shared=st.integers(0, MAX_PROMPT),
+        max_tokens=st.integers(1, MAX_OUTPUT),
+        answer=st.integers(1, 2 * MAX_OUTPUT),
+        credit=st.sampled_from([0, 2, 1 << 20, 1 << 20]),
+        weight=st.sampled_from([1.0, 3.0]),
+    )
+    def add(
+        self, service: str, tenant: int, length: int, shared: int, max_tokens: int, answer: int, credit: int, weight: float
+    ) -> None:
+        key = len(self.replica.clients)
+        prompt = [1] * min(shared, length) + [1000 + key] * (length - min(shared, length))
+        submit = CoreSubmit(
+            key=key,
+            tenant_id=f"t{tenant}",
+            service=CLASSES[service],
+            prompt_ids=prompt,
+            sampling=Sampling(),
+            max_tokens=max_tokens,
+            min_tokens=0,
+            stop_token_ids=[EOS],
+            credit_tokens=credit,
+            cache_salt=b"%d" % tenant,
+            arrival_unix_ns=self.replica.now_ns,
+            tenant_weight=weight,
+            fallback=CLASSES["flex"],
+        )
+        self.replica.add(Client(submit, answer, credit))
+
+    @rule(seconds=st.sampled_from([0.001, 0.02, LONGEST_STEP_S]), times=st.integers(1, 4))
+    def step(self, seconds: float, times: int) -> None:
+        for _ in range(times):
+            self.replica.step(seconds)
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 40.0]))
+    def wait(self, seconds: float) -> None:
+        self.replica.now_ns += int(seconds * 1e9)
+
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data(), credit=st.integers(0, MAX_OUTPUT), last=st.booleans())
+    def extend(self, data: st.DataObject, credit: int, last: bool) -> None:
+        self.replica.extend(data.draw(st.sampled_from(self.alive())), credit, last=last)
+
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.replica.abort(data.draw(st.sampled_from(self.alive())))
+
+    @invariant()
+    def laws(self) -> None:
+        if hasattr(self, "replica"):
+            self.replica.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "replica"):
+            self.replica.drain()
+
+    def alive(self) -> list[Client]:
+        return [client for client in self.replica.clients.values() if not client.over]
+
+
+class FcfsMachine(Machine):
+    policy = "fcfs"
+
+
+@pytest.mark.parametrize("machine", [Machine, FcfsMachine], ids=lambda machine: machine.policy)
+def test_the_laws_hold_whatever_happens(machine: type[Machine]) -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        machine,
+        settings=settings(
+            max_examples=150,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+        ),
+    )
