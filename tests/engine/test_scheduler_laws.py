@@ -14,7 +14,14 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
@@ -28,7 +35,7 @@ from moiety_engine.scheduling.scheduler import Limits, Scheduler
 from moiety_engine.scheduling.steptime import StepTimeModel
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.sequence import Place, Sequence
-from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD, OverloadAction
+from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD, OverloadAction, ServiceClass
 from moiety_wire.messages import FinishReason, Reason, Sampling
 
 BLOCK_SIZE = 4
@@ -47,7 +54,7 @@ CLASSES = {
 }
 
 
-@dataclass
+@dataclass(repr=False)
 class Client:
     """One request as whoever sent it sees it."""
 
@@ -60,6 +67,9 @@ class Client:
     aborted: bool = False
     last_credit: bool = False
 
+    def __repr__(self) -> str:
+        return f"request {self.submit.key}"
+
     @property
     def over(self) -> bool:
         return self.finish is not None or self.refused is not None
@@ -68,16 +78,38 @@ class Client:
         return EOS if position == self.answer - 1 and self.answer < self.submit.max_tokens else 100 + position
 
 
-def make_scheduler(policy: str, num_blocks: int, host_blocks: int, budget: int, max_running: int) -> Scheduler:
+def make_scheduler(
+    policy: str, num_blocks: int, host_blocks: int, budget: int, max_running: int, max_waiting: int = 12
+) -> Scheduler:
     host = HostTier(host_blocks) if host_blocks else None
     ledger = KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=True, host=host)
     return Scheduler(
         ledger,
-        Limits(budget, max_running, max_waiting=12),
+        Limits(budget, max_running, max_waiting=max_waiting),
         STRATEGIES[Batching.CONTINUOUS],
         policy,
         step_time=StepTimeModel((0.01, 0.05, 0.0, 0.0, 0.001, 0.001)),
         swap=SwapCost(1e-5),
+    )
+
+
+def make_submit(
+    key: int, tenant: int, service: ServiceClass, prompt: list[int], max_tokens: int, now_ns: int, weight: float
+) -> CoreSubmit:
+    return CoreSubmit(
+        key=key,
+        tenant_id=f"t{tenant}",
+        service=service,
+        prompt_ids=prompt,
+        sampling=Sampling(),
+        max_tokens=max_tokens,
+        min_tokens=0,
+        stop_token_ids=[EOS],
+        credit_tokens=1 << 20,
+        cache_salt=b"%d" % tenant,
+        arrival_unix_ns=now_ns,
+        tenant_weight=weight,
+        fallback=CLASSES["flex"],
     )
 
 
@@ -113,7 +145,9 @@ class Replica:
         assert len({chunk.sequence.key for chunk in plan.chunks}) == len(plan.chunks)
         assert len(scheduler.places.running) <= scheduler.limits.max_running
         if not plan.chunks:
-            assert not [s.key for s in scheduler.places.by_key.values() if s.has_credit], "work is left, and none is done"
+            assert not [s.key for s in scheduler.places.by_key.values() if s.has_credit], (
+                "work is left, and none is done"
+            )
         self._check_preempted(plan)
         self._copy(plan)
         tokens = [token for chunk in plan.chunks for token in self._run(chunk)]
@@ -137,7 +171,10 @@ class Replica:
         return [self.clients[sequence.key].says(sequence.num_output)] if chunk.samples else []
 
     def _copy(self, plan: Plan) -> None:
-        for copies, source, target in ((plan.swap_out, self._device, self._host), (plan.swap_in, self._host, self._device)):
+        for copies, source, target in (
+            (plan.swap_out, self._device, self._host),
+            (plan.swap_in, self._host, self._device),
+        ):
             for there, here in copies:
                 for offset in range(BLOCK_SIZE):
                     target[here, offset] = source.get((there, offset))
@@ -204,7 +241,9 @@ class Replica:
         for client in self.clients.values():
             if not client.over:
                 self.extend(client, 1 << 20, last=False)
-        bound = 100 + 6 * sum(len(c.submit.prompt_ids) + c.submit.max_tokens for c in self.clients.values() if not c.over)
+        bound = 100 + 6 * sum(
+            len(c.submit.prompt_ids) + c.submit.max_tokens for c in self.clients.values() if not c.over
+        )
         for _ in range(bound):
             if self.scheduler.idle:
                 break
@@ -244,25 +283,20 @@ class Machine(RuleBasedStateMachine):
         weight=st.sampled_from([1.0, 3.0]),
     )
     def add(
-        self, service: str, tenant: int, length: int, shared: int, max_tokens: int, answer: int, credit: int, weight: float
+        self,
+        service: str,
+        tenant: int,
+        length: int,
+        shared: int,
+        max_tokens: int,
+        answer: int,
+        credit: int,
+        weight: float,
     ) -> None:
         key = len(self.replica.clients)
         prompt = [1] * min(shared, length) + [1000 + key] * (length - min(shared, length))
-        submit = CoreSubmit(
-            key=key,
-            tenant_id=f"t{tenant}",
-            service=CLASSES[service],
-            prompt_ids=prompt,
-            sampling=Sampling(),
-            max_tokens=max_tokens,
-            min_tokens=0,
-            stop_token_ids=[EOS],
-            credit_tokens=credit,
-            cache_salt=b"%d" % tenant,
-            arrival_unix_ns=self.replica.now_ns,
-            tenant_weight=weight,
-            fallback=CLASSES["flex"],
-        )
+        submit = make_submit(key, tenant, CLASSES[service], prompt, max_tokens, self.replica.now_ns, 1.0 + tenant)
+        submit = msgspec.structs.replace(submit, credit_tokens=credit)
         self.replica.add(Client(submit, answer, credit))
 
     @rule(seconds=st.sampled_from([0.001, 0.02, LONGEST_STEP_S]), times=st.integers(1, 4))
@@ -313,3 +347,52 @@ def test_the_laws_hold_whatever_happens(machine: type[Machine]) -> None:
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
         ),
     )
+
+
+@given(
+    lengths=st.tuples(st.integers(1, MAX_PROMPT), st.integers(1, MAX_PROMPT)),
+    outputs=st.tuples(st.integers(1, MAX_OUTPUT), st.integers(1, MAX_OUTPUT)),
+    weights=st.tuples(st.sampled_from([1.0, 2.0]), st.sampled_from([1.0, 3.0])),
+    head_start=st.integers(0, 20),
+    num_blocks=st.integers(FEWEST_BLOCKS, 40),
+    promise=st.sampled_from([{"ttft_s": 1e4, "tpot_s": 1e3}, {"completion_s": 1e5}]),  # nothing is urgent
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_the_service_of_two_backlogged_tenants_stays_within_the_bound_of_virtual_token_counters(
+    lengths: tuple[int, int],
+    outputs: tuple[int, int],
+    weights: tuple[float, float],
+    head_start: int,
+    num_blocks: int,
+    promise: dict[str, float],
+) -> None:
+    max_running = 8
+    replica = Replica(make_scheduler("moiety", num_blocks, 0, 24, max_running, max_waiting=100))
+    served = [0.0, 0.0]
+    computed: Counter[int] = Counter()  # prompt tokens, once each
+    patient = ServiceClass("patient", 2, on_overload=OverloadAction.QUEUE, max_queue_s=1e6, **promise)
+
+    def top_up(tenant: int) -> None:
+        mine = [c for c in replica.clients.values() if c.submit.tenant_id == f"t{tenant}" and not c.over]
+        while sum(not client.tokens for client in mine) <= max_running:  # more than a step can take
+            key = len(replica.clients)
+            prompt = [1000 + key] * lengths[tenant]
+            submit = make_submit(key, tenant, patient, prompt, outputs[tenant], replica.now_ns, weights[tenant])
+            client = Client(submit, 99, submit.credit_tokens)
+            mine.append(client)
+            replica.add(client)
+            assert not client.over
+
+    bound = 2 * max(*lengths, OUTPUT_WEIGHT * num_blocks * BLOCK_SIZE) / min(weights)
+    for step in range(100):
+        top_up(0)
+        if step >= head_start:
+            top_up(1)
+        plan = replica.step(0.02)
+        for chunk in plan.chunks:
+            sequence, tenant = chunk.sequence, int(chunk.sequence.tenant[1:])
+            new = max(0, min(sequence.peak_computed, sequence.num_prompt) - computed[sequence.key])
+            computed[sequence.key] += new
+            if step >= head_start:  # both have been waiting since
+                served[tenant] += (new + OUTPUT_WEIGHT * chunk.samples) / weights[tenant]
+        assert abs(served[0] - served[1]) <= bound

@@ -1,4 +1,4 @@
-"""The command `moiety bench engine`."""
+"""The commands `moiety bench engine` and `moiety bench scheduler`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from moiety_engine.bench.lengths import Lengths, fixed_lengths, trace_lengths
+from moiety_engine.bench.scheduler import Load, measure_scheduler
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import Batching, EngineConfig
 from moiety_engine.errors import EngineError
@@ -97,3 +98,36 @@ def bench_engine(
         if report[name]:
             out.print(name, ", ".join(f"{p} {value:.1f}" for p, value in report[name].items()))
     out.print(f"KV slots allocated but unused: {100 * report['kv_waste_fraction']:.1f} %")
+
+
+def bench_scheduler(
+    running: Annotated[int, typer.Option(min=1, help="requests in the batch")] = 256,
+    waiting: Annotated[int, typer.Option(min=1, help="requests that wait, kept at this number")] = 10_000,
+    tenants: Annotated[int, typer.Option(min=1)] = 1_000,
+    policy: Annotated[str, typer.Option(help="as of moiety engine --policy")] = "moiety",
+    steps: Annotated[int, typer.Option(min=1, help="decisions to time")] = 500,
+    seed: Annotated[int, typer.Option()] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """What the scheduler's decision costs when many requests run and very many wait. No model runs."""
+    console = Console(stderr=True)
+    load = Load(policy, running, waiting, tenants)
+    try:
+        with Progress(console=console, disable=not console.is_terminal) as progress:
+            stepping = progress.add_task("steps", total=None)
+            report = measure_scheduler(load, steps=steps, seed=seed, on_step=lambda: progress.advance(stepping))
+    except EngineError as exc:
+        console.print(f"[red]moiety bench scheduler:[/red] {exc}", highlight=False)
+        raise typer.Exit(1) from exc
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
+    out = Console()
+    out.print(f"{report['running']} running, {report['waiting']} waiting, {tenants} tenants ({policy})")
+    for name in ("decision_us", "commit_us", "add_us"):
+        if report[name]:
+            out.print(name, ", ".join(f"{p} {value:.1f}" for p, value in report[name].items()))
+    out.print(
+        "median decision by number waiting:", ", ".join(f"{n}: {us:.0f} us" for n, us in report["growth"].items())
+    )
+    out.print(f"memory a waiting request, besides its tokens: {report['bytes_per_waiting']:.0f} bytes")

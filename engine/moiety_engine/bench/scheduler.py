@@ -81,18 +81,21 @@ class SteadyState:
         self._device = StepTimeModel(_DEVICE)
         self._now_ns = 1_000_000_000_000
         self._num_made = 0
-        vocabulary = list(range(_VOCABULARY))
-        self._text = self._rng.choices(vocabulary, k=1 << 16)
+        self._text = self._rng.choices(range(_VOCABULARY), k=1 << 16)
         self._requesters: dict[int, tuple[ServiceClass, int]] = {}  # by key: who asked, to be replaced by a like
         pool = BlockPool(load.running * _BLOCKS_A_ROW)
         self.scheduler = Scheduler(
             KvLedger(pool, _BLOCK_SIZE, prefix_caching=True),
-            Limits(load.running + _PREFILL_ROWS, load.running, max_waiting=load.running + load.waiting + 1),
+            Limits(load.running + _PREFILL_ROWS, load.running, max_waiting=1 << 30),
             STRATEGIES[Batching.CONTINUOUS],
             load.policy,
         )
-        for _ in range(load.running + load.waiting):
-            self._add(self._rng.choice(_CLASSES), self._rng.randrange(load.tenants))
+        self.add_some(load.running + load.waiting)
+
+    def add_some(self, count: int) -> None:
+        """Requests of any class and tenant."""
+        for _ in range(count):
+            self._add(self._rng.choice(_CLASSES), self._rng.randrange(self.load.tenants))
 
     def warm_up(self, steps: int = _WARM_UP_STEPS) -> None:
         """Step until the batch has been full and its requests are of mixed ages."""
@@ -108,11 +111,10 @@ class SteadyState:
         planned_ns = time.perf_counter_ns()
         self._note(plan, (planned_ns - begin_ns) / 1e3)
         tokens = [1] * sum(chunk.samples for chunk in plan.chunks)
-        logprobs = [None] * len(tokens)
         seconds = self._device.predict_s(plan.shape) * self._rng.uniform(1 - _NOISE, 1 + _NOISE)
         self._now_ns += int(seconds * 1e9)
         begin_ns = time.perf_counter_ns()
-        outputs = scheduler.commit(plan, tokens, list(logprobs), self._now_ns)
+        outputs = scheduler.commit(plan, tokens, [None] * len(tokens), self._now_ns)
         self.times.commit_us.append((time.perf_counter_ns() - begin_ns) / 1e3)
         for output in outputs:
             if output.finish is not None:
@@ -194,29 +196,23 @@ def measure_scheduler(load: Load, *, steps: int, seed: int, on_step: Callable[[]
 
 def measure_memory(load: Load, *, seed: int) -> float:
     """Bytes that a waiting request takes besides the lists of its tokens."""
-    base = SteadyState(_with_waiting(load, 0), seed=seed)
-    base.warm_up(1)
-    del base  # what is made once has been made
-    gc.collect()
+    state = SteadyState(Load(load.policy, load.running, 0, load.tenants), seed=seed)
     tracemalloc.start()
     try:
-        empty = SteadyState(Load(load.policy, load.running, 0, load.tenants), seed=seed)
+        state.add_some(load.waiting)
         gc.collect()
-        without, _ = tracemalloc.get_traced_memory()
-        del empty
-        state = SteadyState(load, seed=seed)
-        gc.collect()
-        whole, _ = tracemalloc.get_traced_memory()
+        taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    del without
-    sequences = state.scheduler.places.waiting.values()
-    tokens = sum(sys.getsizeof(s.tokens) + sys.getsizeof(s.submit.prompt_ids) for s in sequences)
-    return (whole - tokens) / len(sequences)
+    newest = list(state.scheduler.places.waiting.values())[-load.waiting :]
+    tokens = sum(sys.getsizeof(s.tokens) + sys.getsizeof(s.submit.prompt_ids) for s in newest)
+    return (taken - tokens) / load.waiting
 
 
-def percentiles(values: list[float]) -> dict[str, float]:
-    """{p50, p90, p99} of what was measured."""
+def percentiles(values: list[float]) -> dict[str, float] | None:
+    """{p50, p90, p99}, or None where nothing was measured."""
+    if not values:
+        return None
     ordered = sorted(values)
     last = len(ordered) - 1
     return {f"p{p}": round(ordered[round(last * p / 100)], 1) for p in (50, 90, 99)}

@@ -49,6 +49,9 @@ class Filling:
                     sequence.delay = reason
                     set_aside.append(sequence)
                     looks += 1
+                    if reason is Reason.BATCH_FULL:
+                        break  # nor is there a place for anyone after it
+                    view.somebody_lacks_blocks |= reason is Reason.NO_BLOCKS
                     if reason is Reason.NO_BLOCKS and not self._policy.may_overtake(sequence, now_s):
                         break
                     continue
@@ -60,6 +63,17 @@ class Filling:
                     break  # neither time nor blocks for a single token
         for sequence in set_aside:
             if sequence.place is not Place.ENDED:
+                self._policy.push(sequence, now_s)
+        if planner.rows_left > 0:
+            self.go_on(planner, now_s)
+
+    def go_on(self, planner: Planner, now_s: float) -> None:
+        """Prefill for those already in the batch, whoever waits before them in the policy's queue."""
+        for sequence in [s for s in self._places.running if s.entry & 1 and not planner.holds(s)]:
+            if planner.rows_left <= 0:
+                break
+            self._policy.discard(sequence)
+            if not self._advance(sequence, planner):
                 self._policy.push(sequence, now_s)
 
     def mark_started(self, sequence: Sequence, now_ns: int) -> None:
@@ -109,9 +123,7 @@ class Filling:
         view.blocks_free = self._kv.pool.num_free
         view.shape = planner.shape
         reason = self._policy.delays(sequence, view, num_new, now_s)
-        if reason is not None and not (
-            reason is Reason.NO_BLOCKS and self._room.free_for(sequence, num_new, planner, now_ns)
-        ):
+        if reason is not None:
             return reason
         if not self._take_blocks(sequence, num_tokens) and not (
             self._make_room(sequence, num_new, planner, now_ns) and self._take_blocks(sequence, num_tokens)

@@ -1,4 +1,4 @@
-"""What the padded strategy costs: every row of a batch takes the blocks of the longest prompt and the longest output."""
+"""The padded strategy's price: every row of a batch takes the blocks of the longest prompt and the longest output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.planner import Planner
 from moiety_engine.scheduling.policy import Policy
 from moiety_engine.scheduling.room import Room
-from moiety_engine.sequence import Place, Sequence
+from moiety_engine.sequence import Sequence
 
 
 class PaddedFilling:
@@ -23,13 +23,9 @@ class PaddedFilling:
         now_s = now_ns / 1e9
         batch: list[Sequence] = []
         unfinished: list[Sequence] = []
+        self._filling.go_on(planner, now_s)
         while (sequence := self._policy.pop(now_s)) is not None:
-            if sequence.place is Place.RUNNING:
-                limit = planner.prefill_room(sequence)
-                self._room.reclaim(self._kv.blocks_for(sequence.num_computed + limit) - len(sequence.blocks))
-                if not planner.add_prefill(sequence, limit):
-                    unfinished.append(sequence)
-            elif len(batch) < joinable and self._fits([*batch, sequence]) and self._start(sequence):
+            if len(batch) < joinable and self._fits([*batch, sequence]) and self._start(sequence):
                 batch.append(sequence)
             else:
                 unfinished.append(sequence)
@@ -41,9 +37,7 @@ class PaddedFilling:
             self._room.reclaim(self._kv.blocks_for(reserve) - len(sequence.blocks))
             reserved = self._kv.grow(sequence, reserve)
             assert reserved or len(batch) == 1, "a padded batch was admitted that does not fit"
-        for sequence in batch:
-            if not planner.add_prefill(sequence, planner.prefill_room(sequence)):
-                unfinished.append(sequence)
+        unfinished += [s for s in batch if not planner.add_prefill(s, planner.prefill_room(s))]
         for sequence in unfinished:
             self._policy.push(sequence, now_s)
 

@@ -60,6 +60,7 @@ class Places:
     def end(self, sequence: Sequence) -> None:
         """Nothing is kept of it."""
         del self.by_key[sequence.key]
+        sequence.decode_chunk = None  # it names the sequence: a cycle
         match sequence.place:
             case Place.WAITING:
                 self._wait_no_more(sequence)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.policy import StepBudget
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
+
+_num_computed = attrgetter("num_computed")
 
 
 class Planner:
@@ -18,8 +22,9 @@ class Planner:
         self._budget_rows = budget_rows
         self._step_time = step_time
         self._budget: StepBudget | None = None
-        self._decodes: dict[int, Chunk] = {}
-        self._prefills: dict[int, Chunk] = {}
+        self._decodes: list[Chunk] = []
+        self._decoding: set[Sequence] | None = None  # made when somebody asks
+        self._prefills: dict[Sequence, Chunk] = {}
         self._in_flight: set[bytes] = set()
         self._decode_context = 0
         self._prefill_rows = 0
@@ -29,6 +34,10 @@ class Planner:
     @property
     def empty(self) -> bool:
         return not self._decodes and not self._prefills
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self._decodes)
 
     @property
     def rows_left(self) -> int:
@@ -46,21 +55,24 @@ class Planner:
         return block_hash in self._in_flight
 
     def holds(self, sequence: Sequence) -> bool:
-        return sequence.key in self._decodes or sequence.key in self._prefills
+        return self._decodes_now(sequence) or sequence in self._prefills
 
     def prefills(self, sequence: Sequence) -> bool:
-        return sequence.key in self._prefills
+        return sequence in self._prefills
 
-    def add_decode(self, sequence: Sequence) -> None:
-        """One row for a decoding sequence, or for a ghost; its block is there."""
-        chunk = Chunk(sequence, 0, False, num_pad=1) if sequence.ghost else Chunk(sequence, 1, True)
-        self._decodes[sequence.key] = chunk
-        self._decode_context += sequence.num_computed
-        self.num_rows += 1
+    def add_decodes(self, sequences: list[Sequence]) -> None:
+        """One row for each decoding sequence, or ghost; its block is there."""
+        chunks = [_pad_of(s) if s.ghost else s.decode_chunk or _decode_of(s) for s in sequences]
+        self._decodes += chunks
+        self._decoding = None
+        self._decode_context += sum(map(_num_computed, sequences))
+        self.num_rows += len(sequences)
 
     def drop_decode(self, sequence: Sequence) -> None:
         """Take back a decode of this step, so that its sequence can give way."""
-        if self._decodes.pop(sequence.key, None) is not None:
+        if self._decodes_now(sequence):
+            self._decodes = [chunk for chunk in self._decodes if chunk.sequence is not sequence]
+            self._decoding = None
             self._decode_context -= sequence.num_computed
             self.num_rows -= 1
 
@@ -89,16 +101,23 @@ class Planner:
         pad = min(max(sequence.num_padded - end, 0), self.rows_left - num_tokens) if ends else 0
         pad = min(pad, len(sequence.blocks) * self._kv.block_size - end)
         self._in_flight.update(self._kv.completed_hashes(sequence, end))
-        self._prefills[sequence.key] = Chunk(sequence, num_tokens, ends, pad)
+        self._prefills[sequence] = Chunk(sequence, num_tokens, ends, pad)
         self.num_rows += num_tokens + pad
         self._prefill_rows += num_tokens + pad
         self._attended_pairs += num_tokens * (first + num_tokens // 2)
         return ends
 
+    def _decodes_now(self, sequence: Sequence) -> bool:
+        if sequence.num_output == 0:
+            return False  # only who has an output token can decode
+        if self._decoding is None:
+            self._decoding = {chunk.sequence for chunk in self._decodes}
+        return sequence in self._decoding
+
     def finish(self, preempted: list[Sequence]) -> Plan:
         copies = self._kv.take_copies()
         return Plan(
-            chunks=[*self._decodes.values(), *self._prefills.values()],
+            chunks=[*self._decodes, *self._prefills.values()],
             num_decode=len(self._decodes),
             num_rows=self.num_rows,
             preempted=preempted,
@@ -106,3 +125,13 @@ class Planner:
             swap_out=copies.outs,
             swap_in=copies.ins,
         )
+
+
+def _pad_of(ghost: Sequence) -> Chunk:
+    return Chunk(ghost, 0, False, num_pad=1)
+
+
+def _decode_of(sequence: Sequence) -> Chunk:
+    """One row of the sequence: the same at every step, so it is made once."""
+    chunk = sequence.decode_chunk = Chunk(sequence, 1, True)
+    return chunk

@@ -41,7 +41,7 @@ class StepBudget:
 class BatchView:
     """What the batch looks like while a step is being filled. The scheduler keeps it up to date."""
 
-    __slots__ = ("blocks_free", "blocks_of_tenant", "blocks_total", "running", "shape", "slack_s")
+    __slots__ = ("blocks_free", "blocks_of_tenant", "blocks_total", "running", "shape", "slack_s", "somebody_lacks_blocks")
 
     def __init__(
         self, shape: StepShape, slack_s: float, running: list[Sequence], blocks_free: int, blocks_total: int
@@ -51,6 +51,7 @@ class BatchView:
         self.running = running
         self.blocks_free = blocks_free
         self.blocks_total = blocks_total
+        self.somebody_lacks_blocks = False  # of those whose turn it was in this step
         self.blocks_of_tenant: dict[str, int] | None = None  # counted when somebody asks
 
     def tenant_blocks(self, tenant: str) -> int:
@@ -132,6 +133,9 @@ class Policy:
 
     def stepped(self, seconds: float, shape: StepShape, now_s: float) -> None:
         """A step of this shape took so long."""
+
+    def preempted(self, sequence: Sequence, beneficiary: Sequence | None, cost_s: float) -> None:
+        """The sequence gave way, and what it had will take about so long to get back."""
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
         """The sequence is over; it may never have started."""

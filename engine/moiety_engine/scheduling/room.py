@@ -62,8 +62,9 @@ class Room:
         ready: list[Sequence] = []
         short: list[Sequence] = []
         for s in self._places.running:
-            if s.ghost or (s.num_uncomputed == 1 and s.num_output > 0):
-                (short if s.num_computed >= len(s.blocks) * size else ready).append(s)
+            num_tokens, num_computed = len(s.tokens), s.num_computed
+            if (num_tokens - num_computed == 1 and num_tokens > s.num_prompt) or s.ghost:
+                (short if num_computed >= len(s.blocks) * size else ready).append(s)
         if not short:
             return ready
         if len(short) > kv.pool.num_free and not self.reclaim(len(short)):
@@ -113,6 +114,7 @@ class Room:
         self, victim: Sequence, reason: Reason, now_ns: int, beneficiary: Sequence | None, *, take_blocks: bool
     ) -> None:
         """Take a running sequence out of the batch; it returns to its old place in the queue."""
+        cost_s = self._cost_s(victim) if take_blocks else 0.0
         if take_blocks:
             self._take_blocks(victim)
         if victim.ghost:
@@ -120,6 +122,7 @@ class Room:
             self._places.end(victim)
             return
         victim.num_preemptions += 1
+        self._policy.preempted(victim, beneficiary, cost_s)
         victim.note(now_ns, EventKind.PREEMPTED, reason, beneficiary.key if beneficiary else 0)
         tally = self._tally.of(victim.service.name)
         tally.preempted[reason.value] += 1
@@ -147,14 +150,22 @@ class Room:
             self._kv.release(sequence)
 
     def _swap_is_cheaper(self, sequence: Sequence) -> bool:
-        if not self._kv.can_swap_out(sequence):
-            return False
+        return self._kv.can_swap_out(sequence) and self._swap_s(sequence) < self._recompute_s(sequence)
+
+    def _cost_s(self, sequence: Sequence) -> float:
+        """What it will take, all told, to take the sequence's blocks and to bring back what they held."""
+        again_s = self._recompute_s(sequence)
+        return min(again_s, self._swap_s(sequence)) if self._kv.can_swap_out(sequence) else again_s
+
+    def _swap_s(self, sequence: Sequence) -> float:
         out = self._kv.num_to_copy_out(sequence)
         back = self._kv.blocks_for(sequence.num_computed)
-        copying_s = (out + back) * self.swap.seconds_per_block
+        return (out + back) * self.swap.seconds_per_block
+
+    def _recompute_s(self, sequence: Sequence) -> float:
         empty = StepShape()
         again = empty.with_prefill(sequence.num_computed, 0)
-        return copying_s < self._step_time.predict_s(again) - self._step_time.predict_s(empty)
+        return self._step_time.predict_s(again) - self._step_time.predict_s(empty)
 
     def _would_free(self, sequence: Sequence) -> int:
         return self._kv.num_unshared(sequence)

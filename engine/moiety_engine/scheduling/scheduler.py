@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import attrgetter
 
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.filling import Filling
@@ -26,6 +27,8 @@ from moiety_engine.scheduling.strategies import QueueView, Strategy
 from moiety_engine.scheduling.tally import Tally
 from moiety_engine.sequence import Place, Sequence
 from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason
+
+_due_s = attrgetter("due_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,10 +243,9 @@ class Scheduler:
 
     def _plan_into(self, planner: Planner, now_ns: int) -> None:
         """Decodes, then as much prefill as may join them."""
-        due_s = math.inf
-        for sequence in self._room.secure_decodes(now_ns):
-            planner.add_decode(sequence)
-            due_s = min(due_s, sequence.due_s)
+        decoding = self._room.secure_decodes(now_ns)
+        planner.add_decodes(decoding)
+        due_s = min(map(_due_s, decoding), default=math.inf)
         if self.policy.num_queued and planner.rows_left > 0:
             pool = self.kv.pool
             view = BatchView(
@@ -334,7 +336,7 @@ class Scheduler:
         sequence.finished_unix_ns = now_ns
         if reason is not FinishReason.ABORT and detail != "credit_refused":
             self.lengths.learn(sequence.tenant, sequence.num_output)
-        if self._strategy.padded and sequence.num_reserved and sequence.num_output:
+        if sequence.num_reserved and sequence.num_output and sequence.place is Place.RUNNING:  # its batch goes on
             sequence.ghost = True
         else:
             self._drop(sequence)

@@ -58,7 +58,18 @@ class StepTimeModel:
 
     def predict_s(self, shape: StepShape) -> float:
         """Seconds that a step of this shape will take; at least a microsecond."""
-        total = sum(c * x for c, x in zip(self.coefficients, _terms(shape), strict=True))
+        rows = shape.decode_rows + shape.prefill_rows
+        return self._seconds(rows, shape.decode_context, shape.attended_pairs)
+
+    def _seconds(self, rows: int, decode_context: int, attended_pairs: int) -> float:
+        """The terms of `_terms` times the coefficients, written out: this is called many times a step."""
+        constant, per_row, past_first, past_second, context, pairs = self.coefficients
+        total = constant + per_row * (rows / 100)
+        if rows > _BENDS[0]:
+            total += past_first * ((rows - _BENDS[0]) / 100)
+            if rows > _BENDS[1]:
+                total += past_second * ((rows - _BENDS[1]) / 100)
+        total += context * (decode_context / 10_000) + pairs * (attended_pairs / 1_000_000)
         return max(1e-6, total * self._bias)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
@@ -85,12 +96,13 @@ class StepTimeModel:
     def largest_prefill(self, shape: StepShape, context: int, budget_s: float, limit: int) -> int:
         """The most prompt tokens, up to `limit`, that may join a step of this shape, after `context` tokens of their
         sequence, so that it is predicted to end within the budget."""
+        rows, decode_context, pairs = shape.decode_rows + shape.prefill_rows, shape.decode_context, shape.attended_pairs
         low, high = 0, limit
-        if self.predict_s(shape.with_prefill(limit, context)) <= budget_s:
+        if self._seconds(rows + limit, decode_context, pairs + limit * (context + limit // 2)) <= budget_s:
             return limit
         while low < high:
             middle = (low + high + 1) // 2
-            if self.predict_s(shape.with_prefill(middle, context)) <= budget_s:
+            if self._seconds(rows + middle, decode_context, pairs + middle * (context + middle // 2)) <= budget_s:
                 low = middle
             else:
                 high = middle - 1

@@ -49,7 +49,10 @@ ORDER = [
     "demo",
 ]
 BENCHES = {"serve": ("moiety_platform.cli.bench:serve", "Measure a running gateway under open-loop load.")}
-BENCH_SUMMARIES = {"engine": "Measure the engine's throughput, offline and in this process."}
+BENCH_SUMMARIES = {
+    "engine": "Measure the engine's throughput, offline and in this process.",
+    "scheduler": "Measure what a scheduling decision costs with very many waiting.",
+}
 
 
 def show_version(value: bool) -> None:

@@ -27,6 +27,7 @@ from moiety_wire.classes import OverloadAction, ServiceClass
 from moiety_wire.messages import EventKind, Reason
 
 AT_RISK, SAFE, RELEGATED = range(3)
+_PREEMPTION_MEAN_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,11 @@ class Tuning:
     risk_factor: float = 2.0  # at risk when this many times the predicted need is left
     boost_part: float = 0.05  # of the time, for those who waited too long
     hungry_s: float = 20.0  # a tenant that waits and was not served for so long
-    borrow_below: float = 0.8  # of all blocks in use, up to which a tenant may hold more than its share
+    preemption_part: float = 0.035  # of the time, that giving way for want of blocks may cost; overcommitment follows it
+    overcommit_range: tuple[float, float] = (0.85, 1.5)  # of all blocks, that the batch may be predicted to want
+    sharing_part: float = 0.02  # of the time, for taking blocks from tenants that hold more than their share
     share_kept: float = 1.0  # of its share of blocks, that a tenant keeps when others are given theirs
-    prepaid: float = 1.0  # of an answer's expected length, charged when it starts
+    prepaid: float = 0.5  # of an answer's expected length, charged when it starts
     ttft_margin: float = 0.85  # of the TTFT promised, up to which a request is let in
     wait_unasked: float = 0.4  # of the TTFT promised, that may be waited where the prompt alone takes too long
     max_tenant_waiting: int = 2048
@@ -80,6 +83,10 @@ class Moiety(Policy):
         self._best_rank = 0
         self._refresh_at_s = 0.0
         self._boost_credit_s = 0.0
+        self._overcommit = 1.0
+        self._preemption_share = 0.0  # running mean of the part of the time that it costs
+        self._peak_held_back = False
+        self._sharing_credit_s = 0.0
         self._token_s = 0.0  # predicted, a prompt token's in a full step
         self._decode_s = 0.0  # running mean of a step's time
         self._ties = 0
@@ -268,9 +275,22 @@ class Moiety(Policy):
                     )
 
     def stepped(self, seconds: float, shape: StepShape, now_s: float) -> None:
+        self._sharing_credit_s = min(1.0, self._sharing_credit_s + self.tuning.sharing_part * seconds)
         self._boost_credit_s = min(1.0, self._boost_credit_s + self.tuning.boost_part * seconds)
         self._decode_s += 0.05 * (seconds - self._decode_s)
+        self._preemption_share *= 1 - min(1.0, seconds / _PREEMPTION_MEAN_S)
+        low, high = self.tuning.overcommit_range
+        if self._preemption_share > self.tuning.preemption_part:
+            self._overcommit = max(low, self._overcommit - 0.01 * seconds)
+        elif self._peak_held_back:
+            self._overcommit = min(high, self._overcommit + 0.01 * seconds)
+        self._peak_held_back = False
         self._flow.stepped(seconds, shape.prefill_rows, backlogged=self._num_queued > 0)
+
+    def preempted(self, sequence: Sequence, beneficiary: Sequence | None, cost_s: float) -> None:
+        self._preemption_share += cost_s / _PREEMPTION_MEAN_S
+        if beneficiary is not None and beneficiary.service.rank == sequence.service.rank:
+            self._sharing_credit_s -= cost_s
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
         account: Account = sequence.account
@@ -355,10 +375,11 @@ class Moiety(Policy):
                 return Reason.BATCH_FULL
         if not sequence.service.preemptible and not self._can_reserve(sequence, view):
             return Reason.NO_BLOCKS
-        left = view.blocks_free - num_blocks
-        if left < (1 - self.tuning.borrow_below) * view.blocks_total and self._over_share(sequence, view, num_blocks):
+        if view.somebody_lacks_blocks and self._over_share(sequence, view, num_blocks):
             return Reason.SHARE_FULL
-        if left < view.blocks_total / 2 and not self._peak_fits(view, sequence):
+        left = view.blocks_free - num_blocks
+        urgent = sequence.bucket == AT_RISK and any(s.service.rank > sequence.service.rank for s in view.running)
+        if not urgent and left < view.blocks_total / 2 and not self._peak_fits(view, sequence):
             return Reason.NO_BLOCKS
         return None
 
@@ -383,9 +404,12 @@ class Moiety(Policy):
 
     # ── within ──
 
-    def _giving_way(self, s: Sequence) -> tuple[int, bool, float, float]:
+    def _giving_way(self, s: Sequence) -> tuple[int, bool, float, float, int]:
+        """Lowest class, then what cannot keep its promise, then the latest deadline, then what has done least of what it
+        is predicted to do, then the youngest."""
         deadline_s = s.completion_deadline_s if s.due_s == math.inf else s.due_s
-        return s.service.rank, s.relegated, min(deadline_s, 1e18), len(s.blocks) / max(1, s.num_computed)
+        done = s.num_computed / (s.num_prompt + max(s.predicted_output, s.num_output + 1.0))
+        return s.service.rank, s.relegated, min(deadline_s, 1e18), -done, s.order
 
     def _over_their_share(self, batch: list[Sequence], beneficiary: Sequence) -> set[Sequence]:
         """Sequences of the beneficiary's rank whose tenants hold more than their share of blocks without them, while the
@@ -398,7 +422,7 @@ class Moiety(Policy):
         total = self.context.num_blocks / max(1e-9, self._accounts[rank].total_weight)
         own: Account = beneficiary.account
         wanted = -(-len(beneficiary.tokens) // self.context.block_size)
-        if not self.tuning.fairness or blocks.get(own, 0) + wanted > total * own.weight:
+        if not self.tuning.fairness or self._sharing_credit_s <= 0 or blocks.get(own, 0) + wanted > total * own.weight:
             return set()
         over = set()
         newest_first = sorted((s for s in batch if s.service.rank == rank), key=lambda s: -s.order)
@@ -430,18 +454,16 @@ class Moiety(Policy):
         return held + wanted <= view.blocks_total * self.context.block_size or held == 0
 
     def _over_share(self, sequence: Sequence, view: BatchView, num_blocks: int) -> bool:
-        """Whether its tenant would hold more than its share of blocks while others wait."""
+        """Whether its tenant would hold more than its share of blocks, while others wait for some."""
         accounts = self._accounts[sequence.service.rank]
         account: Account = sequence.account
-        if account.num_queued + 1 >= self._num_queued + 1:
-            return False  # nobody else waits
         share = account.weight / max(account.weight, accounts.total_weight)
         return view.tenant_blocks(sequence.tenant) + num_blocks > share * view.blocks_total
 
     def _peak_fits(self, view: BatchView, joining: Sequence) -> bool:
         """Whether the batch with the newcomer will find its blocks at its predicted peak (Past-Future, 2507.10150): when
         one of the sequences ends, those that last longer have grown as much as it, and those before it are gone."""
-        total = view.blocks_total * self.context.block_size
+        total = self._overcommit * view.blocks_total * self.context.block_size
         batch = [(s.predicted_output - s.num_output, len(s.tokens)) for s in view.running]
         batch.append((joining.predicted_output - joining.num_output, len(joining.tokens)))
         batch.sort(reverse=True)
@@ -449,6 +471,7 @@ class Moiety(Policy):
         for position, (left, num_tokens) in enumerate(batch, start=1):
             held += num_tokens
             if held + max(1.0, left) * position > total:
+                self._peak_held_back = True
                 return position == 1
         return True
 

@@ -1,0 +1,267 @@
+"""S1, S2, S6: tenants against each other. With S2 goes the calibration against VTC's published figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from moiety_engine.simulator.capacity import measure_capacity
+from moiety_engine.simulator.devices import A10G_LLAMA2_7B, A100_LLAMA3_8B
+from moiety_engine.simulator.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from moiety_engine.simulator.records import Run
+from moiety_engine.simulator.simulate import Outcome, simulate
+from moiety_workload.generators import generate
+from moiety_workload.transforms import by_arrival, multiply
+from scenarios.claims import OURS, Ask, Measurement, Scenario, Settings
+from scenarios.offers import PATIENT, VTC_REAL, load, tenants_mix
+
+# The settings of VTC's artefact (exp_suite.py): requests of 256 and 256 tokens at even distances.
+SYNTHETIC = {
+    "two": ("two tenants at 1.5 and 3 a second", "constant:rate=1.5,tenant=a;constant:rate=3,tenant=b"),
+    "on/off": (
+        "2 a second for 60 s in every 120 s, and 3 a second",
+        "onoff:rate=2,on=60,off=60,even=1,tenant=a;constant:rate=3,tenant=b",
+    ),
+    "on/off, less": (
+        "0.5 a second for 60 s in every 120 s, which is under its share, and 2 a second",
+        "onoff:rate=0.5,on=60,off=60,even=1,tenant=a;constant:rate=2,tenant=b",
+    ),
+    "ramp": (
+        "0.5 a second, and a rate that grows from 0.2 to 2",
+        "constant:rate=0.5,tenant=a;ramp:from=0.2,to=2,even=1,tenant=b",
+    ),
+    "eight": (
+        "eight tenants, three at 0.4 and five at 0.6 a second",
+        ";".join(f"constant:rate={rate},tenant={name}" for name, rate in zip("abcdefgh", [0.4] * 3 + [0.6] * 5)),
+    ),
+    "weights": (
+        "weights 1:2:3:4 at 0.8, 0.8, 1.2, 1.6 a second",
+        ";".join(
+            f"constant:rate={rate},tenant={name},weight={weight}"
+            for name, rate, weight in zip("abcd", (0.8, 0.8, 1.2, 1.6), (1, 2, 3, 4))
+        ),
+    ),
+}
+_ALWAYS_BACKLOGGED = {"two": "VTC 7,947, its oracle 5,343", "eight": "VTC 3,601, its oracle 2,304"}
+
+
+def measure_synthetic(settings: Settings, seed: int) -> Measurement:
+    found = Measurement()
+    for name, (_, spec) in SYNTHETIC.items():
+        workload = generate(spec, settings.duration_s, seed)
+        capacity = measure_capacity(workload, A10G_LLAMA2_7B)
+        outcomes = {
+            policy: simulate(workload, A10G_LLAMA2_7B, policy, classes=[PATIENT], capacity=capacity)
+            for policy in (OURS, "vtc", "fcfs")
+        }
+        gaps = {policy: outcome.figures["fairness"]["max_gap"] for policy, outcome in outcomes.items()}
+        for policy, outcome in outcomes.items():
+            fairness = outcome.figures["fairness"]
+            found.put(f"{name}: gap ÷ bound", policy, gaps[policy] / fairness["bound"])
+            found.put(f"{name}: gap", policy, gaps[policy])
+            found.put(f"{name}: accumulated", policy, fairness["accumulated_gap"])
+        found.put(f"{name}: gap ÷ VTC's", OURS, _ratio(gaps[OURS], gaps["vtc"]))
+        accumulated = found.figures[f"{name}: accumulated"]
+        found.put(f"{name}: accumulated ÷ VTC's", OURS, _ratio(accumulated[OURS], accumulated["vtc"]))
+        _put_throughput(found, f"{name}: throughput ÷ FCFS's", outcomes)
+        found.series[name] = {policy: service_over_time(outcome) for policy, outcome in outcomes.items()}
+    return found
+
+
+def _synthetic_asks() -> tuple[Ask, ...]:
+    asks = []
+    for name, (text, _) in SYNTHETIC.items():
+        asks += [
+            Ask(f"{name}: gap ÷ bound", f"{text}: largest gap ÷ the theorem's bound", at_most=1.0),
+            Ask(f"{name}: gap ÷ VTC's", f"{name}: largest gap ÷ that under VTC", at_most=0.6),
+            Ask(f"{name}: gap", f"{name}: largest gap, tokens", form="{:,.0f}"),
+        ]
+        if name in _ALWAYS_BACKLOGGED:
+            asks += [
+                Ask(f"{name}: accumulated ÷ VTC's", f"{name}: accumulated gap ÷ that under VTC", at_most=0.6),
+                Ask(
+                    f"{name}: accumulated",
+                    f"{name}: accumulated gap as in VTC's plots, tokens",
+                    published=_ALWAYS_BACKLOGGED[name] + " (over 360 s)",
+                    form="{:,.0f}",
+                ),
+            ]
+        asks.append(Ask(f"{name}: throughput ÷ FCFS's", f"{name}: throughput ÷ FCFS's", at_least=0.99))
+    return tuple(asks)
+
+
+def measure_real(settings: Settings, seed: int) -> Measurement:
+    found = Measurement()
+    workload = load(settings.traces, VTC_REAL)
+    capacity = measure_capacity(workload, A10G_LLAMA2_7B)
+    outcomes = {
+        policy: simulate(workload, A10G_LLAMA2_7B, policy, classes=[PATIENT], capacity=capacity)
+        for policy in (OURS, "vtc", "dlpm", "fcfs")
+    }
+    for policy, outcome in outcomes.items():
+        fairness = outcome.figures["fairness"]
+        found.put("window max", policy, fairness["window_max"])
+        found.put("window mean", policy, fairness["window_mean"])
+        found.put("throughput", policy, outcome.figures["throughput_tokens_per_s"])
+    _put_throughput(found, "throughput ÷ FCFS's", outcomes)
+    found.series["real"] = {policy: service_over_time(outcome) for policy, outcome in outcomes.items()}
+    return found
+
+
+def measure_hog(settings: Settings, seed: int) -> Measurement:
+    """The requests of tenants that ask for less than their max-min fair share, with the greedy tenant as usual and at
+    ten times that. A request that was turned away counts as one that never had its first token."""
+    found = Measurement()
+    window, capacity = tenants_mix(settings.traces, seed * 600.0, settings.duration_s)
+    base = multiply(window, 0.8 / capacity.offered, capacity.model.of_request, seed)
+    available = capacity.work_per_s * base.duration_s
+    demand: dict[str, float] = {}
+    for request in base.requests:
+        demand[request.tenant] = demand.get(request.tenant, 0.0) + capacity.model.of_request(request) / available
+    hog = _choose_hog(demand)
+    own = replace(base, requests=tuple(request for request in base.requests if request.tenant == hog))
+    tenfold = multiply(own, 10.0, capacity.model.of_request, seed)
+    rest = [request for request in base.requests if request.tenant != hog]
+    greedy = replace(base, requests=tuple(by_arrival([*rest, *tenfold.requests])))
+    share = fair_share({**demand, hog: 10 * demand[hog]})
+    modest = {tenant for tenant, wanted in demand.items() if tenant != hog and wanted <= share}
+    for policy in (OURS, "vtc", "fcfs"):
+        without = simulate(base, A100_LLAMA3_8B, policy, capacity=capacity)
+        with_it = simulate(greedy, A100_LLAMA3_8B, policy, capacity=capacity)
+        before, after = (_p99_ttft_s(outcome.run, modest) for outcome in (without, with_it))
+        found.put("p99 ÷ without", policy, _ratio(after, before))
+        found.put("p99 without", policy, before)
+        found.put("p99 with", policy, after)
+        found.put("evenness", policy, max_min_evenness(with_it))
+        found.put("jain", policy, with_it.figures["fairness"]["jain"])
+        found.put("goodput", policy, with_it.figures["goodput_fraction_of_capacity"])
+    found.notes.append(
+        f"seed {seed}: {hog} asks for {demand[hog]:.2f} C, then {10 * demand[hog]:.2f} C; "
+        f"{len(modest)} of the {len(demand) - 1} others ask for less than the fair share of {share:.2f} C"
+    )
+    return found
+
+
+def _choose_hog(demand: dict[str, float]) -> str:
+    """The greatest of those that ask for no more than an even share of C at first and leave all others under their fair
+    share afterwards; if there is none, the greatest up to an even share."""
+    under = sorted((name for name in demand if demand[name] <= 1 / len(demand)), key=lambda name: -demand[name])
+    for name in under:
+        level = fair_share({**demand, name: 10 * demand[name]})
+        if all(wanted <= level for other, wanted in demand.items() if other != name):
+            return name
+    return under[0]
+
+
+def fair_share(demand: dict[str, float], capacity: float = 1.0) -> float:
+    """The level up to which every tenant is given what it asks for (max-min); infinite if there is enough for all."""
+    left = capacity
+    for number, wanted in enumerate(sorted(demand.values())):
+        level = left / (len(demand) - number)
+        if wanted > level:
+            return level
+        left -= wanted
+    return float("inf")
+
+
+def max_min_evenness(outcome: Outcome) -> float:
+    """Jain's index over tenants of the service that each got, divided by what max-min fairness would have given it of all
+    that was served: what it asked for, or the fair share where that is less. Service is counted as VTC does."""
+    asked: dict[str, float] = {}
+    for record in outcome.run.records:
+        request = record.request
+        cost = PROMPT_WEIGHT * request.input_tokens + OUTPUT_WEIGHT * request.output_tokens
+        asked[request.tenant] = asked.get(request.tenant, 0.0) + cost
+    served = dict.fromkeys(asked, 0.0)
+    for account in outcome.run.accounts:
+        served[account.tenant.name] += account.service
+    share = fair_share(asked, sum(served.values()))
+    ratio = [served[name] / min(asked[name], share) for name in asked]
+    return sum(ratio) ** 2 / (len(ratio) * sum(value**2 for value in ratio))
+
+
+def _p99_ttft_s(run: Run, tenants: set[str]) -> float:
+    times = [
+        (record.first_ns - record.arrival_ns) / 1e9 if record.first_ns else float("inf")
+        for record in run.records
+        if record.request.tenant in tenants
+    ]
+    return float(np.percentile(times, 99, method="higher"))
+
+
+def service_over_time(outcome: Outcome) -> dict[str, object]:
+    """Service divided by weight, of up to twelve tenants."""
+    tenants = outcome.figures["tenants"]
+    chosen = sorted(tenants, key=lambda name: -tenants[name]["num"])[:12]
+    return {
+        "at_s": tenants[chosen[0]]["service_at_s"],
+        "service": {name: [round(s / tenants[name]["weight"]) for s in tenants[name]["service"]] for name in chosen},
+    }
+
+
+def _put_throughput(found: Measurement, key: str, outcomes: dict[str, Outcome]) -> None:
+    """Tokens of the window, computed for the first time, against FCFS's."""
+    fcfs = outcomes["fcfs"].figures["window_tokens_per_s"]
+    for policy, outcome in outcomes.items():
+        if policy != "fcfs":
+            found.put(key, policy, outcome.figures["window_tokens_per_s"] / fcfs)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else (1.0 if part == whole else float("inf"))
+
+
+S1 = Scenario(
+    "S1",
+    "VTC's synthetic settings",
+    "a10g-llama2-7b, 256 prompt and 256 output tokens, one class that promises no time and turns nobody away. *Gap*: of "
+    "the service (prompt + 2 · output tokens, over weight) of two tenants, while both have requests waiting.",
+    _synthetic_asks(),
+    measure_synthetic,
+)
+S2 = Scenario(
+    "S2",
+    "VTC's real trace",
+    "a10g-llama2-7b, vtc_lmsys_real as it is (27 tenants, 1,500 requests, 600 s), the same class. The difference in "
+    "service is that of VTC's tables: 60 s windows, tokens a second.",
+    (
+        Ask(
+            "window max",
+            "largest difference in service, tokens/s",
+            at_most=329,
+            strict=True,
+            published="FCFS 760, VTC 368, VTC with oracle 329",
+            form="{:.0f}",
+        ),
+        Ask(
+            "window mean",
+            "mean difference in service, tokens/s",
+            at_most=227,
+            strict=True,
+            published="FCFS 434, VTC 252, VTC with oracle 228",
+            form="{:.0f}",
+        ),
+        Ask("throughput ÷ FCFS's", "throughput of the window ÷ FCFS's", at_least=0.995),
+        Ask("throughput", "throughput to the end of the drain, tokens/s", published="FCFS 777, VTC 779", form="{:.0f}"),
+    ),
+    measure_real,
+    seeded=False,
+)
+S6 = Scenario(
+    "S6",
+    "One tenant at ten times its own",
+    "a100-llama3-8b, the tenants of servegen_m_small_1h in class standard at 0.8 C; then the greatest of those that ask for "
+    "no more than an even share at ten times its own. The others are those that ask for less than the max-min fair "
+    "share; a request of theirs that is turned away counts as infinitely late.",
+    (
+        Ask("p99 ÷ without", "the others' p99 TTFT ÷ that without", at_most=1.1),
+        Ask("evenness", "Jain's index of service ÷ what max-min fairness gives", at_least=0.99),
+        Ask("jain", "Jain's index of service while anything waits ÷ weight", at_least=0.99),
+        Ask("p99 without", "the others' p99 TTFT without, s"),
+        Ask("p99 with", "the others' p99 TTFT with it, s"),
+        Ask("goodput", "goodput ÷ C with it"),
+    ),
+    measure_hog,
+)
+SCENARIOS = (S1, S2, S6)

@@ -1,0 +1,185 @@
+"""S7, S8: what the KV cache is asked to hold. Prefix hits under salted tenants, and preemption where blocks are short."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from random import Random
+
+from msgspec.structs import replace as change
+
+from moiety_engine.simulator.capacity import at_load, measure_capacity
+from moiety_engine.simulator.devices import A100_LLAMA3_8B, H200_QWEN3_30B_A3B
+from moiety_engine.simulator.records import Record
+from moiety_engine.simulator.simulate import simulate
+from moiety_wire.classes import PRIORITY, SHIPPED
+from moiety_workload.request import TraceRequest, Workload
+from moiety_workload.transforms import cut
+from scenarios.claims import OURS, Ask, Measurement, Scenario, Settings
+from scenarios.offers import AZURE_CODE, MOONCAKE, PATIENT, SHARES, draw_classes, load
+
+_LOAD = 0.7
+_BURST_LOAD = 1.0
+_LESS_KV = 10
+
+
+def measure_hits(settings: Settings, seed: int) -> Measurement:
+    found = Measurement()
+    whole = cut(load(settings.traces, MOONCAKE, seed), seed * 600.0, settings.duration_s)
+    device = change(H200_QWEN3_30B_A3B, host_tokens=0)
+    capacity = measure_capacity(whole, device)
+    workload = _some_conversations(whole, _LOAD / capacity.offered, capacity.model.of_request, seed)
+    size = workload.prefix_block_tokens or 0
+    for name, host_tokens in (("device", 0), ("device and host", H200_QWEN3_30B_A3B.host_tokens)):
+        chosen = change(device, host_tokens=host_tokens)
+        lru = lru_hits(workload.requests, size, (device.kv_tokens + host_tokens) // size)
+        for policy in (OURS, "fcfs"):
+            outcome = simulate(workload, chosen, policy, classes=[PATIENT], capacity=capacity)
+            records = outcome.run.records
+            hits = sum(record.cached_tokens for record in records)
+            found.put(f"{name}: hits ÷ LRU's", policy, hits / lru)
+            found.put(f"{name}: hits", policy, hits / sum(r.request.input_tokens for r in records))
+            if policy == OURS:
+                foreign, tempting = cross_tenant_tokens(records, size)
+                found.put(f"{name}: foreign", OURS, foreign)
+                found.put(f"{name}: tempting", OURS, tempting)
+        found.put(f"{name}: hits", "LRU", lru / sum(request.input_tokens for request in workload.requests))
+    found.notes.append(f"seed {seed}: {len(workload.requests)} of {len(whole.requests)} requests")
+    return found
+
+
+def _some_conversations(workload: Workload, part: float, work: object, seed: int) -> Workload:
+    """Whole conversations at random, until they make up so much of the work."""
+    if part >= 1:
+        return workload
+    rng = Random(f"conversations {seed}")
+    by_conversation: dict[str, list[TraceRequest]] = defaultdict(list)
+    for number, request in enumerate(workload.requests):
+        by_conversation[request.conversation or f"alone {number}"].append(request)
+    names = list(by_conversation)
+    rng.shuffle(names)
+    wanted = part * sum(map(work, workload.requests))  # type: ignore[call-overload]
+    kept: list[TraceRequest] = []
+    taken = 0.0
+    for name in names:
+        if taken >= wanted:
+            break
+        kept += by_conversation[name]
+        taken += sum(map(work, by_conversation[name]))  # type: ignore[call-overload]
+    return replace(workload, requests=tuple(sorted(kept, key=lambda request: request.arrival_s)))
+
+
+def lru_hits(requests: Iterable[TraceRequest], block_tokens: int, num_blocks: int) -> int:
+    """Tokens of prompts that a cache of so many blocks holds when they come, one after the other: found and kept by
+    (tenant, block), the least recently used forgotten first. At least one token of a prompt is computed, as an engine
+    must, and a block that is not full is not kept."""
+    cache: OrderedDict[tuple[str, int], None] = OrderedDict()
+    hits = 0
+    for request in requests:
+        keys = [(request.tenant, block) for block in request.prefix_ids[: request.input_tokens // block_tokens]]
+        found = 0
+        while found < min(len(keys), (request.input_tokens - 1) // block_tokens) and keys[found] in cache:
+            found += 1
+        hits += found * block_tokens
+        for key in reversed(keys):  # of a prompt, the end is forgotten first
+            cache[key] = None
+            cache.move_to_end(key)
+        while len(cache) > num_blocks:
+            cache.popitem(last=False)
+    return hits
+
+
+def cross_tenant_tokens(records: Sequence[Record], block_tokens: int) -> tuple[int, int]:
+    """(tokens that a request found in the cache and that its own tenant cannot have put there, since no earlier request
+    of it begins so; tokens that only other tenants' earlier requests would have given it)."""
+    seen_by: dict[int, set[str]] = defaultdict(set)
+    foreign = tempting = 0
+    for record in sorted(records, key=lambda record: record.scheduled_ns or record.end_ns):
+        request = record.request
+        usable = request.prefix_ids[: (request.input_tokens - 1) // block_tokens]
+        own = any_one = 0
+        for block in usable:
+            if request.tenant not in seen_by[block]:
+                break
+            own += 1
+        for block in usable:
+            if not seen_by[block]:
+                break
+            any_one += 1
+        foreign += max(0, record.cached_tokens - own * block_tokens)
+        tempting += (any_one - own) * block_tokens
+        for block in request.prefix_ids:
+            seen_by[block].add(request.tenant)
+    return foreign, tempting
+
+
+def measure_bursts(settings: Settings, seed: int) -> Measurement:
+    found = Measurement()
+    window = cut(load(settings.traces, AZURE_CODE), seed * 600.0, settings.duration_s)
+    scarce = change(A100_LLAMA3_8B, kv_tokens=A100_LLAMA3_8B.kv_tokens // _LESS_KV)
+    classes = [change(service, on_overload="queue") if service is not PRIORITY else service for service in SHIPPED]
+    for name, host_tokens in (("host tier", scarce.host_tokens), ("no host tier", 0)):
+        device = change(scarce, host_tokens=host_tokens)
+        capacity = measure_capacity(window, device)
+        offered = at_load(window, capacity, _BURST_LOAD, seed)
+        requests = draw_classes(offered.requests, list(SHARES), seed, weights=list(SHARES.values()))
+        workload = replace(offered, requests=requests)
+        for policy in (OURS, "fcfs", "strict-priority"):
+            figures = simulate(workload, device, policy, classes=classes, capacity=capacity).figures
+            found.put(f"{name}: recomputed", policy, figures["recomputed_fraction"])
+            found.put(f"{name}: most", policy, figures["max_preemptions"])
+            found.put(f"{name}: forbidden", policy, figures["forbidden_preemptions"])
+            found.put(f"{name}: preemptions", policy, figures["preemptions"])
+            found.put(f"{name}: copied", policy, figures["copied_blocks"])
+    return found
+
+
+def _hit_asks() -> tuple[Ask, ...]:
+    asks = []
+    for name in ("device", "device and host"):
+        asks += [
+            Ask(f"{name}: hits ÷ LRU's", f"{name}: tokens hit ÷ those of the LRU", at_least=0.95),
+            Ask(f"{name}: foreign", f"{name}: tokens hit that another tenant put there", at_most=0, form="{:,.0f}"),
+            Ask(
+                f"{name}: tempting",
+                f"{name}: tokens that only others' requests would have given (what the check can see)",
+                form="{:,.0f}",
+            ),
+            Ask(f"{name}: hits", f"{name}: prompt tokens hit", form="{:.1%}"),
+        ]
+    return tuple(asks)
+
+
+def _burst_asks() -> tuple[Ask, ...]:
+    asks = []
+    for name in ("host tier", "no host tier"):
+        asks += [
+            Ask(f"{name}: recomputed", f"{name}: tokens recomputed, of all computed", at_most=0.03, form="{:.2%}"),
+            Ask(f"{name}: most", f"{name}: most preemptions of a request", at_most=2, form="{:.0f}"),
+            Ask(f"{name}: forbidden", f"{name}: preemptions of what may not be", at_most=0, form="{:.0f}"),
+            Ask(f"{name}: preemptions", f"{name}: preemptions", form="{:.0f}"),
+            Ask(f"{name}: copied", f"{name}: blocks copied to and from the host", form="{:.0f}"),
+        ]
+    return tuple(asks)
+
+
+S7 = Scenario(
+    "S7",
+    "Prefix hits of salted tenants",
+    "h200-qwen3-30b-a3b, ten minutes of Mooncake's conversations (blocks of 512 tokens), spread over 20 tenants by "
+    f"conversation; as many whole conversations as make {_LOAD} C. The LRU has the same capacity in tokens, finds what its "
+    "tenant sent only, and is asked in the order of arrival with nothing running beside it.",
+    _hit_asks(),
+    measure_hits,
+)
+S8 = Scenario(
+    "S8",
+    "Bursts with few blocks",
+    f"a100-llama3-8b with a {_LESS_KV}th of its KV memory (else nothing is ever preempted), ten minutes of the Azure code "
+    f"trace with its own bursts at {_BURST_LOAD} C; every request in priority (0.2), standard (0.5) or batch (0.3) at "
+    "random, where only priority turns any away.",
+    _burst_asks(),
+    measure_bursts,
+)
+SCENARIOS = (S7, S8)

@@ -1,0 +1,120 @@
+"""The scheduler's scenarios, S1 to S10 and the ablations, in simulation, each against its target and the rivals.
+
+    python benchmarks/scheduling.py --traces DIR [--only S1,S5] [--seeds 0,1,2] [--duration 600] [--jobs 2] [--quick]
+
+`DIR` holds the public traces under the names that `scenarios/offers.py` lists. Every scenario runs on every seed; a
+target holds if every seed keeps it. Writes JSON, a Markdown report and charts side by side. With `--only`, the other
+scenarios' results in the file stay as they are. Everything is virtual time: the figures do not depend on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from scenarios import deadlines, fairness, memory, overload  # noqa: E402 - the script's own folder
+from scenarios.charts import draw_charts  # noqa: E402
+from scenarios.claims import Measurement, Scenario, Settings, make_rows  # noqa: E402
+from scenarios.report import write_report  # noqa: E402
+
+from moiety_engine.environment import describe_environment  # noqa: E402
+
+_LISTED = (*fairness.SCENARIOS, *deadlines.SCENARIOS, *overload.SCENARIOS, *memory.SCENARIOS)
+_ORDER = ("S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8", "S9", "S10", "ablation")
+SCENARIOS: dict[str, Scenario] = {name: next(s for s in _LISTED if s.name == name) for name in _ORDER}
+
+
+def main() -> None:
+    options = _parse()
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    duration_s = 120.0 if options.quick else options.duration
+    settings = Settings(options.traces, duration_s, 6 * duration_s, seeds[0])
+    chosen = options.only.split(",") if options.only else list(SCENARIOS)
+    if unknown := [name for name in chosen if name not in SCENARIOS]:
+        sys.exit(f"there is no scenario {', '.join(unknown)}; known are {', '.join(SCENARIOS)}")
+    report = _earlier(options.output) if options.only else {}
+    results: dict[str, Any] = report.setdefault("scenarios", {})
+    for name, by_seed, wall_s in _measure_all(chosen, seeds, settings, options.jobs):
+        entry = _entry(SCENARIOS[name], by_seed, settings)
+        entry |= {"command": f"python benchmarks/scheduling.py --traces DIR --only {name}", "wall_s": round(wall_s)}
+        results[name] = entry
+        _tell(name, entry)
+    report["scenarios"] = {name: results[name] for name in SCENARIOS if name in results}
+    report["charts"] = draw_charts(report, options.output.parent)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_report(report, options.output.with_suffix(".md"))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, required=True, help="folder of the public traces")
+    parser.add_argument("--only", default="", help="scenarios, separated by commas")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--duration", type=float, default=600.0, help="seconds of arrivals; of hours, six times that")
+    parser.add_argument("--jobs", type=int, choices=(1, 2), default=1, help="processes")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the time, to see that all runs")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "scheduling.json")
+    return parser.parse_args()
+
+
+def _measure_all(
+    names: list[str], seeds: list[int], settings: Settings, num_jobs: int
+) -> Any:  # an iterator of (scenario, measurements by seed, seconds)
+    tasks = [(name, seed) for name in names for seed in (seeds if SCENARIOS[name].seeded else seeds[:1])]
+    with ProcessPoolExecutor(num_jobs) as pool:
+        # The long ones first, so that no process is left alone with them at the end.
+        longest = sorted(tasks, key=lambda task: ("S3", "S9", "S4").index(task[0]) if task[0] in {"S3", "S9", "S4"} else 9)
+        futures = {task: pool.submit(_measure, *task, settings) for task in longest}
+        for name in names:
+            done = {seed: future.result() for (other, seed), future in futures.items() if other == name}
+            by_seed = {seed: done[seed][0] for seed in seeds if seed in done}
+            yield name, by_seed, sum(seconds for _, seconds in done.values())
+
+
+def _measure(name: str, seed: int, settings: Settings) -> tuple[Measurement, float]:
+    begun = time.perf_counter()
+    return SCENARIOS[name].measure(settings, seed), time.perf_counter() - begun
+
+
+def _entry(scenario: Scenario, by_seed: dict[int, Measurement], settings: Settings) -> dict[str, Any]:
+    first = next(iter(by_seed.values()))
+    return {
+        "title": scenario.title,
+        "setting": scenario.setting,
+        "seeds": list(by_seed) if scenario.seeded else [],
+        "duration_s": settings.duration_s,
+        "date": date.today().isoformat(),
+        "environment": describe_environment("numpy"),
+        "rows": make_rows(scenario, by_seed),
+        "notes": [note for measurement in by_seed.values() for note in measurement.notes],
+        "series": first.series,
+    }
+
+
+def _tell(name: str, entry: dict[str, Any]) -> None:
+    targets = [row for row in entry["rows"] if row["holds"] is not None]
+    missed = [row for row in targets if not row["holds"]]
+    print(f"{name}: {len(targets) - len(missed)} of {len(targets)} targets hold, {entry['wall_s']} s", file=sys.stderr)
+    for row in entry["rows"]:
+        mark = {None: "     ", True: "holds", False: "MISSED"}[row["holds"]]
+        rivals = ", ".join(f"{policy} {text}" for policy, text in row["rivals"].items())
+        print(f"  {mark} {row['asked']}: {row['ours']} {row['target']} [{rivals}]", file=sys.stderr, flush=True)
+
+
+def _earlier(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return loaded
+
+
+if __name__ == "__main__":
+    main()

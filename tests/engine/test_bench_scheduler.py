@@ -1,0 +1,53 @@
+"""`moiety bench scheduler`: the state that it measures is the one that was asked for, and its report says so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from moiety_engine.bench.cli import bench_scheduler
+from moiety_engine.bench.scheduler import Load, SteadyState, measure_memory
+
+
+@pytest.mark.parametrize("policy", ["moiety", "fcfs"])
+def test_the_load_stays_what_it_was_while_requests_end_and_join(policy: str) -> None:
+    load = Load(policy, running=32, waiting=200, tenants=20)
+    state = SteadyState(load, seed=1)
+    state.warm_up()
+    for _ in range(100):
+        state.step()
+    times = state.times
+    assert min(times.running) >= 0.9 * load.running
+    assert load.waiting <= min(times.waiting) <= max(times.waiting) <= load.waiting + 0.1 * load.running
+    assert times.num_ended > 0
+    assert sum(times.prefill_rows) > 0
+    assert len(times.decision_us) == len(times.commit_us) == 100
+
+
+def test_a_waiting_request_takes_less_than_four_kilobytes_besides_its_tokens() -> None:
+    assert measure_memory(Load(running=8, waiting=1000, tenants=100), seed=0) <= 4096
+
+
+def test_the_report_is_one_json_object_with_the_decision_and_its_growth() -> None:
+    app = typer.Typer()
+    app.command()(bench_scheduler)
+    options = ["--running", "16", "--waiting", "300", "--tenants", "30", "--steps", "20", "--json"]
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert (report["running"], report["tenants"]) == (16, 30)
+    assert report["waiting"] >= 300
+    assert set(report["decision_us"]) == {"p50", "p90", "p99"}
+    assert set(report["growth"]) == {"100", "300"}
+    assert report["environment"]["python"]
+
+
+def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
+    app = typer.Typer()
+    app.command()(bench_scheduler)
+    result = CliRunner().invoke(app, ["--policy", "luck", "--waiting", "1"])
+    assert result.exit_code == 1
+    assert "fcfs" in result.output
