@@ -13,7 +13,8 @@ import argparse
 import json
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ from scenarios.claims import Measurement, Scenario, Settings, make_rows  # noqa:
 from scenarios.report import write_report  # noqa: E402
 
 from moiety_engine.environment import describe_environment  # noqa: E402
+from moiety_engine.errors import EngineError  # noqa: E402
 
 _LISTED = (*fairness.SCENARIOS, *deadlines.SCENARIOS, *overload.SCENARIOS, *memory.SCENARIOS)
 _ORDER = ("S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8", "S9", "S10", "ablation")
+_LONGEST = ("S3", "S9", "S10", "S4", "S5")
 SCENARIOS: dict[str, Scenario] = {name: next(s for s in _LISTED if s.name == name) for name in _ORDER}
 
 
@@ -42,17 +45,15 @@ def main() -> None:
     if unknown := [name for name in chosen if name not in SCENARIOS]:
         sys.exit(f"there is no scenario {', '.join(unknown)}; known are {', '.join(SCENARIOS)}")
     report = _earlier(options.output) if options.only else {}
-    results: dict[str, Any] = report.setdefault("scenarios", {})
+    report.setdefault("scenarios", {})
     for name, by_seed, wall_s in _measure_all(chosen, seeds, settings, options.jobs):
         entry = _entry(SCENARIOS[name], by_seed, settings)
         entry |= {"command": f"python benchmarks/scheduling.py --traces DIR --only {name}", "wall_s": round(wall_s)}
-        results[name] = entry
+        report["scenarios"][name] = entry
         _tell(name, entry)
-    report["scenarios"] = {name: results[name] for name in SCENARIOS if name in results}
+        _write(report, options.output)
     report["charts"] = draw_charts(report, options.output.parent)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    write_report(report, options.output.with_suffix(".md"))
+    _write(report, options.output)
 
 
 def _parse() -> argparse.Namespace:
@@ -69,21 +70,31 @@ def _parse() -> argparse.Namespace:
 
 def _measure_all(
     names: list[str], seeds: list[int], settings: Settings, num_jobs: int
-) -> Any:  # an iterator of (scenario, measurements by seed, seconds)
-    tasks = [(name, seed) for name in names for seed in (seeds if SCENARIOS[name].seeded else seeds[:1])]
+) -> Iterator[tuple[str, dict[int, Measurement], float]]:
+    """Scenario, measurements by seed and the seconds that they took, in order of ending; the long ones begin first."""
+    begun = sorted(names, key=lambda name: _LONGEST.index(name) if name in _LONGEST else len(_LONGEST))
+    seeds_of = {name: seeds if SCENARIOS[name].seeded else seeds[:1] for name in begun}
+    done: dict[str, dict[int, tuple[Measurement, float]]] = {name: {} for name in begun}
     with ProcessPoolExecutor(num_jobs) as pool:
-        # The long ones first, so that no process is left alone with them at the end.
-        longest = sorted(tasks, key=lambda task: ("S3", "S9", "S4").index(task[0]) if task[0] in {"S3", "S9", "S4"} else 9)
-        futures = {task: pool.submit(_measure, *task, settings) for task in longest}
-        for name in names:
-            done = {seed: future.result() for (other, seed), future in futures.items() if other == name}
-            by_seed = {seed: done[seed][0] for seed in seeds if seed in done}
-            yield name, by_seed, sum(seconds for _, seconds in done.values())
+        futures = {
+            pool.submit(_measure, name, seed, settings): (name, seed) for name in begun for seed in seeds_of[name]
+        }
+        for future in as_completed(futures):
+            name, seed = futures[future]
+            done[name][seed] = future.result()
+            if len(done[name]) == len(seeds_of[name]):
+                by_seed = {seed: done[name][seed][0] for seed in seeds_of[name]}
+                yield name, by_seed, sum(seconds for _, seconds in done[name].values())
 
 
 def _measure(name: str, seed: int, settings: Settings) -> tuple[Measurement, float]:
+    """A run that the simulator gives up on is a measurement without figures, so that its targets do not hold."""
     begun = time.perf_counter()
-    return SCENARIOS[name].measure(settings, seed), time.perf_counter() - begun
+    try:
+        found = SCENARIOS[name].measure(settings, seed)
+    except EngineError as exc:
+        found = Measurement(notes=[f"seed {seed} was given up: {exc}"])
+    return found, time.perf_counter() - begun
 
 
 def _entry(scenario: Scenario, by_seed: dict[int, Measurement], settings: Settings) -> dict[str, Any]:
@@ -109,6 +120,14 @@ def _tell(name: str, entry: dict[str, Any]) -> None:
         mark = {None: "     ", True: "holds", False: "MISSED"}[row["holds"]]
         rivals = ", ".join(f"{policy} {text}" for policy, text in row["rivals"].items())
         print(f"  {mark} {row['asked']}: {row['ours']} {row['target']} [{rivals}]", file=sys.stderr, flush=True)
+
+
+def _write(report: dict[str, Any], path: Path) -> None:
+    results = report["scenarios"]
+    report["scenarios"] = {name: results.pop(name) for name in SCENARIOS if name in results}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_report(report, path.with_suffix(".md"))
 
 
 def _earlier(path: Path) -> dict[str, Any]:

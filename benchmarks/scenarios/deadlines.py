@@ -13,11 +13,13 @@ from scenarios.claims import OURS, Ask, Measurement, Scenario, Settings
 from scenarios.offers import AZURE_CODE, draw_classes, load, poisson_at, qoserve_classes
 
 STEPS = ("edf", "qoserve-chunking", "qoserve-relegation", "qoserve")  # in the order of the published ablation
-CURVE = (0.5, 0.8, 1.0, 1.2, 1.35, 1.5, 1.8)
+CURVE = (0.5, 1.0, 1.35, 1.8)
 OVERLOAD = 2.2
 _GRID = 0.05
 _ALLOWED = 0.01
 _LOW_PART = 0.2
+_NUM_PARTS = 4
+_PAPERS_CAPACITY = 6 / 2.2  # requests/s of EDF, by what its overload of 6 is called here
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +67,12 @@ class CodeMix:
 def measure_code(settings: Settings, seed: int) -> Measurement:
     found = Measurement()
     mix = CodeMix.of(settings, seed)
-    edf = _GRID * mix.largest_load("edf", 12, 32, _GRID)  # from 0.6 to 1.6 C
-    ours = _GRID * mix.largest_load(OURS, 14, 36, _GRID * edf)  # from 0.7 to 1.8 times EDF's
+    edf = _GRID * mix.largest_load("edf", 16, 32, _GRID)  # from 0.8 to 1.6 C
+    ours = _GRID * mix.largest_load(OURS, 18, 34, _GRID * edf)  # from 0.9 to 1.7 times EDF's
     found.put("largest load ÷ EDF's", OURS, ours)
     found.put("EDF's capacity ÷ C", "edf", edf)
     found.put("EDF's capacity, requests/s", "edf", edf * mix.rate_per_s)
-    rivals = STEPS if seed == settings.first_seed else ("edf", "qoserve")
+    rivals = STEPS if seed == settings.first_seed else ()
     curve: dict[str, dict[str, float]] = {}
     for policy in (OURS, *rivals):
         violated = mix.violations(policy, OVERLOAD * edf)
@@ -84,33 +86,42 @@ def measure_code(settings: Settings, seed: int) -> Measurement:
 
 
 def measure_swing(settings: Settings, seed: int) -> Measurement:
-    """Quarters of an hour at 2 and at 5 requests a second in turn."""
+    """Quarters of an hour at a low and at a high rate in turn: at 2 and 5 requests a second, and at rates as much
+    higher as this device's C is than the capacity of the paper's."""
     found = Measurement()
     mix = CodeMix.of(settings, seed)
-    half_s, duration_s = settings.hour_s / 4, settings.hour_s
+    for name, unit in (("2 and 5 a second", 1.0), ("scaled", mix.rate_per_s / _PAPERS_CAPACITY)):
+        workload, classes = _swing(mix, 2.0 * unit, 5.0 * unit)
+        for policy in (OURS, "qoserve", "edf", "fcfs"):
+            run = simulate(workload, A100_LLAMA3_8B, policy, classes=classes, capacity=mix.capacity).run
+            important = [record for record in run.records if record.promised.rank == 0]
+            for key, members in (("important", important), ("overall", run.records)):
+                late = sum(not record.attained for record in members)
+                found.put(f"{name}: {key}", policy, late / len(members))
+    found.notes.append(f"seed {seed}: scaled is {2.0 * unit:.1f} and {5.0 * unit:.1f} requests a second")
+    return found
+
+
+def _swing(mix: CodeMix, low_per_s: float, high_per_s: float) -> tuple[Workload, list[ServiceClass]]:
+    part_s = mix.settings.hour_s / _NUM_PARTS
     arrivals = []
-    for number in range(4):
-        part = poisson_at(mix.trace.requests, (2.0, 5.0)[number % 2], half_s, 4 * seed + number)
-        arrivals += [replace(request, arrival_s=request.arrival_s + number * half_s) for request in part]
+    for number in range(_NUM_PARTS):
+        rate_per_s = high_per_s if number % 2 else low_per_s
+        part = poisson_at(mix.trace.requests, rate_per_s, part_s, _NUM_PARTS * mix.seed + number)
+        arrivals += [replace(request, arrival_s=request.arrival_s + number * part_s) for request in part]
     classes = [*qoserve_classes(rank=0), *qoserve_classes(rank=1, suffix="-low")]
     weights = [*[(1 - _LOW_PART) / 3] * 3, *[_LOW_PART / 3] * 3]
-    requests = draw_classes(arrivals, [service.name for service in classes], seed, weights=weights)
-    workload = replace(mix.trace, requests=requests, duration_s=duration_s)
-    for policy in (OURS, "qoserve", "edf", "fcfs"):
-        run = simulate(workload, A100_LLAMA3_8B, policy, classes=classes, capacity=mix.capacity).run
-        important = [record for record in run.records if record.promised.rank == 0]
-        for key, members in (("important", important), ("overall", run.records)):
-            found.put(key, policy, sum(not record.attained for record in members) / len(members))
-    return found
+    requests = draw_classes(arrivals, [service.name for service in classes], mix.seed, weights=weights)
+    return replace(mix.trace, requests=requests, duration_s=mix.settings.hour_s), classes
 
 
 S3 = Scenario(
     "S3",
     "Deadlines on Azure's code trace",
-    "a100-llama3-8b, lengths of the Azure code trace, Poisson arrivals for an hour and the drain after it (promises of 600 "
-    "and 1,800 s mean nothing in ten minutes), one tenant, thirds of {TTFT 6 s + 50 ms a token; done in 600 s; done in "
-    "1,800 s} at one rank, nobody turned away. EDF's capacity: its largest load with at most 1 % violations, in steps of "
-    "0.05 C; of ours, in steps of 0.05 of that.",
+    "a100-llama3-8b, lengths of the Azure code trace, Poisson arrivals for an hour and the drain after it (promises "
+    "of 600 and 1,800 s mean nothing in ten minutes), one tenant, thirds of {TTFT 6 s + 50 ms a token; done in 600 s; "
+    "done in 1,800 s} at one rank, nobody turned away. EDF's capacity: its largest load with at most 1 % violations, "
+    "in steps of 0.05 C; of ours, in steps of 0.05 of that.",
     (
         Ask(
             "violations at 2.2",
@@ -131,17 +142,18 @@ S3 = Scenario(
 S4 = Scenario(
     "S4",
     "Swinging load",
-    "a100-llama3-8b, lengths of the Azure code trace, Poisson arrivals at 2 and 5 a second in turn, a quarter of an hour "
-    "each, for an hour; S3's three classes at two ranks, 20 % of the requests at the lower.",
+    "a100-llama3-8b, lengths of the Azure code trace, Poisson arrivals at 2 and 5 a second in turn, a quarter of an "
+    "hour each, for an hour; S3's three classes at two ranks, 20 % of the requests at the lower. The preset does more "
+    "than the paper's device, so that this is hardly an overload; *scaled* are rates as much higher as C is.",
     (
-        Ask("important", "violations of the important", at_most=0.0, form="{:.2%}", published="QoServe 0 %"),
+        Ask("2 and 5 a second: important", "violations of the important", at_most=0.0, form="{:.2%}"),
+        Ask("2 and 5 a second: overall", "violations overall", at_most=0.086, strict=True, form="{:.1%}"),
+        Ask("scaled: important", "scaled: violations of the important", form="{:.2%}", published="QoServe 0 %"),
         Ask(
-            "overall",
-            "violations overall",
-            at_most=0.086,
-            strict=True,
+            "scaled: overall",
+            "scaled: violations overall",
             form="{:.1%}",
-            published="FCFS 82 %, EDF 84 %, QoServe 8.6 %",
+            published="FCFS 82 %, EDF 84 %, QoServe 8.6 % (four hours)",
         ),
     ),
     measure_swing,

@@ -16,6 +16,8 @@ from moiety_workload.transforms import by_arrival, multiply
 from scenarios.claims import OURS, Ask, Measurement, Scenario, Settings
 from scenarios.offers import PATIENT, VTC_REAL, load, tenants_mix
 
+_EIGHT_RATES = (0.4, 0.4, 0.4, 0.6, 0.6, 0.6, 0.6, 0.6)
+
 # The settings of VTC's artefact (exp_suite.py): requests of 256 and 256 tokens at even distances.
 SYNTHETIC = {
     "two": ("two tenants at 1.5 and 3 a second", "constant:rate=1.5,tenant=a;constant:rate=3,tenant=b"),
@@ -33,13 +35,13 @@ SYNTHETIC = {
     ),
     "eight": (
         "eight tenants, three at 0.4 and five at 0.6 a second",
-        ";".join(f"constant:rate={rate},tenant={name}" for name, rate in zip("abcdefgh", [0.4] * 3 + [0.6] * 5)),
+        ";".join(f"constant:rate={rate},tenant={name}" for name, rate in zip("abcdefgh", _EIGHT_RATES, strict=True)),
     ),
     "weights": (
         "weights 1:2:3:4 at 0.8, 0.8, 1.2, 1.6 a second",
         ";".join(
             f"constant:rate={rate},tenant={name},weight={weight}"
-            for name, rate, weight in zip("abcd", (0.8, 0.8, 1.2, 1.6), (1, 2, 3, 4))
+            for name, rate, weight in zip("abcd", (0.8, 0.8, 1.2, 1.6), (1, 2, 3, 4), strict=True)
         ),
     ),
 }
@@ -166,8 +168,8 @@ def fair_share(demand: dict[str, float], capacity: float = 1.0) -> float:
 
 
 def max_min_evenness(outcome: Outcome) -> float:
-    """Jain's index over tenants of the service that each got, divided by what max-min fairness would have given it of all
-    that was served: what it asked for, or the fair share where that is less. Service is counted as VTC does."""
+    """Jain's index over tenants of the service that each got, divided by what max-min fairness would have given it of
+    all that was served: what it asked for, or the fair share where that is less. Service is counted as VTC does."""
     asked: dict[str, float] = {}
     for record in outcome.run.records:
         request = record.request
@@ -215,8 +217,8 @@ def _ratio(part: float, whole: float) -> float:
 S1 = Scenario(
     "S1",
     "VTC's synthetic settings",
-    "a10g-llama2-7b, 256 prompt and 256 output tokens, one class that promises no time and turns nobody away. *Gap*: of "
-    "the service (prompt + 2 · output tokens, over weight) of two tenants, while both have requests waiting.",
+    "a10g-llama2-7b, 256 prompt and 256 output tokens, one class that promises no time and turns nobody away. *Gap*: "
+    "of the service (prompt + 2 · output tokens, over weight) of two tenants, while both have requests waiting.",
     _synthetic_asks(),
     measure_synthetic,
 )
@@ -251,9 +253,9 @@ S2 = Scenario(
 S6 = Scenario(
     "S6",
     "One tenant at ten times its own",
-    "a100-llama3-8b, the tenants of servegen_m_small_1h in class standard at 0.8 C; then the greatest of those that ask for "
-    "no more than an even share at ten times its own. The others are those that ask for less than the max-min fair "
-    "share; a request of theirs that is turned away counts as infinitely late.",
+    "a100-llama3-8b, the tenants of servegen_m_small_1h in class standard at 0.8 C; then the greatest of those that "
+    "ask for no more than an even share at ten times its own. The others are those that ask for less than the max-min "
+    "fair share; a request of theirs that is turned away counts as infinitely late.",
     (
         Ask("p99 ÷ without", "the others' p99 TTFT ÷ that without", at_most=1.1),
         Ask("evenness", "Jain's index of service ÷ what max-min fairness gives", at_least=0.99),

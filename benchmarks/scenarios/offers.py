@@ -13,7 +13,8 @@ from random import Random
 from msgspec.structs import replace as change
 
 from moiety_engine.scheduling.policies import POLICIES
-from moiety_engine.scheduling.policies.moiety import Moiety, Tuning
+from moiety_engine.scheduling.policies.moiety import Moiety
+from moiety_engine.scheduling.policies.tuning import Tuning
 from moiety_engine.scheduling.policy import PolicyContext
 from moiety_engine.simulator.capacity import Capacity, at_load, measure_capacity
 from moiety_engine.simulator.devices import A100_LLAMA3_8B
@@ -48,9 +49,7 @@ def tenants_mix(traces: Path, start_s: float, duration_s: float) -> tuple[Worklo
     return window, measure_capacity(window, A100_LLAMA3_8B)
 
 
-def overloaded_mix(
-    traces: Path, seed: int, duration_s: float, load_factor: float = 2.0
-) -> tuple[Workload, Capacity]:
+def overloaded_mix(traces: Path, seed: int, duration_s: float, load_factor: float = 2.0) -> tuple[Workload, Capacity]:
     """A window of the tenants' trace at a multiple of the capacity, its tenants in three classes."""
     window, capacity = tenants_mix(traces, seed * 600.0, duration_s)
     offered = at_load(window, capacity, load_factor, seed)
@@ -63,7 +62,8 @@ def poisson_at(lengths: Sequence[TraceRequest], rate_per_s: float, duration_s: f
     the same requests closer together."""
     rng = Random(f"arrivals {seed}")
     start = rng.randrange(len(lengths))
-    requests, due = [], rng.expovariate(1.0)
+    requests: list[TraceRequest] = []
+    due = rng.expovariate(1.0)
     for number in count(start):
         if due / rate_per_s >= duration_s:
             return requests
@@ -72,7 +72,9 @@ def poisson_at(lengths: Sequence[TraceRequest], rate_per_s: float, duration_s: f
     raise AssertionError("the count has no end")
 
 
-def draw_classes(requests: Iterable[TraceRequest], names: Sequence[str], seed: int, *, weights: Sequence[float] = ()):
+def draw_classes(
+    requests: Iterable[TraceRequest], names: Sequence[str], seed: int, *, weights: Sequence[float] = ()
+) -> tuple[TraceRequest, ...]:
     """A class for each request at random; with the same seed, the same for the n-th whatever its time."""
     rng = Random(f"classes {seed}")
     chosen = weights or [1.0] * len(names)

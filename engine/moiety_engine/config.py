@@ -73,6 +73,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if value is not None and value <= 0:
                 raise InvalidConfig(f"{name} must be at least 1, not {value}; leave it out to have it chosen")
         if self.host_kv_memory_bytes is not None and self.host_kv_memory_bytes < 0:
-            raise InvalidConfig(f"host_kv_memory_bytes must be 0 (no host tier) or more, not {self.host_kv_memory_bytes}")
+            raise InvalidConfig(
+                f"host_kv_memory_bytes must be 0 (no host tier) or more, not {self.host_kv_memory_bytes}"
+            )
         if self.batch_timeout_ms < 0:
             raise InvalidConfig(f"batch_timeout_ms must be 0 or more, not {self.batch_timeout_ms}")

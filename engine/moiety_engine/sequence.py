@@ -55,6 +55,7 @@ class Sequence:
         "host_blocks",
         "num_cached",
         "num_computed",
+        "num_overtaken",
         "num_padded",
         "num_preemptions",
         "num_prompt",
@@ -96,6 +97,7 @@ class Sequence:
         self.credit_tokens = submit.credit_tokens
         self.credit_last = False
         self.num_preemptions = 0
+        self.num_overtaken = 0  # joins of others since it first found no blocks at the head of the queue
         self.num_recomputed = 0  # tokens whose KV was computed more than once
         self.peak_computed = 0  # the most tokens whose KV was there at any time
         self.place = Place.WAITING
@@ -176,8 +178,19 @@ class Sequence:
 
     def hash_at(self, index: int, block_size: int) -> bytes:
         """The hash of full block `index`; its tokens must be known."""
-        while len(self._hashes) <= index:
-            done = len(self._hashes)
-            parent = self._hashes[-1] if done else self._root
-            self._hashes.append(block_hash(parent, self.tokens[done * block_size : (done + 1) * block_size]))
+        if len(self._hashes) <= index:
+            self._extend_hashes(index + 1, block_size)
         return self._hashes[index]
+
+    def hashes_between(self, begin: int, end: int, block_size: int) -> list[bytes]:
+        """The hashes of full blocks `begin` to `end` - 1; their tokens must be known."""
+        if len(self._hashes) < end:
+            self._extend_hashes(end, block_size)
+        return self._hashes[begin:end]
+
+    def _extend_hashes(self, count: int, block_size: int) -> None:
+        hashes, tokens = self._hashes, self.tokens
+        parent = hashes[-1] if hashes else self._root
+        for begin in range(len(hashes) * block_size, count * block_size, block_size):
+            parent = block_hash(parent, tokens[begin : begin + block_size])
+            hashes.append(parent)

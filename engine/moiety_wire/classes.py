@@ -67,10 +67,6 @@ PRIORITY = ServiceClass(
     on_overload=OverloadAction.REJECT,
 )
 STANDARD = ServiceClass(name="standard", rank=1, ttft_s=2.0, ttft_per_1k_s=0.2, tpot_s=0.1, max_queue_s=30.0)
-FLEX = ServiceClass(
-    name="flex", rank=2, completion_s=600.0, max_queue_s=300.0, on_overload=OverloadAction.QUEUE
-)
-BATCH = ServiceClass(
-    name="batch", rank=3, completion_s=86400.0, max_queue_s=3600.0, on_overload=OverloadAction.QUEUE
-)
+FLEX = ServiceClass(name="flex", rank=2, completion_s=600.0, max_queue_s=300.0, on_overload=OverloadAction.QUEUE)
+BATCH = ServiceClass(name="batch", rank=3, completion_s=86400.0, max_queue_s=3600.0, on_overload=OverloadAction.QUEUE)
 SHIPPED = (PRIORITY, STANDARD, FLEX, BATCH)

@@ -225,8 +225,8 @@ class EventKind(StrEnum):
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
-    """One decision about one request. `other` is the id of the request that profited from it ("" if none); it is for the
-    operator's traces, never for an answer."""
+    """One decision about one request. `other` is the id of the request that profited from it ("" if none): it is for
+    the operator's traces, never for an answer."""
 
     unix_ns: int
     kind: EventKind

@@ -1,5 +1,6 @@
 """The bundled model: small enough to bundle, right in every domain, specialised, and good at chat."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from moiety_demo import checkpoint_path
 from moiety_demo.domains import DOMAINS
 from moiety_demo.evaluate import Report, evaluate, measure_specialisation
 from moiety_demo.folder import load_folder
-from moiety_demo.tokenizer import render_prompt
+from moiety_demo.tokenizer import build_tokenizer, render_prompt
 
 MAX_BYTES = 11_000_000
 
@@ -42,6 +43,11 @@ def test_few_experts_are_idle(report: Report) -> None:
     counts = torch.tensor([result.expert_counts for result in report.domains.values()]).sum(0)
     in_use = counts / counts.sum(-1, keepdim=True) > 0.005
     assert in_use.float().mean() >= 0.85
+
+
+def test_its_tokenizer_is_the_one_that_the_present_data_gives() -> None:
+    _, bundled = load_folder(checkpoint_path())
+    assert json.loads(bundled.to_str()) == json.loads(build_tokenizer().to_str())
 
 
 def test_its_tokenizer_takes_digits_one_by_one_and_loses_no_text() -> None:

@@ -1,7 +1,7 @@
 """Whether a request is let in: how long it would wait, by what is ahead of it and how fast that goes.
 
-Ahead of a request are the prompts of better ranks and of its own, of the latter no more than its tenant's fair share
-lets pass. They go at the rate at which prompts were served while some had to wait, less what better ranks are taking.
+Ahead of a request are the prompts of better ranks, and those of its own that the tenants' counters put before it. They
+go at the rate at which prompts were served while some had to wait, less what better ranks are taking.
 All figures are running means; none needs a look at the queue.
 """
 
@@ -58,18 +58,16 @@ class PromptFlow:
         full = StepShape().with_prefill(self._max_batch_tokens, 0)
         return self._max_batch_tokens / self._step_time.predict_s(full)
 
-    def wait_s(self, rank: int, own_tokens: float, fair_part: float, now_s: float) -> float:
-        """How long a request of this rank waits whose tenant has `own_tokens` before it and is due `fair_part` (0 to
-        1] of what its rank is served."""
+    def wait_s(self, rank: int, ahead_tokens: float) -> float:
+        """How long a request of this rank waits that has so many prompt tokens of its own rank before it (no more than
+        there are)."""
         served = self._served_per_s if self._served_per_s is not None else self.best_per_s
-        better = self._sum_better(rank)
+        better_pending, better_per_s = self._sum_better(rank)
         own_rank = self._ranks.get(rank)
-        same = own_rank.pending_tokens if own_rank else 0
-        ahead = better[0] + min(same, own_tokens / max(fair_part, 1e-6))
+        ahead = better_pending + min(own_rank.pending_tokens if own_rank else 0, ahead_tokens)
         if ahead <= 0:
             return 0.0
-        rate = max(served - better[1], 0.05 * served)
-        return ahead / rate
+        return ahead / max(served - better_per_s, 0.05 * served)
 
     def _sum_better(self, rank: int) -> tuple[int, float]:
         pending, arriving = 0, 0.0

@@ -6,7 +6,9 @@ says so; one that waits for a prefix which this very step computes always does.
 
 from __future__ import annotations
 
-from moiety_engine.scheduling.kv import KvLedger
+from enum import Enum, auto
+
+from moiety_engine.scheduling.kv import Hit, KvLedger
 from moiety_engine.scheduling.places import Places
 from moiety_engine.scheduling.planner import Planner
 from moiety_engine.scheduling.policy import BatchView, Policy
@@ -16,6 +18,14 @@ from moiety_engine.sequence import Place, Sequence
 from moiety_wire.messages import EventKind, Reason
 
 MAX_LOOKS = 24  # sequences that one step may look at in vain
+
+
+class _Given(Enum):
+    """What a sequence got of a step."""
+
+    ALL = auto()  # its tokens are complete with it
+    SOME = auto()
+    NOTHING = auto()  # there is neither time nor a block for a single token
 
 
 class Filling:
@@ -30,51 +40,60 @@ class Filling:
         self.cached_tokens_total = 0
         self.prompt_tokens_total = 0
 
-    def fill(self, planner: Planner, view: BatchView, joinable: int, now_ns: int) -> None:
+    def fill(  # noqa: PLR0912 - one search, told in the order in which it goes
+        self, planner: Planner, view: BatchView, joinable: int, now_ns: int
+    ) -> None:
         """Prefill for running sequences, and for up to `joinable` that join the batch."""
         now_s = now_ns / 1e9
         set_aside: list[Sequence] = []
-        looks = 0
-        while planner.rows_left > 0 and looks < MAX_LOOKS:
+        blocked: list[Sequence] = []
+        given = _Given.ALL
+        while planner.rows_left > 0 and len(set_aside) < MAX_LOOKS:
             sequence = self._policy.pop(now_s)
             if sequence is None:
                 break
-            if planner.holds(sequence):  # it gave way in this step and is its own successor: next step
-                set_aside.append(sequence)
-                looks += 1
-                continue
+            reason = None
             if sequence.place is not Place.RUNNING:
                 reason = self._join(sequence, planner, view, joinable, now_ns)
-                if reason is not None:
-                    sequence.delay = reason
-                    set_aside.append(sequence)
-                    looks += 1
-                    if reason is Reason.BATCH_FULL:
-                        break  # nor is there a place for anyone after it
-                    view.somebody_lacks_blocks |= reason is Reason.NO_BLOCKS
-                    if reason is Reason.NO_BLOCKS and not self._policy.may_overtake(sequence, now_s):
-                        break
-                    continue
-                joinable -= 1
-            if not self._advance(sequence, planner):
+                if reason is None:
+                    joinable -= 1
+                    for other in blocked:
+                        other.num_overtaken += 1
+            if reason is not None:
+                sequence.delay = reason
                 set_aside.append(sequence)
-                looks += 1
-                if not planner.prefills(sequence):
-                    break  # neither time nor blocks for a single token
+                if reason is Reason.NO_BLOCKS:
+                    view.somebody_lacks_blocks = True
+                    blocked.append(sequence)
+                if self._ends_the_search(reason, sequence, now_s):
+                    break
+                continue
+            given = self._advance(sequence, planner)
+            if given is not _Given.ALL:
+                set_aside.append(sequence)
+            if given is _Given.NOTHING:
+                break
         for sequence in set_aside:
             if sequence.place is not Place.ENDED:
                 self._policy.push(sequence, now_s)
-        if planner.rows_left > 0:
+        if planner.rows_left > 0 and given is not _Given.NOTHING:
             self.go_on(planner, now_s)
 
     def go_on(self, planner: Planner, now_s: float) -> None:
         """Prefill for those already in the batch, whoever waits before them in the policy's queue."""
         for sequence in [s for s in self._places.running if s.entry & 1 and not planner.holds(s)]:
-            if planner.rows_left <= 0:
-                break
             self._policy.discard(sequence)
-            if not self._advance(sequence, planner):
+            given = self._advance(sequence, planner)
+            if given is not _Given.ALL:
                 self._policy.push(sequence, now_s)
+            if given is _Given.NOTHING or planner.rows_left <= 0:
+                break
+
+    def _ends_the_search(self, reason: Reason, sequence: Sequence, now_s: float) -> bool:
+        """Whether nobody behind this one can join either, or may: there is no place, or it must not be overtaken."""
+        if reason is Reason.NO_BLOCKS:
+            return not self._policy.may_overtake(sequence, now_s)
+        return reason is Reason.BATCH_FULL
 
     def mark_started(self, sequence: Sequence, now_ns: int) -> None:
         """A sequence joins the batch."""
@@ -95,22 +114,25 @@ class Filling:
             sequence.note(now_ns, EventKind.RESUMED, again)
         sequence.delay = None
 
-    def _advance(self, sequence: Sequence, planner: Planner) -> bool:
-        """Give the sequence what it may have of this step. True: its tokens are complete with it."""
+    def _advance(self, sequence: Sequence, planner: Planner) -> _Given:
+        """Give the sequence what it may have of this step."""
+        if planner.holds(sequence):  # it gave way in this step and is its own successor: next step
+            return _Given.SOME
         limit = planner.prefill_room(sequence)
         if limit <= 0:
-            return False
+            return _Given.NOTHING
         self._room.reclaim(self._kv.blocks_for(sequence.num_computed + limit) - len(sequence.blocks))
-        return planner.add_prefill(sequence, limit)
+        if planner.add_prefill(sequence, limit):
+            return _Given.ALL
+        return _Given.SOME if planner.prefills(sequence) else _Given.NOTHING
 
-    def _join(
-        self, sequence: Sequence, planner: Planner, view: BatchView, joinable: int, now_ns: int
-    ) -> Reason | None:
+    def _join(self, sequence: Sequence, planner: Planner, view: BatchView, joinable: int, now_ns: int) -> Reason | None:
         """Put a sequence into the batch, with its prefix hits or what it had computed; or say why not."""
         now_s = now_ns / 1e9
         if joinable <= 0 and not self._room.free_place_for(sequence, planner, now_ns):
             return Reason.BATCH_FULL
         num_tokens = len(sequence.tokens)
+        hits: list[Hit] | None = None
         if sequence.blocks:
             num_new = self._kv.blocks_for(num_tokens) - len(sequence.blocks)
         elif sequence.host_blocks:
@@ -125,8 +147,8 @@ class Filling:
         reason = self._policy.delays(sequence, view, num_new, now_s)
         if reason is not None:
             return reason
-        if not self._take_blocks(sequence, num_tokens) and not (
-            self._make_room(sequence, num_new, planner, now_ns) and self._take_blocks(sequence, num_tokens)
+        if not self._take_blocks(sequence, num_tokens, hits) and not (
+            self._make_room(sequence, num_new, planner, now_ns) and self._take_blocks(sequence, num_tokens, None)
         ):
             return Reason.NO_BLOCKS
         view.blocks_of_tenant = None
@@ -138,9 +160,9 @@ class Filling:
             return True
         return self._room.reclaim(self._kv.blocks_for(len(sequence.tokens)))  # its hits may have been taken meanwhile
 
-    def _take_blocks(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _take_blocks(self, sequence: Sequence, num_tokens: int, hits: list[Hit] | None) -> bool:
         if sequence.blocks:
             return True  # it kept them, and grows as it goes
         if sequence.host_blocks:
             return self._kv.swap_in(sequence, num_tokens)
-        return self._kv.start(sequence, self._kv.find_prefix(sequence), num_tokens)
+        return self._kv.start(sequence, self._kv.find_prefix(sequence) if hits is None else hits, num_tokens)

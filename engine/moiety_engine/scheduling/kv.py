@@ -94,7 +94,7 @@ class KvLedger:
         if not self._prefix_caching:
             return []
         full = num_tokens // self.block_size
-        return [sequence.hash_at(index, self.block_size) for index in range(sequence.num_sealed, full)]
+        return sequence.hashes_between(sequence.num_sealed, full, self.block_size)
 
     def seal(self, sequence: Sequence) -> None:
         """Publish the blocks that are full by now."""

@@ -72,10 +72,8 @@ class OutputPredictor:
         for histogram, share in self._sources(tenant):
             weight += share * sum(histogram.counts[first:])
             total += share * sum(histogram.sums[first:])
-        if weight <= 1e-6:  # none was ever so long: as much again
-            guess = max(_UNKNOWN_TOKENS, 1.5 * longer_than)
-        else:
-            guess = total / weight
+        unheard_of = max(_UNKNOWN_TOKENS, 1.5 * longer_than)  # none was ever so long: half as much again
+        guess = total / weight if weight > 1e-6 else unheard_of
         return min(max(guess * self._bias, longer_than + 1.0), float(at_most))
 
     def high(self, tenant: str, quantile: float, *, at_most: int) -> int:
@@ -86,7 +84,8 @@ class OutputPredictor:
             return min(at_most, int(4 * _UNKNOWN_TOKENS))
         seen = 0.0
         for index in range(_NUM_BINS):
-            seen += sum(share * histogram.counts[index] for histogram, share in sources)
+            for histogram, share in sources:
+                seen += share * histogram.counts[index]
             if seen >= quantile * whole:
                 return min(at_most, math.ceil(_GROWTH ** (index + 1) * self._bias))
         return at_most

@@ -41,7 +41,15 @@ class StepBudget:
 class BatchView:
     """What the batch looks like while a step is being filled. The scheduler keeps it up to date."""
 
-    __slots__ = ("blocks_free", "blocks_of_tenant", "blocks_total", "running", "shape", "slack_s", "somebody_lacks_blocks")
+    __slots__ = (
+        "blocks_free",
+        "blocks_of_tenant",
+        "blocks_total",
+        "running",
+        "shape",
+        "slack_s",
+        "somebody_lacks_blocks",
+    )
 
     def __init__(
         self, shape: StepShape, slack_s: float, running: list[Sequence], blocks_free: int, blocks_total: int
@@ -166,6 +174,9 @@ class Policy:
         """Whether others may be taken while this one, which came first, finds no blocks."""
         return False
 
-    def victims(self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float) -> list[Sequence]:
-        """Who may give way, the first to go first: for an urgent beneficiary, or (None) so that others can decode."""
+    def victims(
+        self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float, *, takes_blocks: bool = True
+    ) -> list[Sequence]:
+        """Who may give way, the first to go first: for an urgent beneficiary, or (None) so that others can decode.
+        `takes_blocks` is false where it is but a place in the batch that is wanted."""
         return [] if beneficiary is not None else sorted(running, key=lambda s: -s.order)

@@ -1,7 +1,7 @@
 """Making room: whose blocks are taken when blocks are short, and whether what was computed is kept in host memory.
 
-Blocks come first from those that are out of the batch anyway, parked before returning and the youngest before the older;
-then from running ones, in the policy's order of victims. What a sequence has computed is copied to the host tier where
+Blocks come first from those that are out of the batch anyway, parked before returning and the youngest first; then from
+running ones, in the policy's order of victims. What a sequence has computed is copied to the host tier where
 that and the way back are predicted to take less than computing it again.
 """
 
@@ -69,9 +69,8 @@ class Room:
             return ready
         if len(short) > kv.pool.num_free and not self.reclaim(len(short)):
             self._free_for_decodes(ready, short, now_ns)
-        for s in sorted(short, key=_first_served):
-            if kv.pool.num_free and kv.grow(s, s.num_computed + 1):
-                ready.append(s)
+        short.sort(key=_first_served)
+        ready.extend(s for s in short if kv.pool.num_free and kv.grow(s, s.num_computed + 1))
         return ready
 
     def free_for(self, beneficiary: Sequence, num_blocks: int, planner: Planner, now_ns: int) -> bool:
@@ -94,7 +93,7 @@ class Room:
 
     def free_place_for(self, beneficiary: Sequence, planner: Planner, now_ns: int) -> bool:
         """Let one running sequence leave the batch for an urgent one. It keeps its blocks while nobody needs them."""
-        for victim in self._policy.victims(self._places.running, beneficiary, now_ns / 1e9):
+        for victim in self._policy.victims(self._places.running, beneficiary, now_ns / 1e9, takes_blocks=False):
             if not planner.prefills(victim):
                 planner.drop_decode(victim)
                 self.preempt(victim, Reason.BATCH_FULL, now_ns, beneficiary, take_blocks=False)

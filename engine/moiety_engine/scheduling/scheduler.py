@@ -39,7 +39,7 @@ class Limits:
     max_running: int
     batch_size: int = 8
     batch_timeout_ms: float = 0.0
-    max_waiting: int = 16384
+    max_waiting: int = 32768
     chunk_tokens: int | None = None  # rows of a step under policies that do not size it by time; None: as above
 
 
@@ -190,10 +190,17 @@ class Scheduler:
                 got_token.append(sequence)
                 if sequence.first_token_unix_ns == 0:
                     sequence.first_token_unix_ns = now_ns
-                finish = self._finish_after(sequence, token_id, now_ns)
-                if finish is None and not sequence.has_credit:
-                    self.places.park(sequence)
-                    self.tally.of(sequence.service.name).num_running -= 1
+                finish = None
+                num_output, submit = len(sequence.tokens) - sequence.num_prompt, sequence.submit
+                if (
+                    num_output >= submit.max_tokens
+                    or num_output >= sequence.credit_tokens
+                    or token_id in submit.stop_token_ids
+                ):
+                    finish = self._finish_after(sequence, token_id, now_ns)
+                    if finish is None and not sequence.has_credit:
+                        self.places.park(sequence)
+                        self.tally.of(sequence.service.name).num_running -= 1
                 outputs.append(CoreOutput(sequence.key, [token_id], None if logprob is None else [logprob], finish))
         self.output_tokens_total += len(got_token)
         self.policy.decoded(got_token)
@@ -248,9 +255,7 @@ class Scheduler:
         due_s = min(map(_due_s, decoding), default=math.inf)
         if self.policy.num_queued and planner.rows_left > 0:
             pool = self.kv.pool
-            view = BatchView(
-                planner.shape, due_s - now_ns / 1e9, self.places.running, pool.num_free, pool.num_blocks
-            )
+            view = BatchView(planner.shape, due_s - now_ns / 1e9, self.places.running, pool.num_free, pool.num_blocks)
             self._fill(planner, view, now_ns)
 
     def _fill(self, planner: Planner, view: BatchView, now_ns: int) -> None:
@@ -300,12 +305,14 @@ class Scheduler:
     def _computed(self, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed
         end = start + num_tokens
-        again = min(end, sequence.peak_computed) - start
-        if again > 0:
+        peak = sequence.peak_computed
+        if start < peak:
+            again = min(end, peak) - start
             sequence.num_recomputed += again
             self.recomputed_tokens_total += again
             self.tally.of(sequence.service.name).recomputed_tokens += again
-        sequence.peak_computed = max(sequence.peak_computed, end)
+        if end > peak:
+            sequence.peak_computed = end
         sequence.num_computed = end
         if end // self.kv.block_size > sequence.num_sealed:
             self.kv.seal(sequence)

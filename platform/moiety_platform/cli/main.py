@@ -31,6 +31,7 @@ SUMMARIES = {
     "engine": "Run one engine (a model replica) alone.",
     "dashboard": "Run the dashboard alone.",
     "simulate": "Run the real scheduler under virtual time, on a trace or on drawn arrivals.",
+    "advise": "Say what one replica can carry, what to set, and how many replicas the traffic needs.",
     "demo": "Train, evaluate or talk about the bundled demo model.",
 }
 ORDER = [
@@ -46,6 +47,7 @@ ORDER = [
     "usage",
     "bench",
     "simulate",
+    "advise",
     "demo",
 ]
 BENCHES = {"serve": ("moiety_platform.cli.bench:serve", "Measure a running gateway under open-loop load.")}

@@ -1,19 +1,23 @@
 """Tenants' virtual token counters, and queues that serve the tenant with the lowest one first.
 
-The virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): what a tenant was served,
-prompt tokens that no cache held plus twice the output tokens, over its weight. A tenant that had nothing waiting is
-lifted to the lowest counter among those that had, so that idleness earns no credit.
+The virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): what a tenant was
+served, prompt tokens that no cache held plus twice the output tokens, over its weight. A tenant that had nothing
+waiting is lifted to a little below the lowest counter among those that had: idleness earns the credit for a short
+burst, and no more.
 
-An answer's expected length is charged ahead, when it starts, and set right when it ends: otherwise a tenant that is behind
-is given so many places at once that it is far ahead when they have run.
+A part of an answer's expected length is charged ahead, when it starts, and set right when it ends: otherwise a tenant
+that is behind is given so many places at once that it is far ahead when they have run.
 """
 
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
 
 from moiety_engine.sequence import Sequence
 
+_RATE_MEAN_S = 10.0
+_MAX_LOOKED_AT = 64  # tenants; of more, regularly chosen ones stand for all
 OUTPUT_WEIGHT = 2.0  # an output token's cost against a prompt token's, as in VTC
 
 
@@ -41,24 +45,67 @@ class Accounts:
         self._waiting: list[tuple[float, str]] = []  # a heap; counters may have changed since
         self._floor = 0.0  # the lowest counter among tenants with something waiting, as last seen
         self.total_weight = 0.0  # of active tenants
+        self.credit = 0.0  # what a tenant keeps while it has nothing waiting
+        self._charged = 0.0  # since credit was last reckoned
+        self._rate = 0.0  # charged a second, running mean
+        self._queued: dict[Account, None] = {}  # those with something waiting
+        self._charge = 1.0  # a prompt token, with what is charged for the answer to it: a running mean
 
-    def arrived(self, sequence: Sequence, now_s: float) -> Account:
+    def arrived(self, tenant: str, sequence: Sequence, now_s: float) -> Account:
         """A request of the tenant's came: its account."""
-        account = self._accounts.get(sequence.tenant)
+        account = self._accounts.get(tenant)
         if account is None:
-            account = self._accounts[sequence.tenant] = Account(sequence.tenant)
+            account = self._accounts[tenant] = Account(tenant)
         if account.active == 0:
             account.weight = max(1e-6, sequence.submit.tenant_weight * sequence.service.weight)
             account.last_served_s = now_s
             self.total_weight += account.weight
         account.active += 1
         if account.num_queued == 0:
-            account.counter = max(account.counter, self.floor())
+            account.counter = max(account.counter, self.floor() - self.credit / account.weight)
         return account
 
     def queued(self, account: Account) -> None:
-        """The account has something waiting again."""
+        """One more of the account's requests waits."""
+        account.num_queued += 1
+        if account.num_queued > 1:
+            return
+        self._queued[account] = None
         heappush(self._waiting, (account.counter, account.tenant))
+
+    def unqueued(self, account: Account) -> None:
+        """One of them waits no longer."""
+        account.num_queued -= 1
+        if account.num_queued == 0:
+            del self._queued[account]
+
+    def charge(self, account: Account, num_prompt: int, num_output: float) -> None:
+        """The account is served a prompt, and an answer that is expected to be so long."""
+        cost = num_prompt + OUTPUT_WEIGHT * num_output
+        account.counter += cost / account.weight
+        self._charged += cost
+        self._charge += 0.01 * (cost / max(1, num_prompt) - self._charge)
+
+    def time_passed(self, seconds: float, burst_s: float) -> None:
+        """Reckon the credit that idleness leaves: what the rank is served in `burst_s`."""
+        self._rate += min(1.0, seconds / _RATE_MEAN_S) * (self._charged / seconds - self._rate)
+        self._charged = 0.0
+        self.credit = burst_s * self._rate
+
+    def ahead_of(self, account: Account | None, weight: float) -> float:
+        """Waiting prompt tokens that will be served before the next request of this account, by the counters: its own,
+        and of each other as much as brings its counter up to where its own will be by then."""
+        own = 0 if account is None else account.pending_tokens
+        counter = self.floor() - self.credit / weight
+        if account is not None:
+            counter = max(counter, account.counter)
+        until = counter + own * self._charge / weight
+        stride = 1 + len(self._queued) // _MAX_LOOKED_AT
+        ahead = 0.0
+        for other in islice(self._queued, 0, None, stride):
+            if other is not account:
+                ahead += min(other.pending_tokens, max(0.0, until - other.counter) * other.weight / self._charge)
+        return own + ahead * stride
 
     def get(self, tenant: str) -> Account | None:
         return self._accounts.get(tenant)

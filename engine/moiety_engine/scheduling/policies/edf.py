@@ -27,7 +27,9 @@ class Edf(Policy):
     def key(self, sequence: Sequence, now_s: float) -> float:
         return deadline_s(sequence)
 
-    def victims(self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float) -> list[Sequence]:
+    def victims(
+        self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float, *, takes_blocks: bool = True
+    ) -> list[Sequence]:
         if beneficiary is not None:
             return []  # prefill is interleaved, decoding is not interrupted for it
         return sorted(running, key=lambda s: (self.key(s, now_s), s.order), reverse=True)

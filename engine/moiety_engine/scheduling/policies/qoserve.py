@@ -132,7 +132,9 @@ class QoserveRelegation(QoserveChunking):
 
     # ── what to do ──
 
-    def victims(self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float) -> list[Sequence]:
+    def victims(
+        self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float, *, takes_blocks: bool = True
+    ) -> list[Sequence]:
         if beneficiary is not None:
             return []
 

@@ -21,7 +21,9 @@ class StrictPriority(Policy):
     def key(self, sequence: Sequence, now_s: float) -> int:
         return sequence.service.rank
 
-    def victims(self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float) -> list[Sequence]:
+    def victims(
+        self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float, *, takes_blocks: bool = True
+    ) -> list[Sequence]:
         if beneficiary is not None:
             return []
         return sorted(running, key=lambda s: (s.service.rank, s.order), reverse=True)

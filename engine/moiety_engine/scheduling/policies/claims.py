@@ -1,0 +1,157 @@
+"""Claims on blocks: who may join, whose share is full, who is protected and who gives way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from operator import attrgetter
+
+from moiety_engine.scheduling.policies.accounts import Account, Accounts
+from moiety_engine.scheduling.policies.tuning import Tuning
+from moiety_engine.scheduling.policies.urgency import AT_RISK
+from moiety_engine.scheduling.policy import BatchView, PolicyContext
+from moiety_engine.sequence import Sequence
+
+_MEAN_S = 20.0
+_LEARNING = 0.01  # of all blocks a second, that overcommitment moves by
+_predicted_output = attrgetter("predicted_output")
+
+
+class Claims:
+    """Judges by predictions, shares and reservations; takes nothing itself."""
+
+    def __init__(self, context: PolicyContext, tuning: Tuning, accounts: dict[int, Accounts]) -> None:
+        self._context = context
+        self._tuning = tuning
+        self._accounts = accounts  # by rank
+        self._overcommit = 1.0  # of all blocks, that the batch may be predicted to want
+        self._preemption_share = 0.0  # of the time, that preemptions cost; running mean
+        self._held_back = False  # whether the predicted peak kept anybody from joining of late
+        self._sharing_s = 0.0  # what may be spent on giving tenants their share
+
+    def time_passed(self, seconds: float) -> None:
+        tuning = self._tuning
+        self._sharing_s = min(1.0, self._sharing_s + tuning.sharing_part * seconds)
+        self._preemption_share *= 1 - min(1.0, seconds / _MEAN_S)
+        low, high = tuning.overcommit_range
+        if self._preemption_share > tuning.preemption_part:
+            self._overcommit = max(low, self._overcommit - _LEARNING * seconds)
+        elif self._held_back:
+            self._overcommit = min(high, self._overcommit + _LEARNING * seconds)
+        self._held_back = False
+
+    def preempted(self, sequence: Sequence, beneficiary: Sequence | None, cost_s: float) -> None:
+        self._preemption_share += cost_s / _MEAN_S
+        if beneficiary is not None and beneficiary.service.rank == sequence.service.rank:
+            self._sharing_s -= cost_s
+        if (
+            sequence.num_preemptions >= self._tuning.max_preemptions
+        ):  # never again: what it is predicted to want, and some
+            likely = max(self._predicted_peak(sequence) - sequence.num_prompt, sequence.num_output + 1)
+            sequence.reserved_tokens = sequence.num_prompt + min(sequence.submit.max_tokens, likely)
+
+    # ── joining ──
+
+    def reserve(self, sequence: Sequence) -> None:
+        """What the sequence may hold without losing its protection, if its class gives it any."""
+        if not sequence.service.preemptible:
+            sequence.reserved_tokens = max(sequence.reserved_tokens, self._predicted_peak(sequence))
+
+    def must_reserve(self, sequence: Sequence) -> bool:
+        """Whether it may join only where its predicted peak is kept for it: because its class is not preempted, or
+        because it was preempted as often as anyone may be."""
+        return not sequence.service.preemptible or sequence.num_preemptions >= self._tuning.max_preemptions
+
+    def can_reserve(self, sequence: Sequence, view: BatchView) -> bool:
+        """Whether all that is protected, and the newcomer, fit together at what they reserve."""
+        size = self._context.block_size
+        peak = 0 if sequence.service.preemptible else self._predicted_peak(sequence)
+        wanted = max(peak, sequence.reserved_tokens, len(sequence.tokens))
+        held = 0  # blocks: each sequence has its last one for itself
+        for s in view.running:
+            num_tokens, reserved = len(s.tokens), s.reserved_tokens  # nothing is reserved for what may be preempted
+            if num_tokens <= reserved or s.num_preemptions >= self._tuning.max_preemptions:
+                held += -(-max(reserved, num_tokens) // size)
+        return held - (-wanted // size) <= view.blocks_total or held == 0
+
+    def over_share(self, sequence: Sequence, view: BatchView, num_blocks: int) -> bool:
+        """Whether its tenant would hold more than its share of blocks."""
+        accounts = self._accounts[sequence.service.rank]
+        account: Account = sequence.account
+        share = account.weight / max(account.weight, accounts.total_weight)
+        return view.tenant_blocks(sequence.tenant) + num_blocks > share * view.blocks_total
+
+    def peak_fits(self, view: BatchView, joining: Sequence) -> bool:
+        """Whether the batch with the newcomer finds its blocks at its predicted peak (Past-Future, 2507.10150): when
+        one of the sequences ends, those that last longer have grown as much as it, and those before it are gone."""
+        size = self._context.block_size
+        total = self._overcommit * view.blocks_total * size
+        held = (view.blocks_total - view.blocks_free) * size + len(joining.tokens)
+        if held + sum(map(_predicted_output, view.running)) + joining.predicted_output <= total:
+            return True  # even if all of them ended together
+        batch = [(s.predicted_output - len(s.tokens) + s.num_prompt, len(s.tokens)) for s in view.running]
+        batch.append((joining.predicted_output - joining.num_output, len(joining.tokens)))
+        batch.sort(reverse=True)
+        held = 0
+        for position, (left, num_tokens) in enumerate(batch, start=1):
+            held += num_tokens
+            if held + (left if left > 1.0 else 1.0) * position > total:
+                self._held_back = True
+                return position == 1
+        return True
+
+    # ── giving way ──
+
+    def victims(
+        self, running: Iterable[Sequence], beneficiary: Sequence | None, *, takes_blocks: bool
+    ) -> list[Sequence]:
+        """Who may be preempted, the first to go first: lowest class, then what cannot keep its promise, then the latest
+        deadline, then what has done least of what it is predicted to do, then the youngest. For a mere place in the
+        batch a stream need not be at risk to go before a worse rank, since the victim keeps its blocks."""
+        batch = [s for s in running if s is not beneficiary]
+        if beneficiary is not None:
+            rank = beneficiary.service.rank
+            outranks = beneficiary.bucket == AT_RISK or (not takes_blocks and beneficiary.service.ttft_s is not None)
+            over = self._over_their_share(batch, beneficiary) if takes_blocks else set()
+            batch = [s for s in batch if (outranks and s.service.rank > rank) or s in over]
+        return sorted((s for s in batch if not self.is_protected(s)), key=_giving_way, reverse=True)
+
+    def is_protected(self, s: Sequence) -> bool:
+        if s.num_preemptions >= self._tuning.max_preemptions:
+            return True
+        return not s.service.preemptible and len(s.tokens) <= s.reserved_tokens
+
+    def _over_their_share(self, batch: list[Sequence], beneficiary: Sequence) -> set[Sequence]:
+        """Sequences of the beneficiary's rank whose tenants hold their share of blocks without them, while the
+        beneficiary's will hold no more than its own."""
+        if not self._tuning.fairness or self._sharing_s <= 0:
+            return set()
+        rank, own = beneficiary.service.rank, beneficiary.account
+        same = [s for s in batch if s.service.rank == rank]
+        blocks: dict[Account, int] = {}
+        for s in same:
+            blocks[s.account] = blocks.get(s.account, 0) + len(s.blocks)
+        each = self._context.num_blocks / max(1e-9, self._accounts[rank].total_weight)  # a unit of weight
+        wanted = -(-len(beneficiary.tokens) // self._context.block_size)
+        if blocks.get(own, 0) + wanted > each * own.weight:
+            return set()
+        over = set()
+        for s in sorted(same, key=lambda s: -s.order):
+            account: Account = s.account
+            left = blocks[account] - len(s.blocks)
+            if account is not own and left >= each * account.weight:
+                over.add(s)
+                blocks[account] = left
+        return over
+
+    def _predicted_peak(self, sequence: Sequence) -> int:
+        high = self._context.lengths.high(
+            sequence.tenant, self._tuning.reserve_quantile, at_most=sequence.submit.max_tokens
+        )
+        return sequence.num_prompt + high
+
+
+def _giving_way(s: Sequence) -> tuple[int, bool, float, float, int]:
+    deadline_s = s.completion_deadline_s if s.due_s == math.inf else s.due_s
+    done = s.num_computed / (s.num_prompt + max(s.predicted_output, s.num_output + 1.0))
+    return s.service.rank, s.relegated, min(deadline_s, 1e18), -done, s.order

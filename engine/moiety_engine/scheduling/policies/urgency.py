@@ -1,0 +1,208 @@
+"""The queue of our own policy: those at risk before the others, in each the ranks, in each rank the tenants by their
+counters; of a tenant, what cannot keep its promise any more goes after all else.
+
+A request moves between buckets at times that are known when it enters, so that nothing is looked at before its time.
+Beside the order stands a lane of its own, with a small part of the engine's time: for requests that have waited beyond
+their class's bound and for tenants that have gone without service for long.
+"""
+
+from __future__ import annotations
+
+import math
+from heapq import heapify, heappop, heappush
+
+from moiety_engine.scheduling.policies.accounts import Account, Accounts, FairQueue
+from moiety_engine.scheduling.policies.pace import Pace
+from moiety_engine.scheduling.policies.tuning import Tuning
+from moiety_engine.scheduling.tally import Tally
+from moiety_engine.sequence import Sequence
+from moiety_wire.messages import EventKind, Reason
+
+AT_RISK, SAFE, RELEGATED = range(3)
+_AFTER_ALL = 1e12  # a key behind every deadline
+_PATIENT_S = 60.0  # a promise this far off lets others go before it without harm
+
+_Timer = tuple[float, int, int, Sequence]  # (when, order, entry, who)
+
+
+class UrgencyQueue:
+    """Who wants prefill. O(log n) to enter, to move and to leave."""
+
+    def __init__(self, tuning: Tuning, pace: Pace, accounts: dict[int, Accounts], tally: Tally) -> None:
+        self._tuning = tuning
+        self._pace = pace
+        self._accounts = accounts  # by rank
+        self._tally = tally
+        self._queues: dict[tuple[int, int], FairQueue] = {}  # by (bucket, rank)
+        self._levels: list[tuple[int, int]] = []  # their keys, in the order of their turns
+        self._moves: list[_Timer] = []  # when who goes into the next bucket
+        self._waited: list[_Timer] = []  # when who has waited too long
+        self._hungry: list[tuple[float, int, Account]] = []  # when which tenant will have gone without for long
+        self._lane_s = 0.0  # what the lane may spend
+        self._ties = 0
+        self.num_queued = 0
+
+    def push(self, sequence: Sequence, now_s: float) -> None:
+        account = sequence.account
+        if sequence.enter_queue():
+            self.num_queued += 1
+            self._accounts[sequence.service.rank].queued(account)
+            if account.num_queued == 1:
+                self._ties += 1
+                heappush(self._hungry, (account.last_served_s + self._tuning.hungry_s, self._ties, account))
+        self._enter(sequence, now_s)
+        if len(self._moves) + len(self._waited) > 256 + 4 * self.num_queued:
+            for heap in (self._moves, self._waited):
+                heap[:] = [item for item in heap if item[2] == item[3].entry]
+                heapify(heap)
+
+    def pop(self, now_s: float) -> Sequence | None:
+        while self._moves and self._moves[0][0] <= now_s:
+            _, _, entry, sequence = heappop(self._moves)
+            if entry == sequence.entry:
+                sequence.enter_queue()  # its old place is void
+                self._enter(sequence, now_s)
+        found = self._pop_lane(now_s) if self._lane_s > 0 else None
+        if found is None:
+            for level in self._levels:
+                queue = self._queues[level]
+                if queue and (found := queue.pop()) is not None:
+                    break
+        if found is not None:
+            self._leave(found)
+        return found
+
+    def discard(self, sequence: Sequence) -> None:
+        if sequence.entry & 1:
+            self._leave(sequence)
+
+    def counter_fell(self, account: Account, rank: int) -> None:
+        """The account's counter was lowered: its place in every queue of its rank is a new one."""
+        account.version += 1
+        for bucket in (AT_RISK, SAFE):
+            queue = self._queues.get((bucket, rank))
+            if queue is not None:
+                queue.fell(account)
+
+    def time_passed(self, seconds: float) -> None:
+        self._lane_s = min(1.0, self._lane_s + self._tuning.boost_part * seconds)
+
+    def has_at_risk(self, rank: int) -> bool:
+        """Whether anything of this rank may be at risk."""
+        return bool(self._queues.get((AT_RISK, rank)))
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.num_queued -= sequence.leave_queue()
+        self._accounts[sequence.service.rank].unqueued(sequence.account)
+
+    def _enter(self, sequence: Sequence, now_s: float) -> None:
+        """Into the queue of its bucket, with the time at which it moves on. An older place of it is void."""
+        bucket, moves_at_s = self._bucket(sequence, now_s)
+        if bucket == RELEGATED and not sequence.relegated:
+            sequence.relegated = True
+            sequence.note(int(now_s * 1e9), EventKind.RELEGATED, Reason.BEYOND_REPAIR)
+            self._tally.of(sequence.service.name).relegated += 1
+        sequence.bucket = bucket
+        level = (min(bucket, SAFE), sequence.service.rank)
+        queue = self._queues.get(level)
+        if queue is None:
+            queue = self._queues[level] = FairQueue()
+            self._levels = sorted(self._queues)  # those at risk first, rank by rank
+        queue.push(sequence.account, sequence, self._key(sequence))
+        if not sequence.boosted:
+            since_s = sequence.arrival_s if sequence.scheduled_unix_ns == 0 else now_s
+            heappush(self._waited, (since_s + sequence.service.max_queue_s, sequence.order, sequence.entry, sequence))
+        if moves_at_s < math.inf:
+            heappush(self._moves, (moves_at_s, sequence.order, sequence.entry, sequence))
+
+    def _bucket(self, sequence: Sequence, now_s: float) -> tuple[int, float]:
+        """(bucket, when it moves on)."""
+        beyond_repair = RELEGATED if self._tuning.relegation else AT_RISK
+        need_s = sequence.num_uncomputed * self._pace.token_s
+        if sequence.service.ttft_s is not None:
+            if not sequence.on_time:
+                return beyond_repair, math.inf
+            deadline_s = sequence.due_s if sequence.num_output else sequence.first_deadline_s
+            if deadline_s == math.inf:
+                return SAFE, math.inf
+        else:
+            deadline_s = sequence.completion_deadline_s
+            left = max(1.0, sequence.predicted_output - sequence.num_output)
+            need_s += left * self._pace.step_s
+        late_s = deadline_s - need_s
+        risk_s = deadline_s - self._tuning.risk_factor * need_s - 2 * self._pace.longest_step_s
+        if now_s >= late_s:
+            return beyond_repair, math.inf
+        if now_s >= risk_s or (sequence.service.ttft_s is not None and sequence.service.rank <= self._pace.best_rank):
+            return AT_RISK, (late_s if self._tuning.relegation else math.inf)
+        return SAFE, risk_s
+
+    def _key(self, sequence: Sequence) -> float:
+        """Earliest deadline first, moved by the work that is left as the load grows; beyond repair, by arrival."""
+        if sequence.bucket == RELEGATED:
+            return _AFTER_ALL + sequence.arrival_s
+        interactive = sequence.service.ttft_s is not None
+        deadline_s = sequence.first_deadline_s if interactive else sequence.completion_deadline_s
+        patience = min(1.0, (deadline_s - sequence.arrival_s) / _PATIENT_S)
+        return deadline_s + patience * self._pace.blend * sequence.num_uncomputed * self._pace.token_s
+
+    # ── the lane ──
+
+    def _pop_lane(self, now_s: float) -> Sequence | None:
+        found = self._pop_hungry(now_s) or self._pop_waited(now_s)
+        if found is not None:
+            self._lane_s -= found.num_uncomputed * self._pace.token_s + 0.001
+        return found
+
+    def _pop_waited(self, now_s: float) -> Sequence | None:
+        """For a request that has waited too long: itself if it was relegated, else the first of its rank."""
+        while self._waited and self._waited[0][0] <= now_s:
+            _, _, entry, sequence = heappop(self._waited)
+            if entry != sequence.entry:
+                continue
+            self._boost(sequence, now_s)
+            if sequence.relegated:
+                return sequence
+            found = self._pop_rank(sequence.service.rank)
+            if found is not sequence:
+                heappush(self._waited, (now_s, sequence.order, entry, sequence))  # its turn is to come
+            return found
+        return None
+
+    def _pop_hungry(self, now_s: float) -> Sequence | None:
+        """For a tenant that has gone without for long: the first of its own."""
+        while self._hungry and self._hungry[0][0] <= now_s:
+            _, _, account = heappop(self._hungry)
+            if account.num_queued == 0:
+                continue
+            due_s = account.last_served_s + self._tuning.hungry_s
+            if due_s <= now_s:
+                due_s = now_s + self._tuning.hungry_s
+                found = self._pop_of(account)
+            else:
+                found = None
+            self._ties += 1
+            heappush(self._hungry, (due_s, self._ties, account))
+            if found is not None:
+                self._boost(found, now_s)
+                return found
+        return None
+
+    def _boost(self, sequence: Sequence, now_s: float) -> None:
+        if not sequence.boosted:
+            sequence.boosted = True
+            sequence.note(int(now_s * 1e9), EventKind.BOOSTED, Reason.WAITED_TOO_LONG)
+            self._tally.of(sequence.service.name).boosted += 1
+
+    def _pop_rank(self, rank: int) -> Sequence | None:
+        for level in self._levels:
+            if level[1] == rank and (found := self._queues[level].pop()) is not None:
+                return found
+        return None
+
+    def _pop_of(self, account: Account) -> Sequence | None:
+        for level in self._levels:
+            found = self._queues[level].pop_of(account)
+            if found is not None:
+                return found
+        return None

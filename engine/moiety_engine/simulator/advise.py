@@ -1,0 +1,226 @@
+"""The command `moiety advise`: a trace or a gateway's own traffic in, plain sentences or one JSON object out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from moiety_engine.environment import describe_environment
+from moiety_engine.errors import EngineError, InvalidConfig
+from moiety_engine.simulator.advice import KV_FULL, KV_ROOM, SAFE_SHARE, Advice, Advisor
+from moiety_engine.simulator.bounds import KEPT, ClassBounds
+from moiety_engine.simulator.comparison import read_classes
+from moiety_engine.simulator.devices import PRESETS, Device, find_device
+from moiety_engine.simulator.replica import check_policy
+from moiety_engine.simulator.usage_rows import read_usage
+from moiety_engine.simulator.work import WorkModel
+from moiety_wire.classes import SHIPPED
+from moiety_workload.errors import WorkloadError
+from moiety_workload.readers import load_workload
+from moiety_workload.request import Workload
+from moiety_workload.tenants import assign_classes, parse_shares
+
+_LOW_SATURATION = 0.6  # of C: below it bursts, not the load, are what breaks promises
+_NUM_ENOUGH = 200  # requests of a class, below which its p99 is a guess
+
+
+def advise_command(
+    trace: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="own CSV, Azure 2023, VTC or Mooncake JSON lines")
+    ] = None,
+    usage: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="what moiety usage --requests 500 --json printed")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help=f"{', '.join(PRESETS)}, or a file of bench engine --calibrate")
+    ] = "a10g-llama2-7b",
+    classes: Annotated[
+        str | None, typer.Option(help="classes by share of the demanded work: priority=0.2,standard=0.5,batch=0.3")
+    ] = None,
+    class_targets: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="TOML with a table for each class to change or add")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="how requests are scheduled")] = "moiety",
+    duration: Annotated[float, typer.Option(min=10, help="seconds of the trace's busiest part to simulate")] = 300.0,
+    seed: Annotated[int, typer.Option(help="of everything that is drawn")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Say what one replica can carry, what to set, and how many replicas the traffic needs."""
+    console = Console(stderr=True)
+    try:
+        check_policy(policy)
+        chosen = find_device(device)
+        workload, num_unserved = _read(trace, usage, seed)
+        if classes is not None:
+            work = WorkModel.of(chosen, workload.requests).of_request
+            assigned = assign_classes(workload.requests, parse_shares(classes), work, seed)
+            workload = replace(workload, requests=tuple(assigned))
+        known = SHIPPED if class_targets is None else read_classes(class_targets)
+        with console.status("measuring the capacity") as status:
+            advisor = Advisor(
+                workload,
+                chosen,
+                known,
+                policy=policy,
+                window_s=duration,
+                seed=seed,
+                on_progress=lambda text: status.update(f"simulating {text}"),
+            )
+            advice = advisor.advise()
+    except (EngineError, WorkloadError) as exc:
+        console.print(f"[red]moiety advise:[/red] {exc}", highlight=False)
+        raise typer.Exit(1) from exc
+    sentences = list(explain(advice, chosen, num_unserved))
+    if not as_json:
+        for sentence in sentences:
+            typer.echo(f"- {sentence}")
+        return
+    settings = {
+        "trace": workload.name,
+        "device": msgspec.to_builtins(chosen),
+        "policy": policy,
+        "classes": classes,
+        "duration_s": duration,
+        "seed": seed,
+    }
+    report = {"environment": describe_environment("numpy"), "settings": settings, "num_unserved": num_unserved}
+    typer.echo(json.dumps(report | {"advice": asdict(advice), "sentences": sentences}))
+
+
+def explain(advice: Advice, device: Device, num_unserved: int = 0) -> Iterator[str]:
+    """The advice in sentences, each with its figures and its reason."""
+    if num_unserved:
+        yield f"{num_unserved} rows of the usage were not served and have no lengths: the true load is higher."
+    if advice.num_too_long:
+        yield (
+            f"{advice.num_too_long} requests are longer than the KV memory of {device.kv_tokens:,} tokens and were "
+            "left out: they need a device with more."
+        )
+    yield from _explain_load(advice)
+    yield from _explain_limits(advice, device)
+    yield _explain_memory(advice)
+    for bounds in advice.classes:
+        yield _explain_class(bounds, bounds.name in advice.never_kept, advice.safe_load)
+    if not advice.kept_at_safe_load:
+        yield (
+            f"The settings together did not keep every class at {KEPT:.0%} in a last run at {advice.safe_load:.2f} C: "
+            "plan for less load, or try a longer --duration if the classes have few requests."
+        )
+
+
+def _explain_load(advice: Advice) -> Iterator[str]:
+    yield (
+        f"One replica does C = {advice.capacity_work_per_s:.3f} device-seconds of this work a second. Every class "
+        f"keeps {KEPT:.0%} of its promises up to {advice.saturation:.2f} C, which is "
+        f"{advice.requests_per_s_at_saturation:.2f} requests a second: the saturation point."
+    )
+    yield (
+        f"The {advice.num_requests:,} requests offer {advice.offered_mean:.2f} C on average, and "
+        f"{advice.offered_peak:.2f} C in the busiest {advice.window_s:.0f} s. At {SAFE_SHARE:g} of the saturation "
+        f"point a replica carries {advice.safe_load:.2f} C: run {_count(advice.num_replicas, 'replica')}."
+    )
+    breaker = advice.breaker
+    if breaker is not None and breaker.share > 0.5 and advice.saturation < _LOW_SATURATION:
+        yield (
+            f"Tenant {breaker.tenant} has {breaker.share:.0%} of the misses just beyond that point, in class "
+            f"{breaker.service_class}: its bursts break promises long before the replica is full. A class for it that "
+            "queues or promises an end is cheaper than replicas."
+        )
+    share = advice.decode_share
+    if share >= 0.5:
+        yield (
+            f"Decoding is {share:.0%} of the work: bound by decoding. More requests running at once is what raises the "
+            "throughput, as long as the KV memory holds them."
+        )
+    else:
+        yield (
+            f"Prompts are {1 - share:.0%} of the work: bound by prefill. Prefix caching and faster arithmetic are what "
+            "raise the throughput, not more requests running at once."
+        )
+
+
+def _explain_limits(advice: Advice, device: Device) -> Iterator[str]:
+    limits = advice.limits
+    kept = limits.max_batch_tokens == device.max_batch_tokens
+    why = "half and double of it gained no goodput" if kept else f"more goodput than {device.max_batch_tokens:,}"
+    yield (
+        f"Set --max-batch-tokens {limits.max_batch_tokens} ({why}). The longest step, all of it prompts and the KV "
+        f"memory full, is {1000 * limits.longest_step_s:.0f} ms."
+    )
+    advised, most = limits.max_running, limits.most_running
+    if advised > device.max_running:
+        why = (
+            f"{most} were under way at once, beyond the limit of the device's description, while the KV memory had room"
+        )
+    elif advised < device.max_running:
+        why = f"requests were preempted for memory, which holds {limits.num_fitting} of this mix"
+    elif limits.running_tried is not None:
+        why = f"{limits.running_tried} was tried as well and did worse"
+    else:
+        why = f"at most {most} were under way at once; the KV memory holds {limits.num_fitting} of this mix"
+    yield f"Set --max-running {advised} ({why})."
+
+
+def _explain_memory(advice: Advice) -> str:
+    used, preempted = advice.kv_used_fraction, advice.preemptions_per_request
+    text = f"The KV memory is {used:.0%} full on average at the saturation point, with {preempted:.2f} preemptions each"
+    if used < KV_ROOM:
+        return f"{text}: under {KV_ROOM:.0%} means room, for longer contexts, a larger prefix cache or more running."
+    if used > KV_FULL:
+        return f"{text}: over {KV_FULL:.0%} means that memory limits the replica. Give it more, or let fewer run."
+    return f"{text}: well used."
+
+
+def _explain_class(bounds: ClassBounds, never_kept: bool, load: float) -> str:
+    measured = [
+        f"{name} {_seconds(value)}"
+        for name, value in (
+            ("TTFT", bounds.ttft_p99_s),
+            ("TPOT", bounds.tpot_p99_s),
+            ("whole answer", bounds.e2e_p99_s),
+        )
+        if value is not None
+    ]
+    text = f"Class {bounds.name} at {load:.2f} C: p99 of " + ", ".join(measured or ["nothing measured"])
+    advised = _options(bounds.ttft_s, bounds.tpot_s, bounds.completion_s)
+    promised = _options(bounds.promised_ttft_s, bounds.promised_tpot_s, bounds.promised_completion_s)
+    if never_kept:
+        text += f". Its promise ({promised}) fails even on a nearly idle replica; attainable is {advised}"
+    elif advised != promised:
+        text += f". It could promise {advised} instead of {promised}"
+    else:
+        text += f". Leave {promised}"
+    text += f", kept by {bounds.attainment:.1%} of {bounds.num_requests}."
+    if bounds.num_requests < _NUM_ENOUGH:
+        text += " So few requests make a p99 a guess."
+    return text
+
+
+def _options(ttft_s: float | None, tpot_s: float | None, completion_s: float | None) -> str:
+    """As `moiety class set` takes them."""
+    named = (("--ttft-s", ttft_s), ("--tpot-s", tpot_s), ("--completion-s", completion_s))
+    return " ".join(f"{option} {value:g}" for option, value in named if value is not None)
+
+
+def _seconds(value: float) -> str:
+    return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _read(trace: Path | None, usage: Path | None, seed: int) -> tuple[Workload, int]:
+    """The traffic, and how many rows of it lack lengths."""
+    if trace is not None and usage is None:
+        return load_workload(trace, seed=seed), 0
+    if usage is not None and trace is None:
+        return read_usage(usage)
+    raise InvalidConfig("name either --trace or --usage, and not both")
