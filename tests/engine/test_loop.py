@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moiety_engine.config import Batching
+from moiety_engine.config import Batching, PolicyName
 from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
@@ -85,8 +85,12 @@ def test_every_strategy_gives_each_request_the_tokens_it_gets_alone(
 
 
 def test_preempted_requests_get_the_tokens_of_an_undisturbed_run(loops: Any, alone: dict[int, list[int]]) -> None:
-    loop = loops.make(
-        kv_memory_bytes=15 * BLOCK_BYTES_8, max_batch_tokens=64, prefix_caching=False, max_context_tokens=100
+    loop = loops.make(  # first come, first served lets in whatever fits now, and finds out later
+        kv_memory_bytes=15 * BLOCK_BYTES_8,
+        max_batch_tokens=64,
+        prefix_caching=False,
+        max_context_tokens=100,
+        policy=PolicyName.FCFS,
     )
     preempted = 0
     for submit in MIXED:

@@ -44,11 +44,8 @@ class Claims:
         self._preemption_share += cost_s / _MEAN_S
         if beneficiary is not None and beneficiary.service.rank == sequence.service.rank:
             self._sharing_s -= cost_s
-        if (
-            sequence.num_preemptions >= self._tuning.max_preemptions
-        ):  # never again: what it is predicted to want, and some
-            likely = max(self._predicted_peak(sequence) - sequence.num_prompt, sequence.num_output + 1)
-            sequence.reserved_tokens = sequence.num_prompt + min(sequence.submit.max_tokens, likely)
+        if sequence.num_preemptions >= self._tuning.max_preemptions:  # never again: all that it may ask for
+            sequence.reserved_tokens = sequence.num_prompt + sequence.submit.max_tokens
 
     # ── joining ──
 
@@ -139,7 +136,7 @@ class Claims:
         for s in sorted(same, key=lambda s: -s.order):
             account: Account = s.account
             left = blocks[account] - len(s.blocks)
-            if account is not own and left >= each * account.weight:
+            if account is not own and not s.num_preemptions and left >= each * account.weight:
                 over.add(s)
                 blocks[account] = left
         return over
