@@ -279,8 +279,8 @@ S6 = Scenario(
     "One tenant at ten times its own",
     "a100-llama3-8b, the tenants of servegen_m_small_1h in class standard at 0.8 C; then the greatest of those that "
     "ask for no more than an even share at ten times its own. The others are those that ask for less than the max-min "
-    "fair share; a request of theirs that is turned away counts as infinitely late. Backlogged is who has a request that "
-    "waited beyond its TTFT promise.",
+    "fair share; a request of theirs that is turned away counts as infinitely late. Backlogged is who has a request "
+    "that waited beyond its TTFT promise.",
     (
         Ask("p99 ÷ without", "the others' p99 TTFT ÷ that without", at_most=1.1),
         Ask("backlogged", "Jain's index of service ÷ weight, of the backlogged", at_least=0.99),
