@@ -86,11 +86,11 @@ class Accounts:
         self._charged += cost
         self._charge += 0.01 * (cost / max(1, num_prompt) - self._charge)
 
-    def time_passed(self, seconds: float, burst_s: float) -> None:
-        """Reckon the credit that idleness leaves: what the rank is served in `burst_s`."""
+    def time_passed(self, seconds: float, burst_s: float, most: float) -> None:
+        """Reckon the credit that idleness leaves: what the rank is served in `burst_s`, or `most` if that is less."""
         self._rate += min(1.0, seconds / _RATE_MEAN_S) * (self._charged / seconds - self._rate)
         self._charged = 0.0
-        self.credit = burst_s * self._rate
+        self.credit = min(most, burst_s * self._rate)
 
     def ahead_of(self, account: Account | None, weight: float) -> float:
         """Waiting prompt tokens that will be served before the next request of this account, by the counters: its own,
