@@ -57,16 +57,13 @@ class Reason(StrEnum):
     SHED = "shed"  # dropped from the queue for more critical work
     # delayed
     BATCH_FULL = "batch_full"
-    STEP_FULL = "step_full"  # no room in the step's time or tokens
     NO_BLOCKS = "no_blocks"
     SHARE_FULL = "share_full"  # the tenant holds its share of KV memory while others wait
     SHARED_PREFIX = "shared_prefix"  # another request is computing its prefix in this very step
     # preempted
     DECODE_NEEDS_BLOCKS = "decode_needs_blocks"
     URGENT_NEEDS_BLOCKS = "urgent_needs_blocks"
-    OVER_SHARE = "over_share"
-    FAIRNESS = "fairness"
-    OUTGREW_RESERVATION = "outgrew_reservation"
+    OVER_SHARE = "over_share"  # its tenant held more than its share of blocks, and another wanted its own
     # relegated, boosted, resumed
     BEYOND_REPAIR = "beyond_repair"
     WAITED_TOO_LONG = "waited_too_long"

@@ -30,6 +30,7 @@ from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.policies.accounts import OUTPUT_WEIGHT
+from moiety_engine.scheduling.policies.moiety import Moiety
 from moiety_engine.scheduling.room import SwapCost
 from moiety_engine.scheduling.scheduler import Limits, Scheduler
 from moiety_engine.scheduling.steptime import StepTimeModel
@@ -180,7 +181,7 @@ class Replica:
                     target[here, offset] = source.get((there, offset))
 
     def _check_preempted(self, plan: Plan) -> None:
-        if self.scheduler.policy.limits_preemptions:
+        if isinstance(self.scheduler.policy, Moiety):
             for s in plan.preempted:
                 assert s.num_preemptions <= 2
                 assert s.service.preemptible or len(s.tokens) > s.reserved_tokens, "preempted within its reservation"

@@ -84,7 +84,7 @@ async def test_decisions_stand_as_events_in_the_span_of_their_phase(bench: Any, 
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     events = (
         ScriptedEvent(kind=EventKind.BOOSTED, reason=Reason.WAITED_TOO_LONG),
-        ScriptedEvent(kind=EventKind.PREEMPTED, reason=Reason.FAIRNESS, after_tokens=2, names_another=True),
+        ScriptedEvent(kind=EventKind.PREEMPTED, reason=Reason.DECODE_NEEDS_BLOCKS, after_tokens=2, names_another=True),
         ScriptedEvent(kind=EventKind.RESUMED, reason=Reason.RECOMPUTE, after_tokens=2),
         ScriptedEvent(kind=EventKind.RELEGATED, reason=Reason.BEYOND_REPAIR, after_tokens=3),
     )
@@ -99,7 +99,7 @@ async def test_decisions_stand_as_events_in_the_span_of_their_phase(bench: Any, 
     assert told["engine.queue"] == [("moiety.downgraded", {"moiety.reason": "predicted_late"})]
     assert told["engine.prefill"] == [("moiety.boosted", {"moiety.reason": "waited_too_long"})]
     assert told["engine.decode"] == [
-        ("moiety.preempted", {"moiety.reason": "fairness", "moiety.beneficiary": "other"}),
+        ("moiety.preempted", {"moiety.reason": "decode_needs_blocks", "moiety.beneficiary": "other"}),
         ("moiety.resumed", {"moiety.reason": "recompute"}),
         ("moiety.relegated", {"moiety.reason": "beyond_repair"}),
     ]

@@ -137,7 +137,7 @@ def test_requests_are_rejected_and_downgraded_as_scripted() -> None:
 
 def test_scripted_events_come_with_the_end_and_are_counted() -> None:
     events = (
-        ScriptedEvent(kind=EventKind.PREEMPTED, reason=Reason.FAIRNESS, after_tokens=2, names_another=True),
+        ScriptedEvent(kind=EventKind.PREEMPTED, reason=Reason.DECODE_NEEDS_BLOCKS, after_tokens=2, names_another=True),
         ScriptedEvent(kind=EventKind.RESUMED, reason=Reason.RECOMPUTE, after_tokens=2),
     )
     engine = ScriptedEngine(Script(events=events))
@@ -145,12 +145,12 @@ def test_scripted_events_come_with_the_end_and_are_counted() -> None:
     finishes = {o.key: o.finish for _ in range(3) for o in engine.step().outputs if o.finish is not None}
     assert [(e.kind, e.reason, e.other) for e in finishes[2].events] == [
         (EventKind.ADMITTED, Reason.IN_TIME, 0),
-        (EventKind.PREEMPTED, Reason.FAIRNESS, 1),
+        (EventKind.PREEMPTED, Reason.DECODE_NEEDS_BLOCKS, 1),
         (EventKind.RESUMED, Reason.RECOMPUTE, 0),
     ]
     assert finishes[2].num_recomputed_tokens == 7
     (load,) = engine.load().classes
-    assert (load.preempted_total, load.recomputed_tokens_total) == ({"fairness": 2}, 14)
+    assert (load.preempted_total, load.recomputed_tokens_total) == ({"decode_needs_blocks": 2}, 14)
 
 
 def test_a_parked_request_keeps_its_blocks_and_comes_back_before_those_that_wait() -> None:

@@ -347,7 +347,7 @@ async def test_of_two_engines_the_one_with_the_shorter_wait_is_asked_and_none_is
 
 async def test_what_happened_to_a_request_is_in_its_row_its_span_and_the_metrics(start_gateway, card):
     events = (
-        Event(1, EventKind.PREEMPTED, Reason.FAIRNESS, "another"),
+        Event(1, EventKind.PREEMPTED, Reason.DECODE_NEEDS_BLOCKS, "another"),
         Event(2, EventKind.RESUMED, Reason.RECOMPUTE),
         Event(3, EventKind.PREEMPTED, Reason.OVER_SHARE),
     )

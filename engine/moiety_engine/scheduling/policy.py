@@ -90,7 +90,6 @@ class Policy:
 
     name = ""
     sizes_chunks = False  # whether the policy says how long a step may last
-    limits_preemptions = False  # whether a request is preempted at most twice and its class may forbid it
 
     def __init__(self, context: PolicyContext) -> None:
         self.context = context

@@ -88,7 +88,7 @@ class Room:
             return False
         for victim in chosen:
             planner.drop_decode(victim)
-            self.preempt(victim, Reason.URGENT_NEEDS_BLOCKS, now_ns, beneficiary, take_blocks=True)
+            self.preempt(victim, _why(victim, beneficiary), now_ns, beneficiary, take_blocks=True)
         return pool.num_free >= num_blocks
 
     def free_place_for(self, beneficiary: Sequence, planner: Planner, now_ns: int) -> bool:
@@ -168,6 +168,12 @@ class Room:
 
     def _would_free(self, sequence: Sequence) -> int:
         return self._kv.num_unshared(sequence)
+
+
+def _why(victim: Sequence, beneficiary: Sequence) -> Reason:
+    """Within a rank nobody is more urgent than another: there it is the tenant's share that is given back."""
+    same_rank = victim.service.rank == beneficiary.service.rank
+    return Reason.OVER_SHARE if same_rank else Reason.URGENT_NEEDS_BLOCKS
 
 
 def _first_served(sequence: Sequence) -> tuple[int, int]:

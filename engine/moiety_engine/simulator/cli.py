@@ -107,22 +107,32 @@ def simulate_command(
         _print(done)
         return
     settings = {
-        "trace": None if trace is None else trace.name,
-        "generate": generate,
         "device": msgspec.to_builtins(chosen),
-        "load": load,
-        "classes": scenario.shares,
-        "duration_s": done.duration_s,
-        "num_requests": done.num_requests,
-        "weights": scenario.weights,
-        "scale": scale,
         "max_tokens": max_tokens,
         "seeds": seed_list,
         "drain": drain,
     }
-    capacity = {"work_per_s": done.capacity.work_per_s, "offered_by_trace": done.capacity.offered}
-    report = {"environment": describe_environment("numpy"), "settings": settings, "capacity": capacity}
-    typer.echo(json.dumps(report | {"policies": done.policies}))
+    typer.echo(json.dumps(_report(scenario, settings, done)))
+
+
+def _report(scenario: Scenario, settings: dict[str, Any], done: Comparison) -> dict[str, Any]:
+    """The one object of `--json`."""
+    offered = {
+        "trace": None if scenario.trace is None else scenario.trace.name,
+        "generate": scenario.spec,
+        "load": scenario.load,
+        "classes": scenario.shares,
+        "duration_s": done.duration_s,
+        "num_requests": done.num_requests,
+        "weights": scenario.weights,
+        "scale": scenario.scale,
+    }
+    return {
+        "environment": describe_environment("numpy"),
+        "settings": offered | settings,
+        "capacity": {"work_per_s": done.capacity.work_per_s, "offered_by_trace": done.capacity.offered},
+        "policies": done.policies,
+    }
 
 
 @contextmanager

@@ -35,7 +35,6 @@ class Moiety(Policy):
 
     name = "moiety"
     sizes_chunks = True
-    limits_preemptions = True
 
     def __init__(self, context: PolicyContext, tuning: Tuning | None = None) -> None:
         super().__init__(context)
