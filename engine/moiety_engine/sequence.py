@@ -43,7 +43,6 @@ class Sequence:
         "completion_deadline_s",
         "credit_last",
         "credit_tokens",
-        "decode_chunk",
         "delay",
         "due_s",
         "entry",
@@ -114,7 +113,6 @@ class Sequence:
         self.reserved_tokens = 0  # what it may hold in all without losing its protection from preemption
         self.account: Any = None  # its tenant's, of a policy that keeps accounts
         self.bucket = 0  # the policy's
-        self.decode_chunk: Any = None  # the planner's: the one row that the sequence is in a step in which it decodes
         self.charged_tokens = 0.0  # what its tenant was charged ahead of service
         self.scheduled_unix_ns = 0
         self.first_token_unix_ns = 0

@@ -48,15 +48,12 @@ class BlockPool:
         """`count` blocks with one reference each, contents undefined. Raises NoFreeBlocks."""
         if count > self.num_free:
             raise NoFreeBlocks(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
-        taken = []
-        for _ in range(count):
-            if self._blank:
-                block = self._blank.pop()
-            else:
-                block, _ = self._cached.popitem(last=False)
-                self._forget(block)
+        num_blank = min(count, len(self._blank))
+        taken = [self._blank.pop() for _ in range(num_blank)]
+        if num_blank < count:
+            taken += self._evict(count - num_blank)
+        for block in taken:
             self._references[block] = 1
-            taken.append(block)
         return taken
 
     def share(self, block: int) -> None:
@@ -96,10 +93,14 @@ class BlockPool:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
 
-    def _forget(self, block: int) -> None:
-        block_hash = self._hash_of[block]
-        if block_hash is not None:
+    def _evict(self, count: int) -> list[int]:
+        """The least recently used cached blocks, which are hit no more."""
+        evicted = [self._cached.popitem(last=False)[0] for _ in range(count)]
+        for block in evicted:
+            block_hash = self._hash_of[block]
+            assert block_hash is not None, "only what can be hit is kept"
             if self.on_evict is not None:
                 self.on_evict(block, block_hash)
             del self._block_of[block_hash]
             self._hash_of[block] = None
+        return evicted

@@ -81,6 +81,8 @@ class Filling:
 
     def go_on(self, planner: Planner, now_s: float) -> None:
         """Prefill for those already in the batch, whoever waits before them in the policy's queue."""
+        if len(self._places.decoding) == len(self._places.running):
+            return
         for sequence in [s for s in self._places.running if s.entry & 1 and not planner.holds(s)]:
             self._policy.discard(sequence)
             given = self._advance(sequence, planner)
@@ -116,8 +118,8 @@ class Filling:
 
     def _advance(self, sequence: Sequence, planner: Planner) -> _Given:
         """Give the sequence what it may have of this step."""
-        if planner.holds(sequence):  # it gave way in this step and is its own successor: next step
-            return _Given.SOME
+        if planner.holds(sequence):  # it decodes: its last token was all that it had waited to compute
+            return _Given.ALL
         limit = planner.prefill_room(sequence)
         if limit <= 0:
             return _Given.NOTHING

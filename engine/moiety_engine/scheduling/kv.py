@@ -85,6 +85,11 @@ class KvLedger:
         sequence.blocks.extend(self.pool.allocate(missing))
         return True
 
+    def grow_each(self, sequences: list[Sequence]) -> None:
+        """One more block for each; the caller has seen to it that so many are free."""
+        for sequence, block in zip(sequences, self.pool.allocate(len(sequences)), strict=True):
+            sequence.blocks.append(block)
+
     def room_tokens(self, sequence: Sequence) -> int:
         """How many tokens the sequence could hold in all if it took every free block."""
         return (len(sequence.blocks) + self.pool.num_free) * self.block_size

@@ -8,8 +8,10 @@ after a preemption or with new credit; it, too, keeps its blocks while nobody ne
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from operator import attrgetter
 
+from moiety_engine.scheduling.plan import Chunk
 from moiety_engine.sequence import Place, Sequence
 
 _order = attrgetter("order")
@@ -23,6 +25,8 @@ class Places:
         self.waiting: dict[int, Sequence] = {}  # by key
         self._waiting_of_rank: dict[int, dict[int, Sequence]] = {}
         self.running: list[Sequence] = []
+        self.decoding: dict[Sequence, Chunk] = {}  # of them, those that lack only their newest token: their rows
+        self._ranks: Counter[int] = Counter()  # of those running
         self.parked: list[Sequence] = []
         self.returning: list[Sequence] = []
 
@@ -36,6 +40,11 @@ class Places:
         worst = max((rank for rank, members in self._waiting_of_rank.items() if members), default=None)
         return None if worst is None else next(reversed(self._waiting_of_rank[worst].values()))
 
+    @property
+    def worst_rank_running(self) -> int:
+        """-1 if none runs."""
+        return max(self._ranks, default=-1)
+
     def run(self, sequence: Sequence) -> None:
         """From waiting or returning into the batch."""
         if sequence.place is Place.WAITING:
@@ -44,33 +53,55 @@ class Places:
             self.returning.remove(sequence)
         insort(self.running, sequence, key=_order)
         sequence.place = Place.RUNNING
+        self._ranks[sequence.service.rank] += 1
+        self.computed(sequence)
+
+    def computed(self, sequence: Sequence) -> None:
+        """More of the sequence was computed: it may have come to lack no more than its newest token."""
+        if sequence.place is Place.RUNNING and sequence.decoding:
+            self.decoding[sequence] = Chunk(sequence, 1, True)
+
+    def haunt(self, sequence: Sequence) -> None:
+        """A row of a padded batch has ended, and goes on to be computed with the others."""
+        sequence.ghost = True
+        self.decoding[sequence] = Chunk(sequence, 0, False, num_pad=1)
 
     def park(self, sequence: Sequence) -> None:
         """Out of the batch, for want of credit."""
-        self.running.remove(sequence)
+        self._run_no_more(sequence)
         insort(self.parked, sequence, key=_order)
         sequence.place = Place.PARKED
 
     def send_back(self, sequence: Sequence) -> None:
         """From the batch, or from parked, to those that will return to it."""
-        (self.running if sequence.place is Place.RUNNING else self.parked).remove(sequence)
+        if sequence.place is Place.RUNNING:
+            self._run_no_more(sequence)
+        else:
+            self.parked.remove(sequence)
         insort(self.returning, sequence, key=_order)
         sequence.place = Place.RETURNING
 
     def end(self, sequence: Sequence) -> None:
         """Nothing is kept of it."""
         del self.by_key[sequence.key]
-        sequence.decode_chunk = None  # it names the sequence: a cycle
         match sequence.place:
             case Place.WAITING:
                 self._wait_no_more(sequence)
             case Place.RUNNING:
-                self.running.remove(sequence)
+                self._run_no_more(sequence)
             case Place.PARKED:
                 self.parked.remove(sequence)
             case Place.RETURNING:
                 self.returning.remove(sequence)
         sequence.place = Place.ENDED
+
+    def _run_no_more(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.decoding.pop(sequence, None)
+        rank = sequence.service.rank
+        self._ranks[rank] -= 1
+        if not self._ranks[rank]:
+            del self._ranks[rank]
 
     def _wait_no_more(self, sequence: Sequence) -> None:
         del self.waiting[sequence.key]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.policy import StepBudget
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
-
-_num_computed = attrgetter("num_computed")
 
 
 class Planner:
@@ -26,6 +22,7 @@ class Planner:
         self._decoding: set[Sequence] | None = None  # made when somebody asks
         self._prefills: dict[Sequence, Chunk] = {}
         self._in_flight: set[bytes] = set()
+        self._unhashed: list[tuple[Sequence, int]] = []  # whose blocks up to which token are in flight, too
         self._decode_context = 0
         self._prefill_rows = 0
         self._attended_pairs = 0
@@ -52,6 +49,11 @@ class Planner:
 
     def will_compute(self, block_hash: bytes | None) -> bool:
         """Whether this step fills the block with this hash, so that it can be hit in the next."""
+        if block_hash is None:
+            return False
+        for sequence, end in self._unhashed:
+            self._in_flight.update(self._kv.completed_hashes(sequence, end))
+        self._unhashed.clear()
         return block_hash in self._in_flight
 
     def holds(self, sequence: Sequence) -> bool:
@@ -60,13 +62,12 @@ class Planner:
     def prefills(self, sequence: Sequence) -> bool:
         return sequence in self._prefills
 
-    def add_decodes(self, sequences: list[Sequence]) -> None:
+    def add_decodes(self, chunks: list[Chunk]) -> None:
         """One row for each decoding sequence, or ghost; its block is there."""
-        chunks = [_pad_of(s) if s.ghost else s.decode_chunk or _decode_of(s) for s in sequences]
         self._decodes += chunks
         self._decoding = None
-        self._decode_context += sum(map(_num_computed, sequences))
-        self.num_rows += len(sequences)
+        self._decode_context += sum([chunk.sequence.num_computed for chunk in chunks])
+        self.num_rows += len(chunks)
 
     def drop_decode(self, sequence: Sequence) -> None:
         """Take back a decode of this step, so that its sequence can give way."""
@@ -100,7 +101,7 @@ class Planner:
         ends = end == len(sequence.tokens)
         pad = min(max(sequence.num_padded - end, 0), self.rows_left - num_tokens) if ends else 0
         pad = min(pad, len(sequence.blocks) * self._kv.block_size - end)
-        self._in_flight.update(self._kv.completed_hashes(sequence, end))
+        self._unhashed.append((sequence, end))
         self._prefills[sequence] = Chunk(sequence, num_tokens, ends, pad)
         self.num_rows += num_tokens + pad
         self._prefill_rows += num_tokens + pad
@@ -125,13 +126,3 @@ class Planner:
             swap_out=copies.outs,
             swap_in=copies.ins,
         )
-
-
-def _pad_of(ghost: Sequence) -> Chunk:
-    return Chunk(ghost, 0, False, num_pad=1)
-
-
-def _decode_of(sequence: Sequence) -> Chunk:
-    """One row of the sequence: the same at every step, so it is made once."""
-    chunk = sequence.decode_chunk = Chunk(sequence, 1, True)
-    return chunk

@@ -49,14 +49,22 @@ class BatchView:
         "shape",
         "slack_s",
         "somebody_lacks_blocks",
+        "worst_rank",
     )
 
     def __init__(
-        self, shape: StepShape, slack_s: float, running: list[Sequence], blocks_free: int, blocks_total: int
+        self,
+        shape: StepShape,
+        slack_s: float,
+        running: list[Sequence],
+        worst_rank: int,
+        blocks_free: int,
+        blocks_total: int,
     ) -> None:
         self.shape = shape
         self.slack_s = slack_s  # until the first token is due that a running request still owes in time
         self.running = running
+        self.worst_rank = worst_rank  # of those running when the step began; -1 if there were none
         self.blocks_free = blocks_free
         self.blocks_total = blocks_total
         self.somebody_lacks_blocks = False  # of those whose turn it was in this step
@@ -172,6 +180,10 @@ class Policy:
     def may_overtake(self, blocked: Sequence, now_s: float) -> bool:
         """Whether others may be taken while this one, which came first, finds no blocks."""
         return False
+
+    def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:
+        """Of decoding sequences that need one more block now, those that must wait until others have ended."""
+        return []
 
     def victims(
         self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float, *, takes_blocks: bool = True

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.places import Places
+from moiety_engine.scheduling.plan import Chunk
 from moiety_engine.scheduling.planner import Planner
 from moiety_engine.scheduling.policy import Policy
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
@@ -54,24 +55,27 @@ class Room:
                         return True
         return False
 
-    def secure_decodes(self, now_ns: int) -> list[Sequence]:
-        """The running sequences that can decode in this step, each with a block for its next token; others stay out of
-        the step, or give way to those."""
-        kv = self._kv
+    def secure_decodes(self, now_ns: int) -> list[Chunk]:
+        """Rows of the running sequences that can decode in this step, each with a block for its next token; others stay
+        out of the step, or give way to those."""
+        kv, pool, decoding = self._kv, self._kv.pool, self._places.decoding
         size = kv.block_size
-        ready: list[Sequence] = []
-        short: list[Sequence] = []
-        for s in self._places.running:
-            num_tokens, num_computed = len(s.tokens), s.num_computed
-            if (num_tokens - num_computed == 1 and num_tokens > s.num_prompt) or s.ghost:
-                (short if num_computed >= len(s.blocks) * size else ready).append(s)
+        short = [s for s in decoding if not s.num_computed % size and s.num_computed >= len(s.blocks) * size]
         if not short:
-            return ready
-        if len(short) > kv.pool.num_free and not self.reclaim(len(short)):
-            self._free_for_decodes(ready, short, now_ns)
-        short.sort(key=_first_served)
-        ready.extend(s for s in short if kv.pool.num_free and kv.grow(s, s.num_computed + 1))
-        return ready
+            return list(decoding.values())
+        waiting = self._policy.waiting_for_others(short)
+        if waiting:
+            short = [s for s in short if s not in waiting]
+        if len(short) > pool.num_free and not self.reclaim(len(short)):
+            self._free_for_decodes(short, now_ns)
+        if len(short) > pool.num_free:
+            short.sort(key=_first_served)
+            waiting = waiting + short[pool.num_free :]
+            del short[pool.num_free :]
+        kv.grow_each(short)
+        if waiting:
+            return [chunk for s, chunk in decoding.items() if s not in waiting]
+        return list(decoding.values())
 
     def free_for(self, beneficiary: Sequence, num_blocks: int, planner: Planner, now_ns: int) -> bool:
         """Let running sequences give way to an urgent one until so many blocks are free. All or nothing."""
@@ -131,16 +135,15 @@ class Room:
         self._policy.push(victim, now_ns / 1e9)
         self.preempted.append(victim)
 
-    def _free_for_decodes(self, ready: list[Sequence], short: list[Sequence], now_ns: int) -> None:
+    def _free_for_decodes(self, short: list[Sequence], now_ns: int) -> None:
         """Preempt until the decodes that are left have their blocks, or nobody may be preempted any more."""
         pool = self._kv.pool
         for victim in self._policy.victims(list(self._places.running), None, now_ns / 1e9):
-            if len(short) <= pool.num_free or len(ready) + len(short) < 2:
+            if len(short) <= pool.num_free or len(self._places.decoding) < 2:
                 break
             self.preempt(victim, Reason.DECODE_NEEDS_BLOCKS, now_ns, None, take_blocks=True)
-            for group in (ready, short):
-                if victim in group:
-                    group.remove(victim)
+            if victim in short:
+                short.remove(victim)
 
     def _take_blocks(self, sequence: Sequence) -> None:
         if self._swap_is_cheaper(sequence):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from operator import attrgetter
 
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.filling import Filling
@@ -27,8 +26,6 @@ from moiety_engine.scheduling.strategies import QueueView, Strategy
 from moiety_engine.scheduling.tally import Tally
 from moiety_engine.sequence import Place, Sequence
 from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason
-
-_due_s = attrgetter("due_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +199,8 @@ class Scheduler:
                         self.places.park(sequence)
                         self.tally.of(sequence.service.name).num_running -= 1
                 outputs.append(CoreOutput(sequence.key, [token_id], None if logprob is None else [logprob], finish))
+        for chunk in plan.chunks[plan.num_decode :]:
+            self.places.computed(chunk.sequence)
         self.output_tokens_total += len(got_token)
         self.policy.decoded(got_token)
         self._retire_ghosts()
@@ -252,10 +251,17 @@ class Scheduler:
         """Decodes, then as much prefill as may join them."""
         decoding = self._room.secure_decodes(now_ns)
         planner.add_decodes(decoding)
-        due_s = min(map(_due_s, decoding), default=math.inf)
         if self.policy.num_queued and planner.rows_left > 0:
             pool = self.kv.pool
-            view = BatchView(planner.shape, due_s - now_ns / 1e9, self.places.running, pool.num_free, pool.num_blocks)
+            due_s = min([chunk.sequence.due_s for chunk in decoding], default=math.inf)
+            view = BatchView(
+                planner.shape,
+                due_s - now_ns / 1e9,
+                self.places.running,
+                self.places.worst_rank_running,
+                pool.num_free,
+                pool.num_blocks,
+            )
             self._fill(planner, view, now_ns)
 
     def _fill(self, planner: Planner, view: BatchView, now_ns: int) -> None:
@@ -344,7 +350,7 @@ class Scheduler:
         if reason is not FinishReason.ABORT and detail != "credit_refused":
             self.lengths.learn(sequence.tenant, sequence.num_output)
         if sequence.num_reserved and sequence.num_output and sequence.place is Place.RUNNING:  # its batch goes on
-            sequence.ghost = True
+            self.places.haunt(sequence)
         else:
             self._drop(sequence)
         return CoreFinish(

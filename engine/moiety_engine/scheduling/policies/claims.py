@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from moiety_engine.scheduling.policies.accounts import Account, Accounts
+from moiety_engine.scheduling.policies.guarantees import Guarantees
 from moiety_engine.scheduling.policies.tuning import Tuning
 from moiety_engine.scheduling.policies.urgency import AT_RISK
 from moiety_engine.scheduling.policy import BatchView, PolicyContext
@@ -24,6 +25,7 @@ class Claims:
         self._context = context
         self._tuning = tuning
         self._accounts = accounts  # by rank
+        self._guarantees = Guarantees(context.num_blocks, context.block_size)
         self._overcommit = 1.0  # of all blocks, that the batch may be predicted to want
         self._preemption_share = 0.0  # of the time, that preemptions cost; running mean
         self._held_back = False  # whether the predicted peak kept anybody from joining of late
@@ -44,32 +46,28 @@ class Claims:
         self._preemption_share += cost_s / _MEAN_S
         if beneficiary is not None and beneficiary.service.rank == sequence.service.rank:
             self._sharing_s -= cost_s
-        if sequence.num_preemptions >= self._tuning.max_preemptions:  # never again: all that it may ask for
-            sequence.reserved_tokens = sequence.num_prompt + sequence.submit.max_tokens
+        if sequence.num_preemptions >= self._tuning.max_preemptions:
+            self._guarantees.owe(sequence)
+
+    def ended(self, sequence: Sequence) -> None:
+        self._guarantees.forget(sequence)
 
     # ── joining ──
 
     def reserve(self, sequence: Sequence) -> None:
         """What the sequence may hold without losing its protection, if its class gives it any."""
         if not sequence.service.preemptible:
-            sequence.reserved_tokens = max(sequence.reserved_tokens, self._predicted_peak(sequence))
+            self._guarantees.reserve(sequence, self._predicted_peak(sequence))
 
-    def must_reserve(self, sequence: Sequence) -> bool:
-        """Whether it may join only where its predicted peak is kept for it: because its class is not preempted, or
-        because it was preempted as often as anyone may be."""
-        return not sequence.service.preemptible or sequence.num_preemptions >= self._tuning.max_preemptions
+    def keeps_guarantees(self, joining: Sequence) -> bool:
+        """Whether what is promised to those who are protected, and to the newcomer if it is one, can be kept."""
+        if not joining.service.preemptible:
+            return self._guarantees.can_join(joining, max(self._predicted_peak(joining), joining.reserved_tokens))
+        return joining.num_preemptions < self._tuning.max_preemptions or self._guarantees.can_join(joining, 0)
 
-    def can_reserve(self, sequence: Sequence, view: BatchView) -> bool:
-        """Whether all that is protected, and the newcomer, fit together at what they reserve."""
-        size = self._context.block_size
-        peak = 0 if sequence.service.preemptible else self._predicted_peak(sequence)
-        wanted = max(peak, sequence.reserved_tokens, len(sequence.tokens))
-        held = 0  # blocks: each sequence has its last one for itself
-        for s in view.running:
-            num_tokens, reserved = len(s.tokens), s.reserved_tokens  # nothing is reserved for what may be preempted
-            if num_tokens <= reserved or s.num_preemptions >= self._tuning.max_preemptions:
-                held += -(-max(reserved, num_tokens) // size)
-        return held - (-wanted // size) <= view.blocks_total or held == 0
+    def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:
+        """Of those that need one more block now, who must wait until others have ended."""
+        return self._guarantees.waiting_for_others(growing)
 
     def over_share(self, sequence: Sequence, view: BatchView, num_blocks: int) -> bool:
         """Whether its tenant would hold more than its share of blocks."""
@@ -105,39 +103,36 @@ class Claims:
         """Who may be preempted, the first to go first: lowest class, then what cannot keep its promise, then the latest
         deadline, then what has done least of what it is predicted to do, then the youngest. For a mere place in the
         batch a stream need not be at risk to go before a worse rank, since the victim keeps its blocks."""
-        batch = [s for s in running if s is not beneficiary]
-        if beneficiary is not None:
+        if beneficiary is None:
+            batch = list(running)
+        else:
             rank = beneficiary.service.rank
             outranks = beneficiary.bucket == AT_RISK or (not takes_blocks and beneficiary.service.ttft_s is not None)
-            over = self._over_their_share(batch, beneficiary) if takes_blocks else set()
-            batch = [s for s in batch if (outranks and s.service.rank > rank) or s in over]
-        return sorted((s for s in batch if not self.is_protected(s)), key=_giving_way, reverse=True)
+            batch = [s for s in running if s.service.rank > rank] if outranks else []
+            if takes_blocks:
+                batch += self._over_their_share(running, beneficiary)
+        return sorted((s for s in batch if not self._guarantees.protects(s)), key=_giving_way, reverse=True)
 
-    def is_protected(self, s: Sequence) -> bool:
-        if s.num_preemptions >= self._tuning.max_preemptions:
-            return True
-        return not s.service.preemptible and len(s.tokens) <= s.reserved_tokens
-
-    def _over_their_share(self, batch: list[Sequence], beneficiary: Sequence) -> set[Sequence]:
+    def _over_their_share(self, running: Iterable[Sequence], beneficiary: Sequence) -> list[Sequence]:
         """Sequences of the beneficiary's rank whose tenants hold their share of blocks without them, while the
         beneficiary's will hold no more than its own."""
         if not self._tuning.fairness or self._sharing_s <= 0:
-            return set()
+            return []
         rank, own = beneficiary.service.rank, beneficiary.account
-        same = [s for s in batch if s.service.rank == rank]
+        same = [s for s in running if s.service.rank == rank and s is not beneficiary]
         blocks: dict[Account, int] = {}
         for s in same:
             blocks[s.account] = blocks.get(s.account, 0) + len(s.blocks)
         each = self._context.num_blocks / max(1e-9, self._accounts[rank].total_weight)  # a unit of weight
         wanted = -(-len(beneficiary.tokens) // self._context.block_size)
         if blocks.get(own, 0) + wanted > each * own.weight:
-            return set()
-        over = set()
+            return []
+        over = []
         for s in sorted(same, key=lambda s: -s.order):
             account: Account = s.account
             left = blocks[account] - len(s.blocks)
             if account is not own and not s.num_preemptions and left >= each * account.weight:
-                over.add(s)
+                over.append(s)
                 blocks[account] = left
         return over
 

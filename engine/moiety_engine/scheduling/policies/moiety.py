@@ -121,6 +121,7 @@ class Moiety(Policy):
             if unused > 0:
                 self._queue.counter_fell(account, rank)
         self._accounts[rank].ended(account)
+        self._claims.ended(sequence)
 
     # ── letting in ──
 
@@ -175,16 +176,15 @@ class Moiety(Policy):
     def delays(self, sequence: Sequence, view: BatchView, num_blocks: int, now_s: float) -> Reason | None:
         if self._slows_too_much(sequence, view):
             return Reason.BATCH_FULL
-        if self._claims.must_reserve(sequence) and not self._claims.can_reserve(sequence, view):
+        if not self._claims.keeps_guarantees(sequence):
             return Reason.NO_BLOCKS
         if view.somebody_lacks_blocks and self._claims.over_share(sequence, view, num_blocks):
             return Reason.SHARE_FULL
-        left = view.blocks_free - num_blocks
-        rank = sequence.service.rank
-        takes_from_others = sequence.bucket == AT_RISK and any(s.service.rank > rank for s in view.running)
-        if left < view.blocks_total / 2 and not takes_from_others and not self._claims.peak_fits(view, sequence):
-            return Reason.NO_BLOCKS
-        return None
+        if view.blocks_free - num_blocks >= view.blocks_total / 2:
+            return None
+        if sequence.bucket == AT_RISK and view.worst_rank > sequence.service.rank:
+            return None  # those give way
+        return None if self._claims.peak_fits(view, sequence) else Reason.NO_BLOCKS
 
     def may_overtake(self, blocked: Sequence, now_s: float) -> bool:
         return not blocked.boosted and blocked.num_overtaken < self.tuning.max_overtaken
@@ -193,6 +193,9 @@ class Moiety(Policy):
         self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float, *, takes_blocks: bool = True
     ) -> list[Sequence]:
         return self._claims.victims(running, beneficiary, takes_blocks=takes_blocks)
+
+    def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:
+        return self._claims.waiting_for_others(growing)
 
     # ── within ──
 
