@@ -58,7 +58,7 @@ class Places:
 
     def computed(self, sequence: Sequence) -> None:
         """More of the sequence was computed: it may have come to lack no more than its newest token."""
-        if sequence.place is Place.RUNNING and sequence.decoding:
+        if sequence.place is Place.RUNNING and sequence.decoding and not sequence.ghost:
             self.decoding[sequence] = Chunk(sequence, 1, True)
 
     def haunt(self, sequence: Sequence) -> None:

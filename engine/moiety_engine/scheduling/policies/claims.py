@@ -101,8 +101,9 @@ class Claims:
         self, running: Iterable[Sequence], beneficiary: Sequence | None, *, takes_blocks: bool
     ) -> list[Sequence]:
         """Who may be preempted, the first to go first: lowest class, then what cannot keep its promise, then the latest
-        deadline, then what has done least of what it is predicted to do, then the youngest. For a mere place in the
-        batch a stream need not be at risk to go before a worse rank, since the victim keeps its blocks."""
+        deadline, then what gave way least often, then what has done least of what it is predicted to do, then the
+        youngest. For a mere place in the batch a stream need not be at risk to go before a worse rank, since the victim
+        keeps its blocks."""
         if beneficiary is None:
             batch = list(running)
         else:
@@ -143,7 +144,7 @@ class Claims:
         return sequence.num_prompt + high
 
 
-def _giving_way(s: Sequence) -> tuple[int, bool, float, float, int]:
+def _giving_way(s: Sequence) -> tuple[int, bool, float, int, float, int]:
     deadline_s = s.completion_deadline_s if s.due_s == math.inf else s.due_s
     done = s.num_computed / (s.num_prompt + max(s.predicted_output, s.num_output + 1.0))
-    return s.service.rank, s.relegated, min(deadline_s, 1e18), -done, s.order
+    return s.service.rank, s.relegated, min(deadline_s, 1e18), -s.num_preemptions, -done, s.order

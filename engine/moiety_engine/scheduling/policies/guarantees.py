@@ -5,7 +5,8 @@ to it undisturbed, and beyond it is protected no more. *Owed*: a request that wa
 and can ask for its prompt and all of `max_tokens`. To hold all of that back would leave most of it unused, so the owed
 get blocks by the banker's rule (Dijkstra, "Cooperating sequential processes", 1965): only while there is an order in
 which each of them can grow to the most that it may ask for, and end, on what is free and what those before it gave
-back. Everything else can be preempted, so it counts as free.
+back. Everything else can be preempted, so it counts as free. An order is not enough to go on at a good pace, so the
+owed join only where all of them find room for their predicted ends, and one for the most that it may ask for.
 """
 
 from __future__ import annotations
@@ -48,20 +49,22 @@ class Guarantees:
         self._owed.pop(sequence, None)
 
     def can_join(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether it can be given blocks up to so many tokens, or, if it is owed all, to its end, with everybody's
-        guarantee kept. Alone it always can."""
+        """Whether it can be given blocks for so many tokens, or, if it is owed, to its predicted end, and every
+        guarantee be kept. Alone it always can."""
         needed = -(-max(num_tokens, len(sequence.tokens)) // self._size)
         if not self._owed and self._reserved_total + needed <= self._num_blocks:
             return True  # even if all that was ever reserved ran now
         firm = self._firm()
-        owed = [self._state(s) for s in self._owed if s.place is Place.RUNNING]
+        owed = [s for s in self._owed if s.place is Place.RUNNING]
         if not firm and not owed:
             return True
         if sequence in self._owed:
-            owed.append(self._state(sequence))
+            owed.append(sequence)
         else:
             firm += needed
-        return self._all_can_end(firm, owed)
+        ends = [self._predicted(s) for s in owed]
+        unlikely = max((self._owed[s] - end for s, end in zip(owed, ends, strict=True)), default=0)
+        return firm + sum(ends) + unlikely <= self._num_blocks
 
     def waiting_for_others(self, growing: Iterable[Sequence]) -> list[Sequence]:
         """Of those that need one more block now, the owed that must wait until others have ended."""
@@ -88,6 +91,11 @@ class Guarantees:
 
     def _within(self, sequence: Sequence) -> bool:
         return len(sequence.tokens) <= sequence.reserved_tokens
+
+    def _predicted(self, sequence: Sequence) -> int:
+        """Blocks that it is predicted to end with."""
+        num_output = max(sequence.predicted_output, sequence.num_output + 1.0)
+        return min(self._owed[sequence], -(-(sequence.num_prompt + int(num_output)) // self._size))
 
     def _state(self, sequence: Sequence) -> tuple[int, int]:
         """(blocks that it may still ask for, blocks that it holds or will hold once its tokens are computed)."""

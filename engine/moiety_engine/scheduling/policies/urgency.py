@@ -33,8 +33,8 @@ class UrgencyQueue:
         self._pace = pace
         self._accounts = accounts  # by rank
         self._tally = tally
-        self._queues: dict[tuple[int, int], FairQueue] = {}  # by (bucket, rank)
-        self._levels: list[tuple[int, int]] = []  # their keys, in the order of their turns
+        self._queues: dict[tuple[int, int, bool], FairQueue] = {}  # by (bucket, rank, new)
+        self._levels: list[tuple[int, int, bool]] = []  # their keys, in the order of their turns
         self._moves: list[_Timer] = []  # when who goes into the next bucket
         self._waited: list[_Timer] = []  # when who has waited too long
         self._hungry: list[tuple[float, int, Account]] = []  # when which tenant will have gone without for long
@@ -79,9 +79,8 @@ class UrgencyQueue:
     def counter_fell(self, account: Account, rank: int) -> None:
         """The account's counter was lowered: its place in every queue of its rank is a new one."""
         account.version += 1
-        for bucket in (AT_RISK, SAFE):
-            queue = self._queues.get((bucket, rank))
-            if queue is not None:
+        for level, queue in self._queues.items():
+            if level[1] == rank:
                 queue.fell(account)
 
     def time_passed(self, seconds: float) -> None:
@@ -89,7 +88,7 @@ class UrgencyQueue:
 
     def has_at_risk(self, rank: int) -> bool:
         """Whether anything of this rank may be at risk."""
-        return bool(self._queues.get((AT_RISK, rank)))
+        return any(self._queues.get((AT_RISK, rank, new)) for new in (False, True))
 
     def _leave(self, sequence: Sequence) -> None:
         self.num_queued -= sequence.leave_queue()
@@ -103,7 +102,7 @@ class UrgencyQueue:
             sequence.note(int(now_s * 1e9), EventKind.RELEGATED, Reason.BEYOND_REPAIR)
             self._tally.of(sequence.service.name).relegated += 1
         sequence.bucket = bucket
-        level = (min(bucket, SAFE), sequence.service.rank)
+        level = (min(bucket, SAFE), sequence.service.rank, sequence.scheduled_unix_ns == 0)
         queue = self._queues.get(level)
         if queue is None:
             queue = self._queues[level] = FairQueue()
