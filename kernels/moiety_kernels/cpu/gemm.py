@@ -23,12 +23,54 @@ ROWS_AT = 0  # addresses of the rows
 WIDE_AT = 8 << 10  # a panel of widened weight rows, at least TILE_COLS of them
 TEMP_AT = WIDE_AT + TILE_COLS * (4 * MAX_WIDTH + PANEL_PAD)
 
-_SMALL = 2 if TILE_ROWS < 6 else 4
-
-_wide_full, _wide_small, _wide_one = (dot_tile(m, TILE_COLS, widen=False) for m in (TILE_ROWS, _SMALL, 1))
-_narrow_full, _narrow_small, _narrow_one = (dot_tile(m, TILE_COLS, widen=True) for m in (TILE_ROWS, _SMALL, 1))
+# by how many rows they take; where registers are few, those past TILE_ROWS are never called
+_wide_1, _wide_2, _wide_3, _wide_4, _wide_5, _wide_6 = (dot_tile(m, TILE_COLS, widen=False) for m in range(1, 7))
+_narrow_1, _narrow_2, _narrow_3, _narrow_4, _narrow_5, _narrow_6 = (
+    dot_tile(m, TILE_COLS, widen=True) for m in range(1, 7)
+)
 _wide_single = dot_tile(1, 1, widen=False)
 _narrow_single = dot_tile(1, 1, widen=True)
+
+
+@jit
+def _wide_tile(m: int, rows: int, w: int, w_stride: int, k: int, out: int, out_stride: int) -> None:
+    """out[:m, :TILE_COLS] for m ≤ TILE_ROWS and float32 w."""
+    if m == 6:
+        _wide_6(rows, w, w_stride, k, out, out_stride)
+    elif m == 5:
+        _wide_5(rows, w, w_stride, k, out, out_stride)
+    elif m == 4:
+        _wide_4(rows, w, w_stride, k, out, out_stride)
+    elif m == 3:
+        _wide_3(rows, w, w_stride, k, out, out_stride)
+    elif m == 2:
+        _wide_2(rows, w, w_stride, k, out, out_stride)
+    else:
+        _wide_1(rows, w, w_stride, k, out, out_stride)
+
+
+@jit
+def _narrow_tile(m: int, rows: int, w: int, w_stride: int, k: int, out: int, out_stride: int) -> None:
+    """out[:m, :TILE_COLS] for m ≤ TILE_ROWS and bfloat16 w."""
+    if m == 6:
+        _narrow_6(rows, w, w_stride, k, out, out_stride)
+    elif m == 5:
+        _narrow_5(rows, w, w_stride, k, out, out_stride)
+    elif m == 4:
+        _narrow_4(rows, w, w_stride, k, out, out_stride)
+    elif m == 3:
+        _narrow_3(rows, w, w_stride, k, out, out_stride)
+    elif m == 2:
+        _narrow_2(rows, w, w_stride, k, out, out_stride)
+    else:
+        _narrow_1(rows, w, w_stride, k, out, out_stride)
+
+
+@jit
+def _next_rows(left: int) -> int:
+    """How many of the rows that are left the next tile takes, so that all tiles are of about one size."""
+    tiles = (left + TILE_ROWS - 1) // TILE_ROWS
+    return (left + tiles - 1) // tiles
 
 
 @jit
@@ -36,15 +78,10 @@ def multiply_wide(rows: int, m: int, w: int, w_stride: int, n: int, k: int, out:
     """out[:m, :n] for float32 w, which should fit in the cache; `rows` is the address of m row addresses."""
     i = 0
     while i < m:
-        step = TILE_ROWS if m - i >= TILE_ROWS else (_SMALL if m - i >= _SMALL else 1)
+        step = _next_rows(m - i)
         start, target, j = rows + 8 * i, out + i * out_stride, 0
         while j + TILE_COLS <= n:
-            if step == TILE_ROWS:
-                _wide_full(start, w + j * w_stride, w_stride, k, target + 4 * j, out_stride)
-            elif step == _SMALL:
-                _wide_small(start, w + j * w_stride, w_stride, k, target + 4 * j, out_stride)
-            else:
-                _wide_one(start, w + j * w_stride, w_stride, k, target + 4 * j, out_stride)
+            _wide_tile(step, start, w + j * w_stride, w_stride, k, target + 4 * j, out_stride)
             j += TILE_COLS
         while j < n:
             for r in range(step):
@@ -65,15 +102,10 @@ def _multiply_narrow(rows: int, m: int, w: int, n: int, k: int, out: int, out_st
             if cols == 1:
                 _narrow_single(start, tile, w_stride, k, target, out_stride)
                 i += 1
-            elif m - i >= TILE_ROWS:
-                _narrow_full(start, tile, w_stride, k, target, out_stride)
-                i += TILE_ROWS
-            elif m - i >= _SMALL:
-                _narrow_small(start, tile, w_stride, k, target, out_stride)
-                i += _SMALL
             else:
-                _narrow_one(start, tile, w_stride, k, target, out_stride)
-                i += 1
+                step = _next_rows(m - i)
+                _narrow_tile(step, start, tile, w_stride, k, target, out_stride)
+                i += step
         j += cols
 
 
