@@ -91,7 +91,7 @@ def _run_ours(checkpoint: Path, count: int, options: argparse.Namespace) -> dict
     command = [Path(sys.executable).parent / "moiety", "bench", "engine", "--model", checkpoint, "--json"]
     command += ["--num-prompts", str(count), "--threads", str(options.threads), "--dtype", "bfloat16"]
     command += ["--input-tokens", str(options.input_tokens), "--output-tokens", str(options.output_tokens)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def _run_rival(python: Path, checkpoint: Path, options: argparse.Namespace) -> dict:
@@ -107,7 +107,7 @@ def _run_rival(python: Path, checkpoint: Path, options: argparse.Namespace) -> d
     done = subprocess.run(
         [str(part) for part in [*command, *COUNTS]],
         check=True,
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         env=os.environ | settings,
     )

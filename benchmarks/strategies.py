@@ -39,7 +39,7 @@ def main() -> None:
         command += ["--trace", options.trace, "--scale", options.scale, "--input-tokens", 32, "--batching", strategy]
         command += ["--num-prompts", options.num_prompts, "--max-running", 32, "--static-batch-size", 32]
         command += ["--threads", options.threads, "--dtype", "bfloat16"]
-        done = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True)
+        done = subprocess.run([str(part) for part in command], check=True, stdout=subprocess.PIPE, text=True)
         reports[strategy] = json.loads(done.stdout)
         print(f"{strategy}: {reports[strategy]['output_tokens_per_s']:.1f} output tokens/s", file=sys.stderr)
     best = reports["continuous"]["output_tokens_per_s"]
