@@ -88,6 +88,7 @@ class PolicyContext:
     tally: Tally
     max_batch_tokens: int
     max_running: int
+    max_waiting: int
     num_blocks: int
     block_size: int
     cached_tokens: Callable[[Sequence], int]  # how many of its tokens the prefix cache holds now

@@ -69,6 +69,7 @@ class Scheduler:
                 tally=self.tally,
                 max_batch_tokens=limits.max_batch_tokens,
                 max_running=limits.max_running,
+                max_waiting=limits.max_waiting,
                 num_blocks=kv.pool.num_blocks,
                 block_size=kv.block_size,
                 cached_tokens=lambda sequence: len(kv.find_prefix(sequence)) * kv.block_size,

@@ -145,7 +145,8 @@ class Moiety(Policy):
     def _judge(self, sequence: Sequence, service: ServiceClass, num_uncached: int) -> Verdict:
         accounts = self._accounts.get(service.rank)
         account = accounts.get(self._name_of(sequence)) if accounts is not None else None
-        if account is not None and account.num_queued >= self.tuning.max_tenant_waiting:
+        places_left = max(0, self.context.max_waiting - self._queue.num_queued)
+        if account is not None and account.num_queued >= self.tuning.tenant_queue * places_left:
             retry_s = self._flow.wait_s(service.rank, account.pending_tokens) / 2
             return Verdict(None, Reason.TENANT_QUEUE_FULL, retry_after_s=max(1.0, retry_s))
         weight = max(1e-6, sequence.submit.tenant_weight * service.weight)

@@ -23,8 +23,8 @@ class Tuning:
     remembered_s: float = 30.0  # for how long a class that was seen is reckoned with
     # the queue
     risk_factor: float = 2.0  # at risk when this many times the predicted need is left
-    blend: float = 90.0  # under load, seconds that a deadline moves for each second of work left
-    loaded_s: float = 10.0  # predicted wait at which that holds in full
+    blend: float = 300.0  # under load, seconds that a deadline moves for each second of work left
+    loaded_s: float = 10.0  # predicted wait at which that holds in full, and ranks of mixed promises go by it alone
     boost_part: float = 0.02  # of the time, for those who waited too long
     hungry_s: float = 20.0  # a tenant that waits and was not served for so long
     max_overtaken: int = 32  # joins of others that a request puts up with while it finds no blocks
@@ -42,4 +42,4 @@ class Tuning:
     ttft_margin: float = 0.6  # of the TTFT promised, up to which a request is let in
     ttft_margin_of_best: float = 0.9  # the same for the best rank, which nothing delays
     wait_unasked: float = 0.4  # of the TTFT promised, that may be waited where the prompt alone takes too long
-    max_tenant_waiting: int = 8192
+    tenant_queue: float = 2.0  # of the places left in the queue, that a tenant's requests may already have

@@ -39,11 +39,15 @@ class UrgencyQueue:
         self._waited: list[_Timer] = []  # when who has waited too long
         self._hungry: list[tuple[float, int, Account]] = []  # when which tenant will have gone without for long
         self._lane_s = 0.0  # what the lane may spend
+        self._on_lane: set[Sequence] = set()  # who took from it in this step
         self._ties = 0
         self.num_queued = 0
 
     def push(self, sequence: Sequence, now_s: float) -> None:
         account = sequence.account
+        if sequence in self._on_lane:  # it comes back with what it did not get
+            self._on_lane.remove(sequence)
+            self._lane_s += sequence.num_uncomputed * self._pace.token_s
         if sequence.enter_queue():
             self.num_queued += 1
             self._accounts[sequence.service.rank].queued(account)
@@ -85,6 +89,7 @@ class UrgencyQueue:
 
     def time_passed(self, seconds: float) -> None:
         self._lane_s = min(1.0, self._lane_s + self._tuning.boost_part * seconds)
+        self._on_lane.clear()
 
     def has_at_risk(self, rank: int) -> bool:
         """Whether anything of this rank may be at risk."""
@@ -132,6 +137,8 @@ class UrgencyQueue:
         risk_s = deadline_s - self._tuning.risk_factor * need_s - 2 * self._pace.longest_step_s
         if now_s >= late_s:
             return beyond_repair, math.inf
+        if self._by_work_alone(sequence.service.rank):
+            return SAFE, late_s
         if now_s >= risk_s or (sequence.service.ttft_s is not None and sequence.service.rank <= self._pace.best_rank):
             return AT_RISK, (late_s if self._tuning.relegation else math.inf)
         return SAFE, risk_s
@@ -143,7 +150,14 @@ class UrgencyQueue:
         interactive = sequence.service.ttft_s is not None
         deadline_s = sequence.first_deadline_s if interactive else sequence.completion_deadline_s
         patience = min(1.0, (deadline_s - sequence.arrival_s) / _PATIENT_S)
+        if self._by_work_alone(sequence.service.rank):
+            patience = 1.0
         return deadline_s + patience * self._pace.blend * sequence.num_uncomputed * self._pace.token_s
+
+    def _by_work_alone(self, rank: int) -> bool:
+        """Whether nearness of the deadline puts nobody of the rank before others: it promises paces and ends alike, and
+        more than can be kept. What is late next would always go first, and make all the others late in turn."""
+        return self._pace.overloaded and rank in self._pace.mixed_ranks
 
     # ── the lane ──
 
@@ -151,6 +165,7 @@ class UrgencyQueue:
         found = self._pop_hungry(now_s) or self._pop_waited(now_s)
         if found is not None:
             self._lane_s -= found.num_uncomputed * self._pace.token_s + 0.001
+            self._on_lane.add(found)
         return found
 
     def _pop_waited(self, now_s: float) -> Sequence | None:
