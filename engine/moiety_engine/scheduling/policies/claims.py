@@ -126,7 +126,7 @@ class Claims:
             blocks[s.account] = blocks.get(s.account, 0) + len(s.blocks)
         each = self._context.num_blocks / max(1e-9, self._accounts[rank].total_weight)  # a unit of weight
         wanted = -(-len(beneficiary.tokens) // self._context.block_size)
-        if blocks.get(own, 0) + wanted > each * own.weight:
+        if blocks.get(own, 0) + wanted > self._tuning.reclaims_up_to * each * own.weight:
             return []
         over = []
         for s in sorted(same, key=lambda s: -s.order):

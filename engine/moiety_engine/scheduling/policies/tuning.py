@@ -26,6 +26,8 @@ class Tuning:
     blend: float = 300.0  # under load, seconds that a deadline moves for each second of work left
     loaded_s: float = 10.0  # predicted wait at which that holds in full, and ranks of mixed promises go by it alone
     boost_part: float = 0.02  # of the time, for those who waited too long
+    goes_on: float = 2.0  # steps, that may be left of a prompt that has begun for it to come before those that have not
+    lane_s: float = 0.2  # the most that may be saved of it
     hungry_s: float = 20.0  # a tenant that waits and was not served for so long
     max_overtaken: int = 32  # joins of others that a request puts up with while it finds no blocks
     # blocks
@@ -34,6 +36,7 @@ class Tuning:
     )
     overcommit_range: tuple[float, float] = (0.85, 1.5)  # of all blocks, that the batch may be predicted to want
     sharing_part: float = 0.02  # of the time, for taking blocks from tenants that hold more than their share
+    reclaims_up_to: float = 0.5  # of its share of blocks, that a tenant may reach by taking from those above theirs
     max_preemptions: int = 2
     reserve_quantile: float = 0.95  # of a tenant's answers, whose length a protected request reserves
     # money and admission

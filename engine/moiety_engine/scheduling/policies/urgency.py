@@ -1,5 +1,5 @@
-"""The queue of our own policy: those at risk before the others, in each the ranks, in each rank the tenants by their
-counters; of a tenant, what cannot keep its promise any more goes after all else.
+"""The queue of our own policy: those at risk before the others, in each the ranks, in each rank those that gave way
+before the new ones, and the tenants by their counters; of a tenant, what cannot keep its promise any more goes last.
 
 A request moves between buckets at times that are known when it enters, so that nothing is looked at before its time.
 Beside the order stands a lane of its own, with a small part of the engine's time: for requests that have waited beyond
@@ -33,7 +33,7 @@ class UrgencyQueue:
         self._pace = pace
         self._accounts = accounts  # by rank
         self._tally = tally
-        self._queues: dict[tuple[int, int, bool], FairQueue] = {}  # by (bucket, rank, new)
+        self._queues: dict[tuple[int, int, bool], FairQueue] = {}  # by (bucket, rank, never gave way)
         self._levels: list[tuple[int, int, bool]] = []  # their keys, in the order of their turns
         self._moves: list[_Timer] = []  # when who goes into the next bucket
         self._waited: list[_Timer] = []  # when who has waited too long
@@ -88,12 +88,12 @@ class UrgencyQueue:
                 queue.fell(account)
 
     def time_passed(self, seconds: float) -> None:
-        self._lane_s = min(1.0, self._lane_s + self._tuning.boost_part * seconds)
+        self._lane_s = min(self._tuning.lane_s, self._lane_s + self._tuning.boost_part * seconds)
         self._on_lane.clear()
 
     def has_at_risk(self, rank: int) -> bool:
         """Whether anything of this rank may be at risk."""
-        return any(self._queues.get((AT_RISK, rank, new)) for new in (False, True))
+        return any(self._queues.get((AT_RISK, rank, never)) for never in (False, True))
 
     def _leave(self, sequence: Sequence) -> None:
         self.num_queued -= sequence.leave_queue()
@@ -107,7 +107,11 @@ class UrgencyQueue:
             sequence.note(int(now_s * 1e9), EventKind.RELEGATED, Reason.BEYOND_REPAIR)
             self._tally.of(sequence.service.name).relegated += 1
         sequence.bucket = bucket
-        level = (min(bucket, SAFE), sequence.service.rank, sequence.scheduled_unix_ns == 0)
+        rank = sequence.service.rank
+        first = bucket == AT_RISK or self._is_best_stream(
+            sequence
+        )  # though relegated: it waits behind its tenant's own
+        level = (AT_RISK if first else SAFE, rank, not self._goes_on(sequence))
         queue = self._queues.get(level)
         if queue is None:
             queue = self._queues[level] = FairQueue()
@@ -139,7 +143,7 @@ class UrgencyQueue:
             return beyond_repair, math.inf
         if self._by_work_alone(sequence.service.rank):
             return SAFE, late_s
-        if now_s >= risk_s or (sequence.service.ttft_s is not None and sequence.service.rank <= self._pace.best_rank):
+        if now_s >= risk_s or self._is_best_stream(sequence):
             return AT_RISK, (late_s if self._tuning.relegation else math.inf)
         return SAFE, risk_s
 
@@ -153,6 +157,17 @@ class UrgencyQueue:
         if self._by_work_alone(sequence.service.rank):
             patience = 1.0
         return deadline_s + patience * self._pace.blend * sequence.num_uncomputed * self._pace.token_s
+
+    def _goes_on(self, sequence: Sequence) -> bool:
+        """Whether it has begun and comes before what has not: it gave way, or a step or so will complete it."""
+        if sequence.scheduled_unix_ns == 0:
+            return False
+        need_s = sequence.num_uncomputed * self._pace.token_s
+        return sequence.num_preemptions > 0 or need_s <= self._tuning.goes_on * self._pace.longest_step_s
+
+    def _is_best_stream(self, sequence: Sequence) -> bool:
+        rank = sequence.service.rank
+        return sequence.service.ttft_s is not None and rank <= self._pace.best_rank and not self._by_work_alone(rank)
 
     def _by_work_alone(self, rank: int) -> bool:
         """Whether nearness of the deadline puts nobody of the rank before others: it promises paces and ends alike, and
