@@ -26,10 +26,17 @@ class Replica:
     """A scheduler, a clock, and a model that says 100 + position until an answer is as long as was wanted."""
 
     def __init__(
-        self, policy: str, *, num_blocks: int = 1024, budget: int = 32, max_running: int = 8, caching: bool = True
+        self,
+        policy: str,
+        *,
+        num_blocks: int = 1024,
+        budget: int = 32,
+        max_running: int = 8,
+        max_waiting: int = 1 << 15,
+        caching: bool = True,
     ) -> None:
         ledger = KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=caching)
-        limits = Limits(budget, max_running)
+        limits = Limits(budget, max_running, max_waiting=max_waiting)
         strategy = STRATEGIES[Batching.CONTINUOUS]
         self.scheduler = Scheduler(ledger, limits, strategy, policy, step_time=StepTimeModel(LINEAR))
         self.now_ns = 1000 * SECOND
