@@ -214,6 +214,10 @@ class Replica:
         assert self.scheduler.policy.num_queued == len(queued)
         for s in sequences:
             assert bool(s.entry & 1) == (s.has_credit and not (s.place is Place.RUNNING and s.decoding)), s.place
+        places = self.scheduler.places
+        running = [s for s in sequences if s.place is Place.RUNNING]
+        assert set(places.decoding) == {s for s in running if s.decoding or s.ghost}
+        assert places.worst_rank_running == max((s.service.rank for s in running), default=-1)
         self._check_tally(sequences)
 
     def _check_blocks(self, sequences: list[Sequence]) -> None:

@@ -74,7 +74,7 @@ class Filling:
             if given is _Given.NOTHING:
                 break
         for sequence in set_aside:
-            if sequence.place is not Place.ENDED:
+            if sequence.place is not Place.ENDED and sequence not in self._places.decoding:  # that go on by themselves
                 self._policy.push(sequence, now_s)
         if planner.rows_left > 0 and given is not _Given.NOTHING:
             self.go_on(planner, now_s)
@@ -118,8 +118,6 @@ class Filling:
 
     def _advance(self, sequence: Sequence, planner: Planner) -> _Given:
         """Give the sequence what it may have of this step."""
-        if planner.holds(sequence):  # it decodes: its last token was all that it had waited to compute
-            return _Given.ALL
         limit = planner.prefill_room(sequence)
         if limit <= 0:
             return _Given.NOTHING
@@ -146,6 +144,7 @@ class Filling:
             num_new = self._kv.num_blocks_to_start(hits, num_tokens)
         view.blocks_free = self._kv.pool.num_free
         view.shape = planner.shape
+        view.worst_rank = self._places.worst_rank_running
         reason = self._policy.delays(sequence, view, num_new, now_s)
         if reason is not None:
             return reason

@@ -56,10 +56,12 @@ class Places:
         self._ranks[sequence.service.rank] += 1
         self.computed(sequence)
 
-    def computed(self, sequence: Sequence) -> None:
-        """More of the sequence was computed: it may have come to lack no more than its newest token."""
-        if sequence.place is Place.RUNNING and sequence.decoding and not sequence.ghost:
-            self.decoding[sequence] = Chunk(sequence, 1, True)
+    def computed(self, sequence: Sequence) -> bool:
+        """More of the sequence was computed. True: it lacks no more than its newest token, and decodes from now on."""
+        if sequence.place is not Place.RUNNING or not sequence.decoding or sequence.ghost:
+            return False
+        self.decoding[sequence] = Chunk(sequence, 1, True)
+        return True
 
     def haunt(self, sequence: Sequence) -> None:
         """A row of a padded batch has ended, and goes on to be computed with the others."""

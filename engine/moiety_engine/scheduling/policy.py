@@ -64,7 +64,7 @@ class BatchView:
         self.shape = shape
         self.slack_s = slack_s  # until the first token is due that a running request still owes in time
         self.running = running
-        self.worst_rank = worst_rank  # of those running when the step began; -1 if there were none
+        self.worst_rank = worst_rank  # of those running; -1 if none runs
         self.blocks_free = blocks_free
         self.blocks_total = blocks_total
         self.somebody_lacks_blocks = False  # of those whose turn it was in this step

@@ -201,7 +201,8 @@ class Scheduler:
                         self.tally.of(sequence.service.name).num_running -= 1
                 outputs.append(CoreOutput(sequence.key, [token_id], None if logprob is None else [logprob], finish))
         for chunk in plan.chunks[plan.num_decode :]:
-            self.places.computed(chunk.sequence)
+            if self.places.computed(chunk.sequence):
+                self.policy.discard(chunk.sequence)  # it wants no more prefill
         self.output_tokens_total += len(got_token)
         self.policy.decoded(got_token)
         self._retire_ghosts()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from moiety_wire.classes import FLEX, OverloadAction, ServiceClass
+from moiety_wire.classes import BATCH, FLEX, PRIORITY, OverloadAction, ServiceClass
 from moiety_wire.messages import EventKind
 
 MakeReplica = Callable[..., Any]
@@ -83,3 +84,66 @@ def test_under_overload_a_rank_of_mixed_promises_keeps_more_of_them_by_work_than
         )
     assert late["moiety"] <= 120, "more than the long jobs were late"
     assert late["moiety"] < late["edf"] / 2
+
+
+def test_a_full_queue_makes_room_for_a_better_rank_also_of_a_tenant_with_requests_of_its_own(
+    make_replica: MakeReplica,
+) -> None:
+    replica = make_replica("moiety", max_waiting=4, max_running=1, budget=8)
+    for tenant in "abcd":
+        replica.add(4, tenant=tenant, service=BATCH)
+    urgent = [replica.add(400, tenant="gold", service=stream(60.0)) for _ in range(3)]
+    assert not replica.refused & set(urgent)
+    assert replica.scheduler.tally.of("batch").rejected == {"shed": 3}
+    replica.scheduler.take_verdicts()
+    assert len(replica.scheduler.places.waiting) == 4
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_streams_that_come_back_for_one_token_at_a_time_lose_no_place(make_replica: MakeReplica, seed: int) -> None:
+    """They return with their blocks kept, and may find that prompts of a better rank have used all of the step."""
+    rng = random.Random(seed)
+    replica = make_replica("moiety", budget=400, max_running=16, num_blocks=4000)
+    chat = ServiceClass("chat", 0, ttft_s=20.0, tpot_s=0.5, on_overload=OverloadAction.QUEUE)
+    slow = ServiceClass("slow", 1, ttft_s=20.0, tpot_s=5.0, on_overload=OverloadAction.QUEUE)
+    streams = [replica.add(8, tenant=f"stream-{n}", service=slow, output=30, credit=2) for n in range(4)]
+    for number in range(80):
+        if rng.random() < 0.5:
+            replica.add(rng.choice([50, 300, 900]), tenant=f"prompt-{number}", service=chat)
+        for key in streams:
+            if key not in replica.finishes and rng.random() < 0.3:
+                replica.extend(key, replica.credit[key] + 1)
+        replica.step()
+        for sequence in replica.scheduler.places.decoding:
+            assert sequence.entry % 2 == 0, "it decodes, and waits for prefill, too"
+    for key in streams:
+        replica.extend(key, 1 << 30)
+    replica.run()
+
+
+def test_who_waited_too_long_gets_a_small_part_of_the_time_and_no_more(make_replica: MakeReplica) -> None:
+    replica = make_replica("moiety", budget=32, num_blocks=8192)
+    patient = ServiceClass("patient", 3, completion_s=1e6, max_queue_s=1.0, on_overload=OverloadAction.QUEUE)
+    starved = replica.add(20_000, tenant="starved", service=patient)
+    busy = [replica.add(64, service=stream(1e5)) for _ in range(4)]
+    for _ in range(3000):  # 42 ms each
+        replica.step()
+        busy = [key for key in busy if key not in replica.finishes]
+        while len(busy) < 4:
+            busy.append(replica.add(64, service=stream(1e5)))
+    boosted = sum(rows for keys, rows in zip(replica.prefills, replica.prefill_rows, strict=True) if keys == [starved])
+    assert 0.005 < boosted / sum(replica.prefill_rows) < 0.03
+
+
+def test_what_may_not_be_preempted_is_reserved_and_others_wait_for_it(make_replica: MakeReplica) -> None:
+    replica = make_replica("moiety", num_blocks=32, max_running=8)
+    first = replica.add(40, tenant="a", service=PRIORITY, output=24)
+    replica.step()
+    replica.step()
+    held = replica.scheduler.places.by_key[first].reserved_tokens
+    assert held > 40
+    others = [replica.add(40, tenant="b", service=PRIORITY, output=24) for _ in range(3)]
+    replica.run()
+    for key in (first, *others):
+        assert EventKind.PREEMPTED not in replica.events(key)
+        assert len(replica.outputs[key]) == 24

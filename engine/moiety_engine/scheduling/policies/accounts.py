@@ -45,6 +45,7 @@ class Accounts:
         self._waiting: list[tuple[float, str]] = []  # a heap; counters may have changed since
         self._floor = 0.0  # the lowest counter among tenants with something waiting, as last seen
         self.total_weight = 0.0  # of active tenants
+        self.num_queued = 0  # requests, of all tenants
         self.credit = 0.0  # what a tenant keeps while it has nothing waiting
         self._charged = 0.0  # since credit was last reckoned
         self._rate = 0.0  # charged a second, running mean
@@ -68,6 +69,7 @@ class Accounts:
     def queued(self, account: Account) -> None:
         """One more of the account's requests waits."""
         account.num_queued += 1
+        self.num_queued += 1
         if account.num_queued > 1:
             return
         self._queued[account] = None
@@ -76,6 +78,7 @@ class Accounts:
     def unqueued(self, account: Account) -> None:
         """One of them waits no longer."""
         account.num_queued -= 1
+        self.num_queued -= 1
         if account.num_queued == 0:
             del self._queued[account]
 

@@ -31,12 +31,10 @@ class Guarantees:
         return sequence in self._owed or (sequence in self._reserved and self._within(sequence))
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
-        """Hold back so many tokens' blocks for it, if not more already."""
-        sequence.reserved_tokens = max(sequence.reserved_tokens, num_tokens)
-        if sequence not in self._owed:
-            self._reserved_total -= self._reserved.get(sequence, 0)
-            self._reserved[sequence] = -(-sequence.reserved_tokens // self._size)
-            self._reserved_total += self._reserved[sequence]
+        """Hold back so many tokens' blocks for it, from its start on."""
+        sequence.reserved_tokens = num_tokens
+        self._reserved[sequence] = -(-num_tokens // self._size)
+        self._reserved_total += self._reserved[sequence]
 
     def owe(self, sequence: Sequence) -> None:
         """It may not be preempted again."""

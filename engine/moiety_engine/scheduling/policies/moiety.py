@@ -145,8 +145,7 @@ class Moiety(Policy):
     def _judge(self, sequence: Sequence, service: ServiceClass, num_uncached: int) -> Verdict:
         accounts = self._accounts.get(service.rank)
         account = accounts.get(self._name_of(sequence)) if accounts is not None else None
-        places_left = max(0, self.context.max_waiting - self._queue.num_queued)
-        if account is not None and account.num_queued >= self.tuning.tenant_queue * places_left:
+        if account is not None and account.num_queued and account.num_queued >= self._places_of_tenant(service.rank):
             retry_s = self._flow.wait_s(service.rank, account.pending_tokens) / 2
             return Verdict(None, Reason.TENANT_QUEUE_FULL, retry_after_s=max(1.0, retry_s))
         weight = max(1e-6, sequence.submit.tenant_weight * service.weight)
@@ -212,6 +211,12 @@ class Moiety(Policy):
             return False
         shape = StepShape(len(view.running) + 1, 0, view.shape.decode_context + len(sequence.tokens), 0)
         return self.context.step_time.predict_s(shape) > self.tuning.decode_part * tpot_s
+
+    def _places_of_tenant(self, rank: int) -> float:
+        """Of those in the queue, how many one tenant's requests of this rank may take. What is of a worse rank makes
+        room when it must."""
+        taken = sum(accounts.num_queued for other, accounts in self._accounts.items() if other <= rank)
+        return self.tuning.tenant_queue * max(0, self.context.max_waiting - taken)
 
     def _name_of(self, sequence: Sequence) -> str:
         return sequence.tenant if self.tuning.fairness else ""

@@ -25,8 +25,7 @@ class Pace:
         self.token_s = 0.0  # predicted, of a prompt token in a full step
         self.step_s = 0.0  # running mean
         self.blend = 0.0  # seconds that a deadline moves for each second of work
-        self.overloaded = False  # whether some wait so long that the blend holds in full
-        self.mixed_ranks: set[int] = set()  # those that promise paces and ends
+        self.by_work: set[int] = set()  # ranks that promise paces and ends, where some wait very long
 
     @property
     def longest_step_s(self) -> float:
@@ -57,11 +56,11 @@ class Pace:
         for service in self.classes:
             self._reckon_with(service)
         self.token_s = 1 / self._flow.best_per_s
-        wait_s = max((self._flow.wait_s(service.rank, math.inf) for service in self.classes), default=0.0)
-        self.blend = self._tuning.blend * min(1.0, wait_s / self._tuning.loaded_s)
-        self.overloaded = wait_s >= self._tuning.loaded_s
+        waits_s = {service.rank: self._flow.wait_s(service.rank, math.inf) for service in self.classes}
+        self.blend = self._tuning.blend * min(1.0, max(waits_s.values(), default=0.0) / self._tuning.loaded_s)
         paces = {service.rank for service in self.classes if service.ttft_s is not None}
-        self.mixed_ranks = paces & {service.rank for service in self.classes if service.ttft_s is None}
+        ends = {service.rank for service in self.classes if service.ttft_s is None}
+        self.by_work = {rank for rank in paces & ends if waits_s[rank] >= self._tuning.loaded_s}
 
     def _reckon_with(self, service: ServiceClass) -> None:
         self.tpot_s = min(self.tpot_s, service.tpot_s or math.inf)

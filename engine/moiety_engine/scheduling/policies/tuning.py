@@ -26,8 +26,8 @@ class Tuning:
     blend: float = 300.0  # under load, seconds that a deadline moves for each second of work left
     loaded_s: float = 10.0  # predicted wait at which that holds in full, and ranks of mixed promises go by it alone
     boost_part: float = 0.02  # of the time, for those who waited too long
-    goes_on: float = 2.0  # steps, that may be left of a prompt that has begun for it to come before those that have not
-    lane_s: float = 0.2  # the most that may be saved of it
+    lane_saved_s: float = 0.2  # the most of that time that may be saved for later
+    nearly_done_steps: float = 2.0  # who has begun and needs no more goes before those who have not
     hungry_s: float = 20.0  # a tenant that waits and was not served for so long
     max_overtaken: int = 32  # joins of others that a request puts up with while it finds no blocks
     # blocks

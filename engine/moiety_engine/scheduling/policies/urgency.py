@@ -1,5 +1,5 @@
 """The queue of our own policy: those at risk before the others, in each the ranks, in each rank those that gave way
-before the new ones, and the tenants by their counters; of a tenant, what cannot keep its promise any more goes last.
+or are nearly done, and the tenants by their counters; of a tenant, what cannot keep its promise any more goes last.
 
 A request moves between buckets at times that are known when it enters, so that nothing is looked at before its time.
 Beside the order stands a lane of its own, with a small part of the engine's time: for requests that have waited beyond
@@ -15,7 +15,7 @@ from moiety_engine.scheduling.policies.accounts import Account, Accounts, FairQu
 from moiety_engine.scheduling.policies.pace import Pace
 from moiety_engine.scheduling.policies.tuning import Tuning
 from moiety_engine.scheduling.tally import Tally
-from moiety_engine.sequence import Sequence
+from moiety_engine.sequence import Place, Sequence
 from moiety_wire.messages import EventKind, Reason
 
 AT_RISK, SAFE, RELEGATED = range(3)
@@ -33,21 +33,18 @@ class UrgencyQueue:
         self._pace = pace
         self._accounts = accounts  # by rank
         self._tally = tally
-        self._queues: dict[tuple[int, int, bool], FairQueue] = {}  # by (bucket, rank, never gave way)
+        self._queues: dict[tuple[int, int, bool], FairQueue] = {}  # by (bucket, rank, has not begun)
         self._levels: list[tuple[int, int, bool]] = []  # their keys, in the order of their turns
         self._moves: list[_Timer] = []  # when who goes into the next bucket
         self._waited: list[_Timer] = []  # when who has waited too long
         self._hungry: list[tuple[float, int, Account]] = []  # when which tenant will have gone without for long
         self._lane_s = 0.0  # what the lane may spend
-        self._on_lane: set[Sequence] = set()  # who took from it in this step
+        self._on_lane: dict[Sequence, int] = {}  # who took from it in this step, and what it lacked then
         self._ties = 0
         self.num_queued = 0
 
     def push(self, sequence: Sequence, now_s: float) -> None:
         account = sequence.account
-        if sequence in self._on_lane:  # it comes back with what it did not get
-            self._on_lane.remove(sequence)
-            self._lane_s += sequence.num_uncomputed * self._pace.token_s
         if sequence.enter_queue():
             self.num_queued += 1
             self._accounts[sequence.service.rank].queued(account)
@@ -88,12 +85,15 @@ class UrgencyQueue:
                 queue.fell(account)
 
     def time_passed(self, seconds: float) -> None:
-        self._lane_s = min(self._tuning.lane_s, self._lane_s + self._tuning.boost_part * seconds)
+        """A step is over: give the lane its part, and back what was taken from it and not used."""
+        unused = sum(min(lacked, s.num_uncomputed) for s, lacked in self._on_lane.items() if s.place is not Place.ENDED)
         self._on_lane.clear()
+        self._lane_s += self._tuning.boost_part * seconds + unused * self._pace.token_s
+        self._lane_s = min(self._tuning.lane_saved_s, self._lane_s)
 
     def has_at_risk(self, rank: int) -> bool:
         """Whether anything of this rank may be at risk."""
-        return any(self._queues.get((AT_RISK, rank, never)) for never in (False, True))
+        return any(self._queues.get((AT_RISK, rank, has_not_begun)) for has_not_begun in (False, True))
 
     def _leave(self, sequence: Sequence) -> None:
         self.num_queued -= sequence.leave_queue()
@@ -108,9 +108,8 @@ class UrgencyQueue:
             self._tally.of(sequence.service.name).relegated += 1
         sequence.bucket = bucket
         rank = sequence.service.rank
-        first = bucket == AT_RISK or self._is_best_stream(
-            sequence
-        )  # though relegated: it waits behind its tenant's own
+        # a stream of the best rank stays among the first though relegated: it yields to its own tenant's, not to others
+        first = bucket == AT_RISK or self._is_best_stream(sequence)
         level = (AT_RISK if first else SAFE, rank, not self._goes_on(sequence))
         queue = self._queues.get(level)
         if queue is None:
@@ -141,10 +140,12 @@ class UrgencyQueue:
         risk_s = deadline_s - self._tuning.risk_factor * need_s - 2 * self._pace.longest_step_s
         if now_s >= late_s:
             return beyond_repair, math.inf
-        if self._by_work_alone(sequence.service.rank):
-            return SAFE, late_s
+        relegates_at_s = late_s if self._tuning.relegation else math.inf
+        rank = sequence.service.rank
+        if rank in self._pace.by_work:  # nobody of it goes first for being nearly late
+            return (AT_RISK if rank <= self._pace.best_rank else SAFE), (risk_s if now_s < risk_s else relegates_at_s)
         if now_s >= risk_s or self._is_best_stream(sequence):
-            return AT_RISK, (late_s if self._tuning.relegation else math.inf)
+            return AT_RISK, relegates_at_s
         return SAFE, risk_s
 
     def _key(self, sequence: Sequence) -> float:
@@ -154,7 +155,7 @@ class UrgencyQueue:
         interactive = sequence.service.ttft_s is not None
         deadline_s = sequence.first_deadline_s if interactive else sequence.completion_deadline_s
         patience = min(1.0, (deadline_s - sequence.arrival_s) / _PATIENT_S)
-        if self._by_work_alone(sequence.service.rank):
+        if sequence.service.rank in self._pace.by_work:
             patience = 1.0
         return deadline_s + patience * self._pace.blend * sequence.num_uncomputed * self._pace.token_s
 
@@ -163,16 +164,11 @@ class UrgencyQueue:
         if sequence.scheduled_unix_ns == 0:
             return False
         need_s = sequence.num_uncomputed * self._pace.token_s
-        return sequence.num_preemptions > 0 or need_s <= self._tuning.goes_on * self._pace.longest_step_s
+        return sequence.num_preemptions > 0 or need_s <= self._tuning.nearly_done_steps * self._pace.longest_step_s
 
     def _is_best_stream(self, sequence: Sequence) -> bool:
         rank = sequence.service.rank
-        return sequence.service.ttft_s is not None and rank <= self._pace.best_rank and not self._by_work_alone(rank)
-
-    def _by_work_alone(self, rank: int) -> bool:
-        """Whether nearness of the deadline puts nobody of the rank before others: it promises paces and ends alike, and
-        more than can be kept. What is late next would always go first, and make all the others late in turn."""
-        return self._pace.overloaded and rank in self._pace.mixed_ranks
+        return sequence.service.ttft_s is not None and rank <= self._pace.best_rank and rank not in self._pace.by_work
 
     # ── the lane ──
 
@@ -180,7 +176,7 @@ class UrgencyQueue:
         found = self._pop_hungry(now_s) or self._pop_waited(now_s)
         if found is not None:
             self._lane_s -= found.num_uncomputed * self._pace.token_s + 0.001
-            self._on_lane.add(found)
+            self._on_lane[found] = found.num_uncomputed
         return found
 
     def _pop_waited(self, now_s: float) -> Sequence | None:
