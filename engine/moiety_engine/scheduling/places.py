@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
+from itertools import islice
 from operator import attrgetter
 
 from moiety_engine.scheduling.plan import Chunk
@@ -39,6 +40,11 @@ class Places:
         """The waiting request that is missed least; None if none waits."""
         worst = max((rank for rank, members in self._waiting_of_rank.items() if members), default=None)
         return None if worst is None else next(reversed(self._waiting_of_rank[worst].values()))
+
+    def oldest_unix_ns(self, now_ns: int) -> int:
+        """When the first of those that wait or return came; now if there is none."""
+        firsts = [*self.returning[:1], *islice(self.waiting.values(), 1)]
+        return min((sequence.queued_unix_ns for sequence in firsts), default=now_ns)
 
     @property
     def worst_rank_running(self) -> int:

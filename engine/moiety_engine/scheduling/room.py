@@ -96,7 +96,10 @@ class Room:
         return pool.num_free >= num_blocks
 
     def free_place_for(self, beneficiary: Sequence, planner: Planner, now_ns: int) -> bool:
-        """Let one running sequence leave the batch for an urgent one. It keeps its blocks while nobody needs them."""
+        """Let one running sequence of a worse rank leave the batch for an urgent one. It keeps its blocks while nobody
+        needs them."""
+        if self._places.worst_rank_running <= beneficiary.service.rank:
+            return False
         for victim in self._policy.victims(self._places.running, beneficiary, now_ns / 1e9, takes_blocks=False):
             if not planner.prefills(victim):
                 planner.drop_decode(victim)

@@ -276,24 +276,17 @@ class Scheduler:
 
     def _joinable(self, now_ns: int) -> int:
         """How many may join the batch, by the strategy."""
-        oldest = min(
-            (group[0].queued_unix_ns for group in (self.places.returning, list(self._first_waiting())) if group),
-            default=now_ns,
-        )
+        limits = self.limits
         return self._strategy.joinable(
             QueueView(
                 num_running=self.num_running,
                 num_waiting=self.num_waiting,
-                oldest_wait_ms=(now_ns - oldest) / 1e6,
-                max_running=self.limits.max_running,
-                batch_size=self.limits.batch_size,
-                batch_timeout_ms=self.limits.batch_timeout_ms,
+                oldest_wait_ms=lambda: (now_ns - self.places.oldest_unix_ns(now_ns)) / 1e6,
+                max_running=limits.max_running,
+                batch_size=limits.batch_size,
+                batch_timeout_ms=limits.batch_timeout_ms,
             )
         )
-
-    def _first_waiting(self) -> list[Sequence]:
-        first = next(iter(self.places.waiting.values()), None)
-        return [] if first is None else [first]
 
     def _set_class(self, sequence: Sequence, num_uncached: int) -> None:
         """Deadlines by the class it is served in."""

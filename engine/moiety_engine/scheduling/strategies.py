@@ -23,7 +23,7 @@ class QueueView:
 
     num_running: int
     num_waiting: int
-    oldest_wait_ms: float
+    oldest_wait_ms: Callable[[], float]
     max_running: int
     batch_size: int
     batch_timeout_ms: float
@@ -47,7 +47,7 @@ def _join_static(view: QueueView) -> int:
 
 def _join_dynamic(view: QueueView) -> int:
     full = view.num_waiting >= view.batch_size
-    return _join_static(view) if full or view.oldest_wait_ms >= view.batch_timeout_ms else 0
+    return _join_static(view) if full or view.oldest_wait_ms() >= view.batch_timeout_ms else 0
 
 
 def _join_continuous(view: QueueView) -> int:
