@@ -147,3 +147,30 @@ def test_what_may_not_be_preempted_is_reserved_and_others_wait_for_it(make_repli
     for key in (first, *others):
         assert EventKind.PREEMPTED not in replica.events(key)
         assert len(replica.outputs[key]) == 24
+
+
+def test_of_two_that_may_not_give_way_again_one_pauses_with_its_blocks_until_the_other_has_ended(
+    make_replica: MakeReplica,
+) -> None:
+    replica = make_replica("moiety", num_blocks=20, max_running=4)
+    for _ in range(20):
+        replica.add(8, service=FLEX, output=3)  # so that short answers are expected
+    replica.run()
+    keys = [replica.add(20, service=FLEX, output=40) for _ in range(2)]
+    while not all(replica.outputs[key] for key in keys):
+        replica.step()
+    for key in keys:
+        sequence = replica.scheduler.places.by_key[key]
+        sequence.num_preemptions = 2
+        replica.scheduler.policy.preempted(sequence, None, 0.0)
+    paused: set[int] = set()
+    while not replica.scheduler.idle:
+        before = {key: (len(replica.outputs[key]), len(s.blocks)) for key, s in replica.scheduler.places.by_key.items()}
+        replica.step()
+        for key, s in replica.scheduler.places.by_key.items():
+            if len(replica.outputs[key]) == before[key][0]:
+                paused.add(key)
+                assert len(s.blocks) == before[key][1]
+    assert len(paused) == 1
+    assert [len(replica.outputs[key]) for key in keys] == [40, 40]
+    assert all(EventKind.PREEMPTED not in replica.events(key) for key in keys)
