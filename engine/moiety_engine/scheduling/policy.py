@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from typing import Any
 
+from moiety_engine.scheduling.entries import EntryHeap
 from moiety_engine.scheduling.lengths import OutputPredictor
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 from moiety_engine.scheduling.tally import Tally
@@ -102,7 +102,7 @@ class Policy:
 
     def __init__(self, context: PolicyContext) -> None:
         self.context = context
-        self._heap: list[tuple[Any, int, int, Sequence]] = []
+        self._heap = EntryHeap()
         self._num_queued = 0
 
     # ── who wants prefill ──
@@ -114,23 +114,18 @@ class Policy:
     def push(self, sequence: Sequence, now_s: float) -> None:
         """The sequence wants prefill: it is new, returns, or its last chunk did not complete its prompt."""
         self._num_queued += sequence.enter_queue()
-        heappush(self._heap, (self.key(sequence, now_s), sequence.order, sequence.entry, sequence))
+        self._heap.push(self.key(sequence, now_s), sequence)
 
     def pop(self, now_s: float) -> Sequence | None:
         """Take the first out of the queue; it comes back by `push` unless its prefill will be complete."""
-        while self._heap:
-            _, _, entry, sequence = heappop(self._heap)
-            if entry == sequence.entry:
-                self._num_queued -= sequence.leave_queue()
-                return sequence
-        return None
+        sequence = self._heap.pop()
+        if sequence is not None:
+            self._num_queued -= sequence.leave_queue()
+        return sequence
 
     def discard(self, sequence: Sequence) -> None:
-        """If the sequence is queued, it is no longer. Its entry is dropped when it comes up, or with many others."""
+        """If the sequence is queued, it is no longer."""
         self._num_queued -= sequence.leave_queue()
-        if len(self._heap) > 64 and len(self._heap) > 2 * self._num_queued:
-            self._heap = [item for item in self._heap if item[2] == item[3].entry]
-            heapify(self._heap)
 
     @property
     def num_queued(self) -> int:

@@ -11,9 +11,10 @@ that is behind is given so many places at once that it is far ahead when they ha
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 from itertools import islice
 
+from moiety_engine.scheduling.entries import EntryHeap
 from moiety_engine.sequence import Sequence
 
 _RATE_MEAN_S = 10.0
@@ -148,7 +149,7 @@ class FairQueue:
     """Sequences by tenant: the tenant with the lowest counter first, within a tenant by key."""
 
     def __init__(self) -> None:
-        self._heaps: dict[Account, list[tuple[float, int, int, Sequence]]] = {}
+        self._heaps: dict[Account, EntryHeap] = {}
         self._order: list[tuple[float, int, int, Account]] = []  # (counter, tie, version, account)
         self._ties = 0
 
@@ -158,12 +159,9 @@ class FairQueue:
     def push(self, account: Account, sequence: Sequence, key: float) -> None:
         heap = self._heaps.get(account)
         if heap is None:
-            heap = self._heaps[account] = []
+            heap = self._heaps[account] = EntryHeap()
             self._enter(account)
-        heappush(heap, (key, sequence.order, sequence.entry, sequence))
-        if len(heap) > 64 and len(heap) > 4 * account.num_queued:
-            heap[:] = [item for item in heap if item[2] == item[3].entry]
-            heapify(heap)
+        heap.push(key, sequence)
 
     def fell(self, account: Account) -> None:
         """The account's counter was lowered (its version raised): its place in the order is a new one."""
@@ -178,23 +176,19 @@ class FairQueue:
             if heap is None or version != account.version:
                 heappop(self._order)
                 continue
-            while heap and heap[0][2] != heap[0][3].entry:
-                heappop(heap)
-            if not heap:
+            if heap.first() is None:
                 del self._heaps[account]
                 heappop(self._order)
             elif counter < account.counter:
                 heapreplace(self._order, (account.counter, tie, version, account))
             else:
-                return heappop(heap)[3]
+                return heap.pop()
         return None
 
     def pop_of(self, account: Account) -> Sequence | None:
         """The first of one tenant's, out of its turn; None if it has none here."""
         heap = self._heaps.get(account)
-        while heap and heap[0][2] != heap[0][3].entry:
-            heappop(heap)
-        return heappop(heap)[3] if heap else None
+        return None if heap is None else heap.pop()
 
     def _enter(self, account: Account) -> None:
         self._ties += 1

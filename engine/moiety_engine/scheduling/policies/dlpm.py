@@ -12,16 +12,15 @@ found again when they come up, since blocks may have gone, and when a block has 
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 
+from moiety_engine.scheduling.entries import EntryHeap
 from moiety_engine.scheduling.policies.accounts import OUTPUT_WEIGHT
 from moiety_engine.scheduling.policy import Policy, PolicyContext
 from moiety_engine.sequence import Place, Sequence
 
 _NEW, _WAITING = range(2)  # a sequence's `bucket`: whether its client counts it
 _MAX_IDLE = 1024  # tenants remembered beyond those that have requests
-
-_Item = tuple[int, int, int, Sequence]  # (minus the cached tokens, order, entry, sequence)
 
 
 class Client:
@@ -34,7 +33,7 @@ class Client:
         self.deficit = 0.0
         self.active = 0  # requests that have not ended
         self.num_waiting = 0  # of them, those that have entered the queue and have not started
-        self.heap: list[_Item] = []
+        self.heap = EntryHeap()  # by minus the cached tokens
         self.version = 0  # raised when its place in the order is a new one
 
 
@@ -92,19 +91,18 @@ class Dlpm(Policy):
         cached = self.context.cached_tokens(sequence)
         self._note_lack(sequence, cached)
         client: Client = sequence.account
-        heappush(client.heap, (-cached, sequence.order, sequence.entry, sequence))
-        if len(client.heap) > 64 and len(client.heap) > 2 * client.num_waiting:
-            client.heap = [item for item in client.heap if item[2] == item[3].entry]
-            heapify(client.heap)
-        if client.heap[0][3] is sequence:
+        client.heap.push(-cached, sequence)
+        first = client.heap.first()
+        if first is not None and first[3] is sequence:
             self._place(client)
 
     def _place(self, client: Client) -> None:
         """A client that has a new first, or deficit again, has a new place in the order."""
         client.version += 1
-        if client.heap and client.deficit > 0:
+        first = client.heap.first()
+        if first is not None and client.deficit > 0:
             self._ties += 1
-            heappush(self._order, (*client.heap[0][:2], self._ties, client.version, client))
+            heappush(self._order, (*first[:2], self._ties, client.version, client))
 
     def _best(self) -> Sequence | None:
         """The request with the longest prefix of the clients with deficit left, out of its client's heap. None also
@@ -112,18 +110,16 @@ class Dlpm(Policy):
         while True:
             while self._order:
                 key, order, tie, version, client = self._order[0]
-                heap = client.heap
-                while heap and heap[0][2] != heap[0][3].entry:
-                    heappop(heap)
-                if version != client.version or client.deficit <= 0 or not heap:
+                first = client.heap.first()
+                if version != client.version or client.deficit <= 0 or first is None:
                     heappop(self._order)
-                elif (key, order) != heap[0][:2]:
-                    heapreplace(self._order, (*heap[0][:2], tie, version, client))
-                elif (cached := self.context.cached_tokens(heap[0][3])) < -key:
-                    self._note_lack(heap[0][3], cached)
-                    heapreplace(heap, (-cached, *heap[0][1:]))
+                elif (key, order) != first[:2]:
+                    heapreplace(self._order, (*first[:2], tie, version, client))
+                elif (cached := self.context.cached_tokens(first[3])) < -key:
+                    self._note_lack(first[3], cached)
+                    client.heap.rekey_first(-cached)
                 else:
-                    return heappop(heap)[3]
+                    return client.heap.pop()
             if not self._refill():
                 return None
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from heapq import heapify, heappop, heappush
 
+from moiety_engine.scheduling.entries import EntryHeap
 from moiety_engine.scheduling.policies.edf import Edf, deadline_s
 from moiety_engine.scheduling.policy import BatchView, PolicyContext, StepBudget
 from moiety_engine.scheduling.steptime import StepShape
@@ -30,8 +30,6 @@ _ALPHA_S = 0.008  # a token
 _LONG_ANSWER = 0.977  # quantile
 _SPARED = 1  # a sequence's `bucket`: another has been set aside in its stead
 _SEEN_STEPS = 0.05  # weight of the newest in the mean time of a step
-
-_Heap = list[tuple[float, int, int, Sequence]]  # (key, order, entry, sequence); void if the entry is not the sequence's
 
 
 class QoserveChunking(Edf):
@@ -51,8 +49,8 @@ class QoserveRelegation(QoserveChunking):
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
-        self._of_rank: dict[int, _Heap] = {}
-        self._relegated: _Heap = []
+        self._of_rank: dict[int, EntryHeap] = {}
+        self._relegated = EntryHeap()
         self._step_s = 0.0  # running mean
 
     # ── the queue ──
@@ -67,31 +65,20 @@ class QoserveRelegation(QoserveChunking):
             self._num_queued -= sequence.leave_queue()
         return sequence
 
-    def discard(self, sequence: Sequence) -> None:
-        self._num_queued -= sequence.leave_queue()
-        for heap in (self._relegated, *self._of_rank.values()):
-            self._compact(heap)
-
     def _enter(self, sequence: Sequence, now_s: float) -> None:
-        heap = self._relegated if sequence.relegated else self._of_rank.setdefault(sequence.service.rank, [])
-        heappush(heap, (self.key(sequence, now_s), sequence.order, sequence.entry, sequence))
-        self._compact(heap)
-
-    def _compact(self, heap: _Heap) -> None:
-        if len(heap) > 64 and len(heap) > 2 * self._num_queued:
-            heap[:] = [item for item in heap if item[2] == item[3].entry]
-            heapify(heap)
+        heap = self._relegated if sequence.relegated else self._of_rank.setdefault(sequence.service.rank, EntryHeap())
+        heap.push(self.key(sequence, now_s), sequence)
 
     def _choose(self, now_s: float) -> Sequence | None:
         """The first that is not set aside. On the way those are that will be late, or others in their stead."""
         while True:
-            firsts = [first for heap in self._of_rank.values() if (first := _first(heap)) is not None]
+            firsts = [first for heap in self._of_rank.values() if (first := heap.first()) is not None]
             if not firsts:
                 return None
-            chosen = min(firsts, key=lambda s: self._of_rank[s.service.rank][0][:2])
+            chosen = min(firsts, key=lambda first: first[:2])[3]
             if not self._will_be_late(chosen, now_s):
                 return chosen
-            least = max(firsts, key=lambda s: s.service.rank)
+            least = max((first[3] for first in firsts), key=lambda s: s.service.rank)
             if least.service.rank <= chosen.service.rank:
                 self._relegate(chosen, now_s)
                 continue
@@ -151,7 +138,7 @@ class Qoserve(QoserveRelegation):
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
-        self._begun: _Heap = []  # prefill that has begun, by when it can be put off no longer
+        self._begun = EntryHeap()  # prefill that has begun, by when it can be put off no longer
 
     def key(self, sequence: Sequence, now_s: float) -> float:
         tokens: float = sequence.num_uncomputed
@@ -163,19 +150,17 @@ class Qoserve(QoserveRelegation):
         super()._enter(sequence, now_s)
         if sequence.place is Place.RUNNING and not sequence.num_output and not sequence.relegated:
             until_s = self._latest_start_s(sequence) - self._step_s
-            heappush(self._begun, (until_s, sequence.order, sequence.entry, sequence))
-            self._compact(self._begun)
+            self._begun.push(until_s, sequence)
 
     def _choose(self, now_s: float) -> Sequence | None:
-        while (begun := _first(self._begun)) is not None and self._begun[0][0] <= now_s:
+        while (first := self._begun.first()) is not None and first[0] <= now_s:
+            begun: Sequence = first[3]
             if not self._will_be_late(begun, now_s):
                 return begun
-            heappop(self._begun)
+            self._begun.pop()
         return super()._choose(now_s)
 
 
-def _first(heap: _Heap) -> Sequence | None:
-    """Of those that are still queued; void entries before it are dropped."""
-    while heap and heap[0][2] != heap[0][3].entry:
-        heappop(heap)
-    return heap[0][3] if heap else None
+def _first(heap: EntryHeap) -> Sequence | None:
+    first = heap.first()
+    return None if first is None else first[3]

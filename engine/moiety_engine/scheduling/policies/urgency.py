@@ -9,8 +9,9 @@ their class's bound and for tenants that have gone without service for long.
 from __future__ import annotations
 
 import math
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
+from moiety_engine.scheduling.entries import EntryHeap
 from moiety_engine.scheduling.policies.accounts import Account, Accounts, FairQueue
 from moiety_engine.scheduling.policies.pace import Pace
 from moiety_engine.scheduling.policies.tuning import Tuning
@@ -21,8 +22,6 @@ from moiety_wire.messages import EventKind, Reason
 AT_RISK, SAFE, RELEGATED = range(3)
 _AFTER_ALL = 1e12  # a key behind every deadline
 _PATIENT_S = 60.0  # a promise this far off lets others go before it without harm
-
-_Timer = tuple[float, int, int, Sequence]  # (when, order, entry, who)
 
 
 class UrgencyQueue:
@@ -35,8 +34,8 @@ class UrgencyQueue:
         self._tally = tally
         self._queues: dict[tuple[int, int, bool], FairQueue] = {}  # by (bucket, rank, has not begun)
         self._levels: list[tuple[int, int, bool]] = []  # their keys, in the order of their turns
-        self._moves: list[_Timer] = []  # when who goes into the next bucket
-        self._waited: list[_Timer] = []  # when who has waited too long
+        self._moves = EntryHeap()  # when who goes into the next bucket
+        self._waited = EntryHeap()  # when who has waited too long
         self._hungry: list[tuple[float, int, Account]] = []  # when which tenant will have gone without for long
         self._lane_s = 0.0  # what the lane may spend
         self._on_lane: dict[Sequence, int] = {}  # who took from it in this step, and what it lacked then
@@ -52,17 +51,11 @@ class UrgencyQueue:
                 self._ties += 1
                 heappush(self._hungry, (account.last_served_s + self._tuning.hungry_s, self._ties, account))
         self._enter(sequence, now_s)
-        if len(self._moves) + len(self._waited) > 256 + 4 * self.num_queued:
-            for heap in (self._moves, self._waited):
-                heap[:] = [item for item in heap if item[2] == item[3].entry]
-                heapify(heap)
 
     def pop(self, now_s: float) -> Sequence | None:
-        while self._moves and self._moves[0][0] <= now_s:
-            _, _, entry, sequence = heappop(self._moves)
-            if entry == sequence.entry:
-                sequence.enter_queue()  # its old place is void
-                self._enter(sequence, now_s)
+        while (sequence := self._moves.pop_until(now_s)) is not None:
+            sequence.enter_queue()  # its old place is void
+            self._enter(sequence, now_s)
         found = self._pop_lane(now_s) if self._lane_s > 0 else None
         if found is None:
             for level in self._levels:
@@ -118,9 +111,9 @@ class UrgencyQueue:
         queue.push(sequence.account, sequence, self._key(sequence))
         if not sequence.boosted:
             since_s = sequence.arrival_s if sequence.scheduled_unix_ns == 0 else now_s
-            heappush(self._waited, (since_s + sequence.service.max_queue_s, sequence.order, sequence.entry, sequence))
+            self._waited.push(since_s + sequence.service.max_queue_s, sequence)
         if moves_at_s < math.inf:
-            heappush(self._moves, (moves_at_s, sequence.order, sequence.entry, sequence))
+            self._moves.push(moves_at_s, sequence)
 
     def _bucket(self, sequence: Sequence, now_s: float) -> tuple[int, float]:
         """(bucket, when it moves on)."""
@@ -181,18 +174,16 @@ class UrgencyQueue:
 
     def _pop_waited(self, now_s: float) -> Sequence | None:
         """For a request that has waited too long: itself if it was relegated, else the first of its rank."""
-        while self._waited and self._waited[0][0] <= now_s:
-            _, _, entry, sequence = heappop(self._waited)
-            if entry != sequence.entry:
-                continue
-            self._boost(sequence, now_s)
-            if sequence.relegated:
-                return sequence
-            found = self._pop_rank(sequence.service.rank)
-            if found is not sequence:
-                heappush(self._waited, (now_s, sequence.order, entry, sequence))  # its turn is to come
-            return found
-        return None
+        sequence = self._waited.pop_until(now_s)
+        if sequence is None:
+            return None
+        self._boost(sequence, now_s)
+        if sequence.relegated:
+            return sequence
+        found = self._pop_rank(sequence.service.rank)
+        if found is not sequence:
+            self._waited.push(now_s, sequence)  # its turn is to come
+        return found
 
     def _pop_hungry(self, now_s: float) -> Sequence | None:
         """For a tenant that has gone without for long: the first of its own."""

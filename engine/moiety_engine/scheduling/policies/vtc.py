@@ -9,8 +9,9 @@ and goes on before others start. Classes and deadlines mean nothing here.
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 
+from moiety_engine.scheduling.entries import EntryHeap
 from moiety_engine.scheduling.policies.accounts import OUTPUT_WEIGHT
 from moiety_engine.scheduling.policy import Policy, PolicyContext
 from moiety_engine.sequence import Place, Sequence
@@ -29,7 +30,7 @@ class Client:
         self.counter = 0.0
         self.active = 0  # requests that have not ended
         self.num_queued = 0  # of them, those that have entered the queue and have not started
-        self.heap: list[tuple[int, int, Sequence]] = []  # (order, entry, sequence)
+        self.heap = EntryHeap()
 
 
 class Vtc(Policy):
@@ -64,27 +65,20 @@ class Vtc(Policy):
         if not client.heap:
             self._ties += 1
             heappush(self._by_counter, (client.counter, self._ties, client))
-        heappush(client.heap, (sequence.order, sequence.entry, sequence))
-        if len(client.heap) > 64 and len(client.heap) > 2 * client.num_queued:
-            client.heap = [item for item in client.heap if item[1] == item[2].entry]
-            heapify(client.heap)
+        client.heap.push(sequence.order, sequence)
 
     def pop(self, now_s: float) -> Sequence | None:
         sequence = super().pop(now_s)
-        if sequence is None and (client := self._lowest()) is not None:
-            sequence = heappop(client.heap)[2]
+        if sequence is None and (client := self._lowest()) is not None and (sequence := client.heap.pop()) is not None:
             self._num_queued -= sequence.leave_queue()
         return sequence
 
     def _lowest(self) -> Client | None:
-        """Of the clients that have something to start, the one with the lowest counter. Its heap's top is valid."""
+        """Of the clients that have something to start, the one with the lowest counter."""
         order = self._by_counter
         while order:
             counter, tie, client = order[0]
-            heap = client.heap
-            while heap and heap[0][1] != heap[0][2].entry:
-                heappop(heap)
-            if not heap:
+            if client.heap.first() is None:
                 heappop(order)
             elif counter < client.counter:
                 heapreplace(order, (client.counter, tie, client))
