@@ -109,9 +109,12 @@ class UrgencyQueue:
             queue = self._queues[level] = FairQueue()
             self._levels = sorted(self._queues)  # those at risk first, rank by rank
         queue.push(sequence.account, sequence, self._key(sequence))
+        has_begun = sequence.scheduled_unix_ns > 0
         if not sequence.boosted:
-            since_s = sequence.arrival_s if sequence.scheduled_unix_ns == 0 else now_s
+            since_s = now_s if has_begun else sequence.arrival_s
             self._waited.push(since_s + sequence.service.max_queue_s, sequence)
+        elif sequence.relegated and has_begun:
+            self._waited.push(0.0, sequence)  # the lane ends what it began: half of a prompt only holds a place
         if moves_at_s < math.inf:
             self._moves.push(moves_at_s, sequence)
 
