@@ -13,13 +13,26 @@ from dataclasses import dataclass
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 
 _MEAN_S = 10.0  # time constant of the running means
+_LEAST_SERVED = 0.001  # of the best rate, that is reckoned with when nothing is served at all
 
 
 @dataclass(slots=True)
-class _RankFlow:
+class Inflow:
+    """Prompt tokens of requests that were let in and have not started."""
+
+    seen_s: float
+    mean_s: float = _MEAN_S
     pending_tokens: int = 0
-    arriving_per_s: float = 0.0  # tokens let in, running mean
-    seen_s: float = 0.0
+    arriving_per_s: float = 0.0  # running mean, as of `seen_s`
+
+    def came(self, num_tokens: int, now_s: float) -> None:
+        self.fade(now_s)
+        self.pending_tokens += num_tokens
+        self.arriving_per_s += num_tokens / self.mean_s
+
+    def fade(self, now_s: float) -> None:
+        self.arriving_per_s *= math.exp(-max(0.0, now_s - self.seen_s) / self.mean_s)
+        self.seen_s = now_s
 
 
 class PromptFlow:
@@ -28,15 +41,12 @@ class PromptFlow:
     def __init__(self, step_time: StepTimeModel, max_batch_tokens: int) -> None:
         self._step_time = step_time
         self._max_batch_tokens = max_batch_tokens
-        self._ranks: dict[int, _RankFlow] = {}
+        self._ranks: dict[int, Inflow] = {}
         self._served_per_s: float | None = None
 
     def came(self, rank: int, num_tokens: int, now_s: float) -> None:
         """A request was let in with so many tokens to compute."""
-        flow = self._ranks.setdefault(rank, _RankFlow(seen_s=now_s))
-        flow.pending_tokens += num_tokens
-        self._fade(flow, now_s)
-        flow.arriving_per_s += num_tokens / _MEAN_S
+        self._ranks.setdefault(rank, Inflow(now_s)).came(num_tokens, now_s)
 
     def left(self, rank: int, num_tokens: int) -> None:
         """They wait no longer: the request has started, or is gone."""
@@ -53,6 +63,13 @@ class PromptFlow:
         self._served_per_s += share * (rate - self._served_per_s)
 
     @property
+    def served_per_s(self) -> float:
+        """Prompt tokens a second of late while some had to wait."""
+        if self._served_per_s is None:
+            return self.best_per_s
+        return max(self._served_per_s, _LEAST_SERVED * self.best_per_s)
+
+    @property
     def best_per_s(self) -> float:
         """Prompt tokens a second with nothing else to do."""
         full = StepShape().with_prefill(self._max_batch_tokens, 0)
@@ -61,7 +78,7 @@ class PromptFlow:
     def wait_s(self, rank: int, ahead_tokens: float) -> float:
         """How long a request of this rank waits that has so many prompt tokens of its own rank before it (no more than
         there are)."""
-        served = self._served_per_s if self._served_per_s is not None else self.best_per_s
+        served = self.served_per_s
         better_pending, better_per_s = self._sum_better(rank)
         own_rank = self._ranks.get(rank)
         ahead = better_pending + min(own_rank.pending_tokens if own_rank else 0, ahead_tokens)
@@ -76,7 +93,3 @@ class PromptFlow:
                 pending += flow.pending_tokens
                 arriving += flow.arriving_per_s
         return pending, arriving
-
-    def _fade(self, flow: _RankFlow, now_s: float) -> None:
-        flow.arriving_per_s *= math.exp(-max(0.0, now_s - flow.seen_s) / _MEAN_S)
-        flow.seen_s = now_s

@@ -135,6 +135,23 @@ def test_who_waited_too_long_gets_a_small_part_of_the_time_and_no_more(make_repl
     assert 0.005 < boosted / sum(replica.prefill_rows) < 0.03
 
 
+def test_of_prompts_too_late_anyway_one_after_the_other_is_ended(make_replica: MakeReplica) -> None:
+    replica = make_replica("moiety", budget=32, num_blocks=8192)
+    hopeless = ServiceClass("hopeless", 0, ttft_s=0.01, max_queue_s=1.0, on_overload=OverloadAction.QUEUE)
+    late = [replica.add(1000, tenant="late", service=hopeless) for _ in range(8)]
+    busy = [replica.add(64, service=stream(1e5)) for _ in range(4)]
+    most_begun = 0
+    for _ in range(4000):
+        replica.step()
+        begun = [key for key in late if key in replica.started and key not in replica.finishes]
+        most_begun = max(most_begun, len(begun))
+        busy = [key for key in busy if key not in replica.finishes]
+        while len(busy) < 4:
+            busy.append(replica.add(64, service=stream(1e5)))
+    assert most_begun <= 2, "the one that had begun before it was too late, and one that the lane ends"
+    assert sum(key in replica.finishes for key in late) >= 2, "what is late still ends"
+
+
 def test_what_may_not_be_preempted_is_reserved_and_others_wait_for_it(make_replica: MakeReplica) -> None:
     replica = make_replica("moiety", num_blocks=32, max_running=8)
     first = replica.add(40, tenant="a", service=PRIORITY, output=24)

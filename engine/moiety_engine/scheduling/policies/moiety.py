@@ -69,14 +69,14 @@ class Moiety(Policy):
         sequence.account = accounts.arrived(self._name_of(sequence), sequence, now_s)
         sequence.account.pending_tokens += sequence.num_prompt
         self._flow.came(service.rank, sequence.num_prompt, now_s)
+        self._pace.demand.came(service, sequence.num_prompt, now_s)
         self._pace.saw(service, now_s)
         sequence.predicted_output = self.context.lengths.expected(sequence.tenant, at_most=sequence.submit.max_tokens)
 
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
         account = sequence.account
-        account.pending_tokens -= sequence.num_prompt
         account.last_served_s = now_s
-        self._flow.left(sequence.service.rank, sequence.num_prompt)
+        self._waits_no_more(sequence)
         sequence.charged_tokens = self.tuning.prepaid * sequence.predicted_output
         self._accounts[sequence.service.rank].charge(account, num_uncached, sequence.charged_tokens)
         self._claims.reserve(sequence)
@@ -113,8 +113,7 @@ class Moiety(Policy):
         account: Account = sequence.account
         rank = sequence.service.rank
         if sequence.scheduled_unix_ns == 0:
-            account.pending_tokens -= sequence.num_prompt
-            self._flow.left(rank, sequence.num_prompt)
+            self._waits_no_more(sequence)
         else:
             unused = sequence.charged_tokens - sequence.num_output
             account.counter -= OUTPUT_WEIGHT * unused / account.weight
@@ -122,6 +121,13 @@ class Moiety(Policy):
                 self._queue.counter_fell(account, rank)
         self._accounts[rank].ended(account)
         self._claims.ended(sequence)
+
+    def _waits_no_more(self, sequence: Sequence) -> None:
+        """It starts, or ends without having started."""
+        sequence.account.pending_tokens -= sequence.num_prompt
+        self._flow.left(sequence.service.rank, sequence.num_prompt)
+        if not sequence.relegated:
+            self._pace.demand.left(sequence.service, sequence.num_prompt)
 
     # ── letting in ──
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from moiety_engine.scheduling.admission import PromptFlow
+from moiety_engine.scheduling.policies.demand import Demand
 from moiety_engine.scheduling.policies.tuning import Tuning
 from moiety_wire.classes import ServiceClass
 
@@ -25,7 +26,8 @@ class Pace:
         self.token_s = 0.0  # predicted, of a prompt token in a full step
         self.step_s = 0.0  # running mean
         self.blend = 0.0  # seconds that a deadline moves for each second of work
-        self.by_work: set[int] = set()  # ranks that promise paces and ends, where some wait very long
+        self.by_work: dict[int, float] = {}  # the same for ranks that promise paces and ends, where some wait very long
+        self.demand = Demand()
 
     @property
     def longest_step_s(self) -> float:
@@ -60,9 +62,14 @@ class Pace:
         self.blend = self._tuning.blend * min(1.0, max(waits_s.values(), default=0.0) / self._tuning.loaded_s)
         paces = {service.rank for service in self.classes if service.ttft_s is not None}
         ends = {service.rank for service in self.classes if service.ttft_s is None}
-        self.by_work = {rank for rank in paces & ends if waits_s[rank] >= self._tuning.loaded_s}
+        mixed = [rank for rank in paces & ends if waits_s[rank] >= self._tuning.loaded_s]
+        self.by_work = {rank: self._blend_of_mixed(rank, now_s) for rank in mixed}
 
     def _reckon_with(self, service: ServiceClass) -> None:
         self.tpot_s = min(self.tpot_s, service.tpot_s or math.inf)
         self.ttft_s = min(self.ttft_s, service.ttft_s or math.inf)
         self.best_rank = min(self.best_rank, service.rank)
+
+    def _blend_of_mixed(self, rank: int, now_s: float) -> float:
+        excess = self.demand.overload(rank, self._flow.served_per_s, now_s) - 1
+        return self._tuning.mixed_blend * min(1.0, max(0.0, excess)) ** 2

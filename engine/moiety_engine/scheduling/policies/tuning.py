@@ -24,6 +24,8 @@ class Tuning:
     # the queue
     risk_factor: float = 2.0  # at risk when this many times the predicted need is left
     blend: float = 300.0  # under load, seconds that a deadline moves for each second of work left
+    length_margin: float = 3.0  # of an answer's expected length, for which there must be time before the end promised
+    mixed_blend: float = 2000.0  # the same in ranks of mixed promises, where twice as much is due as can be done
     loaded_s: float = 10.0  # predicted wait at which that holds in full, and ranks of mixed promises go by it alone
     boost_part: float = 0.02  # of the time, for those who waited too long
     lane_saved_s: float = 0.2  # the most of that time that may be saved for later

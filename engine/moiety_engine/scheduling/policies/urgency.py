@@ -97,6 +97,8 @@ class UrgencyQueue:
         bucket, moves_at_s = self._bucket(sequence, now_s)
         if bucket == RELEGATED and not sequence.relegated:
             sequence.relegated = True
+            if sequence.scheduled_unix_ns == 0:
+                self._pace.demand.left(sequence.service, sequence.num_prompt)
             sequence.note(int(now_s * 1e9), EventKind.RELEGATED, Reason.BEYOND_REPAIR)
             self._tally.of(sequence.service.name).relegated += 1
         sequence.bucket = bucket
@@ -130,7 +132,7 @@ class UrgencyQueue:
                 return SAFE, math.inf
         else:
             deadline_s = sequence.completion_deadline_s
-            left = max(1.0, sequence.predicted_output - sequence.num_output)
+            left = max(1.0, self._tuning.length_margin * sequence.predicted_output - sequence.num_output)
             need_s += left * self._pace.step_s
         late_s = deadline_s - need_s
         risk_s = deadline_s - self._tuning.risk_factor * need_s - 2 * self._pace.longest_step_s
@@ -150,10 +152,10 @@ class UrgencyQueue:
             return _AFTER_ALL + sequence.arrival_s
         interactive = sequence.service.ttft_s is not None
         deadline_s = sequence.first_deadline_s if interactive else sequence.completion_deadline_s
-        patience = min(1.0, (deadline_s - sequence.arrival_s) / _PATIENT_S)
-        if sequence.service.rank in self._pace.by_work:
-            patience = 1.0
-        return deadline_s + patience * self._pace.blend * sequence.num_uncomputed * self._pace.token_s
+        blend = self._pace.by_work.get(sequence.service.rank)
+        if blend is None:
+            blend = self._pace.blend * min(1.0, (deadline_s - sequence.arrival_s) / _PATIENT_S)
+        return deadline_s + blend * sequence.num_uncomputed * self._pace.token_s
 
     def _goes_on(self, sequence: Sequence) -> bool:
         """Whether it has begun and comes before what has not: it gave way, or a step or so will complete it."""

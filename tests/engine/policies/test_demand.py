@@ -1,0 +1,40 @@
+"""How much more is promised than can be done."""
+
+from __future__ import annotations
+
+import pytest
+
+from moiety_engine.scheduling.policies.demand import Demand
+from moiety_wire.classes import ServiceClass
+
+SOON = ServiceClass("soon", 0, completion_s=100.0)
+LATER = ServiceClass("later", 0, completion_s=1000.0)
+WORSE = ServiceClass("worse", 1, completion_s=100.0)
+
+
+def test_what_waits_is_due_by_its_promise_and_a_part_of_it_before() -> None:
+    demand = Demand()
+    demand.came(SOON, 6_000, 0.0)
+    demand.came(LATER, 20_000, 0.0)
+    forgotten_s = 10_000.0  # so late that the rates are nothing
+    assert demand.overload(0, 100.0, forgotten_s) == pytest.approx((6_000 + 2_000) / 10_000)
+    demand.left(SOON, 6_000)
+    assert demand.overload(0, 100.0, forgotten_s) == pytest.approx(20_000 / 100_000)
+    demand.left(LATER, 20_000)
+    assert demand.overload(0, 100.0, forgotten_s) == pytest.approx(0.0)
+
+
+def test_what_comes_steadily_is_due_a_promise_later() -> None:
+    demand = Demand()
+    for second in range(600):
+        demand.came(SOON, 150, float(second))
+        demand.left(SOON, 150)
+    assert demand.overload(0, 100.0, 600.0) == pytest.approx(1.5 * 300 / 400, rel=0.02), "in four times the promise"
+
+
+def test_worse_ranks_do_not_count() -> None:
+    demand = Demand()
+    demand.came(WORSE, 6_000, 0.0)
+    assert demand.overload(0, 100.0, 10_000.0) == 0.0
+    demand.came(SOON, 1_000, 10_000.0)
+    assert demand.overload(1, 100.0, 20_000.0) == pytest.approx(7_000 / 10_000)
