@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.memory import store_i64
-from moiety_kernels.cpu.vectors import TILE_COLS, TILE_ROWS, dot_tile, widen_row
+from moiety_kernels.cpu.vectors import TILE_COLS, TILE_ROWS, dot_tile, dot_tiles, widen_row
 
 ROW_BLOCK = 96  # rows a task takes at once: with K = 1024 they fill a third of a 1 MiB L2 cache
 WIDEN_ROWS = 2 * TILE_ROWS  # from so many rows on, widening first pays
@@ -23,47 +23,9 @@ ROWS_AT = 0  # addresses of the rows
 WIDE_AT = 8 << 10  # a panel of widened weight rows, at least TILE_COLS of them
 TEMP_AT = WIDE_AT + TILE_COLS * (4 * MAX_WIDTH + PANEL_PAD)
 
-# by how many rows they take; where registers are few, those past TILE_ROWS are never called
-_wide_1, _wide_2, _wide_3, _wide_4, _wide_5, _wide_6 = (dot_tile(m, TILE_COLS, widen=False) for m in range(1, 7))
-_narrow_1, _narrow_2, _narrow_3, _narrow_4, _narrow_5, _narrow_6 = (
-    dot_tile(m, TILE_COLS, widen=True) for m in range(1, 7)
-)
+_wide_tile, _narrow_tile = dot_tiles(TILE_COLS, widen=False), dot_tiles(TILE_COLS, widen=True)
 _wide_single = dot_tile(1, 1, widen=False)
 _narrow_single = dot_tile(1, 1, widen=True)
-
-
-@jit
-def _wide_tile(m: int, rows: int, w: int, w_stride: int, k: int, out: int, out_stride: int) -> None:
-    """out[:m, :TILE_COLS] for m ≤ TILE_ROWS and float32 w."""
-    if m == 6:
-        _wide_6(rows, w, w_stride, k, out, out_stride)
-    elif m == 5:
-        _wide_5(rows, w, w_stride, k, out, out_stride)
-    elif m == 4:
-        _wide_4(rows, w, w_stride, k, out, out_stride)
-    elif m == 3:
-        _wide_3(rows, w, w_stride, k, out, out_stride)
-    elif m == 2:
-        _wide_2(rows, w, w_stride, k, out, out_stride)
-    else:
-        _wide_1(rows, w, w_stride, k, out, out_stride)
-
-
-@jit
-def _narrow_tile(m: int, rows: int, w: int, w_stride: int, k: int, out: int, out_stride: int) -> None:
-    """out[:m, :TILE_COLS] for m ≤ TILE_ROWS and bfloat16 w."""
-    if m == 6:
-        _narrow_6(rows, w, w_stride, k, out, out_stride)
-    elif m == 5:
-        _narrow_5(rows, w, w_stride, k, out, out_stride)
-    elif m == 4:
-        _narrow_4(rows, w, w_stride, k, out, out_stride)
-    elif m == 3:
-        _narrow_3(rows, w, w_stride, k, out, out_stride)
-    elif m == 2:
-        _narrow_2(rows, w, w_stride, k, out, out_stride)
-    else:
-        _narrow_1(rows, w, w_stride, k, out, out_stride)
 
 
 @jit

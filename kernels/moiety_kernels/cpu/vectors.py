@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import llvmlite.binding as llvm
@@ -319,6 +320,18 @@ def _numba_type(kind: ir.Type) -> Any:
     return {_I64: types.int64, _F32: types.float32, ir.VoidType(): types.void}[kind]
 
 
+def _emit_once(
+    module: ir.Module, name: str, kinds: Sequence[ir.Type], emit: Callable[[_Emitter], None], result: ir.Type
+) -> ir.Function:
+    """The module's function of that name, written by `emit` if it is not there."""
+    if name not in module.globals:
+        emitter = _Emitter(module, name, kinds, result)
+        emit(emitter)
+        if not emitter.builder.block.is_terminated:
+            emitter.builder.ret_void()
+    return module.globals[name]
+
+
 def _function(
     name: str, kinds: Sequence[ir.Type], emit: Callable[[_Emitter], None], result: ir.Type | None = None
 ) -> Any:
@@ -327,14 +340,7 @@ def _function(
     signature = _numba_type(returned)(*map(_numba_type, kinds))
 
     def generate(target: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        function = builder.module.globals.get(name)
-        if function is None:
-            emitter = _Emitter(builder.module, name, kinds, returned)
-            emit(emitter)
-            if not emitter.builder.block.is_terminated:
-                emitter.builder.ret_void()
-            function = emitter.function
-        value = builder.call(function, args)
+        value = builder.call(_emit_once(builder.module, name, kinds, emit, returned), args)
         return target.get_dummy_value() if result is None else value
 
     def typed(*_args: Any) -> Any:
@@ -349,12 +355,34 @@ def _function(
 
 def dot_tile(rows: int, cols: int, *, widen: bool) -> Any:
     """(row pointers, w, w stride, k, out, out stride): out[m, n] = Σ_k row_m[k] · w[n, k]; `widen`: w is bfloat16."""
-    return _function(f"moiety_dot_{rows}_{cols}_{widen}", [_I64] * 6, lambda e: _dot(e, rows, cols, widen))
+    return _function(f"moiety_dot_{rows}_{cols}_{widen}", [_I64] * 6, partial(_dot, rows=rows, cols=cols, widen=widen))
+
+
+def dot_tiles(cols: int, *, widen: bool) -> Any:
+    """The same for a number of rows, up to TILE_ROWS, that is known only when it runs: the first argument."""
+    kinds, void = [_I64] * 6, ir.VoidType()
+
+    def choose(e: _Emitter) -> None:
+        rows, *args = e.function.args
+        builder = e.builder
+        others = builder.append_basic_block()
+        choice = builder.switch(rows, others)
+        for m in range(1, TILE_ROWS + 1):
+            emit = partial(_dot, rows=m, cols=cols, widen=widen)
+            tile = _emit_once(e.module, f"moiety_dot_{m}_{cols}_{widen}", kinds, emit, void)
+            block = builder.append_basic_block()
+            choice.add_case(m, block)
+            builder.position_at_end(block)
+            builder.call(tile, args)
+            builder.ret_void()
+        builder.position_at_end(others)
+
+    return _function(f"moiety_dots_{cols}_{widen}", [_I64, *kinds], choose)
 
 
 def axpy_tile(rows: int, vectors: int) -> Any:
     """(p, p stride, v, v stride, count, out, out stride): out[m, :] += Σ_j p[m, j] · v[j, :]."""
-    return _function(f"moiety_axpy_{rows}_{vectors}", [_I64] * 7, lambda e: _axpy(e, rows, vectors))
+    return _function(f"moiety_axpy_{rows}_{vectors}", [_I64] * 7, partial(_axpy, rows=rows, vectors=vectors))
 
 
 widen_row = _function("moiety_widen", [_I64] * 3, _widen)
