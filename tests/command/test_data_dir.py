@@ -27,8 +27,8 @@ def test_a_second_serve_on_the_directory_is_refused_and_told_who_has_it(tmp_path
 
 def test_the_directory_is_free_again_after_use(tmp_path: Path) -> None:
     for _ in range(2):
-        with DataDir(tmp_path):
-            pass
+        with DataDir(tmp_path) as opened:
+            assert opened.path == tmp_path
 
 
 def test_a_directory_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:

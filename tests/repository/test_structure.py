@@ -16,7 +16,8 @@ def test_no_module_imports_itself_by_a_detour() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     graph = grimp.build_graph(*settings["tool"]["importlinter"]["root_packages"], cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError, which names the modules
+    order = list(graphlib.TopologicalSorter(imports).static_order())  # a CycleError names the modules
+    assert set(order) >= set(graph.modules)
 
 
 def test_no_source_root_is_a_package() -> None:

@@ -17,7 +17,8 @@ from moiety_engine.errors import EngineError, InvalidConfig
 from moiety_engine.simulator.advice import KV_FULL, KV_ROOM, SAFE_SHARE, Advice, Advisor
 from moiety_engine.simulator.bounds import KEPT, ClassBounds
 from moiety_engine.simulator.comparison import read_classes
-from moiety_engine.simulator.devices import PRESETS, Device, find_device
+from moiety_engine.simulator.devices import Device, find_device
+from moiety_engine.simulator.options import AsJson, ClassShares, ClassTargets, DeviceName, Seed, TraceFile
 from moiety_engine.simulator.replica import check_policy
 from moiety_engine.simulator.usage_rows import read_usage
 from moiety_engine.simulator.work import WorkModel
@@ -32,25 +33,17 @@ _NUM_ENOUGH = 200  # requests of a class, below which its p99 is a guess
 
 
 def advise_command(
-    trace: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="own CSV, Azure 2023, VTC or Mooncake JSON lines")
-    ] = None,
+    trace: TraceFile = None,
     usage: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="what moiety usage --requests 500 --json printed")
     ] = None,
-    device: Annotated[
-        str, typer.Option(help=f"{', '.join(PRESETS)}, or a file of bench engine --calibrate")
-    ] = "a10g-llama2-7b",
-    classes: Annotated[
-        str | None, typer.Option(help="classes by share of the demanded work: priority=0.2,standard=0.5,batch=0.3")
-    ] = None,
-    class_targets: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="TOML with a table for each class to change or add")
-    ] = None,
+    device: DeviceName = "a10g-llama2-7b",
+    classes: ClassShares = None,
+    class_targets: ClassTargets = None,
     policy: Annotated[str, typer.Option(help="how requests are scheduled")] = "moiety",
     duration: Annotated[float, typer.Option(min=10, help="seconds of the trace's busiest part to simulate")] = 300.0,
-    seed: Annotated[int, typer.Option(help="of everything that is drawn")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+    seed: Seed = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Say what one replica can carry, what to set, and how many replicas the traffic needs."""
     console = Console(stderr=True)

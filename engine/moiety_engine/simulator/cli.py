@@ -16,7 +16,8 @@ from rich.table import Table
 from moiety_engine.environment import describe_environment
 from moiety_engine.errors import EngineError, InvalidConfig
 from moiety_engine.simulator.comparison import Comparison, Scenario, compare, read_classes
-from moiety_engine.simulator.devices import PRESETS, find_device
+from moiety_engine.simulator.devices import find_device
+from moiety_engine.simulator.options import AsJson, ClassShares, ClassTargets, DeviceName, Seed, TraceFile
 from moiety_engine.simulator.plots import check_plot, draw
 from moiety_wire.classes import SHIPPED
 from moiety_workload.errors import WorkloadError
@@ -27,27 +28,19 @@ if TYPE_CHECKING:
 
 
 def simulate_command(
-    trace: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="own CSV, Azure 2023, VTC or Mooncake JSON lines")
-    ] = None,
+    trace: TraceFile = None,
     generate: Annotated[
         str | None,
         typer.Option(help="arrivals to draw, such as 'poisson:rate=3,tenant=a;onoff:rate=2,on=60,off=60,tenant=b'"),
     ] = None,
-    device: Annotated[
-        str, typer.Option(help=f"{', '.join(PRESETS)}, or a file of bench engine --calibrate")
-    ] = "a10g-llama2-7b",
+    device: DeviceName = "a10g-llama2-7b",
     policy: Annotated[
         list[str] | None, typer.Option(help="how requests are scheduled; repeatable; moiety if none is named")
     ] = None,
     compare_with: Annotated[str, typer.Option("--compare", help="more policies, separated by commas")] = "",
     load: Annotated[float | None, typer.Option(min=0.001, help="offer so many times the device's capacity")] = None,
-    classes: Annotated[
-        str | None, typer.Option(help="classes by share of the demanded work: priority=0.2,standard=0.5,batch=0.3")
-    ] = None,
-    class_targets: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="TOML with a table for each class to change or add")
-    ] = None,
+    classes: ClassShares = None,
+    class_targets: ClassTargets = None,
     duration: Annotated[float | None, typer.Option(min=1, help="seconds; a shorter trace is repeated")] = None,
     tenants: Annotated[int, typer.Option(min=1, help="that the conversations of a trace without tenants go to")] = 20,
     weights: Annotated[str, typer.Option(help="tenants' weights: a=1,b=2; 1 if not named")] = "",
@@ -58,11 +51,11 @@ def simulate_command(
     max_batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="token budget of a step; else the device's")
     ] = None,
-    seed: Annotated[int, typer.Option(help="of everything that is drawn")] = 0,
+    seed: Seed = 0,
     seeds: Annotated[str, typer.Option(help="several, separated by commas; figures are means over them")] = "",
     drain: Annotated[bool, typer.Option(help="go on after the last arrival until all requests have ended")] = True,
     plot: Annotated[Path | None, typer.Option(help="draw the comparison into a .png or .html file")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run the real scheduler under virtual time, on a trace or on drawn arrivals."""
     console = Console(stderr=True)
