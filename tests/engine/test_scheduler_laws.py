@@ -217,6 +217,7 @@ class Replica:
         places = self.scheduler.places
         running = [s for s in sequences if s.place is Place.RUNNING]
         assert set(places.decoding) == {s for s in running if s.decoding or s.ghost}
+        assert set(places.prefilling) == set(running) - set(places.decoding)
         assert places.worst_rank_running == max((s.service.rank for s in running), default=-1)
         self._check_tally(sequences)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 
 class NoFreeBlocks(Exception):
@@ -95,12 +96,13 @@ class BlockPool:
 
     def _evict(self, count: int) -> list[int]:
         """The least recently used cached blocks, which are hit no more."""
-        evicted = [self._cached.popitem(last=False)[0] for _ in range(count)]
+        evicted = list(islice(self._cached, count))
+        hashes, block_of, on_evict = self._hash_of, self._block_of, self.on_evict
         for block in evicted:
-            block_hash = self._hash_of[block]
+            block_hash = hashes[block]
             assert block_hash is not None, "only what can be hit is kept"
-            if self.on_evict is not None:
-                self.on_evict(block, block_hash)
-            del self._block_of[block_hash]
-            self._hash_of[block] = None
+            if on_evict is not None:
+                on_evict(block, block_hash)
+            del self._cached[block], block_of[block_hash]
+            hashes[block] = None
         return evicted

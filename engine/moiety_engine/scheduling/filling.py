@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from moiety_engine.scheduling.kv import Hit, KvLedger
-from moiety_engine.scheduling.places import Places
+from moiety_engine.scheduling.places import Places, by_arrival
 from moiety_engine.scheduling.planner import Planner
 from moiety_engine.scheduling.policy import BatchView, Policy
 from moiety_engine.scheduling.room import Room
@@ -81,9 +81,8 @@ class Filling:
 
     def go_on(self, planner: Planner, now_s: float) -> None:
         """Prefill for those already in the batch, whoever waits before them in the policy's queue."""
-        if len(self._places.decoding) == len(self._places.running):
-            return
-        for sequence in [s for s in self._places.running if s.entry & 1 and not planner.holds(s)]:
+        going = [s for s in self._places.prefilling if s.entry & 1 and not planner.prefills(s)]
+        for sequence in sorted(going, key=by_arrival):
             self._policy.discard(sequence)
             given = self._advance(sequence, planner)
             if given is not _Given.ALL:

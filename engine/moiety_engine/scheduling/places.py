@@ -15,7 +15,7 @@ from operator import attrgetter
 from moiety_engine.scheduling.plan import Chunk
 from moiety_engine.sequence import Place, Sequence
 
-_order = attrgetter("order")
+by_arrival = attrgetter("order")
 
 
 class Places:
@@ -27,6 +27,7 @@ class Places:
         self._waiting_of_rank: dict[int, dict[int, Sequence]] = {}
         self.running: list[Sequence] = []
         self.decoding: dict[Sequence, Chunk] = {}  # of them, those that lack only their newest token: their rows
+        self.prefilling: dict[Sequence, None] = {}  # and the others
         self._ranks: Counter[int] = Counter()  # of those running
         self.parked: list[Sequence] = []
         self.returning: list[Sequence] = []
@@ -57,9 +58,10 @@ class Places:
             self._wait_no_more(sequence)
         else:
             self.returning.remove(sequence)
-        insort(self.running, sequence, key=_order)
+        insort(self.running, sequence, key=by_arrival)
         sequence.place = Place.RUNNING
         self._ranks[sequence.service.rank] += 1
+        self.prefilling[sequence] = None
         self.computed(sequence)
 
     def computed(self, sequence: Sequence) -> bool:
@@ -67,17 +69,19 @@ class Places:
         if sequence.place is not Place.RUNNING or not sequence.decoding or sequence.ghost:
             return False
         self.decoding[sequence] = Chunk(sequence, 1, True)
+        self.prefilling.pop(sequence, None)
         return True
 
     def haunt(self, sequence: Sequence) -> None:
         """A row of a padded batch has ended, and goes on to be computed with the others."""
         sequence.ghost = True
         self.decoding[sequence] = Chunk(sequence, 0, False, num_pad=1)
+        self.prefilling.pop(sequence, None)
 
     def park(self, sequence: Sequence) -> None:
         """Out of the batch, for want of credit."""
         self._run_no_more(sequence)
-        insort(self.parked, sequence, key=_order)
+        insort(self.parked, sequence, key=by_arrival)
         sequence.place = Place.PARKED
 
     def send_back(self, sequence: Sequence) -> None:
@@ -86,7 +90,7 @@ class Places:
             self._run_no_more(sequence)
         else:
             self.parked.remove(sequence)
-        insort(self.returning, sequence, key=_order)
+        insort(self.returning, sequence, key=by_arrival)
         sequence.place = Place.RETURNING
 
     def end(self, sequence: Sequence) -> None:
@@ -106,6 +110,7 @@ class Places:
     def _run_no_more(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.decoding.pop(sequence, None)
+        self.prefilling.pop(sequence, None)
         rank = sequence.service.rank
         self._ranks[rank] -= 1
         if not self._ranks[rank]:

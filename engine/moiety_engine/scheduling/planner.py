@@ -56,9 +56,6 @@ class Planner:
         self._unhashed.clear()
         return block_hash in self._in_flight
 
-    def holds(self, sequence: Sequence) -> bool:
-        return self._decodes_now(sequence) or sequence in self._prefills
-
     def prefills(self, sequence: Sequence) -> bool:
         return sequence in self._prefills
 
