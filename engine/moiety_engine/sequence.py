@@ -61,6 +61,7 @@ class Sequence:
         "num_recomputed",
         "num_reserved",
         "num_sealed",
+        "num_uncached",
         "on_time",
         "order",
         "peak_computed",
@@ -89,6 +90,7 @@ class Sequence:
         self.tokens = list(submit.prompt_ids)
         self.num_prompt = len(submit.prompt_ids)
         self.num_computed = 0
+        self.num_uncached = self.num_prompt  # prompt tokens that no cache held when it came
         self.num_cached = 0  # prompt tokens taken from the prefix cache when first scheduled
         self.blocks: list[int] = []
         self.host_blocks: list[int] = []  # while swapped out: they hold the first `num_computed` tokens

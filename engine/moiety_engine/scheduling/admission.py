@@ -18,7 +18,7 @@ _LEAST_SERVED = 0.001  # of the best rate, that is reckoned with when nothing is
 
 @dataclass(slots=True)
 class Inflow:
-    """Prompt tokens of requests that were let in and have not started."""
+    """Prompt tokens that come, and those of them that still wait."""
 
     seen_s: float
     mean_s: float = _MEAN_S

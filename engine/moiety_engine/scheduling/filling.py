@@ -94,7 +94,7 @@ class Filling:
         """Whether nobody behind this one can join either, or may: there is no place, or it must not be overtaken."""
         if reason is Reason.NO_BLOCKS:
             return not self._policy.may_overtake(sequence, now_s)
-        return reason is Reason.BATCH_FULL
+        return reason is Reason.BATCH_FULL and not sequence.boosted  # which came out of its turn
 
     def mark_started(self, sequence: Sequence, now_ns: int) -> None:
         """A sequence joins the batch."""

@@ -153,8 +153,8 @@ class Policy:
 
     # ── what to do ──
 
-    def admit(self, sequence: Sequence, num_uncached: int, now_s: float) -> Verdict:
-        """Whether to let a new request in, that has so many prompt tokens to compute."""
+    def admit(self, sequence: Sequence, now_s: float) -> Verdict:
+        """Whether to let a new request in."""
         return Verdict(sequence.service, Reason.IN_TIME)
 
     def overflow(self, sequence: Sequence) -> Verdict:

@@ -92,9 +92,9 @@ class Scheduler:
         the pool."""
         sequence = Sequence(submit, order=self._num_seen, seed=seed, queued_unix_ns=now_ns)
         self._num_seen += 1
-        num_uncached = sequence.num_prompt - len(self.kv.find_prefix(sequence)) * self.kv.block_size
-        self._set_class(sequence, num_uncached)
-        verdict = self.policy.admit(sequence, num_uncached, now_ns / 1e9)
+        sequence.num_uncached = sequence.num_prompt - len(self.kv.find_prefix(sequence)) * self.kv.block_size
+        self._set_class(sequence)
+        verdict = self.policy.admit(sequence, now_ns / 1e9)
         service = verdict.service
         if service is not None and len(self.places.waiting) >= self.limits.max_waiting and not self._shed(service.rank):
             service, verdict = None, self.policy.overflow(sequence)
@@ -104,7 +104,7 @@ class Scheduler:
             return
         if service is not sequence.service:
             sequence.service = service
-            self._set_class(sequence, num_uncached)
+            self._set_class(sequence)
             sequence.note(now_ns, EventKind.DOWNGRADED, verdict.reason)
             self.tally.of(submit.service.name).downgraded += 1
         sequence.note(now_ns, EventKind.ADMITTED, verdict.reason)
@@ -288,11 +288,12 @@ class Scheduler:
             )
         )
 
-    def _set_class(self, sequence: Sequence, num_uncached: int) -> None:
+    def _set_class(self, sequence: Sequence) -> None:
         """Deadlines by the class it is served in."""
         service, arrival_s = sequence.service, sequence.arrival_s
         if service.ttft_s is not None:
-            sequence.first_deadline_s = arrival_s + service.ttft_s + service.ttft_per_1k_s * num_uncached / 1000
+            per_token_s = service.ttft_per_1k_s / 1000
+            sequence.first_deadline_s = arrival_s + service.ttft_s + per_token_s * sequence.num_uncached
         else:
             sequence.first_deadline_s = math.inf
         sequence.due_s = sequence.first_deadline_s

@@ -19,7 +19,6 @@ EOS = 7
 SECOND = 10**9
 TOKEN_S = 0.001
 STEP_S = 0.01
-LINEAR = (STEP_S, 100 * TOKEN_S, 0.0, 0.0, 0.0, 0.0)  # a step-time model that is right: a constant and a time a row
 
 
 class Replica:
@@ -34,11 +33,14 @@ class Replica:
         max_running: int = 8,
         max_waiting: int = 1 << 15,
         caching: bool = True,
+        step_s: float = STEP_S,
     ) -> None:
         ledger = KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=caching)
         limits = Limits(budget, max_running, max_waiting=max_waiting)
+        right = (step_s, 100 * TOKEN_S, 0.0, 0.0, 0.0, 0.0)  # the model of a step's time: a constant and a time a row
         strategy = STRATEGIES[Batching.CONTINUOUS]
-        self.scheduler = Scheduler(ledger, limits, strategy, policy, step_time=StepTimeModel(LINEAR))
+        self.scheduler = Scheduler(ledger, limits, strategy, policy, step_time=StepTimeModel(right))
+        self.step_s = step_s
         self.now_ns = 1000 * SECOND
         self.wanted: dict[int, int] = {}
         self.credit: dict[int, int] = {}
@@ -108,7 +110,7 @@ class Replica:
             if chunk.samples:
                 position = chunk.sequence.num_output
                 tokens.append(EOS if position + 1 == self.wanted[key] else 100 + position)
-        self.now_ns += round((STEP_S + TOKEN_S * plan.num_rows) * SECOND)
+        self.now_ns += round((self.step_s + TOKEN_S * plan.num_rows) * SECOND)
         for output in self.scheduler.commit(plan, tokens, [None] * len(tokens), self.now_ns):
             self._take(output)
         held = [block for s in self.scheduler.places.by_key.values() for block in s.blocks]

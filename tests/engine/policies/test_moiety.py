@@ -152,6 +152,78 @@ def test_of_prompts_too_late_anyway_one_after_the_other_is_ended(make_replica: M
     assert sum(key in replica.finishes for key in late) >= 2, "what is late still ends"
 
 
+def test_who_waited_too_long_is_begun_though_the_batch_is_full_and_its_tenant_goes_on_sending(
+    make_replica: MakeReplica,
+) -> None:
+    replica = make_replica("moiety", budget=32, num_blocks=8192, max_running=4)
+    hopeless = ServiceClass("hopeless", 0, ttft_s=0.01, max_queue_s=1.0, on_overload=OverloadAction.QUEUE)
+    busy = [replica.add(64, service=stream(1e5), output=20) for _ in range(8)]
+    for _ in range(10):
+        replica.step()
+    late = replica.add(200, service=hopeless)
+    while late not in replica.started:
+        replica.step()
+        busy = [key for key in busy if key not in replica.finishes]
+        busy += [replica.add(64, service=stream(1e5), output=20) for _ in range(8 - len(busy))]
+        assert replica.now_ns < 1010 * 10**9, "it starves"
+    replica.run()
+
+
+def test_who_waited_too_long_and_finds_no_place_holds_up_no_better_rank(
+    make_replica: MakeReplica,
+) -> None:
+    replica = make_replica("moiety", budget=64, num_blocks=8192, max_running=4, step_s=0.06)
+    urgent = ServiceClass("urgent", 0, ttft_s=1.5, on_overload=OverloadAction.QUEUE)
+    slow = ServiceClass("slow", 1, ttft_s=0.2, max_queue_s=1.0, on_overload=OverloadAction.QUEUE)
+    for _ in range(4):
+        replica.add(32, tenant="slow", service=slow, output=3000)
+    for _ in range(60):
+        replica.step()
+    for number in range(3):  # they take the places of three slow ones, which wait too long
+        replica.add(32, tenant=f"urgent-{number}", service=urgent, output=400)
+    for _ in range(300):
+        replica.step()
+    begin_ns = replica.now_ns
+    newest = replica.add(32, tenant="newest", service=urgent, output=5)
+    while not replica.came_ns[newest]:
+        replica.step()
+    assert replica.now_ns - begin_ns <= 0.3e9
+
+
+def test_time_for_an_answer_is_demanded_up_to_the_length_that_was_asked_for_and_no_further(
+    make_replica: MakeReplica,
+) -> None:
+    replica = make_replica("moiety")
+    far, near = (
+        ServiceClass(f"in-{end_s}-s", 0, completion_s=end_s, on_overload=OverloadAction.QUEUE) for end_s in (1e4, 1.2)
+    )
+    for _ in range(6):
+        replica.add(8, service=far, output=40)
+    replica.run()
+    soon = replica.add(8, service=near, output=40)  # takes 0.45 s
+    replica.run()
+    assert EventKind.RELEGATED not in replica.events(soon)
+
+
+def test_what_waits_and_is_not_late_is_what_is_demanded(make_replica: MakeReplica) -> None:
+    replica = make_replica("moiety", budget=8, max_running=2)
+    rng = random.Random(0)
+    jobs = [ServiceClass(f"job-{n}", n, completion_s=0.3, on_overload=OverloadAction.QUEUE) for n in range(2)]
+    for number in range(150):
+        key = replica.add(rng.randint(4, 40), tenant=f"{number % 3}", service=rng.choice(jobs))
+        if rng.random() < 0.2:
+            replica.abort(key)
+        for _ in range(rng.randint(0, 3)):
+            replica.step()
+        classes = replica.scheduler.policy._pace.demand._classes
+        demanded = {name: inflow.pending_tokens for name, (_, inflow) in classes.items()}
+        waiting = [s for s in replica.scheduler.places.waiting.values() if not s.relegated]
+        for job in jobs:
+            assert demanded.get(job.name, 0) == sum(s.num_uncached for s in waiting if s.service.name == job.name)
+    assert replica.scheduler.tally.of("job-1").relegated > 0
+    replica.run()
+
+
 def test_what_may_not_be_preempted_is_reserved_and_others_wait_for_it(make_replica: MakeReplica) -> None:
     replica = make_replica("moiety", num_blocks=32, max_running=8)
     first = replica.add(40, tenant="a", service=PRIORITY, output=24)

@@ -57,15 +57,12 @@ class Claims:
     def reserve(self, sequence: Sequence) -> None:
         """What the sequence may hold without losing its protection, if its class gives it any."""
         if not sequence.service.preemptible:
-            self._guarantees.reserve(sequence, sequence.reserved_tokens or self._predicted_peak(sequence))
+            self._guarantees.reserve(sequence, self._predicted_peak(sequence))
 
     def keeps_guarantees(self, joining: Sequence) -> bool:
         """Whether what is promised to those who are protected, and to the newcomer if it is one, can be kept."""
         if not joining.service.preemptible:
-            peak = self._predicted_peak(joining)
-            if joining.scheduled_unix_ns == 0:
-                joining.reserved_tokens = peak  # once it starts
-            return self._guarantees.can_join(joining, max(peak, joining.reserved_tokens))
+            return self._guarantees.can_join(joining, max(self._predicted_peak(joining), joining.reserved_tokens))
         return joining.num_preemptions < self._tuning.max_preemptions or self._guarantees.can_join(joining, 0)
 
     def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:

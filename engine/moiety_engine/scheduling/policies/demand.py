@@ -13,11 +13,12 @@ from moiety_wire.classes import ServiceClass
 
 _MEAN_S = 60.0  # time constant of the rates: of promises that are far off, and not of a burst
 _SHORTEST_S = 60.0
+_NEGLIGIBLE = 0.001  # of what is served
 _AHEAD = 4.0  # times the longest promise, up to which one looks
 
 
 class Demand:
-    """Of all classes. O(1) for a request; relegated ones count no more."""
+    """Of all classes of late. O(1) for a request; what was relegated is due no more."""
 
     def __init__(self) -> None:
         self._classes: dict[str, tuple[ServiceClass, Inflow]] = {}
@@ -36,16 +37,25 @@ class Demand:
     def overload(self, rank: int, served_per_s: float, now_s: float) -> float:
         """The most tokens of this rank and better ones that are due by any time, as a multiple of what is served until
         then."""
+        self._fade(_NEGLIGIBLE * served_per_s, now_s)
         flows = [
             (max(_SHORTEST_S, service.ttft_s or service.completion_s or 0.0), inflow)
             for service, inflow in self._classes.values()
             if service.rank <= rank
         ]
-        for _, inflow in flows:
-            inflow.fade(now_s)
         longest_s = max((within_s for within_s, _ in flows), default=_SHORTEST_S)
         times_s = [*(within_s for within_s, _ in flows), _AHEAD * longest_s]
         return max(_due(flows, until_s) / (served_per_s * until_s) for until_s in times_s)
+
+    def _fade(self, negligible_per_s: float, now_s: float) -> None:
+        """Let time pass over the rates, and forget classes of which nothing waits and hardly anything comes."""
+        for _, inflow in self._classes.values():
+            inflow.fade(now_s)
+        self._classes = {
+            name: (service, inflow)
+            for name, (service, inflow) in self._classes.items()
+            if inflow.pending_tokens or inflow.arriving_per_s > negligible_per_s
+        }
 
 
 def _due(flows: list[tuple[float, Inflow]], until_s: float) -> float:

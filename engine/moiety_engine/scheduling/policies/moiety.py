@@ -1,7 +1,7 @@
 """Our own policy: every class its promise, every tenant its share.
 
 Who wants prefill stands in one of three buckets. *At risk*: its deadline is near enough that it must go now. *Safe*:
-there is time. *Relegated*: its promise cannot be kept any more, and it must not drag others down. Those at risk go
+there is time. *Relegated*: its promise can hardly be kept any more, and it must not drag others down. Those at risk go
 first, the better rank before the worse; then, rank by rank, the others. Within a rank the tenant with the lowest
 virtual token counter goes first; of a tenant, the earliest deadline, blended with remaining work as the load grows, and
 last of all what was relegated. A small part of the time is kept for those who have waited beyond their class's bound
@@ -67,9 +67,9 @@ class Moiety(Policy):
         service = sequence.service
         accounts = self._accounts.setdefault(service.rank, Accounts())
         sequence.account = accounts.arrived(self._name_of(sequence), sequence, now_s)
-        sequence.account.pending_tokens += sequence.num_prompt
-        self._flow.came(service.rank, sequence.num_prompt, now_s)
-        self._pace.demand.came(service, sequence.num_prompt, now_s)
+        sequence.account.pending_tokens += sequence.num_uncached
+        self._flow.came(service.rank, sequence.num_uncached, now_s)
+        self._pace.demand.came(service, sequence.num_uncached, now_s)
         self._pace.saw(service, now_s)
         sequence.predicted_output = self.context.lengths.expected(sequence.tenant, at_most=sequence.submit.max_tokens)
 
@@ -124,19 +124,19 @@ class Moiety(Policy):
 
     def _waits_no_more(self, sequence: Sequence) -> None:
         """It starts, or ends without having started."""
-        sequence.account.pending_tokens -= sequence.num_prompt
-        self._flow.left(sequence.service.rank, sequence.num_prompt)
+        sequence.account.pending_tokens -= sequence.num_uncached
+        self._flow.left(sequence.service.rank, sequence.num_uncached)
         if not sequence.relegated:
-            self._pace.demand.left(sequence.service, sequence.num_prompt)
+            self._pace.demand.left(sequence.service, sequence.num_uncached)
 
     # ── letting in ──
 
-    def admit(self, sequence: Sequence, num_uncached: int, now_s: float) -> Verdict:
+    def admit(self, sequence: Sequence, now_s: float) -> Verdict:
         self._pace.refresh(now_s)
-        verdict = self._judge(sequence, sequence.service, num_uncached)
+        verdict = self._judge(sequence, sequence.service)
         fallback = sequence.submit.fallback
         if verdict.service is None and fallback and sequence.service.on_overload is OverloadAction.DOWNGRADE:
-            second = self._judge(sequence, fallback, num_uncached)
+            second = self._judge(sequence, fallback)
             if second.service is not None:
                 return Verdict(fallback, verdict.reason, second.predicted_ttft_s)
         return verdict
@@ -148,7 +148,7 @@ class Moiety(Policy):
     def predicted_ttft_s(self) -> dict[str, float]:
         return {c.name: self._flow.wait_s(c.rank, math.inf) + self._pace.step_s for c in self._pace.classes}
 
-    def _judge(self, sequence: Sequence, service: ServiceClass, num_uncached: int) -> Verdict:
+    def _judge(self, sequence: Sequence, service: ServiceClass) -> Verdict:
         accounts = self._accounts.get(service.rank)
         account = accounts.get(self._name_of(sequence)) if accounts is not None else None
         if account is not None and account.num_queued and account.num_queued >= self._places_of_tenant(service.rank):
@@ -157,10 +157,10 @@ class Moiety(Policy):
         weight = max(1e-6, sequence.submit.tenant_weight * service.weight)
         ahead = 0.0 if accounts is None else accounts.ahead_of(account, weight)
         wait_s = self._flow.wait_s(service.rank, ahead)
-        predicted_s = wait_s + num_uncached * self._pace.token_s + self._pace.step_s
+        predicted_s = wait_s + sequence.num_uncached * self._pace.token_s + self._pace.step_s
         if service.ttft_s is None or not self.tuning.admission:
             return Verdict(service, Reason.IN_TIME, predicted_s)
-        target_s = service.ttft_s + service.ttft_per_1k_s * num_uncached / 1000
+        target_s = service.ttft_s + service.ttft_per_1k_s * sequence.num_uncached / 1000
         best = service.rank <= self._pace.best_rank
         if predicted_s <= (self.tuning.ttft_margin_of_best if best else self.tuning.ttft_margin) * target_s:
             return Verdict(service, Reason.IN_TIME, predicted_s)
@@ -193,7 +193,9 @@ class Moiety(Policy):
         return None if self._claims.peak_fits(view, sequence) else Reason.NO_BLOCKS
 
     def may_overtake(self, blocked: Sequence, now_s: float) -> bool:
-        return not blocked.boosted and blocked.num_overtaken < self.tuning.max_overtaken
+        if blocked.boosted:  # it takes what gets free, unless the best rank wants it
+            return blocked.service.rank > self._pace.best_rank and self._queue.has_at_risk(self._pace.best_rank)
+        return blocked.num_overtaken < self.tuning.max_overtaken
 
     def victims(
         self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float, *, takes_blocks: bool = True

@@ -23,8 +23,8 @@ class Tuning:
     remembered_s: float = 30.0  # for how long a class that was seen is reckoned with
     # the queue
     risk_factor: float = 2.0  # at risk when this many times the predicted need is left
-    blend: float = 300.0  # under load, seconds that a deadline moves for each second of work left
     length_margin: float = 3.0  # of an answer's expected length, for which there must be time before the end promised
+    blend: float = 300.0  # under load, seconds that a deadline moves for each second of work left
     mixed_blend: float = 2000.0  # the same in ranks of mixed promises, where twice as much is due as can be done
     loaded_s: float = 10.0  # predicted wait at which that holds in full, and ranks of mixed promises go by it alone
     boost_part: float = 0.02  # of the time, for those who waited too long

@@ -98,7 +98,7 @@ class UrgencyQueue:
         if bucket == RELEGATED and not sequence.relegated:
             sequence.relegated = True
             if sequence.scheduled_unix_ns == 0:
-                self._pace.demand.left(sequence.service, sequence.num_prompt)
+                self._pace.demand.left(sequence.service, sequence.num_uncached)
             sequence.note(int(now_s * 1e9), EventKind.RELEGATED, Reason.BEYOND_REPAIR)
             self._tally.of(sequence.service.name).relegated += 1
         sequence.bucket = bucket
@@ -115,8 +115,10 @@ class UrgencyQueue:
         if not sequence.boosted:
             since_s = now_s if has_begun else sequence.arrival_s
             self._waited.push(since_s + sequence.service.max_queue_s, sequence)
-        elif sequence.relegated and has_begun:
+        elif sequence.place is Place.RUNNING:
             self._waited.push(0.0, sequence)  # the lane ends what it began: half of a prompt only holds a place
+        else:
+            self._waited.push(now_s, sequence)
         if moves_at_s < math.inf:
             self._moves.push(moves_at_s, sequence)
 
@@ -132,8 +134,8 @@ class UrgencyQueue:
                 return SAFE, math.inf
         else:
             deadline_s = sequence.completion_deadline_s
-            left = max(1.0, self._tuning.length_margin * sequence.predicted_output - sequence.num_output)
-            need_s += left * self._pace.step_s
+            longest = min(self._tuning.length_margin * sequence.predicted_output, sequence.submit.max_tokens)
+            need_s += max(1.0, longest - sequence.num_output) * self._pace.step_s
         late_s = deadline_s - need_s
         risk_s = deadline_s - self._tuning.risk_factor * need_s - 2 * self._pace.longest_step_s
         if now_s >= late_s:
