@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -30,6 +31,8 @@ from moiety_platform.db.session import Database
 from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
 from moiety_platform.logs import configure_logging
 from moiety_platform.metrics import Metrics
+from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
+from moiety_platform.quota.store import LeaseStore
 from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
@@ -137,7 +140,11 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         await usage.start()
         stack.push_async_callback(usage.stop)
         tracing = Tracing(provider)
-        recorder = RequestRecorder(usage, metrics, tracing, clock)
+        leases = LeaseStore(f"{socket.gethostname()[:24]}-{secrets.token_hex(12)}", LEASE_S)
+        quotas = QuotaKeeper(database, leases, clock, ttl_s=LEASE_S)
+        await quotas.start()
+        stack.push_async_callback(quotas.stop)
+        recorder = RequestRecorder(usage, quotas, metrics, tracing, clock)
         stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
         replicas = await stack.enter_async_context(_connect(settings, clock))
         authenticator = Authenticator(database, pepper, clock)

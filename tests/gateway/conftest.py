@@ -24,10 +24,13 @@ from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.gateway import GatewayServer, bind
 from moiety_platform.metrics import Metrics
+from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.store import LeaseStore
 from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing, build_provider
+from moiety_platform.usage.recorder import UsageRecorder
 from moiety_wire.classes import SHIPPED
 from moiety_wire.messages import Card
 
@@ -154,7 +157,8 @@ def _unchunk(data: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def run_gateway(tmp_path, engines, provider=None, **settings):
+async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, **settings):
+    """With `stores_usage` usage rows go to the store, as they do outside of tests; else they stay in a list."""
     clock, rows, metrics = SystemClock(), RowList(), Metrics()
     async with AsyncExitStack() as stack:
         database = Database.open(f"sqlite:///{tmp_path / 'store.db'}")
@@ -169,6 +173,13 @@ async def run_gateway(tmp_path, engines, provider=None, **settings):
         tracing = Tracing(provider or build_provider(None))
         authenticator = Authenticator(database, PEPPER, clock)
         classes = ClassCache(database, clock)
+        if stores_usage:
+            rows = UsageRecorder(database, tmp_path / "usage-journal")
+            await rows.start()
+            stack.push_async_callback(rows.stop)
+        quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock, ttl_s=20.0)
+        await quotas.start()
+        stack.push_async_callback(quotas.stop)
         services = Services(
             authenticator=authenticator,
             usage=rows,
@@ -177,7 +188,7 @@ async def run_gateway(tmp_path, engines, provider=None, **settings):
             metrics=metrics,
             tracing=tracing,
             clock=clock,
-            recorder=RequestRecorder(rows, metrics, tracing, clock),
+            recorder=RequestRecorder(rows, quotas, metrics, tracing, clock),
             admin_routes=[admin_router(database, authenticator, classes, PEPPER, clock, more=engine_routes(replicas))],
         )
         listener = bind("127.0.0.1", 0)

@@ -84,7 +84,7 @@ async def test_a_row_is_stored_as_it_was_recorded(database: Database, tmp_path: 
         await recorder.flush()
         async with database.read() as session:
             record = (await session.scalars(sa.select(UsageRecord))).one()
-    fields = [field.name for field in dataclasses.fields(UsageRow)]
+    fields = [field.name for field in dataclasses.fields(UsageRow) if field.name != "charges"]
     assert UsageRow(**{name: getattr(record, name) for name in fields}) == row
 
 

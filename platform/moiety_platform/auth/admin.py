@@ -20,6 +20,7 @@ from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.json_depth import check_depth
+from moiety_platform.quota.controller import QuotaController
 from moiety_platform.tenants.controller import ProjectController, TenantController
 from moiety_platform.usage.controller import UsageController
 
@@ -55,6 +56,7 @@ def admin_router(
             TenantController,
             ProjectController,
             KeyController,
+            QuotaController,
             UsageController,
             OverviewController,
             *more,

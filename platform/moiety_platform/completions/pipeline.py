@@ -1,7 +1,7 @@
 """The life of a request, from what is asked to its last token. Knows no HTTP and no API's field names.
 
-choose a class → pass the gate → tokenize → check the context → choose a replica → submit every sequence → wait for the
-verdicts → merge what comes → settle the counts
+choose a class → pass the gate → tokenize → check the context → reserve under the limits → choose a replica → submit
+every sequence → wait for the verdicts → merge what comes, reserving ahead of it → settle the counts
 """
 
 from __future__ import annotations
@@ -96,10 +96,14 @@ class Pipeline:
             raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)
         text = await self._texts.get(card)
         prompts = await text.encode(generation.prompts)
+        longest = [_max_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
+        credit = await record.spending.begin(
+            sum(map(len, prompts)), generation.num_sequences, min(max(longest), self._credit_window)
+        )
         submits = [
             submit
-            for number, prompt_ids in enumerate(prompts)
-            for submit in self._submits(record, generation, chosen, card, number, prompt_ids)
+            for number, (prompt_ids, max_tokens) in enumerate(zip(prompts, longest, strict=True))
+            for submit in self._submits(record, generation, chosen, number, prompt_ids, max_tokens, credit)
         ]
         client, _ = self._replicas.choose(generation.model, chosen.service)
         return client, Run(record, chosen, prompts, text, self._clock, self._credit_window), submits
@@ -137,11 +141,11 @@ class Pipeline:
         record: RequestRecord,
         generation: Generation,
         chosen: ChosenClass,
-        card: Card,
         number: int,
         prompt_ids: list[int],
+        max_tokens: int,
+        credit_tokens: int,
     ) -> list[Submit]:
-        max_tokens = _max_tokens(generation, card, len(prompt_ids))
         stopping = Stopping(
             max_tokens=max_tokens,
             min_tokens=min(generation.min_tokens, max_tokens),
@@ -155,7 +159,7 @@ class Pipeline:
             Submit(
                 request_id=f"{record.request_id}-{first + choice}",
                 seq=0,
-                model=card.model,
+                model=record.served_model,
                 tenant_id=record.principal.tenant_id,
                 service=chosen.service,
                 prompt_ids=prompt_ids,
@@ -163,7 +167,7 @@ class Pipeline:
                 if choice
                 else generation.sampling,
                 stopping=stopping,
-                credit_tokens=min(max_tokens, self._credit_window),
+                credit_tokens=min(max_tokens, credit_tokens),
                 cache_salt=record.principal.cache_salt,
                 arrival_unix_ns=record.arrival_unix_ns,
                 tenant_weight=record.principal.weight,

@@ -10,7 +10,9 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.classes.terms import Catalogue
 from moiety_platform.completions.generation import Generation
 from moiety_platform.completions.promise import Progress, is_broken, is_kept
+from moiety_platform.completions.spending import Spending
 from moiety_platform.errors import Overloaded, PlatformError
+from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.traces.tracing import RequestSpan
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Reason
@@ -32,6 +34,7 @@ class RequestRecord:
     started_s: float  # monotonic
     arrival_unix_ns: int
     on_submitted: Callable[[RequestRecord], None]
+    spending: Spending
     generation: Generation | None = None
     chosen: ServiceClass | None = None
     served: ServiceClass | None = None  # the fallback, where an engine has downgraded a sequence
@@ -50,6 +53,7 @@ class RequestRecord:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
+    was_cut_by_limit: bool = False  # a sequence ended because a limit had nothing left
     answered_status: int | None = None  # what the client has been sent already
     outcome: str = ""
     http_status: int = 0
@@ -89,6 +93,8 @@ class RequestRecord:
         """All choices came to their end."""
         self.outcome = "length" if "length" in self.finish_reasons else "stop"
         self.http_status = 200
+        if self.was_cut_by_limit:
+            self.error_code = QuotaExceeded.default_code
 
     def disconnected(self) -> None:
         self.outcome, self.http_status, self.error_code = "disconnected", CLIENT_CLOSED_REQUEST, "client_disconnected"

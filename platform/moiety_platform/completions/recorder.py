@@ -16,9 +16,12 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.clock import Clock
 from moiety_platform.completions.disconnect import ClientDisconnected
 from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.spending import Spending
 from moiety_platform.errors import PlatformError, Unavailable
 from moiety_platform.http_errors import internal_error
 from moiety_platform.metrics import Metrics
+from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.lease import Charge
 from moiety_platform.traces.tracing import Tracing
 from moiety_platform.usage.row import UsageRow
 
@@ -40,8 +43,9 @@ class UsageSink(Protocol):
 class RequestRecorder:
     """Opens and closes the records of one gateway process."""
 
-    def __init__(self, usage: UsageSink, metrics: Metrics, tracing: Tracing, clock: Clock) -> None:
+    def __init__(self, usage: UsageSink, quotas: QuotaKeeper, metrics: Metrics, tracing: Tracing, clock: Clock) -> None:
         self._usage = usage
+        self._quotas = quotas
         self._metrics = metrics
         self._tracing = tracing
         self._clock = clock
@@ -81,7 +85,10 @@ class RequestRecorder:
             started_at=self._clock.now(),
             started_s=self._clock.monotonic(),
             arrival_unix_ns=self._clock.unix_ns(),
-            on_submitted=lambda record: self._usage.opened(self._row(record)),
+            on_submitted=lambda record: self._usage.opened(
+                self._row(record, record.spending.charges(record.prompt_tokens))
+            ),
+            spending=Spending(self._quotas, principal),
         )
         self._num_open += 1
         self._idle.clear()
@@ -106,7 +113,7 @@ class RequestRecorder:
                 self._idle.set()
 
     def _close(self, record: RequestRecord) -> None:
-        row = self._row(record)
+        row = self._row(record, record.spending.settle(record.prompt_tokens + record.output_tokens))
         self._usage.record(row)
         self._metrics.observe(row, record.served_model, _tpot_s(record))
         if record.admission_outcome and record.chosen is not None:
@@ -130,7 +137,7 @@ class RequestRecorder:
             ms=round(row.duration_ms, 1),
         )
 
-    def _row(self, record: RequestRecord) -> UsageRow:
+    def _row(self, record: RequestRecord, charges: tuple[Charge, ...]) -> UsageRow:
         principal, generation = record.principal, record.generation
         ttft_s = None if record.first_token_s is None else record.first_token_s - record.started_s
         return UsageRow(
@@ -154,6 +161,7 @@ class RequestRecorder:
             error_code=record.error_code,
             num_preemptions=record.num_preemptions,
             sla_attained=record.sla_attained(self._clock.monotonic()),
+            charges=charges,
         )
 
 

@@ -15,6 +15,8 @@ from moiety_platform.engine_client.inbox import Delivery, Inbox
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_wire.messages import Accepted, EventKind, Finished, Tokens
 
+CREDIT_REFUSED = "credit_refused"  # the detail of an end for want of credit
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -76,7 +78,7 @@ class Run:
 
     async def __anext__(self) -> tuple[int, Tokens | Finished]:
         if self._relaying is not None:
-            self._extend(self._relaying)
+            await self._extend(self._relaying)
             self._relaying = None
         if self._num_open == 0:
             raise StopAsyncIteration
@@ -102,12 +104,19 @@ class Run:
             record.first_token_s = now_s
         progress.take(num_tokens, now_s - record.started_s)
 
-    def _extend(self, stream: EngineStream) -> None:
-        """Keep a window of credit ahead of what was relayed; renewed by halves, so that few messages are needed."""
+    async def _extend(self, stream: EngineStream) -> None:
+        """Keep a window of credit ahead of what was relayed; renewed by halves, so that few messages are needed. Where
+        a limit has nothing left, the sequence ends with the credit that it has."""
         window = self._credit_window
-        if stream.credit_tokens - stream.num_output_tokens <= window // 2:
-            limit = self._max_tokens[self._index[stream]]
-            stream.extend(min(limit, stream.num_output_tokens + window))
+        target = min(self._max_tokens[self._index[stream]], stream.num_output_tokens + window)
+        more = target - stream.credit_tokens
+        if stream.ended or more <= 0 or stream.credit_tokens - stream.num_output_tokens > window // 2:
+            return
+        reserved = self.usage().prompt_tokens + sum(
+            other.num_output_tokens if other.ended else other.credit_tokens for other in self.streams
+        )
+        granted = await self._record.spending.extend(reserved, more)
+        stream.extend(stream.credit_tokens + granted, last=granted == 0)
 
     def usage(self) -> Usage:
         """What has been generated so far; exact when every stream has ended."""
@@ -135,6 +144,7 @@ class Run:
                 continue
             progress.num_cached_tokens = finished.num_cached_tokens
             record.finish_reasons.append(finished.reason.value)
+            record.was_cut_by_limit |= finished.detail == CREDIT_REFUSED
             record.num_preemptions += sum(event.kind is EventKind.PREEMPTED for event in finished.events)
             record.num_recomputed_tokens += finished.num_recomputed_tokens
             if finished.phases.scheduled_unix_ns:

@@ -62,6 +62,7 @@ class _Running:
     submit: Submit
     stream: EngineStream
     credit_tokens: int
+    credit_last: bool = False  # no more will come
     aborted: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     num_emitted: int = 0
@@ -146,6 +147,7 @@ class FakeEngineClient:
             return
         if isinstance(message, Extend):
             run.credit_tokens = max(run.credit_tokens, message.credit_tokens)
+            run.credit_last = run.credit_last or message.last
         else:
             run.aborted = True
         run.changed.set()
@@ -169,10 +171,13 @@ class FakeEngineClient:
         reason, detail = FinishReason.STOP, ""
         for token_id, text in script:
             await asyncio.sleep(0)
-            while run.num_emitted >= run.credit_tokens and not run.aborted:
+            while run.num_emitted >= run.credit_tokens and not run.aborted and not run.credit_last:
                 run.changed.clear()
                 await run.changed.wait()
             if run.aborted:
+                break
+            if run.num_emitted >= run.credit_tokens:
+                reason, detail = FinishReason.LENGTH, "credit_refused"
                 break
             logprobs = _logprobs(text, run.submit.sampling.num_logprobs)
             tokens = Tokens(run.submit.request_id, run.take_seq(), run.num_emitted, [token_id], text, logprobs)

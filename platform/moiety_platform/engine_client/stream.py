@@ -43,6 +43,7 @@ class EngineStream:
         self.request_id = submit.request_id
         self.inbox = inbox if inbox is not None else Inbox[EngineStream]()
         self.credit_tokens = submit.credit_tokens
+        self._credit_last = False
         self.num_output_tokens = 0
         self.accepted: Accepted | None = None
         self.finished: Finished | None = None
@@ -58,12 +59,12 @@ class EngineStream:
         """Ended with an error, which is in the inbox or was read from it."""
         return self.ended and self.finished is None
 
-    def extend(self, credit_tokens: int) -> None:
-        """Raise the total of output tokens that the engine may emit."""
-        if self.ended or credit_tokens <= self.credit_tokens:
+    def extend(self, credit_tokens: int, *, last: bool = False) -> None:
+        """Raise the total of output tokens that the engine may emit; with `last` it ends where that is used up."""
+        if self.ended or self._credit_last or (credit_tokens <= self.credit_tokens and not last):
             return
-        self.credit_tokens = credit_tokens
-        self._send(Extend(self.request_id, self._take_seq(), credit_tokens))
+        self.credit_tokens, self._credit_last = credit_tokens, last
+        self._send(Extend(self.request_id, self._take_seq(), credit_tokens, last))
 
     def abort(self) -> None:
         """Ask the engine to end now. Its `Finished` still comes and brings the exact count."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+from moiety_platform.quota.lease import Charge
+
 GATEWAY_KILLED = "gateway_killed"
 CONNECTION_LOST = 499
 
@@ -39,12 +41,13 @@ class UsageRow:
     error_code: str | None = None
     num_preemptions: int = 0
     sla_attained: bool | None = None
+    charges: tuple[Charge, ...] = ()  # to be booked with the row, and once, like it; not a column
 
 
 def killed(row: UsageRow) -> UsageRow:
     """What is stored of a running request whose gateway is killed: `failed` with the code `gateway_killed`, and 499,
-    since the client's connection broke. Its prompt counts; how much was generated died with the process, so output
-    tokens and times are 0, less than what was used."""
+    since the client's connection broke. Its prompt counts, and is what `row` charges; how much was generated died with
+    the process, so output tokens and times are 0, less than what was used."""
     return replace(
         row,
         outcome="failed",

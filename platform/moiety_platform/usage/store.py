@@ -10,22 +10,30 @@ from typing import Any
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.quota.store import book
 from moiety_platform.usage.models import UsageRecord
 from moiety_platform.usage.row import UsageRow
 
 MAX_TEXT_LENGTH = 256
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(UsageRow))
+_FIELDS = tuple(field.name for field in dataclasses.fields(UsageRow) if field.name != "charges")
 _INT64_MAX = 2**63 - 1
 _INT32_MAX = 2**31 - 1
 _INT32_FIELDS = frozenset({"http_status", "num_choices", "num_preemptions"})
 
 
 async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
-    """Add the rows, each `request_id` once: what the table has already, or the batch has twice, is left as it is."""
+    """Add the rows, each `request_id` once, and book what they charge: what the table has already, or the batch has
+    twice, is left as it is and charges nothing."""
     dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
     statement = dialect.insert(UsageRecord).on_conflict_do_nothing(index_elements=[UsageRecord.request_id])
-    await session.execute(statement, [_to_values(row) for row in rows])
+    if not any(row.charges for row in rows):
+        await session.execute(statement, [_to_values(row) for row in rows])
+        return
+    first = {row.request_id: row for row in reversed(rows)}
+    values = [_to_values(row) for row in first.values()]
+    added = await session.execute(statement.returning(UsageRecord.request_id), values)
+    await book(session, [charge for request_id in added.scalars() for charge in first[request_id].charges])
 
 
 def storable(row: UsageRow) -> UsageRow:

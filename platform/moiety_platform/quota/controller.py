@@ -1,0 +1,71 @@
+"""/admin/v1/quotas. Maps HTTP to the service; who may call is the router's affair."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from litestar import Controller, delete, get, put
+from litestar.di import NamedDependency
+from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter, SkipValidation
+
+from moiety_platform.clock import Clock
+from moiety_platform.db.paging import parse_page
+from moiety_platform.db.session import Database
+from moiety_platform.quota import service
+from moiety_platform.quota.schemas import NewQuota, QuotaPage, QuotaView
+
+Limit = Annotated[int | None, QueryParameter(description="Rows of a page, 1 to 500; 50 if not given.")]
+Cursor = Annotated[str | None, QueryParameter(description="`next_cursor` of the previous page.")]
+
+
+class QuotaController(Controller):
+    """Limits of tenants, projects and keys. A request needs room under all of its own."""
+
+    path = "/quotas"
+    tags = ("quotas",)
+
+    @put()
+    async def set_quota(
+        self,
+        database: NamedDependency[Database],
+        clock: NamedDependency[SkipValidation[Clock]],
+        data: JSONBody[NewQuota],
+    ) -> QuotaView:
+        """Set a limit, or change its cap; every gateway goes by it within seconds."""
+        async with database.write() as session:
+            return await service.set_quota(session, data, clock.now())
+
+    @get()
+    async def list_quotas(
+        self,
+        database: NamedDependency[Database],
+        clock: NamedDependency[SkipValidation[Clock]],
+        limit: Limit = None,
+        cursor: Cursor = None,
+        scope_id: FromQuery[str | None] = None,
+    ) -> QuotaPage:
+        """Limits, oldest first; with `scope_id`, those of one tenant, project or key."""
+        async with database.read() as session:
+            return await service.list_quotas(session, parse_page(limit, cursor), clock.now(), scope_id=scope_id)
+
+    @get("/{quota_id:str}")
+    async def get_quota(
+        self,
+        database: NamedDependency[Database],
+        clock: NamedDependency[SkipValidation[Clock]],
+        quota_id: FromPath[str],
+    ) -> QuotaView:
+        """One limit, and what is used of it in its window of now."""
+        async with database.read() as session:
+            return await service.get_quota(session, quota_id, clock.now())
+
+    @delete("/{quota_id:str}", status_code=200)
+    async def delete_quota(
+        self,
+        database: NamedDependency[Database],
+        clock: NamedDependency[SkipValidation[Clock]],
+        quota_id: FromPath[str],
+    ) -> QuotaView:
+        """Take a limit away; returns what it was."""
+        async with database.write() as session:
+            return await service.delete_quota(session, quota_id, clock.now())

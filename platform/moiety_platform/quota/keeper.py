@@ -1,0 +1,302 @@
+"""Limits as the requests of one gateway process see them: spent from memory, leased from the store.
+
+A hold is taken from what is leased, without the database. Only what is lacking is asked for, by one task for all: every
+transaction renews all leases, grants what is wanted and gives back what is idle, for all scopes together. So the
+database sees a few statements a second, not some for each request; near a cap, where only what is lacking is leased,
+about one transaction a request.
+
+When the database is away, what is leased is spent until the leases expire there; then requests under a limit are turned
+away (503), and streams that need more end. What was used is booked by whoever stores the usage rows, within the same
+transaction, so exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from moiety_platform.clock import Clock
+from moiety_platform.db.failures import RETRY_AFTER_S
+from moiety_platform.db.session import Database
+from moiety_platform.errors import Unavailable
+from moiety_platform.quota.errors import QuotaExceeded
+from moiety_platform.quota.kinds import Scope, Unit, window_end, window_start
+from moiety_platform.quota.lease import Hold, Lease, WindowId
+from moiety_platform.quota.limits import Limit, load_limits
+from moiety_platform.quota.slices import SECONDS_AHEAD, slice_size, surplus
+from moiety_platform.quota.store import Grant, LeaseStore, Stored, Want
+
+LEASE_S = 20.0
+TICK_S = 1.0
+LIMITS_FRESH_S = 0.9
+MARGIN = 0.25  # of the time to live, by which this process believes its leases to end early
+OUTAGE_PAUSE_S = 0.5
+_RATE_MEAN_S = 5.0
+_FORGET_AFTER_S = 60.0
+
+_NOTHING = Stored()
+_REFUSED = Grant(0, 0)
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Scope:
+    """What is known of one scope's limits."""
+
+    limits: list[Limit]
+    read_s: float
+    used_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """A lease with what this process knows about its use."""
+
+    lease: Lease
+    limit: Limit
+    counted: int = 0  # of what was settled, when last looked at
+    use_per_s: float = 0.0
+    used_s: float = 0.0
+    is_new: bool = True  # whether the store has not been heard of it yet
+    wanted: list[int] = field(default_factory=list)  # what waiting requests lack, each
+    waiters: list[asyncio.Future[Grant]] = field(default_factory=list)
+
+    def learn(self, stored: Stored) -> None:
+        """What the store says counts; of what was settled, only at first, since booking lags behind."""
+        self.lease.granted = stored.granted
+        if self.is_new:
+            self.lease.settled = self.counted = stored.settled
+            self.is_new = False
+
+    def in_use(self, stored: Stored) -> bool:
+        lease = self.lease
+        return bool(self.waiters or lease.held or lease.free > 0 or lease.settled != stored.settled)
+
+
+class QuotaKeeper:
+    """Owned by the entry point; one event loop. `start` before the first request, `stop` after the last."""
+
+    def __init__(
+        self, database: Database, store: LeaseStore, clock: Clock, *, ttl_s: float = LEASE_S, tick_s: float = TICK_S
+    ) -> None:
+        self._database = database
+        self._store = store
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._tick_s = tick_s
+        self._scopes: dict[Scope, _Scope] = {}
+        self._accounts: dict[WindowId, _Account] = {}
+        self._good_until_s = float("-inf")  # by this process's monotonic clock
+        self._work = asyncio.Event()
+        self._stopping = False
+        self._task: asyncio.Task[None] | None = None
+        self._counted_s = clock.monotonic()
+        self._away = False
+
+    @property
+    def replica_id(self) -> str:
+        return self._store.replica_id
+
+    # ── a request ──
+
+    async def hold(self, scopes: Sequence[Scope], amounts: Mapping[Unit, int]) -> Hold:
+        """Reserve so much under every limit of these scopes. Raises QuotaExceeded, or Unavailable while the store is
+        away and what is leased does not do."""
+        limits = await self._limits(scopes)
+        accounts = [self._account(limit) for limit in limits]
+        hold = Hold([account.lease for account in accounts])
+        refusal = await self.extend(hold, amounts)
+        if refusal is not None:
+            raise self._exceeded(next(account for account in accounts if account.lease.window == refusal))
+        return hold
+
+    async def extend(self, hold: Hold, amounts: Mapping[Unit, int]) -> WindowId | None:
+        """Have so much reserved in all; else the window that does not allow it, and nothing more is reserved. Raises
+        Unavailable."""
+        while not self.extend_now(hold, amounts):
+            lacking = hold.lacking(amounts)  # nothing where leases have only to be renewed
+            windows = {lease.window: lacking.get(lease, 0) for lease in lacking or hold.leases}
+            grants = await asyncio.gather(*(self._ask(self._accounts[w], amount) for w, amount in windows.items()))
+            for (window, amount), grant in zip(windows.items(), grants, strict=True):
+                if amount > 0 and grant.amount == 0:
+                    return window
+        return None
+
+    def extend_now(self, hold: Hold, amounts: Mapping[Unit, int]) -> bool:
+        """The same from what is leased already, without waiting."""
+        return not hold.leases or (self._clock.monotonic() < self._good_until_s and hold.reserve(amounts))
+
+    # ── its own life ──
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="quota-keeper")
+
+    async def stop(self) -> None:
+        """Give back what is free. Call it when every hold is over and settled. Idempotent."""
+        if self._task is None:
+            return
+        self._stopping = True
+        self._work.set()
+        await self._task
+        self._task = None
+        try:
+            await self.transact(give_back=lambda account: account.lease.free)
+        except Unavailable as error:
+            log.warning("quota_leases_left", reason=str(error), replica=self.replica_id)
+
+    async def transact(self, give_back: Callable[[_Account], int] | None = None) -> None:
+        """One round with the database: renew, grant, give back, and read limits again. Raises Unavailable, with the
+        waiting requests told so."""
+        asked = [account for account in self._accounts.values() if account.waiters]
+        returned = self._set_aside(give_back or self._idle_part)
+        sent_s = self._clock.monotonic()
+        wants = [Want(a.lease.window, min(a.wanted), sum(a.wanted), a.use_per_s) for a in asked]
+        waiters = {account: account.waiters for account in asked}
+        for account in asked:
+            account.waiters, account.wanted = [], []
+        try:
+            async with self._database.write() as session:
+                await self._store.give_back(session, returned)
+                grants = await self._store.grow(session, wants, slice_size)
+                stored = await self._store.renew(session)
+                await self._store.quarantine_expired(session)
+                limits = await load_limits(session, self._stale_scopes(sent_s))
+        except Unavailable as error:
+            for futures in waiters.values():
+                _fail(futures, error)
+            raise
+        self._good_until_s = sent_s + self._ttl_s * (1 - MARGIN)
+        for window, account in self._accounts.items():
+            account.learn(stored.get(window, _NOTHING))
+        self._learn_limits(limits, sent_s)
+        for account, futures in waiters.items():
+            for future in futures:
+                if not future.done():
+                    future.set_result(grants.get(account.lease.window, _REFUSED))
+        self._forget(stored, sent_s)
+
+    # ── within ──
+
+    async def _run(self) -> None:
+        while not self._stopping:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._tick_s):
+                    await self._work.wait()
+            self._work.clear()
+            self._count_use()
+            try:
+                await (self.transact() if self._accounts else self._read_limits())
+            except Unavailable as error:
+                if not self._away:
+                    log.warning("quota_store_away", reason=str(error), good_for_s=self._good_for_s())
+                self._away = True
+                await asyncio.sleep(min(self._tick_s, OUTAGE_PAUSE_S))
+            else:
+                self._away = False
+
+    async def _read_limits(self) -> None:
+        now_s = self._clock.monotonic()
+        stale = self._stale_scopes(now_s)
+        if stale:
+            async with self._database.read() as session:
+                self._learn_limits(await load_limits(session, stale), now_s)
+        self._forget({}, now_s)
+
+    def _stale_scopes(self, now_s: float) -> list[Scope]:
+        return [scope for scope, known in self._scopes.items() if now_s - known.read_s >= LIMITS_FRESH_S]
+
+    def _learn_limits(self, limits: Mapping[Scope, list[Limit]], now_s: float) -> None:
+        for scope, of_scope in limits.items():
+            self._scopes[scope].limits, self._scopes[scope].read_s = of_scope, now_s
+
+    def _ask(self, account: _Account, lacking: int) -> asyncio.Future[Grant]:
+        """Resolved by the next round."""
+        future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        account.waiters.append(future)
+        account.used_s = self._clock.monotonic()
+        account.wanted.append(lacking)
+        self._work.set()
+        return future
+
+    async def _limits(self, scopes: Sequence[Scope]) -> list[Limit]:
+        """Of all the scopes; read once for a scope that is new, then kept fresh by every round."""
+        now_s = self._clock.monotonic()
+        unknown = [scope for scope in scopes if scope not in self._scopes]
+        if unknown:
+            async with self._database.read() as session:
+                found = await load_limits(session, unknown)
+            for scope, limits in found.items():
+                self._scopes.setdefault(scope, _Scope(limits, now_s, now_s))
+        for scope in scopes:
+            self._scopes[scope].used_s = now_s
+        return [limit for scope in scopes for limit in self._scopes[scope].limits]
+
+    def _account(self, limit: Limit) -> _Account:
+        window = WindowId(limit.quota_id, window_start(limit.kind.period, self._clock.now()))
+        account = self._accounts.get(window)
+        if account is None:
+            account = self._accounts[window] = _Account(Lease(window, self.replica_id, limit.kind.unit), limit)
+        account.used_s = self._clock.monotonic()
+        return account
+
+    def _exceeded(self, account: _Account) -> QuotaExceeded:
+        limit, start = account.limit, account.lease.window.start
+        resets_at = window_end(limit.kind.period, start)
+        return QuotaExceeded(
+            f"The {limit.scope.level}'s limit of {limit.cap} {limit.kind} does not allow this request. It is renewed "
+            f"at {resets_at:%Y-%m-%d %H:%M} UTC; ask for fewer tokens, or have the limit raised",
+            retry_after_s=max(1.0, (resets_at - self._clock.now()).total_seconds()),
+        )
+
+    def _set_aside(self, part: Callable[[_Account], int]) -> dict[WindowId, int]:
+        """What goes back, out of reach of new holds from now on."""
+        returned = {}
+        for window, account in self._accounts.items():
+            amount = min(account.lease.free, part(account))
+            if amount > 0 and not account.waiters:
+                account.lease.granted -= amount
+                returned[window] = amount
+        return returned
+
+    def _idle_part(self, account: _Account) -> int:
+        if self._clock.monotonic() - account.used_s < SECONDS_AHEAD:
+            return 0  # it may have been granted for a request that has not come to take it yet
+        return surplus(account.lease.free, account.use_per_s)
+
+    def _count_use(self) -> None:
+        """Keep the running means of how fast each lease is spent."""
+        now_s = self._clock.monotonic()
+        passed_s = now_s - self._counted_s
+        if passed_s < self._tick_s / 2:
+            return
+        self._counted_s = now_s
+        share = 1 - math.exp(-passed_s / _RATE_MEAN_S)
+        for account in self._accounts.values():
+            spent = account.lease.settled + account.lease.held
+            account.use_per_s += share * (max(0, spent - account.counted) / passed_s - account.use_per_s)
+            account.counted = spent
+
+    def _forget(self, stored: Mapping[WindowId, Stored], now_s: float) -> None:
+        """Leases and scopes that nobody has used for long, once the store knows all that is known here."""
+        oldest_s = now_s - _FORGET_AFTER_S
+        self._scopes = {scope: known for scope, known in self._scopes.items() if known.used_s >= oldest_s}
+        self._accounts = {
+            window: account
+            for window, account in self._accounts.items()
+            if account.used_s >= oldest_s or account.in_use(stored.get(window, _NOTHING))
+        }
+
+    def _good_for_s(self) -> float:
+        return max(0.0, self._good_until_s - self._clock.monotonic())
+
+
+def _fail(futures: Sequence[asyncio.Future[Grant]], error: Unavailable) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_exception(Unavailable(error.message, code=error.code, retry_after_s=RETRY_AFTER_S))

@@ -1,0 +1,106 @@
+"""What one replica may spend of one limit in one window, and what its open requests have reserved of that. Pure.
+
+    settled + held ≤ granted, always
+
+`granted` is what the store has given this replica; it grows by grants and falls by giving back what is free. A hold
+takes from several leases at once, all or nothing, may be extended in the same way, and is left exactly once: what was
+used is settled, the rest is free again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from moiety_platform.quota.kinds import Unit
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WindowId:
+    """One limit's window. Ordered, so that all replicas lock several in the same order."""
+
+    quota_id: str
+    start: datetime  # aware UTC
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A replica's part of a window. Amounts are of the limit's unit."""
+
+    window: WindowId
+    replica_id: str
+    unit: Unit
+    granted: int = 0
+    settled: int = 0
+    held: int = 0
+
+    @property
+    def free(self) -> int:
+        return self.granted - self.settled - self.held
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What a request used of one window, on the lease of this replica."""
+
+    window: WindowId
+    replica_id: str
+    amount: int
+
+
+class Hold:
+    """What one request has reserved. Made empty; `reserve` more, then `settle` once."""
+
+    __slots__ = ("_reserved", "is_over", "leases")
+
+    def __init__(self, leases: Sequence[Lease]) -> None:
+        self.leases = tuple(leases)
+        self._reserved: dict[Unit, int] = dict.fromkeys(Unit, 0)
+        self.is_over = False
+
+    def lacking(self, amounts: Mapping[Unit, int]) -> dict[Lease, int]:
+        """What each lease lacks for the request to have reserved so much in all; empty if nothing does."""
+        short = {}
+        for lease in self.leases:
+            more = amounts[lease.unit] - self._reserved[lease.unit]
+            if more > lease.free:
+                short[lease] = more - lease.free
+        return short
+
+    def reserve(self, amounts: Mapping[Unit, int]) -> bool:
+        """Have so much reserved in all, of every lease; less than before changes nothing. False, and nothing is taken,
+        where a lease has not that much free."""
+        assert not self.is_over, "a hold that was settled takes no more"
+        if self.lacking(amounts):
+            return False
+        for unit, wanted in amounts.items():
+            more = wanted - self._reserved[unit]
+            if more > 0:
+                self._reserved[unit] = wanted
+                for lease in self.leases:
+                    if lease.unit is unit:
+                        lease.held += more
+        return True
+
+    def charges(self, used: Mapping[Unit, int]) -> tuple[Charge, ...]:
+        """How that would be charged."""
+        return tuple(
+            Charge(lease.window, lease.replica_id, amount)
+            for lease in self.leases
+            if (amount := used.get(lease.unit, 0)) > 0
+        )
+
+    def settle(self, used: Mapping[Unit, int]) -> tuple[Charge, ...]:
+        """The end: what was used is spent, the rest free again. Raises ValueError for more than was reserved, and for a
+        second end."""
+        if self.is_over:
+            raise ValueError("this hold was settled already")
+        limited = {lease.unit for lease in self.leases}
+        if any(used[unit] > self._reserved[unit] for unit in limited & used.keys()):
+            raise ValueError(f"used {used}, reserved {self._reserved}: spending runs ahead of the hold")
+        self.is_over = True
+        for lease in self.leases:
+            lease.held -= self._reserved[lease.unit]
+            lease.settled += used.get(lease.unit, 0)
+        return self.charges(used)

@@ -1,0 +1,37 @@
+"""Reads the limits of scopes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sqlalchemy import select, tuple_
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.quota.kinds import Kind, Level, Scope
+from moiety_platform.quota.models import Quota
+
+_SCOPES_AT_ONCE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One limit of one scope."""
+
+    quota_id: str
+    scope: Scope
+    kind: Kind
+    cap: int
+
+
+async def load_limits(session: AsyncSession, scopes: Iterable[Scope]) -> dict[Scope, list[Limit]]:
+    """The limits of each of the scopes, by one statement for a thousand."""
+    found: dict[Scope, list[Limit]] = {scope: [] for scope in scopes}
+    names = [(scope.level.value, scope.id) for scope in found]
+    for first in range(0, len(names), _SCOPES_AT_ONCE):
+        wanted = names[first : first + _SCOPES_AT_ONCE]
+        statement = select(Quota).where(tuple_(Quota.level, Quota.scope_id).in_(wanted)).order_by(Quota.id)
+        for quota in await session.scalars(statement):
+            scope = Scope(Level(quota.level), quota.scope_id)
+            found[scope].append(Limit(quota.id, scope, Kind(quota.kind), quota.cap))
+    return found

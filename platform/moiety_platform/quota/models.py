@@ -1,0 +1,76 @@
+"""The tables of limits. Amounts are integers of the limit's unit.
+
+What was given and spent outlives the limit that it was given under. Of every window: settled ≤ granted,
+granted = Σ leases' granted, settled = Σ leases' settled; and of every lease: settled ≤ granted. `granted` grows past no
+cap.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+
+from sqlalchemy import BigInteger, CheckConstraint, Index, String, UniqueConstraint
+from sqlalchemy.orm import Mapped, mapped_column
+
+from moiety_platform.db.base import Base, UtcDateTime
+from moiety_platform.tenants.models import ID_LENGTH
+
+REPLICA_ID_LENGTH = 64
+
+
+class LeaseState(StrEnum):
+    LIVE = "live"  # its replica renews it
+    QUARANTINED = "quarantined"  # it expired: what it has not settled counts as spent until it is proven otherwise
+    CLOSED = "closed"  # granted = settled
+
+
+class Quota(Base):
+    """One limit of one scope."""
+
+    __tablename__ = "quotas"
+    __table_args__ = (
+        UniqueConstraint("level", "scope_id", "kind"),
+        CheckConstraint("cap >= 0", name="cap_not_negative"),
+        CheckConstraint("level IN ('tenant', 'project', 'key')", name="level_known"),
+        Index(None, "created_at", "id"),
+    )
+
+    id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    level: Mapped[str] = mapped_column(String(16))
+    scope_id: Mapped[str] = mapped_column(String(ID_LENGTH))
+    kind: Mapped[str] = mapped_column(String(32))
+    cap: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class QuotaWindow(Base):
+    """What was given out of one limit in one window, and what of that was spent."""
+
+    __tablename__ = "quota_windows"
+    __table_args__ = (CheckConstraint("settled <= granted", name="settled_within_granted"),)
+
+    quota_id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    start: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
+    granted: Mapped[int] = mapped_column(BigInteger)
+    settled: Mapped[int] = mapped_column(BigInteger)
+
+
+class QuotaLease(Base):
+    """One gateway process's part of a window. `expires_ms` is by the database's clock, Unix milliseconds."""
+
+    __tablename__ = "quota_leases"
+    __table_args__ = (
+        CheckConstraint("settled <= granted", name="settled_within_granted"),
+        CheckConstraint("state IN ('live', 'quarantined', 'closed')", name="state_known"),
+        Index(None, "replica_id"),
+        Index(None, "state", "expires_ms"),
+    )
+
+    quota_id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    start: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
+    replica_id: Mapped[str] = mapped_column(String(REPLICA_ID_LENGTH), primary_key=True)
+    granted: Mapped[int] = mapped_column(BigInteger)
+    settled: Mapped[int] = mapped_column(BigInteger)
+    expires_ms: Mapped[int] = mapped_column(BigInteger)
+    state: Mapped[str] = mapped_column(String(16))

@@ -1,0 +1,85 @@
+"""Sets, finds and removes limits, within the caller's transaction. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from sqlalchemy import select, tuple_
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
+from moiety_platform.errors import BadRequest, NotFound
+from moiety_platform.quota.kinds import MAX_CAP, Kind, Level, Scope, window_start
+from moiety_platform.quota.models import Quota, QuotaWindow
+from moiety_platform.quota.schemas import NewQuota, QuotaPage, QuotaView
+from moiety_platform.tenants.checks import is_id, new_id
+from moiety_platform.tenants.models import ApiKey, Project, Tenant
+
+_TABLES: dict[Level, type[Tenant | Project | ApiKey]] = {
+    Level.TENANT: Tenant,
+    Level.PROJECT: Project,
+    Level.KEY: ApiKey,
+}
+
+
+async def set_quota(session: AsyncSession, new: NewQuota, now: datetime) -> QuotaView:
+    """Set a limit, or change its cap; gateways go by it within seconds. A cap below what is used already lets nothing
+    through until the window ends. Raises BadRequest, or NotFound where the scope is unknown."""
+    if not 0 <= new.cap <= MAX_CAP:
+        raise BadRequest(f"'cap' must be a number from 0 to {MAX_CAP}; 0 lets nothing through.", param="cap")
+    await _require(session, Scope(new.level, new.scope_id))
+    same = (Quota.level == new.level, Quota.scope_id == new.scope_id, Quota.kind == new.kind)
+    quota = (await session.scalars(select(Quota).where(*same).with_for_update())).one_or_none()
+    if quota is None:
+        quota = Quota(
+            id=new_id("quo"), level=new.level, scope_id=new.scope_id, kind=new.kind, cap=new.cap, created_at=now
+        )
+        session.add(quota)
+    quota.cap = new.cap
+    await session.flush()
+    return (await _views(session, [quota], now))[0]
+
+
+async def get_quota(session: AsyncSession, quota_id: str, now: datetime) -> QuotaView:
+    """Raises NotFound."""
+    return (await _views(session, [await _find(session, quota_id)], now))[0]
+
+
+async def list_quotas(session: AsyncSession, page: PageRequest, now: datetime, *, scope_id: str | None) -> QuotaPage:
+    """Limits, oldest first; with `scope_id`, those of one tenant, project or key."""
+    statement = select(Quota)
+    if scope_id is not None:
+        statement = statement.where(Quota.scope_id == scope_id)
+    statement = after_position(statement, page, Quota.created_at, Quota.id, newest_first=False)
+    found = (await session.scalars(statement)).all()
+    quotas, next_cursor = cut_page(found, page, lambda quota: Position(quota.created_at, quota.id))
+    return QuotaPage(await _views(session, quotas, now), next_cursor)
+
+
+async def delete_quota(session: AsyncSession, quota_id: str, now: datetime) -> QuotaView:
+    """Take a limit away; what it was. Raises NotFound."""
+    quota = await _find(session, quota_id)
+    view = (await _views(session, [quota], now))[0]
+    await session.delete(quota)
+    return view
+
+
+async def _find(session: AsyncSession, quota_id: str) -> Quota:
+    quota = await session.get(Quota, quota_id) if is_id(quota_id) else None
+    if quota is None:
+        raise NotFound("There is no limit with this id; list them with GET /admin/v1/quotas.", param="quota_id")
+    return quota
+
+
+async def _require(session: AsyncSession, scope: Scope) -> None:
+    found = await session.get(_TABLES[scope.level], scope.id) if is_id(scope.id) else None
+    if found is None:
+        raise NotFound(f"There is no {scope.level} with the id {scope.id[:64]!r}.", param="scope_id")
+
+
+async def _views(session: AsyncSession, quotas: Sequence[Quota], now: datetime) -> list[QuotaView]:
+    starts = {quota.id: window_start(Kind(quota.kind).period, now) for quota in quotas}
+    wanted = tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_(list(starts.items()))
+    windows = {window.quota_id: window for window in await session.scalars(select(QuotaWindow).where(wanted))}
+    return [QuotaView.of(quota, starts[quota.id], windows.get(quota.id)) for quota in quotas]

@@ -1,0 +1,136 @@
+"""Limits on tokens: nothing beyond them, nothing twice, and nothing left reserved."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from moiety_platform.engine_client.fake import FakeEngineClient
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def limited(start_gateway, card):
+    """`async with limited(**settings) as gateway`: one that stores what is used."""
+    return lambda **settings: start_gateway([FakeEngineClient(card)], stores_usage=True, **settings)
+
+
+async def admin(gateway, method, path, body=None, expect=200):
+    data = b"" if body is None else json.dumps(body).encode()
+    status, _, answer = await gateway.request(method, f"/admin/v1{path}", data, gateway.admin_key)
+    assert status == expect, answer
+    return json.loads(answer)
+
+
+async def scopes(gateway):
+    (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
+    (project,) = (await admin(gateway, "GET", "/projects"))["data"]
+    key = next(key for key in (await admin(gateway, "GET", "/keys"))["data"] if key["project_id"])
+    return {"tenant": tenant["id"], "project": project["id"], "key": key["id"]}
+
+
+async def limit(gateway, level, cap, kind="tokens_per_day"):
+    ids = await scopes(gateway)
+    return await admin(gateway, "PUT", "/quotas", {"level": level, "scope_id": ids[level], "kind": kind, "cap": cap})
+
+
+async def ask(gateway, max_tokens=5, **more):
+    return await gateway.client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=max_tokens, **more)
+
+
+async def used(gateway, quota):
+    """When all that was used has been booked."""
+    await gateway.rows.flush()
+    return (await admin(gateway, "GET", f"/quotas/{quota['id']}"))["used"]
+
+
+async def test_a_limit_is_used_up_and_not_exceeded(limited):
+    async with limited() as gateway:
+        size = (await ask(gateway)).usage.total_tokens
+        quota = await limit(gateway, "tenant", 100 * size + size // 2)
+        await asyncio.sleep(2.5)  # a gateway hears of it within seconds
+        answers = await asyncio.gather(*(ask(gateway) for _ in range(130)), return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
+        total = sum(answer.usage.total_tokens for answer in answers if not isinstance(answer, Exception))
+        assert len(refused) >= 29
+        assert 0.98 * quota["cap"] <= total <= quota["cap"]
+        assert await used(gateway, quota) == total
+        error = refused[0].response
+        assert error.json()["error"]["code"] == "quota_exceeded"
+        assert "limit" in error.json()["error"]["message"]
+        assert 0 < int(error.headers["retry-after"]) <= 86_400
+
+
+async def test_a_stream_ends_where_a_limit_has_nothing_left(limited):
+    async with limited(credit_window_tokens=8) as gateway:
+        size = (await ask(gateway, max_tokens=1)).usage.prompt_tokens
+        quota = await limit(gateway, "key", size + 20)
+        await asyncio.sleep(2.5)
+        stream = await ask(gateway, max_tokens=100, stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-2].choices[0].finish_reason == "length"
+        assert chunks[-1].usage.total_tokens == size + 20
+        assert await used(gateway, quota) == size + 20
+        rows = (await admin(gateway, "GET", "/usage/requests"))["data"]
+        assert (rows[0]["outcome"], rows[0]["error_code"]) == ("length", "quota_exceeded")
+
+
+async def test_one_limit_that_refuses_costs_nothing_under_the_others(limited):
+    async with limited() as gateway:
+        wide, narrow = await limit(gateway, "tenant", 10_000, "tokens_per_month"), await limit(gateway, "project", 3)
+        with pytest.raises(openai.RateLimitError):
+            await ask(gateway)
+        assert [await used(gateway, quota) for quota in (wide, narrow)] == [0, 0]
+        await admin(gateway, "DELETE", f"/quotas/{narrow['id']}")
+        await asyncio.sleep(2.5)
+        answer = await ask(gateway)
+        assert await used(gateway, wide) == answer.usage.total_tokens
+
+
+async def test_a_client_that_leaves_pays_for_what_was_generated_and_frees_the_rest(limited):
+    async with limited(credit_window_tokens=16) as gateway:
+        quota = await limit(gateway, "tenant", 100_000)
+        stream = await ask(gateway, max_tokens=400, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+        await asyncio.sleep(0.5)
+        total = await used(gateway, quota)
+        (row,) = (await admin(gateway, "GET", "/usage/requests"))["data"]
+        assert row["outcome"] == "disconnected"
+        assert total == row["prompt_tokens"] + row["output_tokens"] < 400
+
+
+async def test_limits_are_set_changed_listed_and_deleted(limited):
+    async with limited() as gateway:
+        ids = await scopes(gateway)
+        first = await limit(gateway, "tenant", 5)
+        second = await limit(gateway, "tenant", 7)
+        assert (second["id"], second["cap"], second["used"], second["reserved"]) == (first["id"], 7, 0, 0)
+        await limit(gateway, "key", 9)
+        assert len((await admin(gateway, "GET", "/quotas"))["data"]) == 2
+        (only,) = (await admin(gateway, "GET", f"/quotas?scope_id={ids['key']}"))["data"]
+        assert (only["level"], only["cap"]) == ("key", 9)
+        assert (await admin(gateway, "DELETE", f"/quotas/{first['id']}"))["cap"] == 7
+        await admin(gateway, "GET", f"/quotas/{first['id']}", expect=404)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"level": "tenant", "scope_id": "nobody", "kind": "tokens_per_day", "cap": 1}, 404),
+        ({"level": "tenant", "scope_id": "'; DROP", "kind": "tokens_per_day", "cap": 1}, 404),
+        ({"level": "galaxy", "scope_id": "x", "kind": "tokens_per_day", "cap": 1}, 400),
+        ({"level": "tenant", "scope_id": "x", "kind": "tokens_per_blink", "cap": 1}, 400),
+        ({"level": "tenant", "scope_id": "x", "kind": "tokens_per_day", "cap": -1}, 400),
+        ({"level": "tenant", "scope_id": "x", "kind": "tokens_per_day", "cap": 2**63}, 400),
+    ],
+)
+async def test_a_limit_that_makes_no_sense_is_refused(limited, body, status):
+    async with limited() as gateway:
+        await admin(gateway, "PUT", "/quotas", body, expect=status)

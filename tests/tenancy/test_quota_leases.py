@@ -1,0 +1,176 @@
+"""Leases on a real store: replicas that take at once get no more than the cap together, and lose nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from moiety_platform.clock import SystemClock
+from moiety_platform.db.session import Database
+from moiety_platform.quota.errors import QuotaExceeded
+from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.kinds import Kind, Level, Period, Scope, Unit, window_end, window_start
+from moiety_platform.quota.lease import Charge, Hold, Lease, WindowId
+from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
+from moiety_platform.quota.slices import slice_size, surplus
+from moiety_platform.quota.store import LeaseStore
+from moiety_platform.usage.recorder import UsageRecorder
+from moiety_platform.usage.row import UsageRow
+
+TENANTS = [Scope(Level.TENANT, f"tenant-{number}") for number in range(6)]
+WHOLE = Scope(Level.PROJECT, "whole")
+SMALL_CAP, WHOLE_CAP = 1_000, 4_000
+
+
+def row(number: int, charges: tuple[Charge, ...]) -> UsageRow:
+    return UsageRow(
+        f"request-{number}", "t", "p", "k", "/v1", "m", "standard", datetime(2026, 1, 1, tzinfo=UTC), "stop", 200, 1,
+        0, 0, 0, None, None, 1.0, charges=charges,
+    )  # fmt: skip
+
+
+async def set_caps(database: Database, caps: dict[Scope, int]) -> None:
+    async with database.write() as session:
+        for scope, cap in caps.items():
+            quota = Quota(id=scope.id, level=scope.level, scope_id=scope.id, kind=Kind.TOKENS_PER_DAY, cap=cap)
+            quota.created_at = datetime.now(UTC)
+            session.add(quota)
+
+
+async def windows(database: Database) -> dict[str, QuotaWindow]:
+    async with database.read() as session:
+        return {window.quota_id: window for window in await session.scalars(select(QuotaWindow))}
+
+
+async def test_replicas_that_take_at_once_stay_within_the_caps_and_use_them_up(
+    database: Database, tmp_path: Path
+) -> None:
+    await set_caps(database, {**dict.fromkeys(TENANTS, SMALL_CAP), WHOLE: WHOLE_CAP})
+    keepers = [QuotaKeeper(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.2) for n in range(3)]
+    recorder = UsageRecorder(database, tmp_path / "journal")
+    await recorder.start()
+    for keeper in keepers:
+        await keeper.start()
+    rng = random.Random(0)
+    used: dict[str, int] = {scope.id: 0 for scope in (*TENANTS, WHOLE)}
+    numbers = iter(range(100_000))
+
+    async def client(scope: Scope) -> None:
+        refused = 0
+        while refused < 4:
+            tokens = rng.randint(1, 20)
+            try:
+                hold = await rng.choice(keepers).hold([scope, WHOLE], {Unit.TOKENS: tokens})
+            except QuotaExceeded:
+                refused += 1
+                continue
+            await asyncio.sleep(rng.random() * 0.01)
+            spent = rng.randint(0, tokens)
+            recorder.record(row(next(numbers), hold.settle({Unit.TOKENS: spent})))
+            used[scope.id] += spent
+            used[WHOLE.id] += spent
+
+    await asyncio.gather(*(client(scope) for scope in TENANTS for _ in range(4)))
+    for keeper in keepers:
+        await keeper.stop()
+    await recorder.stop()
+    found = await windows(database)
+    for scope in (*TENANTS, WHOLE):
+        window = found[scope.id]
+        assert window.settled == window.granted == used[scope.id] <= (WHOLE_CAP if scope is WHOLE else SMALL_CAP)
+    assert used[WHOLE.id] >= 0.98 * WHOLE_CAP
+
+
+async def test_what_a_row_charges_is_booked_once_however_often_it_is_stored(database: Database, tmp_path: Path) -> None:
+    await set_caps(database, {WHOLE: 100})
+    keeper = QuotaKeeper(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
+    await keeper.start()
+    hold = await keeper.hold([WHOLE], {Unit.TOKENS: 30})
+    charged = row(1, hold.settle({Unit.TOKENS: 25}))
+    for folder in ("a", "b"):
+        recorder = UsageRecorder(database, tmp_path / folder)
+        await recorder.start()
+        recorder.record(charged)
+        recorder.record(charged)
+        await recorder.stop()
+    await keeper.stop()
+    assert (await windows(database))[WHOLE.id].settled == 25
+
+
+async def test_a_request_whose_gateway_is_killed_is_charged_its_prompt_by_the_next(
+    database: Database, tmp_path
+) -> None:
+    await set_caps(database, {WHOLE: 100})
+    keeper = QuotaKeeper(database, LeaseStore("killed", 20.0), SystemClock(), tick_s=0.05)
+    await keeper.start()
+    hold = await keeper.hold([WHOLE], {Unit.TOKENS: 30})
+    killed = UsageRecorder(database, tmp_path)
+    killed.opened(row(1, hold.charges({Unit.TOKENS: 12})))
+    killed._live_log.close(keep=True)
+    descriptor = killed._live_log._descriptor
+    os.close(descriptor)  # as the end of a process does
+    successor = UsageRecorder(database, tmp_path)
+    await successor.start()
+    await successor.stop()
+    window = (await windows(database))[WHOLE.id]
+    assert (window.settled, window.granted) == (12, 30), "what is not known to be spent stays charged"
+
+
+async def test_who_does_not_renew_is_quarantined_and_takes_it_up_again(database: Database) -> None:
+    await set_caps(database, {WHOLE: 100})
+    lost, other = (
+        QuotaKeeper(database, LeaseStore(name, 0.05), SystemClock(), ttl_s=20.0) for name in ("lost", "other")
+    )
+    for keeper in (lost, other):
+        waiting = asyncio.create_task(keeper.hold([WHOLE], {Unit.TOKENS: 30}))
+        await asyncio.sleep(0.05)
+        await keeper.transact()
+        await waiting
+    async with database.read() as session:
+        states = {lease.replica_id: lease.state for lease in await session.scalars(select(QuotaLease))}
+    assert states["lost"] == LeaseState.QUARANTINED
+    assert (await windows(database))[WHOLE.id].granted == 60
+    await lost.transact()
+    async with database.read() as session:
+        lease = (await session.scalars(select(QuotaLease).where(QuotaLease.replica_id == "lost"))).one()
+    assert (lease.state, lease.granted) == (LeaseState.LIVE, 30)
+
+
+@pytest.mark.parametrize(
+    ("period", "now", "start", "end"),
+    [
+        (Period.DAY, "2028-02-29T23:59", "2028-02-29", "2028-03-01"),
+        (Period.MONTH, "2026-12-31T01:00", "2026-12-01", "2027-01-01"),
+        (Period.MONTH, "2026-01-01", "2026-01-01", "2026-02-01"),
+    ],
+)
+def test_windows_are_utc_days_and_calendar_months(period: Period, now: str, start: str, end: str) -> None:
+    moment, first, last = (datetime.fromisoformat(text).replace(tzinfo=UTC) for text in (now, start, end))
+    assert window_start(period, moment) == first
+    assert window_end(period, first) == last
+
+
+def test_slices_leave_half_of_what_remains_to_the_others() -> None:
+    assert slice_size(10, 1000.0, 100_000, 4) == 3000
+    assert slice_size(10, 1000.0, 8_000, 4) == 1000
+    assert slice_size(10, 1000.0, 40, 4) == 10
+    assert (surplus(100, 10.0), surplus(50, 10.0)) == (40, 0)
+
+
+def test_a_hold_is_left_once_and_spends_no_more_than_it_reserved() -> None:
+    lease = Lease(WindowId("q", datetime(2026, 1, 1, tzinfo=UTC)), "r", Unit.TOKENS, granted=100)
+    hold = Hold([lease])
+    assert hold.reserve({Unit.TOKENS: 60})
+    assert not hold.reserve({Unit.TOKENS: 101})
+    with pytest.raises(ValueError, match="runs ahead"):
+        hold.settle({Unit.TOKENS: 61})
+    assert [charge.amount for charge in hold.settle({Unit.TOKENS: 40})] == [40]
+    assert (lease.settled, lease.held, lease.free) == (40, 0, 60)
+    with pytest.raises(ValueError, match="already"):
+        hold.settle({Unit.TOKENS: 0})
