@@ -69,8 +69,8 @@ class Replica:
 
     def __init__(self, number: int, store: Store, world: World, pace: float) -> None:
         self.clock, self.pace = ManualClock(START), pace
-        leases = LeaseStore(f"replica-{number}", TTL_S, now=lambda: literal(world.now_ms))
-        self.keeper = QuotaKeeper(store, leases, self.clock, ttl_s=TTL_S)
+        self.leases = LeaseStore(f"replica-{number}", TTL_S, now=lambda: literal(world.now_ms))
+        self.keeper = QuotaKeeper(store, self.leases, self.clock, ttl_s=TTL_S)
         self.open: list[tuple[Hold, int]] = []
         self.unbooked: list[tuple[Charge, ...]] = []
         self.is_alive = True
@@ -183,8 +183,13 @@ class World(RuleBasedStateMachine):
         replica = data.draw(st.sampled_from(self.alive()))
         try:
             self.run(replica.keeper.transact())
+            self.run(self._quarantine(replica))
         except Unavailable:
             assert self.store.away
+
+    async def _quarantine(self, replica: Replica) -> None:
+        async with self.store.write() as session:
+            await replica.leases.quarantine_expired(session)
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 30.0, 4000.0]))
     def wait(self, seconds: float) -> None:

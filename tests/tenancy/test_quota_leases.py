@@ -124,14 +124,16 @@ async def test_a_request_whose_gateway_is_killed_is_charged_its_prompt_by_the_ne
 
 async def test_who_does_not_renew_is_quarantined_and_takes_it_up_again(database: Database) -> None:
     await set_caps(database, {WHOLE: 100})
-    lost, other = (
-        QuotaKeeper(database, LeaseStore(name, 0.05), SystemClock(), ttl_s=20.0) for name in ("lost", "other")
-    )
+    stores = [LeaseStore(name, 0.05) for name in ("lost", "other")]
+    lost, other = (QuotaKeeper(database, store, SystemClock(), ttl_s=20.0) for store in stores)
     for keeper in (lost, other):
         waiting = asyncio.create_task(keeper.hold([WHOLE], {Unit.TOKENS: 30}))
         await asyncio.sleep(0.05)
         await keeper.transact()
         await waiting
+    await asyncio.sleep(0.1)
+    async with database.write() as session:
+        assert await stores[1].quarantine_expired(session) == 2
     async with database.read() as session:
         states = {lease.replica_id: lease.state for lease in await session.scalars(select(QuotaLease))}
     assert states["lost"] == LeaseState.QUARANTINED

@@ -96,7 +96,7 @@ class QuotaKeeper:
         self._work = asyncio.Event()
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
-        self._counted_s = clock.monotonic()
+        self._counted_s = self._swept_s = clock.monotonic()
         self._away = False
 
     @property
@@ -162,12 +162,10 @@ class QuotaKeeper:
             account.waiters, account.wanted = [], []
         try:
             async with self._database.write() as session:
-                await self._store.give_back(session, returned)
-                grants = await self._store.grow(session, wants, slice_size)
+                grants = await self._store.exchange(session, returned, wants, slice_size)
                 stored = await self._store.renew(session)
-                await self._store.quarantine_expired(session)
                 limits = await load_limits(session, self._stale_scopes(sent_s))
-        except Unavailable as error:
+        except BaseException as error:  # whatever it was, nobody is left waiting
             for futures in waiters.values():
                 _fail(futures, error)
             raise
@@ -192,13 +190,25 @@ class QuotaKeeper:
             self._count_use()
             try:
                 await (self.transact() if self._accounts else self._read_limits())
+                await self._quarantine_others()
             except Unavailable as error:
                 if not self._away:
                     log.warning("quota_store_away", reason=str(error), good_for_s=self._good_for_s())
                 self._away = True
                 await asyncio.sleep(min(self._tick_s, OUTAGE_PAUSE_S))
+            except Exception:  # the root of a task that requests depend on: told, and tried again
+                log.exception("quota_round_failed")
+                await asyncio.sleep(min(self._tick_s, OUTAGE_PAUSE_S))
             else:
                 self._away = False
+
+    async def _quarantine_others(self) -> None:
+        """Now and then, the leases of processes that renew them no more."""
+        now_s = self._clock.monotonic()
+        if self._accounts and now_s - self._swept_s >= self._ttl_s / 4:
+            self._swept_s = now_s
+            async with self._database.write() as session:
+                await self._store.quarantine_expired(session)
 
     async def _read_limits(self) -> None:
         now_s = self._clock.monotonic()
@@ -227,15 +237,15 @@ class QuotaKeeper:
     async def _limits(self, scopes: Sequence[Scope]) -> list[Limit]:
         """Of all the scopes; read once for a scope that is new, then kept fresh by every round."""
         now_s = self._clock.monotonic()
+        known = [self._scopes[scope] for scope in scopes if scope in self._scopes]
         unknown = [scope for scope in scopes if scope not in self._scopes]
         if unknown:
             async with self._database.read() as session:
                 found = await load_limits(session, unknown)
-            for scope, limits in found.items():
-                self._scopes.setdefault(scope, _Scope(limits, now_s, now_s))
-        for scope in scopes:
-            self._scopes[scope].used_s = now_s
-        return [limit for scope in scopes for limit in self._scopes[scope].limits]
+            known += [self._scopes.setdefault(scope, _Scope(limits, now_s, now_s)) for scope, limits in found.items()]
+        for scope in known:
+            scope.used_s = now_s
+        return [limit for scope in known for limit in scope.limits]
 
     def _account(self, limit: Limit) -> _Account:
         window = WindowId(limit.quota_id, window_start(limit.kind.period, self._clock.now()))
@@ -296,7 +306,10 @@ class QuotaKeeper:
         return max(0.0, self._good_until_s - self._clock.monotonic())
 
 
-def _fail(futures: Sequence[asyncio.Future[Grant]], error: Unavailable) -> None:
+def _fail(futures: Sequence[asyncio.Future[Grant]], error: BaseException) -> None:
+    message, code = "Limits cannot be checked right now; try again shortly.", "store_unavailable"
+    if isinstance(error, Unavailable):
+        message, code = error.message, error.code
     for future in futures:
         if not future.done():
-            future.set_exception(Unavailable(error.message, code=error.code, retry_after_s=RETRY_AFTER_S))
+            future.set_exception(Unavailable(message, code=code, retry_after_s=RETRY_AFTER_S))

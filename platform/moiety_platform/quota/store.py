@@ -56,23 +56,15 @@ class LeaseStore:
         self._ttl_ms = round(ttl_s * 1000)
         self._now = now
 
-    async def renew(self, session: AsyncSession) -> dict[WindowId, Stored]:
-        """Put off the expiry of all leases; what the store has of each. One that is not among them was closed."""
-        statement = (
-            update(QuotaLease)
-            .where(QuotaLease.replica_id == self.replica_id, QuotaLease.state != LeaseState.CLOSED)
-            .values(expires_ms=self._now() + self._ttl_ms, state=LeaseState.LIVE)
-            .returning(QuotaLease.quota_id, QuotaLease.start, QuotaLease.granted, QuotaLease.settled)
-        )
-        rows = await session.execute(statement)
-        return {WindowId(quota_id, start): Stored(granted, settled) for quota_id, start, granted, settled in rows}
-
-    async def grow(self, session: AsyncSession, wants: Iterable[Want], slice_size: Slice) -> dict[WindowId, Grant]:
-        """Grant what the caps allow. A window whose limit is gone is missing from the answer."""
-        ordered = sorted(wants, key=lambda want: want.window)
-        if not ordered:
+    async def exchange(
+        self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Iterable[Want], slice_size: Slice
+    ) -> dict[WindowId, Grant]:
+        """Take back what is neither spent nor held, and grant what the caps allow. A window whose limit is gone is
+        missing from the answer."""
+        asked = {want.window: want for want in wants}
+        windows = sorted({*returned, *asked})
+        if not windows:
             return {}
-        windows = [want.window for want in ordered]
         connection = await session.connection()
         await connection.execute(
             _insert(session, QuotaWindow).on_conflict_do_nothing(),
@@ -80,28 +72,42 @@ class LeaseStore:
         )
         state = await self._lock(session, windows)
         grants: dict[WindowId, Grant] = {}
-        for want in ordered:
-            if want.window not in state:
+        for window, want in asked.items():
+            if window not in state:
                 continue
-            remaining, num_replicas = state[want.window]
+            remaining, num_replicas = state[window]
             amount = 0
             if want.least <= remaining:
                 amount = min(remaining, slice_size(want.lacking, want.use_per_s, remaining, num_replicas))
-            grants[want.window] = Grant(amount, remaining - amount)
-        await self._grant(session, {window: grant.amount for window, grant in grants.items() if grant.amount})
+            grants[window] = Grant(amount, remaining - amount)
+        changes = {window: -amount for window, amount in returned.items()}
+        for window, grant in grants.items():
+            changes[window] = changes.get(window, 0) + grant.amount
+        await self._change(session, {window: amount for window, amount in changes.items() if amount})
         return grants
 
-    async def give_back(self, session: AsyncSession, amounts: Mapping[WindowId, int]) -> None:
-        """Return what is neither spent nor held."""
-        taken = {window: -amount for window, amount in amounts.items() if amount > 0}
-        await _add(session, QuotaWindow, "granted", _by_window(taken))
-        await _add(session, QuotaLease, "granted", self._by_lease(taken))
-
-    async def quarantine_expired(self, session: AsyncSession) -> int:
-        """Whose replica has not renewed in time: the rest stays charged. The number of leases."""
+    async def renew(self, session: AsyncSession) -> dict[WindowId, Stored]:
+        """Put off the expiry of all leases; what the store has of each. One that is not among them was closed."""
+        mine = QuotaLease.replica_id == self.replica_id, QuotaLease.state != LeaseState.CLOSED
+        keys = (QuotaLease.quota_id, QuotaLease.start)
+        await session.execute(select(*keys).where(*mine).order_by(*keys).with_for_update())  # in the order of bookings
         statement = (
             update(QuotaLease)
-            .where(QuotaLease.state == LeaseState.LIVE, QuotaLease.expires_ms < self._now())
+            .where(*mine)
+            .values(expires_ms=self._now() + self._ttl_ms, state=LeaseState.LIVE)
+            .returning(*keys, QuotaLease.granted, QuotaLease.settled)
+        )
+        rows = await session.execute(statement)
+        return {WindowId(quota_id, start): Stored(granted, settled) for quota_id, start, granted, settled in rows}
+
+    async def quarantine_expired(self, session: AsyncSession) -> int:
+        """Whose replica has not renewed in time: the rest stays charged. The number of leases. In a transaction of its
+        own; what others are at is left to them."""
+        keys = (QuotaLease.quota_id, QuotaLease.start, QuotaLease.replica_id)
+        expired = QuotaLease.state == LeaseState.LIVE, QuotaLease.expires_ms < self._now()
+        statement = (
+            update(QuotaLease)
+            .where(tuple_(*keys).in_(select(*keys).where(*expired).with_for_update(skip_locked=True)))
             .values(state=LeaseState.QUARANTINED)
             .returning(QuotaLease.quota_id)
         )
@@ -132,19 +138,17 @@ class LeaseStore:
             for quota_id, start, granted, cap, others in rows
         }
 
-    async def _grant(self, session: AsyncSession, amounts: Mapping[WindowId, int]) -> None:
-        if not amounts:
-            return
+    async def _change(self, session: AsyncSession, amounts: Mapping[WindowId, int]) -> None:
+        """Raise, or lower, what this replica has been granted. The windows are locked."""
         await _add(session, QuotaWindow, "granted", _by_window(amounts))
-        leases = _insert(session, QuotaLease).values(expires_ms=self._now() + self._ttl_ms, state=LeaseState.LIVE)
-        leases = leases.on_conflict_do_update(
-            index_elements=[QuotaLease.quota_id, QuotaLease.start, QuotaLease.replica_id],
-            set_={"granted": QuotaLease.granted + leases.excluded.granted},
-        )
-        connection = await session.connection()
-        await connection.execute(
-            leases, [{**key, "granted": amount, "settled": 0} for key, amount in self._by_lease(amounts)]
-        )
+        new = {window: amount for window, amount in amounts.items() if amount > 0}
+        if new:
+            leases = _insert(session, QuotaLease).values(
+                granted=0, settled=0, expires_ms=self._now() + self._ttl_ms, state=LeaseState.LIVE
+            )
+            connection = await session.connection()
+            await connection.execute(leases.on_conflict_do_nothing(), [key for key, _ in self._by_lease(new)])
+        await _add(session, QuotaLease, "granted", self._by_lease(amounts))
 
     def _by_lease(self, amounts: Mapping[WindowId, int]) -> list[Change]:
         return [({**key, "replica_id": self.replica_id}, amount) for key, amount in _by_window(amounts)]
