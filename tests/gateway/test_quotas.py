@@ -134,3 +134,16 @@ async def test_limits_are_set_changed_listed_and_deleted(limited):
 async def test_a_limit_that_makes_no_sense_is_refused(limited, body, status):
     async with limited() as gateway:
         await admin(gateway, "PUT", "/quotas", body, expect=status)
+
+
+async def test_a_keys_limit_holds_for_those_it_is_rotated_to(limited):
+    async with limited() as gateway:
+        ids = await scopes(gateway)
+        quota = await limit(gateway, "key", 1_000)
+        successor = await admin(gateway, "POST", f"/keys/{ids['key']}/rotate", {"grace_s": 60}, expect=201)
+        client = openai.AsyncOpenAI(base_url=str(gateway.client.base_url), api_key=successor["secret"])
+        answers = [await ask(gateway), await client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=5)]
+        await client.close()
+        assert await used(gateway, quota) == sum(answer.usage.total_tokens for answer in answers)
+        (listed,) = (await admin(gateway, "GET", f"/quotas?scope_id={successor['key']['id']}"))["data"]
+        assert listed["id"] == quota["id"]

@@ -33,8 +33,14 @@ def normal(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def close(ours: Tensor, theirs: Tensor, ratio: float = 1e-5) -> bool:
-    """Whether the largest error is below `ratio` of the largest value; false for NaN."""
-    return bool((ours - theirs).abs().max() <= ratio * theirs.abs().max().clamp(min=1e-3))
+    """Whether the largest error is below `ratio` of the largest value, which counts as 0.1 at least, since a sum that
+    comes to nearly nothing is as inexact as what it sums; false for NaN."""
+    return bool((ours - theirs).abs().max() <= ratio * theirs.abs().max().clamp(min=0.1))
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

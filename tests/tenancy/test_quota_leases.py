@@ -7,6 +7,7 @@ import os
 import random
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -18,8 +19,10 @@ from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import Kind, Level, Period, Scope, Unit, window_end, window_start
 from moiety_platform.quota.lease import Charge, Hold, Lease, WindowId
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
+from moiety_platform.quota.schemas import NewQuota
+from moiety_platform.quota.service import set_quota
 from moiety_platform.quota.slices import slice_size, surplus
-from moiety_platform.quota.store import LeaseStore
+from moiety_platform.quota.store import LeaseStore, Want, book
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.row import UsageRow
 
@@ -142,6 +145,81 @@ async def test_who_does_not_renew_is_quarantined_and_takes_it_up_again(database:
     async with database.read() as session:
         lease = (await session.scalars(select(QuotaLease).where(QuotaLease.replica_id == "lost"))).one()
     assert (lease.state, lease.granted) == (LeaseState.LIVE, 30)
+
+
+async def change(database: Database, scope: Scope, cap: int | None) -> None:
+    async with database.write() as session:
+        quota = await session.get_one(Quota, scope.id)
+        if cap is None:
+            await session.delete(quota)
+        else:
+            quota.cap = cap
+
+
+async def test_a_lowered_cap_takes_back_what_was_leased_though_requests_go_on(database: Database) -> None:
+    await set_caps(database, {WHOLE: 1_000})
+    keeper = QuotaKeeper(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
+    await keeper.start()
+    (await keeper.hold([WHOLE], {Unit.TOKENS: 600})).settle({Unit.TOKENS: 0})
+    await change(database, WHOLE, 0)
+    with pytest.raises(QuotaExceeded, match="limit of 0 "):
+        async with asyncio.timeout(5):
+            while True:
+                (await keeper.hold([WHOLE], {Unit.TOKENS: 1})).settle({Unit.TOKENS: 1})
+                await asyncio.sleep(0.02)
+    await keeper.stop()
+    assert (await windows(database))[WHOLE.id].granted < 300
+
+
+async def test_a_limit_that_is_taken_away_cuts_no_stream(database: Database) -> None:
+    await set_caps(database, {WHOLE: 100})
+    keeper = QuotaKeeper(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
+    await keeper.start()
+    hold = await keeper.hold([WHOLE], {Unit.TOKENS: 100})
+    refusal = await keeper.extend(hold, {Unit.TOKENS: 101})
+    assert refusal is not None
+    assert refusal.room == 0
+    await change(database, WHOLE, None)
+    async with asyncio.timeout(5):
+        while await keeper.extend(hold, {Unit.TOKENS: 5_000}) is not None:  # noqa: ASYNC110 - the keeper tells nobody
+            await asyncio.sleep(0.1)
+    assert hold.settle({Unit.TOKENS: 5_000}) == ()
+    await keeper.stop()
+
+
+async def test_a_limit_set_by_several_at_once_is_one_limit(database: Database, demo: Any) -> None:
+    async def set_to(cap: int) -> str:
+        async with database.write() as session:
+            new = NewQuota(Level.TENANT, demo.tenant_id, Kind.TOKENS_PER_DAY, cap)
+            return (await set_quota(session, new, datetime.now(UTC))).id
+
+    assert len(set(await asyncio.gather(*map(set_to, range(8))))) == 1
+
+
+async def test_replicas_that_return_and_take_while_others_book_wait_for_each_other(database: Database) -> None:
+    """The windows of a limit that is gone are locked in the same order as the others."""
+    await set_caps(database, dict.fromkeys(TENANTS, 100_000))
+    day = datetime(2026, 1, 1, tzinfo=UTC)
+    ids = [WindowId(scope.id, day) for scope in TENANTS]
+    stores = [LeaseStore(f"r-{number}", 20.0) for number in range(3)]
+    for store in stores:
+        async with database.write() as session:
+            await store.exchange(session, {}, [Want(window, 5_000, 5_000, 0.0) for window in ids], slice_size)
+    await change(database, TENANTS[0], None)
+
+    async def work(store: LeaseStore, number: int) -> None:
+        rng = random.Random(number)
+        for _ in range(25):
+            async with database.write() as session:
+                some = rng.sample(ids, 4)
+                await store.exchange(session, {some[0]: 1}, [Want(w, 1, 1, 0.0) for w in some[1:]], slice_size)
+                await store.renew(session, ids)
+            async with database.write() as session:
+                await book(session, [Charge(window, store.replica_id, 1) for window in rng.sample(ids, 3)])
+            async with database.write() as session:
+                await store.quarantine_expired(session)
+
+    await asyncio.gather(*(work(store, number) for number, store in enumerate(stores * 2)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the three tables."""
+    """Make the three tables, and let rotated keys have the limits of the first."""
+    op.add_column("api_keys", sa.Column("root_id", sa.String(32)))
     op.create_table(
         "quotas",
         sa.Column("id", sa.String(32), primary_key=True),
@@ -44,7 +45,7 @@ def upgrade() -> None:
         sa.Column("expires_ms", sa.BigInteger(), nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
         sa.CheckConstraint("settled <= granted", name=op.f("ck_quota_leases_settled_within_granted")),
-        sa.CheckConstraint("state IN ('live', 'quarantined', 'closed')", name=op.f("ck_quota_leases_state_known")),
+        sa.CheckConstraint("state IN ('live', 'quarantined')", name=op.f("ck_quota_leases_state_known")),
     )
     op.create_index("ix_quota_leases_replica_id", "quota_leases", ["replica_id"])
     op.create_index("ix_quota_leases_state_expires_ms", "quota_leases", ["state", "expires_ms"])
@@ -55,3 +56,4 @@ def downgrade() -> None:
     op.drop_table("quota_leases")
     op.drop_table("quota_windows")
     op.drop_table("quotas")
+    op.drop_column("api_keys", "root_id")

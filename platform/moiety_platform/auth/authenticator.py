@@ -170,6 +170,7 @@ class Authenticator:
             return None
         return Principal(
             key_id=stored.key_id,
+            root_key_id=stored.root_id,
             tenant_id=stored.tenant_id,
             tenant_name=stored.tenant_name,
             project_id=stored.project_id,

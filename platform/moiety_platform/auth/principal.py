@@ -11,6 +11,7 @@ class Principal:
     chain; `allowed_models` None means every served model; `scopes` are e.g. `inference`, `admin`."""
 
     key_id: str
+    root_key_id: str  # the key whose limits hold: of those that were rotated to it, the first
     tenant_id: str
     tenant_name: str
     project_id: str

@@ -98,6 +98,7 @@ async def rotate_key(
         allowed_models=old.allowed_models,
         created_at=now,
         expires_at=old.expires_at,
+        root_id=old.root_id or old.id,
     )
     text = await _add_with_text(session, successor, pepper)
     end_of_grace = now + timedelta(seconds=grace_s)

@@ -16,6 +16,7 @@ class StoredKey:
     """A key as the database has it. Without a project it is an administrator's, and the tenant's fields are empty."""
 
     key_id: str
+    root_id: str  # of the keys that were rotated to it, the first
     secret_hash: bytes
     scopes: frozenset[str]
     allowed_models: frozenset[str] | None
@@ -44,6 +45,7 @@ async def find_key(database: Database, key_id: str) -> StoredKey | None:
     key, project, tenant = found
     return StoredKey(
         key_id=key.id,
+        root_id=key.root_id or key.id,
         secret_hash=key.secret_hash,
         scopes=frozenset(key.scopes),
         allowed_models=None if key.allowed_models is None else frozenset(key.allowed_models),

@@ -12,7 +12,6 @@ from moiety_platform.completions.generation import Generation
 from moiety_platform.completions.promise import Progress, is_broken, is_kept
 from moiety_platform.completions.spending import Spending
 from moiety_platform.errors import Overloaded, PlatformError
-from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.traces.tracing import RequestSpan
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Reason
@@ -94,7 +93,7 @@ class RequestRecord:
         self.outcome = "length" if "length" in self.finish_reasons else "stop"
         self.http_status = 200
         if self.was_cut_by_limit:
-            self.error_code = QuotaExceeded.default_code
+            self.error_code = self.spending.refusal_code
 
     def disconnected(self) -> None:
         self.outcome, self.http_status, self.error_code = "disconnected", CLIENT_CLOSED_REQUEST, "client_disconnected"

@@ -13,6 +13,7 @@ from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.text import ModelText
 from moiety_platform.engine_client.inbox import Delivery, Inbox
 from moiety_platform.engine_client.stream import EngineStream
+from moiety_platform.errors import Unavailable
 from moiety_wire.messages import Accepted, EventKind, Finished, Tokens
 
 CREDIT_REFUSED = "credit_refused"  # the detail of an end for want of credit
@@ -115,7 +116,14 @@ class Run:
         reserved = self.usage().prompt_tokens + sum(
             other.num_output_tokens if other.ended else other.credit_tokens for other in self.streams
         )
-        granted = await self._record.spending.extend(reserved, more)
+        spending = self._record.spending
+        if stream.credit_tokens > stream.num_output_tokens:
+            try:
+                granted = await spending.extend(reserved, more)
+            except Unavailable:
+                return  # there is credit left: asked again with the next tokens
+        else:
+            granted = await spending.extend_patiently(reserved, more)
         stream.extend(stream.credit_tokens + granted, last=granted == 0)
 
     def usage(self) -> Usage:

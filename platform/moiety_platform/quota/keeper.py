@@ -28,7 +28,7 @@ from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.kinds import Scope, Unit, window_end, window_start
 from moiety_platform.quota.lease import Hold, Lease, WindowId
 from moiety_platform.quota.limits import Limit, load_limits
-from moiety_platform.quota.slices import SECONDS_AHEAD, slice_size, surplus
+from moiety_platform.quota.slices import slice_size, surplus
 from moiety_platform.quota.store import Grant, LeaseStore, Stored, Want
 
 LEASE_S = 20.0
@@ -36,13 +36,23 @@ TICK_S = 1.0
 LIMITS_FRESH_S = 0.9
 MARGIN = 0.25  # of the time to live, by which this process believes its leases to end early
 OUTAGE_PAUSE_S = 0.5
+FULL_S = 0.5  # for how long a window is believed to have no more than the store said
+FETCHED_S = 1.0  # by when a request has taken what was granted for it
 _RATE_MEAN_S = 5.0
 _FORGET_AFTER_S = 60.0
 
 _NOTHING = Stored()
-_REFUSED = Grant(0, 0)
+_GONE = Grant(0, 0)  # of a window whose limit was taken away
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A window that has not so much left; `room` is how much more a hold might have."""
+
+    window: WindowId
+    room: int
 
 
 @dataclass(slots=True)
@@ -63,6 +73,10 @@ class _Account:
     counted: int = 0  # of what was settled, when last looked at
     use_per_s: float = 0.0
     used_s: float = 0.0
+    granted_s: float = float("-inf")  # when last for a request that waited
+    cap_fell: bool = False  # what is free was granted under a higher cap
+    full_until_s: float = float("-inf")  # until when what the store said was left is believed
+    remaining: int = 0  # that
     is_new: bool = True  # whether the store has not been heard of it yet
     wanted: list[int] = field(default_factory=list)  # what waiting requests lack, each
     waiters: list[asyncio.Future[Grant]] = field(default_factory=list)
@@ -73,6 +87,12 @@ class _Account:
         if self.is_new:
             self.lease.settled = self.counted = stored.settled
             self.is_new = False
+
+    def take(self, grant: Grant | None, now_s: float) -> None:
+        """What waiting requests were granted. Where little is left, nobody asks for more than that for a while."""
+        self.granted_s = now_s
+        if grant is not None:
+            self.remaining, self.full_until_s = grant.remaining, now_s + FULL_S
 
     def in_use(self, stored: Stored) -> bool:
         lease = self.lease
@@ -113,19 +133,21 @@ class QuotaKeeper:
         hold = Hold([account.lease for account in accounts])
         refusal = await self.extend(hold, amounts)
         if refusal is not None:
-            raise self._exceeded(next(account for account in accounts if account.lease.window == refusal))
+            raise self._exceeded(self._accounts[refusal.window], refusal.room)
         return hold
 
-    async def extend(self, hold: Hold, amounts: Mapping[Unit, int]) -> WindowId | None:
-        """Have so much reserved in all; else the window that does not allow it, and nothing more is reserved. Raises
+    async def extend(self, hold: Hold, amounts: Mapping[Unit, int]) -> Refusal | None:
+        """Have so much reserved in all; else who does not allow it, and nothing more is reserved. Raises
         Unavailable."""
         while not self.extend_now(hold, amounts):
             lacking = hold.lacking(amounts)  # nothing where leases have only to be renewed
             windows = {lease.window: lacking.get(lease, 0) for lease in lacking or hold.leases}
             grants = await asyncio.gather(*(self._ask(self._accounts[w], amount) for w, amount in windows.items()))
             for (window, amount), grant in zip(windows.items(), grants, strict=True):
-                if amount > 0 and grant.amount == 0:
-                    return window
+                if grant is _GONE:
+                    hold.drop(window)
+                elif amount > 0 and grant.amount == 0:
+                    return Refusal(window, max(0, self._accounts[window].lease.free) + grant.remaining)
         return None
 
     def extend_now(self, hold: Hold, amounts: Mapping[Unit, int]) -> bool:
@@ -163,7 +185,7 @@ class QuotaKeeper:
         try:
             async with self._database.write() as session:
                 grants = await self._store.exchange(session, returned, wants, slice_size)
-                stored = await self._store.renew(session)
+                stored = await self._store.renew(session, list(self._accounts))
                 limits = await load_limits(session, self._stale_scopes(sent_s))
         except BaseException as error:  # whatever it was, nobody is left waiting
             for futures in waiters.values():
@@ -174,9 +196,10 @@ class QuotaKeeper:
             account.learn(stored.get(window, _NOTHING))
         self._learn_limits(limits, sent_s)
         for account, futures in waiters.items():
+            account.take(grants.get(account.lease.window), sent_s)
             for future in futures:
                 if not future.done():
-                    future.set_result(grants.get(account.lease.window, _REFUSED))
+                    future.set_result(grants.get(account.lease.window, _GONE))
         self._forget(stored, sent_s)
 
     # ── within ──
@@ -222,12 +245,23 @@ class QuotaKeeper:
         return [scope for scope, known in self._scopes.items() if now_s - known.read_s >= LIMITS_FRESH_S]
 
     def _learn_limits(self, limits: Mapping[Scope, list[Limit]], now_s: float) -> None:
+        now_known = {limit.quota_id: limit for of_scope in limits.values() for limit in of_scope}
+        for account in self._accounts.values():
+            limit = now_known.get(account.limit.quota_id, account.limit)
+            account.cap_fell |= limit.cap < account.limit.cap
+            account.limit = limit
         for scope, of_scope in limits.items():
             self._scopes[scope].limits, self._scopes[scope].read_s = of_scope, now_s
 
     def _ask(self, account: _Account, lacking: int) -> asyncio.Future[Grant]:
-        """Resolved by the next round."""
+        """Resolved by the next round, or at once where the store said of late that there is not so much left."""
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        if self._stopping:
+            future.set_exception(Unavailable("the server is stopping", code="server_stopping", retry_after_s=1))
+            return future
+        if lacking > account.remaining and self._clock.monotonic() < account.full_until_s:
+            future.set_result(Grant(0, account.remaining))
+            return future
         account.waiters.append(future)
         account.used_s = self._clock.monotonic()
         account.wanted.append(lacking)
@@ -255,12 +289,13 @@ class QuotaKeeper:
         account.used_s = self._clock.monotonic()
         return account
 
-    def _exceeded(self, account: _Account) -> QuotaExceeded:
+    def _exceeded(self, account: _Account, room: int) -> QuotaExceeded:
         limit, start = account.limit, account.lease.window.start
         resets_at = window_end(limit.kind.period, start)
         return QuotaExceeded(
             f"The {limit.scope.level}'s limit of {limit.cap} {limit.kind} does not allow this request. It is renewed "
             f"at {resets_at:%Y-%m-%d %H:%M} UTC; ask for fewer tokens, or have the limit raised",
+            room=room,
             retry_after_s=max(1.0, (resets_at - self._clock.now()).total_seconds()),
         )
 
@@ -275,8 +310,11 @@ class QuotaKeeper:
         return returned
 
     def _idle_part(self, account: _Account) -> int:
-        if self._clock.monotonic() - account.used_s < SECONDS_AHEAD:
-            return 0  # it may have been granted for a request that has not come to take it yet
+        if account.cap_fell:
+            account.cap_fell = False
+            return account.lease.free
+        if self._clock.monotonic() - account.granted_s < FETCHED_S:
+            return 0  # the request that it was granted for may not have come to take it yet
         return surplus(account.lease.free, account.use_per_s)
 
     def _count_use(self) -> None:

@@ -83,6 +83,13 @@ class Hold:
                         lease.held += more
         return True
 
+    def drop(self, window: WindowId) -> None:
+        """The limit was taken away: nothing is reserved under it any more, and nothing charged."""
+        for lease in self.leases:
+            if lease.window == window:
+                lease.held -= self._reserved[lease.unit]
+        self.leases = tuple(lease for lease in self.leases if lease.window != window)
+
     def charges(self, used: Mapping[Unit, int]) -> tuple[Charge, ...]:
         """How that would be charged."""
         return tuple(

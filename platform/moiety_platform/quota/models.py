@@ -22,7 +22,6 @@ REPLICA_ID_LENGTH = 64
 class LeaseState(StrEnum):
     LIVE = "live"  # its replica renews it
     QUARANTINED = "quarantined"  # it expired: what it has not settled counts as spent until it is proven otherwise
-    CLOSED = "closed"  # granted = settled
 
 
 class Quota(Base):
@@ -62,7 +61,7 @@ class QuotaLease(Base):
     __tablename__ = "quota_leases"
     __table_args__ = (
         CheckConstraint("settled <= granted", name="settled_within_granted"),
-        CheckConstraint("state IN ('live', 'quarantined', 'closed')", name="state_known"),
+        CheckConstraint("state IN ('live', 'quarantined')", name="state_known"),
         Index(None, "replica_id"),
         Index(None, "state", "expires_ms"),
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from sqlalchemy import select, tuple_
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
@@ -28,16 +29,13 @@ async def set_quota(session: AsyncSession, new: NewQuota, now: datetime) -> Quot
     through until the window ends. Raises BadRequest, or NotFound where the scope is unknown."""
     if not 0 <= new.cap <= MAX_CAP:
         raise BadRequest(f"'cap' must be a number from 0 to {MAX_CAP}; 0 lets nothing through.", param="cap")
-    await _require(session, Scope(new.level, new.scope_id))
-    same = (Quota.level == new.level, Quota.scope_id == new.scope_id, Quota.kind == new.kind)
-    quota = (await session.scalars(select(Quota).where(*same).with_for_update())).one_or_none()
-    if quota is None:
-        quota = Quota(
-            id=new_id("quo"), level=new.level, scope_id=new.scope_id, kind=new.kind, cap=new.cap, created_at=now
-        )
-        session.add(quota)
-    quota.cap = new.cap
-    await session.flush()
+    scope_id = await _require(session, Scope(new.level, new.scope_id))
+    same = (Quota.level, Quota.scope_id, Quota.kind)
+    values = {"level": new.level, "scope_id": scope_id, "kind": new.kind, "cap": new.cap}
+    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
+    statement = dialect.insert(Quota).values(id=new_id("quo"), created_at=now, **values)
+    statement = statement.on_conflict_do_update(index_elements=same, set_={"cap": new.cap})
+    quota = (await session.scalars(statement.returning(Quota))).one()
     return (await _views(session, [quota], now))[0]
 
 
@@ -50,7 +48,8 @@ async def list_quotas(session: AsyncSession, page: PageRequest, now: datetime, *
     """Limits, oldest first; with `scope_id`, those of one tenant, project or key."""
     statement = select(Quota)
     if scope_id is not None:
-        statement = statement.where(Quota.scope_id == scope_id)
+        key = await session.get(ApiKey, scope_id) if is_id(scope_id) else None
+        statement = statement.where(Quota.scope_id == ((key and key.root_id) or scope_id))
     statement = after_position(statement, page, Quota.created_at, Quota.id, newest_first=False)
     found = (await session.scalars(statement)).all()
     quotas, next_cursor = cut_page(found, page, lambda quota: Position(quota.created_at, quota.id))
@@ -72,10 +71,13 @@ async def _find(session: AsyncSession, quota_id: str) -> Quota:
     return quota
 
 
-async def _require(session: AsyncSession, scope: Scope) -> None:
-    found = await session.get(_TABLES[scope.level], scope.id) if is_id(scope.id) else None
+async def _require(session: AsyncSession, scope: Scope) -> str:
+    """The id that limits of the scope stand under."""
+    table = _TABLES[scope.level]
+    found: Tenant | Project | ApiKey | None = await session.get(table, scope.id) if is_id(scope.id) else None
     if found is None:
         raise NotFound(f"There is no {scope.level} with the id {scope.id[:64]!r}.", param="scope_id")
+    return (found.root_id or found.id) if isinstance(found, ApiKey) else found.id
 
 
 async def _views(session: AsyncSession, quotas: Sequence[Quota], now: datetime) -> list[QuotaView]:

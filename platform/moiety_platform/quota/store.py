@@ -86,10 +86,11 @@ class LeaseStore:
         await self._change(session, {window: amount for window, amount in changes.items() if amount})
         return grants
 
-    async def renew(self, session: AsyncSession) -> dict[WindowId, Stored]:
-        """Put off the expiry of all leases; what the store has of each. One that is not among them was closed."""
-        mine = QuotaLease.replica_id == self.replica_id, QuotaLease.state != LeaseState.CLOSED
+    async def renew(self, session: AsyncSession, windows: Iterable[WindowId]) -> dict[WindowId, Stored]:
+        """Put off the expiry of the leases on these windows; what the store has of each."""
         keys = (QuotaLease.quota_id, QuotaLease.start)
+        wanted = tuple_(*keys).in_([(window.quota_id, window.start) for window in windows])
+        mine = QuotaLease.replica_id == self.replica_id, wanted
         await session.execute(select(*keys).where(*mine).order_by(*keys).with_for_update())  # in the order of bookings
         statement = (
             update(QuotaLease)
@@ -127,7 +128,7 @@ class LeaseStore:
         )
         statement = (
             select(QuotaWindow.quota_id, QuotaWindow.start, QuotaWindow.granted, Quota.cap, sharing)
-            .join(Quota, Quota.id == QuotaWindow.quota_id)
+            .outerjoin(Quota, Quota.id == QuotaWindow.quota_id)  # also what has no limit any more is locked in order
             .where(tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_([(w.quota_id, w.start) for w in windows]))
             .order_by(QuotaWindow.quota_id, QuotaWindow.start)
             .with_for_update(of=QuotaWindow)
@@ -136,6 +137,7 @@ class LeaseStore:
         return {
             WindowId(quota_id, start): (max(0, cap - granted), 1 + others)
             for quota_id, start, granted, cap, others in rows
+            if cap is not None
         }
 
     async def _change(self, session: AsyncSession, amounts: Mapping[WindowId, int]) -> None:

@@ -52,7 +52,8 @@ class Project(Base):
 
 
 class ApiKey(Base):
-    """A key, by the keyed hash of its text; `hint` is the last four characters. A rotated key names its successor."""
+    """A key, by the keyed hash of its text; `hint` is the last four characters. A rotated key names its successor, and
+    that the first of them all, whose limits are those of each."""
 
     __tablename__ = "api_keys"
     __table_args__ = (Index(None, "project_id"), Index(None, "created_at", "id"))
@@ -68,3 +69,4 @@ class ApiKey(Base):
     expires_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
     revoked_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
     replaced_by: Mapped[str | None] = mapped_column(String(ID_LENGTH))
+    root_id: Mapped[str | None] = mapped_column(String(ID_LENGTH))
