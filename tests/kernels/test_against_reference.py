@@ -9,6 +9,7 @@ from torch import Tensor
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.attention_input.reference import attention_input as attention_input_reference
 from moiety_kernels.checks import KernelInputError
+from moiety_kernels.cpu import tiles
 from moiety_kernels.kv_store import kv_store
 from moiety_kernels.linear import linear
 from moiety_kernels.linear.reference import linear as linear_reference
@@ -51,13 +52,43 @@ def poisoned_memory() -> None:
         del held
 
 
+@pytest.fixture(params=["tiles", "vectors"])
+def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a CPU multiplies bfloat16 weights: as this machine would, and as one without matrix tiles would."""
+    if request.param == "vectors":
+        monkeypatch.setattr(tiles, "usable", lambda: False)
+    elif not tiles.usable():
+        pytest.skip("this processor has no matrix tiles")
+    return str(request.param)
+
+
 @pytest.mark.parametrize("dtype", WEIGHTS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 11, 12, 13, 47, 97, 200])
-@pytest.mark.parametrize(("n", "k"), [(1, 16), (7, 64), (33, 48), (130, 304), (515, 1024), (20, 50)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 11, 12, 13, 16, 17, 47, 97, 200])
+@pytest.mark.parametrize(("n", "k"), [(1, 16), (7, 64), (33, 48), (130, 320), (515, 1024), (20, 50)])
+@pytest.mark.usefixtures("arithmetic")
 def test_linear(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
-    x, weight, bias = normal(rows, k), normal(n, k, scale=k**-0.5).to(dtype), normal(n)
+    x, weight, bias = normal(rows, k).bfloat16().float(), normal(n, k, scale=k**-0.5).to(dtype), normal(n)
     assert close(linear(x, weight), linear_reference(x, weight))
     assert close(linear(x, weight, bias), linear_reference(x, weight, bias))
+
+
+def test_rows_are_rounded_to_the_nearest_bfloat16_where_tiles_multiply_them(arithmetic: str) -> None:
+    x, weight = normal(40, 64, scale=3), torch.eye(64, dtype=torch.bfloat16, device=DEVICE)
+    assert torch.equal(linear(x, weight), x.bfloat16().float() if arithmetic == "tiles" else x)
+
+
+@pytest.mark.parametrize(("n", "k"), [(40, 64), (5, 96), (515, 1024)])
+@pytest.mark.usefixtures("arithmetic")
+def test_a_rows_product_does_not_depend_on_its_neighbours(n: int, k: int) -> None:
+    x, weight = normal(113, k), normal(n, k, scale=k**-0.5).bfloat16()
+    together = linear(x, weight)
+    for rows in (1, 2, 4, 5, 16, 33):
+        assert torch.equal(linear(x[40 : 40 + rows], weight), together[40 : 40 + rows])
+
+
+def test_a_row_too_long_to_be_packed_goes_another_way() -> None:
+    x, weight = normal(3, 1 << 16).bfloat16().float(), normal(20, 1 << 16, scale=2**-8).bfloat16()
+    assert close(linear(x, weight), linear_reference(x, weight))
 
 
 def test_linear_takes_rows_with_a_stride() -> None:
@@ -101,14 +132,17 @@ def test_groups_list_every_pair_once_in_the_order_of_experts() -> None:
 @pytest.mark.parametrize("dtype", WEIGHTS)
 @pytest.mark.parametrize(
     ("tokens", "num_experts", "top_k", "width", "hidden"),
-    [(1, 4, 2, 64, 48), (3, 8, 3, 48, 16), (33, 5, 1, 128, 80), (250, 3, 2, 64, 96), (17, 4, 2, 40, 24)],
+    [(1, 4, 2, 64, 32), (3, 8, 3, 48, 16), (33, 5, 1, 128, 80), (250, 3, 2, 64, 96), (17, 4, 2, 40, 24)],
 )
+@pytest.mark.usefixtures("arithmetic")
 def test_experts(tokens: int, num_experts: int, top_k: int, width: int, hidden: int, dtype: torch.dtype) -> None:
-    x = normal(tokens, width)
+    x = normal(tokens, width).bfloat16().float()
     gate_up = normal(num_experts, 2 * hidden, width, scale=width**-0.5).to(dtype)
     down = normal(num_experts, width, hidden, scale=hidden**-0.5).to(dtype)
     weight, expert = route_reference(normal(tokens, num_experts), RoutingSpec(num_experts, top_k, renormalize=True))
-    assert close(experts(x, weight, expert, gate_up, down), experts_reference(x, weight, expert, gate_up, down))
+    inner_is_rounded = tiles.usable() and dtype is torch.bfloat16
+    expected = experts_reference(x, weight, expert, gate_up, down)
+    assert close(experts(x, weight, expert, gate_up, down), expected, 2**-8 if inner_is_rounded else 1e-5)
 
 
 def test_experts_that_nobody_chose_are_never_read() -> None:

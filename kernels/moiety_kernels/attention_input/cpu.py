@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_kernels.cpu.compiling import jit, task_address
+from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.memory import load_f32, load_f64, load_i64, store_f32
 from moiety_kernels.cpu.team import team
-from moiety_kernels.cpu.vectors import LANES, sum_squares, weigh_row
+from moiety_kernels.cpu.vectors import sum_squares, weigh_row
 
 if TYPE_CHECKING:
     from torch import Tensor

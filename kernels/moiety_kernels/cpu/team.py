@@ -41,6 +41,7 @@ TICKET, DONE, FUNCTION, ARGS = 0, 8, 16, 17
 STATE_SIZE = 32
 SCRATCH_BYTES = 4 << 20  # a thread; kernels size their blocks by it
 ARGS_SIZE = 48
+CACHE_LINE = 64
 SPINS_BEFORE_YIELD = 2_000
 YIELDS_BEFORE_SLEEP = 2_000
 
@@ -125,13 +126,19 @@ class Program:
         )
 
 
+def _aligned(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeroed memory that begins with a cache line."""
+    memory = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
+    return memory[-memory.ctypes.data % CACHE_LINE :]
+
+
 class Team:
     """Owns the worker threads, each thread's scratch memory and the arguments of the running job."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._state = np.zeros(STATE_SIZE, dtype=np.int64)
-        self._scratch = [np.zeros(SCRATCH_BYTES, dtype=np.uint8) for _ in range(num_threads)]
+        self._scratch = [_aligned(SCRATCH_BYTES) for _ in range(num_threads)]
         self._args = np.zeros(ARGS_SIZE, dtype=np.int64)
         self._packed = self._args.data
         self._calling = threading.Lock()

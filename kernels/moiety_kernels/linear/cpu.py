@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_kernels.cpu.compiling import task_address
-from moiety_kernels.cpu.gemm import MAX_WIDTH, ROW_BLOCK, ROWS_AT, chunk_rows, multiply, point_rows
+from moiety_kernels.cpu.emitter import LANES
+from moiety_kernels.cpu.gemm import (
+    FLOAT32,
+    MAX_WIDTH,
+    ROW_BLOCK,
+    ROWS_AT,
+    chunk_rows,
+    multiply,
+    point_rows,
+    product_kind,
+)
 from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32
 from moiety_kernels.cpu.team import team
-from moiety_kernels.cpu.vectors import LANES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +49,8 @@ def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     out_MN = torch.empty(m, n)
     if m == 0 or n == 0:
         return out_MN
-    chunk = chunk_rows(k * weight_NK.element_size(), n, m)
+    kind = product_kind(weight_NK)
+    chunk = chunk_rows(kind, k * weight_NK.element_size(), n, m)
     tasks = -(-m // ROW_BLOCK) * -(-n // chunk)
     bias = 0 if bias_N is None else bias_N.data_ptr()
     team().run(
@@ -54,7 +64,7 @@ def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         m,
         n,
         k,
-        weight_NK.dtype is torch.bfloat16,
+        kind,
         x_MK.stride(0) * 4,
         chunk,
         -(-n // chunk),
@@ -63,15 +73,15 @@ def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
 
 
 def _task(args: int, task: int, scratch: int) -> None:
-    m, n, k, narrow = load_i64(args, 4), load_i64(args, 5), load_i64(args, 6), load_i64(args, 7)
+    m, n, k, kind = load_i64(args, 4), load_i64(args, 5), load_i64(args, 6), load_i64(args, 7)
     x_stride, chunk, num_chunks = load_i64(args, 8), load_i64(args, 9), load_i64(args, 10)
     row, column = (task // num_chunks) * ROW_BLOCK, (task % num_chunks) * chunk
     num_rows, num_columns = min(ROW_BLOCK, m - row), min(chunk, n - column)
     rows = scratch + ROWS_AT
     point_rows(rows, load_i64(args, 0) + row * x_stride, x_stride, num_rows)
-    w = load_i64(args, 1) + column * k * (2 if narrow else 4)
+    w = load_i64(args, 1) + column * k * (4 if kind == FLOAT32 else 2)
     out = load_i64(args, 3) + 4 * (row * n + column)
-    multiply(rows, num_rows, w, narrow, num_columns, k, out, 4 * n, scratch)
+    multiply(rows, num_rows, w, kind, num_columns, k, out, 4 * n, scratch)
     bias = load_i64(args, 2)
     if bias:
         for i in range(num_rows):

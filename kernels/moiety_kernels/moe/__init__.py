@@ -6,8 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from moiety_kernels.checks import require, require_shape
-from moiety_kernels.cpu.capability import NATIVE_BFLOAT16_ROWS
-from moiety_kernels.linear import linear, prefers_native
+from moiety_kernels.linear import linear
 from moiety_kernels.moe import grouped, reference
 
 if TYPE_CHECKING:
@@ -31,10 +30,6 @@ def experts(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w_gate_up_E2FD: 
     require(weight_TK.shape == expert_TK.shape, "weight and expert must have one shape")
     if x_TD.is_cuda and grouped.fits(x_TD, w_down_EDF):
         return grouped.experts(x_TD, weight_TK, expert_TK, w_gate_up_E2FD, w_down_EDF)
-    many = expert_TK.numel() >= NATIVE_BFLOAT16_ROWS * num_experts
-    if x_TD.is_cpu and many and prefers_native(w_down_EDF):
-        narrow_TD = x_TD.bfloat16()
-        return reference.experts(narrow_TD, weight_TK, expert_TK, w_gate_up_E2FD, w_down_EDF).to(x_TD.dtype)
     if x_TD.is_cpu and _cpu().fits(x_TD, expert_TK, w_gate_up_E2FD, w_down_EDF):
         fast: Tensor = _cpu().experts(x_TD, weight_TK, expert_TK, w_gate_up_E2FD, w_down_EDF)
         return fast

@@ -12,25 +12,26 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_kernels.cpu.compiling import jit, task_address
-from moiety_kernels.cpu.gemm import MAX_WIDTH, ROW_BLOCK, TEMP_AT, chunk_rows, multiply
+from moiety_kernels.cpu.emitter import LANES
+from moiety_kernels.cpu.gemm import FLOAT32, MAX_WIDTH, ROW_BLOCK, TEMP_AT, chunk_rows, multiply, product_kind
 from moiety_kernels.cpu.memory import load_f32, load_i32, load_i64, store_f32, store_i64
 from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, parallel, team
-from moiety_kernels.cpu.vectors import LANES, add_scaled_row, swiglu_row
+from moiety_kernels.cpu.vectors import add_scaled_row, swiglu_row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LAYOUT = struct.Struct("25q")
+_LAYOUT = struct.Struct("26q")
 _COMBINE_BLOCK = 16  # tokens a task
 _MAX_CHUNK = (SCRATCH_BYTES - TEMP_AT) // (2 * 4 * ROW_BLOCK) // 16 * 16
 
 # arguments
 X, WEIGHT, CHOSEN, GATE_UP, DOWN, OUT = 0, 1, 2, 3, 4, 5
-TOKENS, TOP_K, EXPERTS, WIDTH, HIDDEN, NARROW, X_STRIDE = 6, 7, 8, 9, 10, 11, 12
-UP_CHUNK, DOWN_CHUNK = 13, 14
-INNER, RESULT = 15, 16  # float32 workspace [R, F] and [R, D]
-STARTS, PLACE, X_ROWS, INNER_ROWS, ITEMS = 17, 18, 19, 20, 21  # int64 workspace
-UP_TASK, DOWN_TASK, COMBINE_TASK = 22, 23, 24
+TOKENS, TOP_K, EXPERTS, WIDTH, HIDDEN, X_STRIDE = 6, 7, 8, 9, 10, 11
+UP_KIND, DOWN_KIND, UP_CHUNK, DOWN_CHUNK = 12, 13, 14, 15
+INNER, RESULT = 16, 17  # float32 workspace [R, F] and [R, D]
+STARTS, PLACE, X_ROWS, INNER_ROWS, ITEMS = 18, 19, 20, 21, 22  # int64 workspace
+UP_TASK, DOWN_TASK, COMBINE_TASK = 23, 24, 25
 
 
 def fits(x_TD: Tensor, expert_TK: Tensor, w_gate_up_E2FD: Tensor, w_down_EDF: Tensor) -> bool:
@@ -55,6 +56,7 @@ def experts(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w_gate_up_E2FD: 
     tokens, top_k = expert_TK.shape
     num_experts, width, hidden = w_down_EDF.shape
     rows, size = tokens * top_k, w_down_EDF.element_size()
+    up_kind, down_kind = product_kind(w_gate_up_E2FD), product_kind(w_down_EDF)
     floats = torch.empty(rows * (hidden + width))
     max_items = num_experts + rows // ROW_BLOCK
     sizes = (num_experts + 1, rows, rows, rows, 3 * max_items)
@@ -78,10 +80,11 @@ def experts(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w_gate_up_E2FD: 
         num_experts,
         width,
         hidden,
-        w_down_EDF.dtype is torch.bfloat16,
         4 * x_TD.stride(0),
-        min(chunk_rows(2 * width * size, hidden, rows // num_experts), _MAX_CHUNK),
-        chunk_rows(hidden * size, width, rows // num_experts),
+        up_kind,
+        down_kind,
+        min(chunk_rows(up_kind, 2 * width * size, hidden, rows // num_experts), _MAX_CHUNK),
+        chunk_rows(down_kind, hidden * size, width, rows // num_experts),
         floats.data_ptr(),
         floats.data_ptr() + 4 * rows * hidden,
         starts,
@@ -146,19 +149,19 @@ def _group(args: int) -> int:
 
 
 def _up_task(args: int, task: int, scratch: int) -> None:
-    width, hidden, narrow = load_i64(args, WIDTH), load_i64(args, HIDDEN), load_i64(args, NARROW)
+    width, hidden, kind = load_i64(args, WIDTH), load_i64(args, HIDDEN), load_i64(args, UP_KIND)
     chunk = load_i64(args, UP_CHUNK)
     num_chunks = (hidden + chunk - 1) // chunk
     item = load_i64(args, ITEMS) + 24 * (task // num_chunks)
     expert, first, num_rows = load_i64(item, 0), load_i64(item, 1), load_i64(item, 2)
     column = task % num_chunks * chunk
     num_columns = min(chunk, hidden - column)
-    row_bytes = width * (2 if narrow else 4)
+    row_bytes = width * (4 if kind == FLOAT32 else 2)
     gate_w = load_i64(args, GATE_UP) + (expert * 2 * hidden + column) * row_bytes
     rows = load_i64(args, X_ROWS) + 8 * first
     gate, up = scratch + TEMP_AT, scratch + TEMP_AT + 4 * num_rows * num_columns
-    multiply(rows, num_rows, gate_w, narrow, num_columns, width, gate, 4 * num_columns, scratch)
-    multiply(rows, num_rows, gate_w + hidden * row_bytes, narrow, num_columns, width, up, 4 * num_columns, scratch)
+    multiply(rows, num_rows, gate_w, kind, num_columns, width, gate, 4 * num_columns, scratch)
+    multiply(rows, num_rows, gate_w + hidden * row_bytes, kind, num_columns, width, up, 4 * num_columns, scratch)
     for i in range(num_rows):
         offset = 4 * i * num_columns
         swiglu_row(
@@ -167,16 +170,16 @@ def _up_task(args: int, task: int, scratch: int) -> None:
 
 
 def _down_task(args: int, task: int, scratch: int) -> None:
-    width, hidden, narrow = load_i64(args, WIDTH), load_i64(args, HIDDEN), load_i64(args, NARROW)
+    width, hidden, kind = load_i64(args, WIDTH), load_i64(args, HIDDEN), load_i64(args, DOWN_KIND)
     chunk = load_i64(args, DOWN_CHUNK)
     num_chunks = (width + chunk - 1) // chunk
     item = load_i64(args, ITEMS) + 24 * (task // num_chunks)
     expert, first, num_rows = load_i64(item, 0), load_i64(item, 1), load_i64(item, 2)
     column = task % num_chunks * chunk
-    w = load_i64(args, DOWN) + (expert * width + column) * hidden * (2 if narrow else 4)
+    w = load_i64(args, DOWN) + (expert * width + column) * hidden * (4 if kind == FLOAT32 else 2)
     out = load_i64(args, RESULT) + 4 * (first * width + column)
     rows = load_i64(args, INNER_ROWS) + 8 * first
-    multiply(rows, num_rows, w, narrow, min(chunk, width - column), hidden, out, 4 * width, scratch)
+    multiply(rows, num_rows, w, kind, min(chunk, width - column), hidden, out, 4 * width, scratch)
 
 
 def _combine_task(args: int, task: int, scratch: int) -> None:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_kernels.cpu.compiling import jit, task_address
+from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.gemm import ROWS_AT, TEMP_AT, multiply_wide
 from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, store_f32, store_i64
 from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, parallel, team
-from moiety_kernels.cpu.vectors import AXPY_ROWS, LANES, axpy_tile, scale_row, softmax_step
+from moiety_kernels.cpu.vectors import AXPY_ROWS, axpy_tile, scale_row, softmax_step
 
 if TYPE_CHECKING:
     from torch import Tensor

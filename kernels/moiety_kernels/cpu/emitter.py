@@ -1,0 +1,186 @@
+"""Writes functions as LLVM IR with explicit vectors of LANES floats, and makes them callable from numba's kernels.
+
+Written out rather than left to the compiler, for it must not depend on what the vectorizer makes of a loop: the result
+of one row is bit for bit the same whatever rows are computed beside it. All addresses and strides are int64 bytes.
+Each function is emitted once into the module that uses it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import TYPE_CHECKING, Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba.core import types
+
+from moiety_kernels.cpu.compiling import emitted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
+LANES = 16 if WIDE else 8
+
+F32, VOID = ir.FloatType(), ir.VoidType()
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+VF, VI16, VI32 = (ir.VectorType(kind, LANES) for kind in (F32, I16, I32))
+PTR = ir.PointerType()
+
+
+def constant(value: float) -> ir.Constant:
+    """The value in every lane."""
+    return ir.Constant(VF, [value] * LANES)
+
+
+class Emitter:
+    """Builds one function: int64 and float arguments, straight code and loops over vectors."""
+
+    def __init__(self, module: ir.Module, name: str, kinds: Sequence[ir.Type], result: ir.Type) -> None:
+        self.module = module
+        self.function = ir.Function(module, ir.FunctionType(result, list(kinds)), name)
+        self.function.linkage = "internal"
+        self.function.attributes.add("noinline")
+        self.builder = ir.IRBuilder(self.function.append_basic_block())
+
+    def intrinsic(self, name: str, result: ir.Type, kinds: Sequence[ir.Type], *args: ir.Value) -> ir.Value:
+        known = self.module.globals.get(name)
+        function = known or ir.Function(self.module, ir.FunctionType(result, list(kinds)), name)
+        return self.builder.call(function, args)
+
+    def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        return self.intrinsic(f"llvm.fma.v{LANES}f32", VF, [VF] * 3, a, b, c)
+
+    def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+    def pointer(self, address: ir.Value, offset: ir.Value | int = 0) -> ir.Value:
+        offset = I64(offset) if isinstance(offset, int) else offset
+        return self.builder.inttoptr(self.builder.add(address, offset), PTR)
+
+    def load(self, address: ir.Value, offset: ir.Value | int = 0) -> ir.Value:
+        return self.builder.load(self.pointer(address, offset), typ=VF, align=4)
+
+    def load_widened(self, address: ir.Value, offset: ir.Value) -> ir.Value:
+        """LANES bfloat16 as float32: their bits are the upper half of the float's."""
+        raw = self.builder.load(self.pointer(address, offset), typ=VI16, align=2)
+        wide = self.builder.zext(raw, VI32)
+        return self.builder.bitcast(self.builder.shl(wide, ir.Constant(VI32, [16] * LANES)), VF)
+
+    def load_scalar(self, address: ir.Value, offset: ir.Value | int = 0) -> ir.Value:
+        return self.builder.load(self.pointer(address, offset), typ=F32, align=4)
+
+    def store(self, value: ir.Value, address: ir.Value, offset: ir.Value | int = 0) -> None:
+        self.builder.store(value, self.pointer(address, offset), align=4)
+
+    def prefetch(self, address: ir.Value, offset: ir.Value, locality: int = 3) -> None:
+        """Ask for a cache line that will be read soon, into the first level of the cache (3) or the second (2)."""
+        kinds = [PTR, I32, I32, I32]
+        args = [self.pointer(address, offset), I32(0), I32(locality), I32(1)]
+        self.intrinsic("llvm.prefetch.p0", VOID, kinds, *args)
+
+    def splat(self, scalar: ir.Value) -> ir.Value:
+        one = self.builder.insert_element(ir.Constant(VF, ir.Undefined), scalar, I32(0))
+        return self.builder.shuffle_vector(one, one, ir.Constant(VI32, [0] * LANES))
+
+    def loop(
+        self, count: ir.Value, step: int, starts: Sequence[ir.Value], body: Callable[..., Sequence[ir.Value]]
+    ) -> list[ir.Value]:
+        """`values = body(i, *values)` for i = 0, step, … < count, at least once; returns the last values."""
+        builder, before = self.builder, self.builder.block
+        inside, after = self.function.append_basic_block(), self.function.append_basic_block()
+        builder.branch(inside)
+        builder.position_at_end(inside)
+        index = builder.phi(I64)
+        index.add_incoming(I64(0), before)
+        carried = [builder.phi(start.type) for start in starts]
+        for phi, start in zip(carried, starts, strict=True):
+            phi.add_incoming(start, before)
+        results = list(body(index, *carried))
+        following = builder.add(index, I64(step))
+        index.add_incoming(following, builder.block)
+        for phi, value in zip(carried, results, strict=True):
+            phi.add_incoming(value, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
+        builder.position_at_end(after)
+        return results
+
+    def lane_sums(self, vectors: Sequence[ir.Value]) -> ir.Value:
+        """One vector whose lane i is the sum over the lanes of vectors[i]; always added in the same tree."""
+        level = [*vectors, *[constant(0.0)] * (LANES - len(vectors))]
+        width = LANES
+        while width > 1:
+            half = width // 2
+            low = [s + i for s in range(0, 2 * LANES, width) for i in range(half)]
+            high = [lane + half for lane in low]
+            level = [
+                self.builder.fadd(
+                    self.builder.shuffle_vector(a, b, ir.Constant(VI32, low)),
+                    self.builder.shuffle_vector(a, b, ir.Constant(VI32, high)),
+                )
+                for a, b in zip(level[::2], level[1::2], strict=True)
+            ]
+            width = half
+        return level[0]
+
+    def reduce(self, vector: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+        """All lanes combined in a fixed tree, in every lane."""
+        width = LANES
+        while width > 1:
+            width //= 2
+            mask = ir.Constant(VI32, [lane ^ width for lane in range(LANES)])
+            vector = combine(vector, self.builder.shuffle_vector(vector, vector, mask))
+        return vector
+
+    def exp(self, x: ir.Value) -> ir.Value:
+        """e^x to about one unit in the last place; 0 below -87.3 (-inf included), x must not exceed 88."""
+        builder = self.builder
+        vanishes = builder.fcmp_ordered("<", x, constant(-87.3))
+        x = self.larger(x, constant(-87.3))
+        turns = self.intrinsic(f"llvm.rint.v{LANES}f32", VF, [VF], builder.fmul(x, constant(1 / math.log(2))))
+        rest = self.fma(turns, constant(-0.693359375), x)
+        rest = self.fma(turns, constant(2.12194440e-4), rest)
+        poly = constant(1 / 5040)
+        for divisor in (720, 120, 24, 6, 2, 1, 1):
+            poly = self.fma(poly, rest, constant(1 / divisor))
+        bits = builder.add(builder.fptosi(turns, VI32), ir.Constant(VI32, [127] * LANES))
+        power = builder.bitcast(builder.shl(bits, ir.Constant(VI32, [23] * LANES)), VF)
+        return builder.select(vanishes, constant(0.0), builder.fmul(poly, power))
+
+
+def _numba_type(kind: ir.Type) -> Any:
+    return {I64: types.int64, F32: types.float32, VOID: types.void}[kind]
+
+
+def emit_once(
+    module: ir.Module, name: str, kinds: Sequence[ir.Type], emit: Callable[[Emitter], None], result: ir.Type
+) -> ir.Function:
+    """The module's function of that name, written by `emit` if it is not there."""
+    if name not in module.globals:
+        emitter = Emitter(module, name, kinds, result)
+        emit(emitter)
+        if not emitter.builder.block.is_terminated:
+            emitter.builder.ret_void()
+    return module.globals[name]
+
+
+def function(
+    name: str, kinds: Sequence[ir.Type], emit: Callable[[Emitter], None], result: ir.Type | None = None
+) -> Any:
+    """The numba intrinsic that calls the function that `emit` writes."""
+    returned = VOID if result is None else result
+    signature = _numba_type(returned)(*map(_numba_type, kinds))
+
+    def generate(target: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        value = builder.call(emit_once(builder.module, name, kinds, emit, returned), args)
+        return target.get_dummy_value() if result is None else value
+
+    def typed(*_args: Any) -> Any:
+        return signature, generate
+
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = ["context", *(f"argument{i}" for i in range(len(kinds)))]
+    typed.__signature__ = inspect.Signature([inspect.Parameter(n, positional) for n in names])  # type: ignore[attr-defined]
+    typed.__name__ = typed.__qualname__ = name
+    return emitted(typed)

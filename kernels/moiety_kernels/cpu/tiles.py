@@ -1,0 +1,179 @@
+"""Products of few or many rows with a bfloat16 weight on the processor's matrix tiles (Intel AMX, `tdpbf16ps`).
+
+The weight is the left operand and is read where it lies, 16 of its rows times 32 columns at once; the other rows are
+rounded to bfloat16 and packed in pairs of columns, 16 rows a panel, which is the layout that the instruction wants of
+its right operand. Sums are float32 and run over the columns in one order, so a row's result is the same bits whatever
+rows are beside it. Instruction and layout: Intel's Architecture Instruction Set Extensions reference, chapter on AMX.
+"""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+from typing import TYPE_CHECKING
+
+import llvmlite.binding as llvm
+import torch
+from llvmlite import ir
+
+from moiety_kernels.cpu.emitter import I8, I64, LANES, PTR, VI32, VOID, Emitter, function
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+ROWS = 16  # of a tile, and of a panel
+DEPTH = 32  # columns that one instruction multiplies
+CONFIG_BYTES = 64
+SUMS_BYTES = 4 * ROWS * ROWS  # of one tile
+
+_IN_HARDWARE = bool(llvm.get_host_cpu_features().get("amx-bf16"))
+_SUMS, _PANELS, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
+
+
+@functools.cache
+def usable() -> bool:
+    """Whether the processor has the tiles and the system lets this process use them."""
+    return _IN_HARDWARE and bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
+
+
+def _lanes(values: Sequence[int]) -> ir.Constant:
+    return ir.Constant(VI32, list(values))
+
+
+def _transpose(e: Emitter, rows: Sequence[ir.Value]) -> list[ir.Value]:
+    """16 vectors of 16 elements as their columns: four rounds in which blocks of half the size change places."""
+    current, size = list(rows), ROWS
+    while size > 1:
+        half = size // 2
+        keep = _lanes([lane if lane % size < half else ROWS + lane - half for lane in range(ROWS)])
+        swap = [lane + half if lane % size < half else ROWS + lane for lane in range(ROWS)]
+        following = list(current)
+        for row in (row for row in range(ROWS) if row % size < half):
+            upper, lower = current[row], current[row + half]
+            following[row] = e.builder.shuffle_vector(upper, lower, keep)
+            following[row + half] = e.builder.shuffle_vector(upper, lower, _lanes(swap))
+        current, size = following, half
+    return current
+
+
+def _rounded(e: Emitter, value: ir.Value) -> ir.Value:
+    """The bits of floats such that their upper halves are the nearest bfloat16, ties to even."""
+    builder = e.builder
+    bits = builder.bitcast(value, VI32)
+    odd = builder.and_(builder.lshr(bits, _lanes([16] * LANES)), _lanes([1] * LANES))
+    return builder.add(bits, builder.add(odd, _lanes([0x7FFF] * LANES)))
+
+
+def _pack(e: Emitter, rows: int) -> None:
+    """panel[k / 2][16][2] of `rows` float32 rows; what the panel holds of further rows is zero. Arguments: row
+    addresses, k, panel."""
+    pointers, count, panel = e.function.args
+    builder = e.builder
+    starts = [builder.load(e.pointer(pointers, 8 * m), typ=I64, align=8) for m in range(rows)]
+    even, odd = _lanes(range(0, 2 * LANES, 2)), _lanes(range(1, 2 * LANES, 2))
+
+    def body(i: ir.Value) -> list[ir.Value]:
+        offset = builder.mul(i, I64(4))
+        pairs = []
+        for start in starts:
+            low, high = e.load(start, offset), e.load(start, builder.add(offset, I64(4 * LANES)))
+            first = _rounded(e, builder.shuffle_vector(low, high, even))
+            second = _rounded(e, builder.shuffle_vector(low, high, odd))
+            first = builder.lshr(first, _lanes([16] * LANES))
+            pairs.append(builder.or_(first, builder.and_(second, _lanes([0xFFFF0000] * LANES))))
+        target = builder.mul(i, I64(2 * ROWS))
+        for pair, vector in enumerate(_transpose(e, [*pairs, *[_lanes([0] * LANES)] * (ROWS - rows)])):
+            e.store(vector, panel, builder.add(target, I64(4 * ROWS * pair)))
+        return []
+
+    e.loop(count, DEPTH, [], body)
+
+
+def _sums(e: Emitter, tiles: int, panels: int, ahead: bool) -> None:
+    """Tiles of weight rows times panels; the sums go to out[tile][panel][16][16], a row of them being one weight row's.
+    `ahead`: the tiles below are read next. Arguments: w, w stride, panel, bytes between panels, k, out."""
+    w, w_stride, panel, apart, count, out = e.function.args
+    builder = e.builder
+
+    def tile(name: str, kinds: Sequence[ir.Type], *args: ir.Value) -> None:
+        e.intrinsic(f"llvm.x86.{name}", VOID, kinds, *args)
+
+    starts = [builder.add(w, builder.mul(w_stride, I64(ROWS * index))) for index in range(tiles)]
+    following = builder.add(w, builder.mul(w_stride, I64(ROWS * tiles)))
+    for index in range(tiles * panels):
+        tile("tilezero", [I8], I8(_SUMS[index]))
+
+    def body(i: ir.Value) -> list[ir.Value]:
+        across, down = builder.mul(i, I64(2)), builder.mul(i, I64(2 * ROWS))
+        if ahead:  # straight from memory: ask for the next tiles, in the order of addresses
+            for line in range(ROWS * tiles):
+                offset = builder.add(builder.mul(i, I64(2 * ROWS * tiles)), I64(2 * DEPTH * line))
+                e.prefetch(following, offset, locality=2)
+        for p in range(panels):
+            at = e.pointer(panel, builder.add(down, builder.mul(apart, I64(p))))
+            tile("tileloadd64", [I8, PTR, I64], I8(_PANELS[p]), at, I64(4 * ROWS))
+        for t, start in enumerate(starts):
+            tile("tileloadd64", [I8, PTR, I64], I8(_WEIGHTS[t]), e.pointer(start, across), w_stride)
+        for p in range(panels):  # after all loads: between them, each would wait for its own
+            for t in range(tiles):
+                tile("tdpbf16ps", [I8] * 3, I8(_SUMS[t * panels + p]), I8(_WEIGHTS[t]), I8(_PANELS[p]))
+        return []
+
+    e.loop(count, DEPTH, [], body)
+    for index in range(tiles * panels):
+        tile("tilestored64", [I8, PTR, I64], I8(_SUMS[index]), e.pointer(out, index * SUMS_BYTES), I64(4 * ROWS))
+
+
+def _turn(e: Emitter) -> None:
+    """Transpose 16 × 16 floats in place; argument: their address."""
+    (address,) = e.function.args
+    rows = [e.load(address, 4 * ROWS * row) for row in range(ROWS)]
+    for row, vector in enumerate(_transpose(e, rows)):
+        e.store(vector, address, 4 * ROWS * row)
+
+
+def _copy(e: Emitter) -> None:
+    """ROWS floats from the first address to the second."""
+    source, target = e.function.args
+    e.store(e.load(source), target)
+
+
+def _configure(e: Emitter) -> None:
+    """Set the tiles' sizes: `rows` of the weight and of the sums, 16 pairs of a panel, 64 bytes each. Arguments: rows,
+    CONFIG_BYTES of memory to write the configuration in."""
+    rows, config = e.function.args
+    builder = e.builder
+    data = [1, *[0] * 15, *[4 * ROWS, 0] * 8, *[0] * 16, *[ROWS] * 8, *[0] * 8]
+    builder.store(ir.Constant(ir.VectorType(I8, CONFIG_BYTES), data), e.pointer(config), align=1)
+    for index in (*_SUMS, *_WEIGHTS):
+        builder.store(builder.trunc(rows, I8), e.pointer(config, 48 + index), align=1)
+    e.intrinsic("llvm.x86.ldtilecfg", VOID, [PTR], e.pointer(config))
+
+
+def _release(e: Emitter) -> None:
+    e.intrinsic("llvm.x86.tilerelease", VOID, [])
+
+
+def _tile_function(name: str, num_arguments: int, emit: Callable[[Emitter], None]) -> Any:
+    """Code of nothing where the processor has no tiles: it cannot even be compiled there, and is never called."""
+    return function(f"moiety_tiles_{name}", [I64] * num_arguments, emit if _IN_HARDWARE else lambda _: None)
+
+
+pack_one = _tile_function("pack_1", 3, partial(_pack, rows=1))
+pack_four = _tile_function("pack_4", 3, partial(_pack, rows=4))
+pack_all = _tile_function("pack_16", 3, partial(_pack, rows=ROWS))
+
+
+def _sums_function(tiles: int, panels: int, *, ahead: bool) -> Any:
+    name = f"sums_{tiles}_{panels}_{ahead}"
+    return _tile_function(name, 6, partial(_sums, tiles=tiles, panels=panels, ahead=ahead))
+
+
+sums_1_1, sums_1_2 = _sums_function(1, 1, ahead=False), _sums_function(1, 2, ahead=False)
+sums_2_1, sums_2_2 = _sums_function(2, 1, ahead=False), _sums_function(2, 2, ahead=False)
+sums_2_1_ahead, sums_2_2_ahead = _sums_function(2, 1, ahead=True), _sums_function(2, 2, ahead=True)
+turn = _tile_function("turn", 1, _turn)
+copy = _tile_function("copy", 2, _copy)
+configure = _tile_function("configure", 2, _configure)
+release = _tile_function("release", 0, _release)
