@@ -133,7 +133,9 @@ async def test_limits_are_set_changed_listed_and_deleted(limited):
 )
 async def test_a_limit_that_makes_no_sense_is_refused(limited, body, status):
     async with limited() as gateway:
-        await admin(gateway, "PUT", "/quotas", body, expect=status)
+        answer = await admin(gateway, "PUT", "/quotas", body, expect=status)
+        assert answer["error"]["message"]
+        assert (await admin(gateway, "GET", "/quotas"))["data"] == []
 
 
 async def test_a_keys_limit_holds_for_those_it_is_rotated_to(limited):

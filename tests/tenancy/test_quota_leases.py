@@ -220,6 +220,9 @@ async def test_replicas_that_return_and_take_while_others_book_wait_for_each_oth
                 await store.quarantine_expired(session)
 
     await asyncio.gather(*(work(store, number) for number, store in enumerate(stores * 2)))
+    state = (await windows(database)).values()
+    assert sum(window.settled for window in state) == 6 * 25 * 3
+    assert all(window.settled <= window.granted <= 100_000 for window in state)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from moiety_platform.auth.schemas import KeyPage, KeyView, MadeKey, NewKey, Rota
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
-from moiety_platform.tenants.controller import Cursor, Limit
+from moiety_platform.query_parameters import Cursor, Limit
 from moiety_platform.tenants.models import ApiKey
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
-import typer
 
 from moiety_platform.cli.errors import CommandError, NotAllowed, NotReachable
 from moiety_platform.supervisor.data_dir import read_first_keys, read_url
@@ -17,20 +16,6 @@ from moiety_platform.supervisor.errors import SupervisorError
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
 PAGE_LIMIT = 500
-
-Url = Annotated[
-    str | None,
-    typer.Option(envvar="MOIETY_URL", help="The gateway; that of the serve on --data-dir if not given."),
-]
-AdminKey = Annotated[
-    str | None,
-    typer.Option(envvar="MOIETY_ADMIN_KEY", help="Admin key; that of the serve on --data-dir if not given."),
-]
-DataDirOption = Annotated[
-    Path, typer.Option("--data-dir", envvar="MOIETY_DATA_DIR", help="Data directory of a local serve.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-DEFAULT_DATA_DIR = Path(".moiety")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moiety_platform.cli.admin_client import DEFAULT_DATA_DIR, AdminClient, AdminKey, AsJson, DataDirOption, Url
-from moiety_platform.cli.tables import show_row, show_rows
+from moiety_platform.cli.admin_command import Admin, admin_command
 
 COLUMNS = {
     "name": "name",
@@ -54,28 +53,27 @@ PriceOption = Annotated[float | None, typer.Option("--price-factor", help="Multi
 
 
 @app.command("list")
-def list_classes(
-    url: Url = None, admin_key: AdminKey = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: AsJson = False
-) -> None:
+@admin_command
+def list_classes(admin: Admin) -> None:
     """All classes, best first."""
-    rows = AdminClient.connect(url, admin_key, data_dir).get("/classes")["data"]
-    show_rows(rows if as_json else [plain(row) for row in rows], COLUMNS, as_json)
+    rows = admin.client.get("/classes")["data"]
+    admin.show_rows(rows if admin.as_json else [plain(row) for row in rows], COLUMNS)
 
 
 @app.command("show")
+@admin_command
 def show_class(
+    admin: Admin,
     name: Name,
-    url: Url = None,
-    admin_key: AdminKey = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: AsJson = False,
 ) -> None:
     """One class."""
-    _show(AdminClient.connect(url, admin_key, data_dir).get(f"/classes/{name}"), as_json)
+    _show(admin, admin.client.get(f"/classes/{name}"))
 
 
 @app.command("set")
+@admin_command
 def set_class(
+    admin: Admin,
     name: Name,
     rank: RankOption = None,
     weight: WeightOption = None,
@@ -88,10 +86,6 @@ def set_class(
     on_overload: OverloadOption = None,
     downgrade_to: DowngradeOption = None,
     price_factor: PriceOption = None,
-    url: Url = None,
-    admin_key: AdminKey = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: AsJson = False,
 ) -> None:
     """Change a class. It holds from the next request on, and at every gateway within seconds."""
     change = _given(
@@ -102,12 +96,13 @@ def set_class(
     )  # fmt: skip
     if not change:
         raise typer.BadParameter("nothing to change; give --ttft-s, --rank or another option")
-    client = AdminClient.connect(url, admin_key, data_dir)
-    _show(client.call("PATCH", f"/classes/{name}", change), as_json)
+    _show(admin, admin.client.call("PATCH", f"/classes/{name}", change))
 
 
 @app.command("create")
+@admin_command
 def create_class(
+    admin: Admin,
     name: Name,
     rank: Annotated[int, typer.Option(help="Lower goes first; classes of one rank share a queue.")],
     weight: WeightOption = None,
@@ -120,10 +115,6 @@ def create_class(
     on_overload: OverloadOption = None,
     downgrade_to: DowngradeOption = None,
     price_factor: PriceOption = None,
-    url: Url = None,
-    admin_key: AdminKey = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: AsJson = False,
 ) -> None:
     """Make a class; it needs --ttft-s or --completion-s."""
     body = _given(
@@ -132,19 +123,17 @@ def create_class(
         max_queue_s=max_queue_s, preemptible=preemptible, on_overload=on_overload, downgrade_to=downgrade_to,
         price_factor=price_factor,
     )  # fmt: skip
-    _show(AdminClient.connect(url, admin_key, data_dir).call("POST", "/classes", body), as_json)
+    _show(admin, admin.client.call("POST", "/classes", body))
 
 
 @app.command("delete")
+@admin_command
 def delete_class(
+    admin: Admin,
     name: Name,
-    url: Url = None,
-    admin_key: AdminKey = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: AsJson = False,
 ) -> None:
     """Delete a class that is not shipped and that no tenant uses."""
-    _show(AdminClient.connect(url, admin_key, data_dir).call("DELETE", f"/classes/{name}"), as_json)
+    _show(admin, admin.client.call("DELETE", f"/classes/{name}"))
 
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:
@@ -155,8 +144,8 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _show(row: dict[str, Any], as_json: bool) -> None:
-    show_row(row if as_json else plain(row), as_json)
+def _show(admin: Admin, row: dict[str, Any]) -> None:
+    admin.show_row(row if admin.as_json else plain(row))
 
 
 def _seconds(option: str, text: str | None) -> float | str | None:

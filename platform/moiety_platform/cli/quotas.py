@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from moiety_platform.cli.admin_client import DEFAULT_DATA_DIR, AdminClient, AdminKey, AsJson, DataDirOption, Url
-from moiety_platform.cli.tables import show_row, show_rows
+from moiety_platform.cli.admin_client import AdminClient
+from moiety_platform.cli.admin_command import Admin, admin_command
 
 COLUMNS = {
     "level": "of",
@@ -29,59 +29,51 @@ QuotaId = Annotated[str, typer.Argument(help="Id of the limit; list them with: m
 
 
 @app.command("list")
+@admin_command
 def list_quotas(
+    admin: Admin,
     tenant: TenantOption = None,
     project: ProjectOption = None,
     key: KeyOption = None,
-    url: Url = None,
-    admin_key: AdminKey = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: AsJson = False,
 ) -> None:
     """Limits with what is used of them, oldest first; of one tenant, project or key if that is given."""
-    client = AdminClient.connect(url, admin_key, data_dir)
-    given = _scopes(client, tenant, project, key)
+    given = _scopes(admin.client, tenant, project, key)
     scope_id = given[0][1] if given else None
-    show_rows(list(client.pages("/quotas", scope_id=scope_id)), COLUMNS, as_json)
+    admin.show_rows(list(admin.client.pages("/quotas", scope_id=scope_id)), COLUMNS)
 
 
 @app.command("set")
+@admin_command
 def set_quota(
+    admin: Admin,
     tenant: TenantOption = None,
     project: ProjectOption = None,
     key: KeyOption = None,
     tokens_per_day: Annotated[int | None, typer.Option(min=0, help="Prompt and output tokens, a UTC day.")] = None,
     tokens_per_month: Annotated[int | None, typer.Option(min=0, help="The same for a calendar month, UTC.")] = None,
-    url: Url = None,
-    admin_key: AdminKey = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: AsJson = False,
 ) -> None:
     """Set limits, or change their caps. They hold at every gateway within seconds."""
     caps = {"tokens_per_day": tokens_per_day, "tokens_per_month": tokens_per_month}
     chosen = {kind: cap for kind, cap in caps.items() if cap is not None}
-    client = AdminClient.connect(url, admin_key, data_dir)
-    given = _scopes(client, tenant, project, key)
+    given = _scopes(admin.client, tenant, project, key)
     if len(given) != 1 or not chosen:
         raise typer.BadParameter("give one of --tenant, --project and --key, and --tokens-per-day or another limit")
     level, scope_id = given[0]
     rows: list[dict[str, Any]] = [
-        client.call("PUT", "/quotas", {"level": level, "scope_id": scope_id, "kind": kind, "cap": cap})
+        admin.client.call("PUT", "/quotas", {"level": level, "scope_id": scope_id, "kind": kind, "cap": cap})
         for kind, cap in chosen.items()
     ]
-    show_rows(rows, COLUMNS, as_json)
+    admin.show_rows(rows, COLUMNS)
 
 
 @app.command("delete")
+@admin_command
 def delete_quota(
+    admin: Admin,
     quota_id: QuotaId,
-    url: Url = None,
-    admin_key: AdminKey = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: AsJson = False,
 ) -> None:
     """Take a limit away."""
-    show_row(AdminClient.connect(url, admin_key, data_dir).call("DELETE", f"/quotas/{quota_id}"), as_json)
+    admin.show_row(admin.client.call("DELETE", f"/quotas/{quota_id}"))
 
 
 def _scopes(client: AdminClient, tenant: str | None, project: str | None, key: str | None) -> list[tuple[str, str]]:

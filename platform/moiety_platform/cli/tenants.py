@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moiety_platform.cli.admin_client import DEFAULT_DATA_DIR, AdminClient, AdminKey, AsJson, DataDirOption, Url
-from moiety_platform.cli.tables import show_row, show_rows
+from moiety_platform.cli.admin_command import Admin, admin_command
 
 TENANT_COLUMNS = {
     "name": "name",
@@ -30,115 +29,93 @@ Weight = Annotated[float | None, typer.Option(help="Its share against the other 
 
 
 @tenant_app.command("list")
-def list_tenants(
-    url: Url = None, admin_key: AdminKey = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: AsJson = False
-) -> None:
+@admin_command
+def list_tenants(admin: Admin) -> None:
     """All tenants, oldest first."""
-    client = AdminClient.connect(url, admin_key, data_dir)
-    show_rows(list(client.pages("/tenants")), TENANT_COLUMNS, as_json)
+    admin.show_rows(list(admin.client.pages("/tenants")), TENANT_COLUMNS)
 
 
 @tenant_app.command("show")
+@admin_command
 def show_tenant(
+    admin: Admin,
     name: Name,
-    url: Url = None,
-    admin_key: AdminKey = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: AsJson = False,
 ) -> None:
     """One tenant."""
-    show_row(AdminClient.connect(url, admin_key, data_dir).find_tenant(name), as_json)
+    admin.show_row(admin.client.find_tenant(name))
 
 
 @tenant_app.command("create")
+@admin_command
 def create_tenant(
+    admin: Admin,
     name: Annotated[str, typer.Argument(help="Name of the new tenant.")],
     service_class: ServiceClass = None,
     weight: Weight = None,
-    url: Url = None,
-    admin_key: AdminKey = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: AsJson = False,
 ) -> None:
     """Make a tenant."""
-    client = AdminClient.connect(url, admin_key, data_dir)
     chosen = {"service_class": service_class, "weight": weight}
     body = {"name": name, **{field: value for field, value in chosen.items() if value is not None}}
-    show_row(client.call("POST", "/tenants", body), as_json)
+    admin.show_row(admin.client.call("POST", "/tenants", body))
 
 
 @tenant_app.command("change")
+@admin_command
 def change_tenant(
+    admin: Admin,
     name: Name,
     new_name: Annotated[str | None, typer.Option("--name", help="New name.")] = None,
     service_class: ServiceClass = None,
     weight: Weight = None,
-    url: Url = None,
-    admin_key: AdminKey = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: AsJson = False,
 ) -> None:
     """Change a tenant's name, class or weight."""
     chosen = {"name": new_name, "service_class": service_class, "weight": weight}
     change = {field: value for field, value in chosen.items() if value is not None}
     if not change:
         raise typer.BadParameter("nothing to change; give --name, --class or --weight")
-    client = AdminClient.connect(url, admin_key, data_dir)
-    show_row(client.call("PATCH", f"/tenants/{client.find_tenant(name)['id']}", change), as_json)
+    admin.show_row(admin.client.call("PATCH", f"/tenants/{admin.client.find_tenant(name)['id']}", change))
 
 
 @tenant_app.command("suspend")
+@admin_command
 def suspend_tenant(
+    admin: Admin,
     name: Name,
-    url: Url = None,
-    admin_key: AdminKey = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: AsJson = False,
 ) -> None:
     """Refuse a tenant's keys, until it is resumed."""
-    client = AdminClient.connect(url, admin_key, data_dir)
-    tenant_id = client.find_tenant(name)["id"]
-    show_row(client.call("PATCH", f"/tenants/{tenant_id}", {"status": "suspended"}), as_json)
+    tenant_id = admin.client.find_tenant(name)["id"]
+    admin.show_row(admin.client.call("PATCH", f"/tenants/{tenant_id}", {"status": "suspended"}))
 
 
 @tenant_app.command("resume")
+@admin_command
 def resume_tenant(
+    admin: Admin,
     name: Name,
-    url: Url = None,
-    admin_key: AdminKey = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: AsJson = False,
 ) -> None:
     """Let a suspended tenant's keys work again."""
-    client = AdminClient.connect(url, admin_key, data_dir)
-    tenant_id = client.find_tenant(name)["id"]
-    show_row(client.call("PATCH", f"/tenants/{tenant_id}", {"status": "active"}), as_json)
+    tenant_id = admin.client.find_tenant(name)["id"]
+    admin.show_row(admin.client.call("PATCH", f"/tenants/{tenant_id}", {"status": "active"}))
 
 
 @project_app.command("list")
+@admin_command
 def list_projects(
+    admin: Admin,
     tenant: Annotated[str | None, typer.Option(help="Only those of this tenant (name or id).")] = None,
-    url: Url = None,
-    admin_key: AdminKey = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: AsJson = False,
 ) -> None:
     """Projects, oldest first."""
-    client = AdminClient.connect(url, admin_key, data_dir)
-    tenant_id = client.find_tenant(tenant)["id"] if tenant is not None else None
-    show_rows(list(client.pages("/projects", tenant_id=tenant_id)), PROJECT_COLUMNS, as_json)
+    tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
+    admin.show_rows(list(admin.client.pages("/projects", tenant_id=tenant_id)), PROJECT_COLUMNS)
 
 
 @project_app.command("create")
+@admin_command
 def create_project(
+    admin: Admin,
     name: Annotated[str, typer.Argument(help="Name of the new project.")],
     tenant: Annotated[str, typer.Option(help="Whose it is (name or id).")],
-    url: Url = None,
-    admin_key: AdminKey = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: AsJson = False,
 ) -> None:
     """Make a project of a tenant."""
-    client = AdminClient.connect(url, admin_key, data_dir)
-    body = {"name": name, "tenant_id": client.find_tenant(tenant)["id"]}
-    show_row(client.call("POST", "/projects", body), as_json)
+    body = {"name": name, "tenant_id": admin.client.find_tenant(tenant)["id"]}
+    admin.show_row(admin.client.call("POST", "/projects", body))

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from moiety_platform.cli.admin_client import DEFAULT_DATA_DIR, AdminClient, AdminKey, AsJson, DataDirOption, Url
-from moiety_platform.cli.tables import show_json, show_rows
+from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.tables import show_json
 
 TOTALS = {
     "requests": "requests",
@@ -41,35 +41,32 @@ REQUESTS = {
 }
 
 
+@admin_command
 def usage(
+    admin: Admin,
     by: Annotated[
         str, typer.Option(help="tenant, project, key, model, service_class and hour, with commas.")
     ] = "tenant",
     hours: Annotated[float, typer.Option(min=0.001, help="How far back.")] = 24,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant (name or id).")] = None,
     requests: Annotated[int, typer.Option(min=0, max=500, help="Show the last so many single requests instead.")] = 0,
-    url: Url = None,
-    admin_key: AdminKey = None,
-    data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    as_json: AsJson = False,
 ) -> None:
     """Show what was used: requests, tokens and times."""
-    client = AdminClient.connect(url, admin_key, data_dir)
-    tenant_id = client.find_tenant(tenant)["id"] if tenant is not None else None
+    tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
     since = (datetime.now(UTC) - timedelta(hours=hours)).isoformat()
     if requests:
-        page = client.get("/usage/requests", limit=requests, since=since, tenant_id=tenant_id)
-        show_rows(page["data"], REQUESTS, as_json)
+        page = admin.client.get("/usage/requests", limit=requests, since=since, tenant_id=tenant_id)
+        admin.show_rows(page["data"], REQUESTS)
         return
-    report = client.get("/usage", group_by=by, since=since, tenant_id=tenant_id)
-    if as_json:
+    report = admin.client.get("/usage", group_by=by, since=since, tenant_id=tenant_id)
+    if admin.as_json:
         show_json(report)
         return
     rows: list[dict[str, Any]] = [
         {**named(one["group"]), **one["totals"], "attainment": percent(one["totals"])} for one in report["data"]
     ]
     headings = {field: field.replace("_", " ") for row in rows[:1] for field in row if field not in TOTALS}
-    show_rows(rows, {**headings, **TOTALS}, as_json)
+    admin.show_rows(rows, {**headings, **TOTALS})
 
 
 def percent(totals: dict[str, Any]) -> str | None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from litestar import Controller, delete, get, put
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter, SkipValidation
+from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
+from moiety_platform.query_parameters import Cursor, Limit
 from moiety_platform.quota import service
 from moiety_platform.quota.schemas import NewQuota, QuotaPage, QuotaView
-
-Limit = Annotated[int | None, QueryParameter(description="Rows of a page, 1 to 500; 50 if not given.")]
-Cursor = Annotated[str | None, QueryParameter(description="`next_cursor` of the previous page.")]
 
 
 class QuotaController(Controller):

@@ -11,7 +11,7 @@ from litestar.params import FromQuery, SkipValidation
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
-from moiety_platform.tenants.controller import Cursor, Limit
+from moiety_platform.query_parameters import Cursor, Limit
 from moiety_platform.usage.queries import list_requests, parse_filter, parse_grouping, sum_usage
 from moiety_platform.usage.schemas import RequestPage, UsageReport
 

@@ -1,0 +1,77 @@
+"""Commands over the admin API: each has its own options, and those that all of them have."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Concatenate, ParamSpec, get_type_hints
+
+import typer
+
+from moiety_platform.cli.admin_client import AdminClient
+from moiety_platform.cli.tables import show_row, show_rows
+
+P = ParamSpec("P")
+
+Url = Annotated[
+    str | None,
+    typer.Option(envvar="MOIETY_URL", help="The gateway; that of the serve on --data-dir if not given."),
+]
+AdminKey = Annotated[
+    str | None,
+    typer.Option(envvar="MOIETY_ADMIN_KEY", help="Admin key; that of the serve on --data-dir if not given."),
+]
+DataDir = Annotated[Path, typer.Option(envvar="MOIETY_DATA_DIR", help="Data directory of a local serve.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+_COMMON: dict[str, tuple[Any, Any]] = {  # name → (annotation, default)
+    "url": (Url, None),
+    "admin_key": (AdminKey, None),
+    "data_dir": (DataDir, Path(".moiety")),
+    "as_json": (AsJson, False),
+}
+
+
+@dataclass(frozen=True)
+class Admin:
+    """What the common options say: which gateway to ask, and how to show its answers."""
+
+    url: str | None
+    admin_key: str | None
+    data_dir: Path
+    as_json: bool
+
+    @functools.cached_property
+    def client(self) -> AdminClient:
+        """Connected when it is first needed, so that what is wrong with the command itself is said first."""
+        return AdminClient.connect(self.url, self.admin_key, self.data_dir)
+
+    def show_row(self, row: Mapping[str, Any]) -> None:
+        show_row(row, self.as_json)
+
+    def show_rows(self, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+        show_rows(rows, columns, self.as_json)
+
+
+def admin_command(function: Callable[Concatenate[Admin, P], None]) -> Callable[..., None]:
+    """The function as a command whose first argument comes from the common options."""
+
+    def command(**given: Any) -> None:
+        common = Admin(**{name: given.pop(name) for name in _COMMON})
+        function(common, **given)  # type: ignore[call-arg]
+
+    own = list(inspect.signature(function).parameters.values())[1:]
+    hints = get_type_hints(function, include_extras=True)
+    hints = {parameter.name: hints[parameter.name] for parameter in own}
+    hints |= {name: annotation for name, (annotation, _) in _COMMON.items()}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    common = [inspect.Parameter(name, keyword, default=default) for name, (_, default) in _COMMON.items()]
+    parameters = [*(parameter.replace(kind=keyword) for parameter in own), *common]
+    parameters = [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = hints
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    return command
