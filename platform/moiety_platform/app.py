@@ -29,6 +29,7 @@ from moiety_platform.health import health_routes
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error, answer_unexpected_error
 from moiety_platform.metrics import Metrics
 from moiety_platform.models_api import ModelServices, model_routes
+from moiety_platform.prices.cache import PriceCache
 from moiety_platform.request_ids import add_request_id
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
@@ -43,6 +44,7 @@ class Services:
     usage: UsageSink
     replicas: Replicas
     classes: ClassCache
+    prices: PriceCache
     metrics: Metrics
     tracing: Tracing
     clock: Clock
@@ -58,6 +60,7 @@ def create_app(settings: GatewaySettings, services: Services) -> Litestar:
         services.replicas,
         texts,
         services.classes,
+        services.prices,
         AdmissionGate(settings.max_inflight_per_tenant, services.clock),
         services.clock,
         credit_window=settings.credit_window_tokens,

@@ -31,6 +31,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
 from moiety_platform.logs import configure_logging
 from moiety_platform.metrics import Metrics
+from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.routing.controller import engine_routes
@@ -148,13 +149,16 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
         replicas = await stack.enter_async_context(_connect(settings, clock))
         authenticator = Authenticator(database, pepper, clock)
-        classes = ClassCache(database, clock)
-        admin = admin_router(database, authenticator, classes, pepper, clock, more=engine_routes(replicas))
+        classes, prices = ClassCache(database, clock), PriceCache(database, clock)
+        admin = admin_router(
+            database, authenticator, classes, prices, quotas, pepper, clock, more=engine_routes(replicas)
+        )
         yield Services(
             authenticator=authenticator,
             usage=usage,
             replicas=replicas,
             classes=classes,
+            prices=prices,
             metrics=metrics,
             tracing=tracing,
             clock=clock,

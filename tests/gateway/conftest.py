@@ -24,6 +24,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.gateway import GatewayServer, bind
 from moiety_platform.metrics import Metrics
+from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.routing.controller import engine_routes
@@ -172,7 +173,7 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
         replicas = await stack.enter_async_context(Replicas(engines))
         tracing = Tracing(provider or build_provider(None))
         authenticator = Authenticator(database, PEPPER, clock)
-        classes = ClassCache(database, clock)
+        classes, prices = ClassCache(database, clock), PriceCache(database, clock)
         if stores_usage:
             rows = UsageRecorder(database, tmp_path / "usage-journal")
             await rows.start()
@@ -185,11 +186,16 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
             usage=rows,
             replicas=replicas,
             classes=classes,
+            prices=prices,
             metrics=metrics,
             tracing=tracing,
             clock=clock,
             recorder=RequestRecorder(rows, quotas, metrics, tracing, clock),
-            admin_routes=[admin_router(database, authenticator, classes, PEPPER, clock, more=engine_routes(replicas))],
+            admin_routes=[
+                admin_router(
+                    database, authenticator, classes, prices, quotas, PEPPER, clock, more=engine_routes(replicas)
+                )
+            ],
         )
         listener = bind("127.0.0.1", 0)
         started = asyncio.Event()

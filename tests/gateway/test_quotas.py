@@ -1,9 +1,10 @@
-"""Limits on tokens: nothing beyond them, nothing twice, and nothing left reserved."""
+"""Limits: nothing beyond them, nothing twice, and nothing left reserved."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import openai
 import pytest
@@ -17,7 +18,9 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture
 def limited(start_gateway, card):
     """`async with limited(**settings) as gateway`: one that stores what is used."""
-    return lambda **settings: start_gateway([FakeEngineClient(card)], stores_usage=True, **settings)
+    return lambda token_s=0.0, **settings: start_gateway(
+        [FakeEngineClient(card, token_s=token_s)], stores_usage=True, **settings
+    )
 
 
 async def admin(gateway, method, path, body=None, expect=200):
@@ -53,7 +56,6 @@ async def test_a_limit_is_used_up_and_not_exceeded(limited):
     async with limited() as gateway:
         size = (await ask(gateway)).usage.total_tokens
         quota = await limit(gateway, "tenant", 100 * size + size // 2)
-        await asyncio.sleep(2.5)  # a gateway hears of it within seconds
         answers = await asyncio.gather(*(ask(gateway) for _ in range(130)), return_exceptions=True)
         refused = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
         total = sum(answer.usage.total_tokens for answer in answers if not isinstance(answer, Exception))
@@ -70,7 +72,6 @@ async def test_a_stream_ends_where_a_limit_has_nothing_left(limited):
     async with limited(credit_window_tokens=8) as gateway:
         size = (await ask(gateway, max_tokens=1)).usage.prompt_tokens
         quota = await limit(gateway, "key", size + 20)
-        await asyncio.sleep(2.5)
         stream = await ask(gateway, max_tokens=100, stream=True, stream_options={"include_usage": True})
         chunks = [chunk async for chunk in stream]
         assert chunks[-2].choices[0].finish_reason == "length"
@@ -87,7 +88,6 @@ async def test_one_limit_that_refuses_costs_nothing_under_the_others(limited):
             await ask(gateway)
         assert [await used(gateway, quota) for quota in (wide, narrow)] == [0, 0]
         await admin(gateway, "DELETE", f"/quotas/{narrow['id']}")
-        await asyncio.sleep(2.5)
         answer = await ask(gateway)
         assert await used(gateway, wide) == answer.usage.total_tokens
 
@@ -136,6 +136,118 @@ async def test_a_limit_that_makes_no_sense_is_refused(limited, body, status):
         answer = await admin(gateway, "PUT", "/quotas", body, expect=status)
         assert answer["error"]["message"]
         assert (await admin(gateway, "GET", "/quotas"))["data"] == []
+
+
+async def test_a_rate_lets_its_worth_through_and_refills(limited):
+    async with limited() as gateway:
+        await limit(gateway, "tenant", 30, "requests_per_minute")
+        answers = await asyncio.gather(*(ask(gateway) for _ in range(50)), return_exceptions=True)
+        refused = [answer.response for answer in answers if isinstance(answer, openai.RateLimitError)]
+        assert 18 <= len(refused) <= 20  # one may have come back while they were asked
+        assert refused[0].json()["error"]["code"] == "rate_limit_exceeded"
+        assert int(refused[0].headers["retry-after"]) <= 3
+        await asyncio.sleep(2.5)
+        assert (await ask(gateway)).choices[0].finish_reason == "length"
+
+
+async def test_requests_that_are_refused_do_not_count_as_requests(limited):
+    async with limited() as gateway:
+        await limit(gateway, "key", 5, "requests_per_minute")
+        for _ in range(8):
+            with pytest.raises(openai.BadRequestError):
+                await ask(gateway, max_tokens=1_000_000)
+        assert (await ask(gateway)).usage.total_tokens
+
+
+async def test_no_more_requests_are_open_at_once_than_allowed(limited):
+    async with limited(token_s=0.05) as gateway:
+        await limit(gateway, "project", 3, "concurrent_requests")
+        streams = [await ask(gateway, max_tokens=400, stream=True) for _ in range(3)]
+        for stream in streams:
+            await anext(aiter(stream))
+        with pytest.raises(openai.RateLimitError) as refused:
+            await ask(gateway)
+        assert refused.value.code == "concurrency_limit_exceeded"
+        await streams[0].close()
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    await ask(gateway)
+                except openai.RateLimitError:
+                    await asyncio.sleep(0.1)
+                else:
+                    break
+        for stream in streams[1:]:
+            await stream.close()
+
+
+async def test_a_stream_waits_where_a_rate_has_nothing_left_and_goes_on(limited):
+    async with limited(credit_window_tokens=8) as gateway:
+        await limit(gateway, "tenant", 480, "tokens_per_minute")  # eight a second
+        first = await ask(gateway, max_tokens=410)
+        started = time.monotonic()
+        second = await ask(gateway, max_tokens=40)
+        took = time.monotonic() - started
+        assert (second.choices[0].finish_reason, second.usage.completion_tokens) == ("length", 40)
+        over = first.usage.total_tokens + second.usage.total_tokens - 480
+        assert took >= over / 8 - 1.5
+
+
+PRICE = {"model": "tiny", "input": "2", "cached_input": "0.5", "output": "10"}
+
+
+async def test_money_is_counted_to_the_nano_dollar_and_limited(limited):
+    async with limited() as gateway:
+        await admin(gateway, "PUT", "/prices", PRICE)
+        await admin(gateway, "PUT", "/prices", {**PRICE, "service_class": "flex", "output": "5"})
+        quota = await limit(gateway, "tenant", 10**9, "money_per_month")
+        standard, flex = await ask(gateway), await ask(gateway, service_tier="flex")
+        costs = [2_000 * one.usage.prompt_tokens + price * 5 for one, price in ((standard, 10_000), (flex, 5_000))]
+        assert await used(gateway, quota) == sum(costs)
+        rows = (await admin(gateway, "GET", "/usage/requests"))["data"]
+        assert [row["cost_nanodollars"] for row in reversed(rows)] == costs
+        (group,) = (await admin(gateway, "GET", "/usage?group_by=model"))["data"]
+        assert group["totals"]["cost_nanodollars"] == sum(costs)
+
+
+async def test_a_stream_ends_where_the_money_does(limited):
+    async with limited(credit_window_tokens=8) as gateway:
+        await admin(gateway, "PUT", "/prices", PRICE)
+        prompt = (await ask(gateway, max_tokens=1)).usage.prompt_tokens
+        quota = await limit(gateway, "key", 2_000 * prompt + 23 * 10_000 + 9_999, "money_per_day")
+        answer = await ask(gateway, max_tokens=100)
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 23)
+        assert await used(gateway, quota) == 2_000 * prompt + 230_000
+        with pytest.raises(openai.RateLimitError, match=r"\$ 0.00 money_per_day"):
+            await ask(gateway)
+
+
+async def test_a_limit_on_money_lets_no_model_through_that_has_no_price(limited):
+    async with limited() as gateway:
+        quota = await limit(gateway, "tenant", 10**9, "money_per_day")
+        with pytest.raises(openai.PermissionDeniedError) as refused:
+            await ask(gateway)
+        assert refused.value.code == "model_without_price"
+        await admin(gateway, "PUT", "/prices", PRICE)
+        await ask(gateway)
+        assert (await admin(gateway, "GET", f"/quotas/{quota['id']}"))["cap"] == 10**9
+
+
+async def test_answers_say_where_the_limits_stand(limited):
+    async with limited() as gateway:
+        body = json.dumps({"model": "tiny", "messages": HELLO, "max_tokens": 5}).encode()
+        _, headers, _ = await gateway.request("POST", CHAT, body)
+        assert not [name for name in headers if "ratelimit" in name]
+        await limit(gateway, "tenant", 60, "requests_per_minute")
+        await limit(gateway, "key", 20, "requests_per_minute")
+        await limit(gateway, "key", 6_000, "tokens_per_minute")
+        await limit(gateway, "tenant", 100_000, "tokens_per_day")
+        _, headers, _ = await gateway.request("POST", CHAT, body)
+        assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-remaining-requests"]) == ("20", "19")
+        assert headers["x-ratelimit-reset-requests"] == "3s"
+        assert 5_900 < int(headers["x-ratelimit-remaining-tokens"]) < 6_000
+        assert '"tokens_per_day";q=100000;w=86400' in headers["ratelimit-policy"]
+        assert '"requests_per_minute";r=19;t=3' in headers["ratelimit"]
 
 
 async def test_a_keys_limit_holds_for_those_it_is_rotated_to(limited):

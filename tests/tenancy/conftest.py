@@ -27,6 +27,9 @@ from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
+from moiety_platform.prices.cache import PriceCache
+from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.store import LeaseStore
 from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
 
@@ -178,8 +181,10 @@ class Admin:
 @pytest.fixture
 def app(database: Database, clock: ManualClock) -> Litestar:
     authenticator = Authenticator(database, PEPPER, clock)
+    classes, prices = ClassCache(database, clock), PriceCache(database, clock)
+    quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
     return Litestar(
-        [admin_router(database, authenticator, ClassCache(database, clock), PEPPER, clock, more=[extra])],
+        [admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=[extra])],
         exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
     )
 

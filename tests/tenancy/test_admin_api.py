@@ -292,6 +292,7 @@ async def test_usage_sums_by_any_grouping(admin: Admin, demo: Demo) -> None:
         "mean_ttft_ms": pytest.approx(sum(10 + n for n in range(12) if n != 4) / 11),
         "mean_duration_ms": 40.0,
         "preemptions": 12,
+        "cost_nanodollars": 0,
         "attainment": pytest.approx(8 / 11),
     }
     by_tenant = (await admin.call("GET", "usage", 200, params={"group_by": "tenant"}))["data"]

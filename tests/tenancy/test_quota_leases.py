@@ -21,7 +21,7 @@ from moiety_platform.quota.lease import Charge, Hold, Lease, WindowId
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
 from moiety_platform.quota.schemas import NewQuota
 from moiety_platform.quota.service import set_quota
-from moiety_platform.quota.slices import slice_size, surplus
+from moiety_platform.quota.slices import ahead_of_peak, ahead_of_use, slice_size, surplus
 from moiety_platform.quota.store import LeaseStore, Want, book
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.row import UsageRow
@@ -204,7 +204,7 @@ async def test_replicas_that_return_and_take_while_others_book_wait_for_each_oth
     stores = [LeaseStore(f"r-{number}", 20.0) for number in range(3)]
     for store in stores:
         async with database.write() as session:
-            await store.exchange(session, {}, [Want(window, 5_000, 5_000, 0.0) for window in ids], slice_size)
+            await store.exchange(session, {}, [Want(window, 5_000, 5_000, 0) for window in ids], slice_size)
     await change(database, TENANTS[0], None)
 
     async def work(store: LeaseStore, number: int) -> None:
@@ -212,7 +212,7 @@ async def test_replicas_that_return_and_take_while_others_book_wait_for_each_oth
         for _ in range(25):
             async with database.write() as session:
                 some = rng.sample(ids, 4)
-                await store.exchange(session, {some[0]: 1}, [Want(w, 1, 1, 0.0) for w in some[1:]], slice_size)
+                await store.exchange(session, {some[0]: 1}, [Want(w, 1, 1, 0) for w in some[1:]], slice_size)
                 await store.renew(session, ids)
             async with database.write() as session:
                 await book(session, [Charge(window, store.replica_id, 1) for window in rng.sample(ids, 3)])
@@ -240,10 +240,11 @@ def test_windows_are_utc_days_and_calendar_months(period: Period, now: str, star
 
 
 def test_slices_leave_half_of_what_remains_to_the_others() -> None:
-    assert slice_size(10, 1000.0, 100_000, 4) == 3000
-    assert slice_size(10, 1000.0, 8_000, 4) == 1000
-    assert slice_size(10, 1000.0, 40, 4) == 10
-    assert (surplus(100, 10.0), surplus(50, 10.0)) == (40, 0)
+    assert slice_size(10, ahead_of_use(1000.0), 100_000, 4) == 3000
+    assert slice_size(10, 3000, 8_000, 4) == 1000
+    assert slice_size(10, 3000, 40, 4) == 10
+    assert (surplus(100, 30), surplus(50, 30)) == (40, 0)
+    assert (ahead_of_peak(50.0, 100), ahead_of_peak(5.0, 100), ahead_of_peak(5.0, 7)) == (12, 5, 0)
 
 
 def test_a_hold_is_left_once_and_spends_no_more_than_it_reserved() -> None:

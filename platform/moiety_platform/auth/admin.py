@@ -20,7 +20,10 @@ from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.json_depth import check_depth
+from moiety_platform.prices.cache import PriceCache
+from moiety_platform.prices.controller import PriceController
 from moiety_platform.quota.controller import QuotaController
+from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.tenants.controller import ProjectController, TenantController
 from moiety_platform.usage.controller import UsageController
 
@@ -32,6 +35,8 @@ def admin_router(
     database: Database,
     authenticator: Authenticator,
     classes: ClassCache,
+    prices: PriceCache,
+    quotas: QuotaKeeper,
     pepper: bytes,
     clock: Clock,
     *,
@@ -48,6 +53,8 @@ def admin_router(
             "database": Provide(lambda: database, sync_to_thread=False),
             "authenticator": Provide(lambda: authenticator, sync_to_thread=False),
             "classes": Provide(lambda: classes, sync_to_thread=False),
+            "prices": Provide(lambda: prices, sync_to_thread=False),
+            "quotas": Provide(lambda: quotas, sync_to_thread=False),
             "pepper": Provide(lambda: wrapped, sync_to_thread=False),
             "clock": Provide(lambda: clock, sync_to_thread=False),
         },
@@ -56,6 +63,7 @@ def admin_router(
             TenantController,
             ProjectController,
             KeyController,
+            PriceController,
             QuotaController,
             UsageController,
             OverviewController,

@@ -1,50 +1,29 @@
-"""The classes as the requests of one gateway process see them: a snapshot that is read again when it is old.
-
-A request costs no statement: what is held is trusted for `ttl_s`, which bounds how long another gateway's edit goes
-unnoticed. An edit through this process counts here at once. When the database is away the last snapshot stays good,
-since a promise of yesterday is better than none; without any, it fails closed (503).
-"""
+"""The classes as the requests of one gateway process see them."""
 
 from __future__ import annotations
-
-import asyncio
-
-import structlog
 
 from moiety_platform.classes.service import load_classes
 from moiety_platform.classes.terms import Catalogue
 from moiety_platform.clock import Clock
 from moiety_platform.db.failures import RETRY_AFTER_S
 from moiety_platform.db.session import Database
+from moiety_platform.db.snapshot import TTL_S, Snapshot
 from moiety_platform.errors import Unavailable
 
-TTL_S = 2.0
-LOOKUP_TIMEOUT_S = 3.0
-OUTAGE_PAUSE_S = 0.5
 
-log = structlog.get_logger(__name__)
-
-
-class ClassCache:
+class ClassCache(Snapshot[Catalogue]):
     """Owned by the entry point; one event loop."""
 
     def __init__(self, database: Database, clock: Clock, *, ttl_s: float = TTL_S) -> None:
-        self._database = database
-        self._clock = clock
-        self._ttl_s = ttl_s
-        self._catalogue: Catalogue | None = None
-        self._fresh_until_s = float("-inf")
-        self._num_edits = 0
-        self._reading: asyncio.Task[int] | None = None
-        self._away = False
+        super().__init__("service classes", load_classes, database, clock, ttl_s=ttl_s)
 
     async def get(self, name: str) -> Catalogue:
         """All classes, and `name` among them if there is such a class. Raises Unavailable when the database is away and
         was never read, or when the class is nowhere to be found."""
-        catalogue = await self._current()
+        catalogue = await self.current()
         if name not in catalogue:  # made a moment ago, at another gateway
             self.forget()
-            catalogue = await self._current()
+            catalogue = await self.current()
         if name not in catalogue:
             raise Unavailable(
                 f"The class {name!r} cannot be looked up right now; try again shortly.",
@@ -52,44 +31,3 @@ class ClassCache:
                 retry_after_s=RETRY_AFTER_S,
             )
         return catalogue
-
-    def forget(self) -> None:
-        """An edit was made: read again before the next request is served."""
-        self._num_edits += 1
-        self._fresh_until_s = float("-inf")
-
-    async def _current(self) -> Catalogue:
-        wanted = self._num_edits
-        while self._clock.monotonic() >= self._fresh_until_s:
-            if self._reading is None:
-                self._reading = asyncio.create_task(self._read(), name="class-lookup")
-            num_edits_seen = await asyncio.shield(self._reading)  # shared; a caller that leaves does not take it along
-            if self._away or num_edits_seen >= wanted:
-                break
-        if self._catalogue is None:
-            raise Unavailable(
-                "Service classes cannot be read right now; try again shortly.",
-                code="store_unavailable",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        return self._catalogue
-
-    async def _read(self) -> int:
-        """The number of edits that what was read has seen for certain."""
-        num_edits, asked_at_s = self._num_edits, self._clock.monotonic()
-        try:
-            async with asyncio.timeout(LOOKUP_TIMEOUT_S), self._database.read() as session:
-                catalogue = await load_classes(session)
-        except (Unavailable, TimeoutError) as error:
-            if not self._away:
-                log.warning("class_store_away", reason=str(error) or "the database does not answer in time")
-            self._away = True
-            self._fresh_until_s = self._clock.monotonic() + OUTAGE_PAUSE_S
-        else:
-            self._away = False
-            self._catalogue = catalogue
-            if num_edits == self._num_edits:  # else what was read may be older than the last edit
-                self._fresh_until_s = asked_at_s + self._ttl_s
-        finally:
-            self._reading = None
-        return num_edits

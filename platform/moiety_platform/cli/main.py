@@ -25,6 +25,7 @@ COMMANDS = {
     "project": ("moiety_platform.cli.tenants:project_app", "List and make a tenant's projects."),
     "key": ("moiety_platform.cli.keys:app", "List, make, rotate and revoke keys."),
     "class": ("moiety_platform.cli.classes:app", "List, change and make service classes."),
+    "price": ("moiety_platform.cli.prices:app", "List, set and remove prices of models."),
     "quota": ("moiety_platform.cli.quotas:app", "List, set and remove limits of tenants, projects and keys."),
     "usage": ("moiety_platform.cli.usage:usage", "Show what was used, by tenant, model or day."),
 }
@@ -45,6 +46,7 @@ ORDER = [
     "project",
     "key",
     "class",
+    "price",
     "quota",
     "usage",
     "bench",

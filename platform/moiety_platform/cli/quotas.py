@@ -8,6 +8,7 @@ import typer
 
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.prices.terms import dollars, parse_dollars
 
 COLUMNS = {
     "level": "of",
@@ -20,7 +21,7 @@ COLUMNS = {
     "id": "limit's id",
 }
 
-app = typer.Typer(no_args_is_help=True, help="Limits: how many tokens a tenant, a project or a key may use.")
+app = typer.Typer(no_args_is_help=True, help="Limits on what a tenant, a project or a key may use.")
 
 TenantOption = Annotated[str | None, typer.Option(help="A tenant's (name or id).")]
 ProjectOption = Annotated[str | None, typer.Option(help="A project's (id).")]
@@ -39,7 +40,7 @@ def list_quotas(
     """Limits with what is used of them, oldest first; of one tenant, project or key if that is given."""
     given = _scopes(admin.client, tenant, project, key)
     scope_id = given[0][1] if given else None
-    admin.show_rows(list(admin.client.pages("/quotas", scope_id=scope_id)), COLUMNS)
+    _show(admin, list(admin.client.pages("/quotas", scope_id=scope_id)))
 
 
 @app.command("set")
@@ -49,21 +50,33 @@ def set_quota(
     tenant: TenantOption = None,
     project: ProjectOption = None,
     key: KeyOption = None,
+    requests_per_minute: Annotated[int | None, typer.Option(min=0, help="Refilled steadily.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(min=0, help="Prompt and output; refilled steadily.")] = None,
+    concurrent_requests: Annotated[int | None, typer.Option(min=0, help="Open at once.")] = None,
     tokens_per_day: Annotated[int | None, typer.Option(min=0, help="Prompt and output tokens, a UTC day.")] = None,
     tokens_per_month: Annotated[int | None, typer.Option(min=0, help="The same for a calendar month, UTC.")] = None,
+    dollars_per_day: Annotated[str | None, typer.Option(help="By the prices of `moiety price`, a UTC day.")] = None,
+    dollars_per_month: Annotated[str | None, typer.Option(help="The same for a calendar month, UTC.")] = None,
 ) -> None:
     """Set limits, or change their caps. They hold at every gateway within seconds."""
-    caps = {"tokens_per_day": tokens_per_day, "tokens_per_month": tokens_per_month}
+    caps = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrent_requests": concurrent_requests,
+        "tokens_per_day": tokens_per_day,
+        "tokens_per_month": tokens_per_month,
+        "money_per_day": nano_dollars(dollars_per_day),
+        "money_per_month": nano_dollars(dollars_per_month),
+    }
     chosen = {kind: cap for kind, cap in caps.items() if cap is not None}
-    given = _scopes(admin.client, tenant, project, key)
-    if len(given) != 1 or not chosen:
+    if sum(given is not None for given in (tenant, project, key)) != 1 or not chosen:
         raise typer.BadParameter("give one of --tenant, --project and --key, and --tokens-per-day or another limit")
-    level, scope_id = given[0]
-    rows: list[dict[str, Any]] = [
+    ((level, scope_id),) = _scopes(admin.client, tenant, project, key)
+    rows = [
         admin.client.call("PUT", "/quotas", {"level": level, "scope_id": scope_id, "kind": kind, "cap": cap})
         for kind, cap in chosen.items()
     ]
-    admin.show_rows(rows, COLUMNS)
+    _show(admin, rows)
 
 
 @app.command("delete")
@@ -86,3 +99,22 @@ def _scopes(client: AdminClient, tenant: str | None, project: str | None, key: s
     if key is not None:
         found.append(("key", key))
     return found
+
+
+def nano_dollars(text: str | None) -> int | None:
+    """An amount that was given in dollars. Raises typer.BadParameter."""
+    try:
+        return None if text is None else parse_dollars(text)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+
+
+def _show(admin: Admin, rows: list[dict[str, Any]]) -> None:
+    """JSON has nano-dollars, tables dollars."""
+    admin.show_rows(rows if admin.as_json else [_in_dollars(row) for row in rows], COLUMNS)
+
+
+def _in_dollars(row: dict[str, Any]) -> dict[str, Any]:
+    if not row["kind"].startswith("money"):
+        return row
+    return {**row, **{name: f"$ {dollars(row[name])}" for name in ("cap", "used", "reserved")}}

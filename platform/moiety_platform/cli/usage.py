@@ -9,6 +9,7 @@ import typer
 
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.tables import show_json
+from moiety_platform.prices.terms import dollars
 
 TOTALS = {
     "requests": "requests",
@@ -21,6 +22,7 @@ TOTALS = {
     "mean_ttft_ms": "mean TTFT ms",
     "mean_duration_ms": "mean duration ms",
     "preemptions": "preemptions",
+    "cost": "$",
     "attainment": "SLA kept",
 }
 REQUESTS = {
@@ -63,7 +65,8 @@ def usage(
         show_json(report)
         return
     rows: list[dict[str, Any]] = [
-        {**named(one["group"]), **one["totals"], "attainment": percent(one["totals"])} for one in report["data"]
+        {**named(one["group"]), **one["totals"], "attainment": percent(one["totals"]), "cost": cost(one["totals"])}
+        for one in report["data"]
     ]
     headings = {field: field.replace("_", " ") for row in rows[:1] for field in row if field not in TOTALS}
     admin.show_rows(rows, {**headings, **TOTALS})
@@ -73,6 +76,11 @@ def percent(totals: dict[str, Any]) -> str | None:
     """The share of promises kept, for people."""
     attainment = totals["attainment"]
     return None if attainment is None else f"{attainment:.2%}"
+
+
+def cost(totals: dict[str, Any]) -> str:
+    """In dollars."""
+    return dollars(totals["cost_nanodollars"])
 
 
 def named(group: dict[str, str | None]) -> dict[str, str | None]:

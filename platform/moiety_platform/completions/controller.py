@@ -133,7 +133,11 @@ class _Exchange:
                 watching_for_disconnect(receive),
                 services.pipeline.run(record, body.generation()) as run,
             ):
-                reply.headers = {CLASS_HEADER: record.service_class, ADMISSION_HEADER: record.admission_reason}
+                reply.headers = {
+                    CLASS_HEADER: record.service_class,
+                    ADMISSION_HEADER: record.admission_reason,
+                    **record.spending.headers(),
+                }
                 echoes = await _echoes(body, run)
                 if body.stream:
                     last = await _relay(body, run, record, reply, echoes)

@@ -14,14 +14,16 @@ import msgspec
 from moiety_platform.admission.decide import refuse_hopeless
 from moiety_platform.admission.gate import AdmissionGate
 from moiety_platform.classes.cache import ClassCache
-from moiety_platform.classes.terms import ChosenClass
+from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.clock import Clock
 from moiety_platform.completions.generation import Generation, seed_of_choice
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run
+from moiety_platform.completions.spending import Tariff
 from moiety_platform.completions.text import ModelTexts
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.errors import BadRequest, ContextTooLong, NotFound, Overloaded
+from moiety_platform.prices.cache import PriceCache
 from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import Card, Stopping, Submit
@@ -35,6 +37,7 @@ class Pipeline:
         replicas: Replicas,
         texts: ModelTexts,
         classes: ClassCache,
+        prices: PriceCache,
         gate: AdmissionGate,
         clock: Clock,
         *,
@@ -44,6 +47,7 @@ class Pipeline:
         self._replicas = replicas
         self._texts = texts
         self._classes = classes
+        self._prices = prices
         self._gate = gate
         self._clock = clock
         self._credit_window = credit_window
@@ -98,7 +102,10 @@ class Pipeline:
         prompts = await text.encode(generation.prompts)
         longest = [_max_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
         credit = await record.spending.begin(
-            sum(map(len, prompts)), generation.num_sequences, min(max(longest), self._credit_window)
+            sum(map(len, prompts)),
+            generation.num_sequences,
+            min(max(longest), self._credit_window),
+            await self._tariff(card.model, catalogue, chosen),
         )
         submits = [
             submit
@@ -107,6 +114,11 @@ class Pipeline:
         ]
         client, _ = self._replicas.choose(generation.model, chosen.service)
         return client, Run(record, chosen, prompts, text, self._clock, self._credit_window), submits
+
+    async def _tariff(self, model: str, catalogue: Catalogue, chosen: ChosenClass) -> Tariff:
+        prices = await self._prices.current()
+        names = [service.name for service in (chosen.service, chosen.fallback) if service is not None]
+        return Tariff({name: prices.of(model, name, catalogue[name].price_factor) for name in names})
 
     def _card(self, record: RequestRecord, model: str) -> Card:
         allowed = record.principal.allowed_models

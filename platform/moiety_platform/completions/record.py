@@ -10,7 +10,7 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.classes.terms import Catalogue
 from moiety_platform.completions.generation import Generation
 from moiety_platform.completions.promise import Progress, is_broken, is_kept
-from moiety_platform.completions.spending import Spending
+from moiety_platform.completions.spending import Spending, Used
 from moiety_platform.errors import Overloaded, PlatformError
 from moiety_platform.traces.tracing import RequestSpan
 from moiety_wire.classes import ServiceClass
@@ -69,6 +69,11 @@ class RequestRecord:
     def service_class(self) -> str:
         """The class that is served; before one was chosen, the best that the tenant may use."""
         return self.principal.service_class if self.served is None else self.served.name
+
+    @property
+    def used(self) -> Used:
+        """What there is to bill so far."""
+        return Used(self.service_class, self.prompt_tokens, self.cached_tokens, self.output_tokens)
 
     @property
     def served_tier(self) -> str:

@@ -85,9 +85,7 @@ class RequestRecorder:
             started_at=self._clock.now(),
             started_s=self._clock.monotonic(),
             arrival_unix_ns=self._clock.unix_ns(),
-            on_submitted=lambda record: self._usage.opened(
-                self._row(record, record.spending.charges(record.prompt_tokens))
-            ),
+            on_submitted=lambda record: self._usage.opened(self._row(record, record.spending.charges(record.used))),
             spending=Spending(self._quotas, principal),
         )
         self._num_open += 1
@@ -113,7 +111,7 @@ class RequestRecorder:
                 self._idle.set()
 
     def _close(self, record: RequestRecord) -> None:
-        row = self._row(record, record.spending.settle(record.prompt_tokens + record.output_tokens))
+        row = self._row(record, record.spending.settle(record.used))
         self._usage.record(row)
         self._metrics.observe(row, record.served_model, _tpot_s(record))
         if record.admission_outcome and record.chosen is not None:
@@ -161,6 +159,7 @@ class RequestRecorder:
             error_code=record.error_code,
             num_preemptions=record.num_preemptions,
             sla_attained=record.sla_attained(self._clock.monotonic()),
+            cost_nanodollars=record.spending.cost(record.used),
             charges=charges,
         )
 
@@ -201,6 +200,7 @@ def _describe_span(record: RequestRecord, row: UsageRow) -> None:
             "moiety.preemptions": row.num_preemptions,
             "moiety.recomputed_tokens": record.num_recomputed_tokens,
             "moiety.sla_attained": row.sla_attained,
+            "moiety.cost_nanodollars": row.cost_nanodollars,
             "moiety.outcome": record.outcome,
         },
     )

@@ -10,6 +10,7 @@ from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.clock import Clock
 from moiety_platform.completions.promise import Progress
 from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.spending import Throttled
 from moiety_platform.completions.text import ModelText
 from moiety_platform.engine_client.inbox import Delivery, Inbox
 from moiety_platform.engine_client.stream import EngineStream
@@ -120,7 +121,7 @@ class Run:
         if stream.credit_tokens > stream.num_output_tokens:
             try:
                 granted = await spending.extend(reserved, more)
-            except Unavailable:
+            except (Throttled, Unavailable):
                 return  # there is credit left: asked again with the next tokens
         else:
             granted = await spending.extend_patiently(reserved, more)

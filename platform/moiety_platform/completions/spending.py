@@ -4,15 +4,58 @@ generated, so that no token is generated that no limit has room for."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from moiety_platform.auth.principal import Principal
-from moiety_platform.errors import Unavailable
+from moiety_platform.errors import Forbidden, Unavailable
+from moiety_platform.prices.terms import MILLION, Price
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
-from moiety_platform.quota.kinds import Level, Scope, Unit
+from moiety_platform.quota.kinds import Level, Meter, Scope, Unit
 from moiety_platform.quota.lease import Charge, Hold
+from moiety_platform.quota.standing import headers
 
 PAUSE_S = 0.5
+THROTTLED_S = 120.0  # for how long a sequence waits until a rate has room again, before it ends
+
+FREE = Price(0, 0, 0)
+
+
+class Throttled(Exception):
+    """A rate has no room just now; asked again later it may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tariff:
+    """The prices of the classes that a request may be served in; None is a model without a price."""
+
+    by_class: Mapping[str, Price | None]
+
+    @property
+    def is_complete(self) -> bool:
+        return None not in self.by_class.values()
+
+    @property
+    def dearest(self) -> Price:
+        """At most this is charged, whichever class serves."""
+        most = FREE
+        for price in self.by_class.values():
+            most = most.most(price or FREE)
+        return most
+
+    def of(self, service_class: str) -> Price:
+        return self.by_class.get(service_class) or FREE
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What a request came to."""
+
+    service_class: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
 
 
 class Spending:
@@ -26,52 +69,106 @@ class Spending:
             Scope(Level.KEY, principal.root_key_id),
         )
         self._hold: Hold | None = None
-        self._reserved = 0
+        self._tariff = Tariff({})
+        self._dearest = FREE
+        self._prompt_tokens = 0
+        self._reserved = 0  # tokens
         self.refusal_code = QuotaExceeded.default_code  # why it could not be extended, if it could not
 
-    async def begin(self, num_prompt_tokens: int, num_sequences: int, credit_tokens: int) -> int:
+    async def begin(self, num_prompt_tokens: int, num_sequences: int, credit_tokens: int, tariff: Tariff) -> int:
         """Reserve the prompt, and output for each sequence: as much as was asked for or, where a limit has not so much
-        left, a part of it. The credit of each sequence. Raises QuotaExceeded, or Unavailable."""
+        left, a part of it. The credit of each sequence. Raises QuotaExceeded, Forbidden or Unavailable."""
+        self._prompt_tokens, self._tariff, self._dearest = num_prompt_tokens, tariff, tariff.dearest
         while True:
             tokens = num_prompt_tokens + num_sequences * credit_tokens
             try:
-                self._hold = await self._keeper.hold(self._scopes, {Unit.TOKENS: tokens})
+                self._hold = await self._keeper.hold(self._scopes, self._amounts(tokens))
             except QuotaExceeded as refusal:
-                credit_tokens = min(credit_tokens - 1, (refusal.room - num_prompt_tokens) // num_sequences)
+                affordable = self._affordable(refusal.unit, 0, refusal.room) - num_prompt_tokens
+                credit_tokens = min(credit_tokens - 1, affordable // num_sequences)
                 if credit_tokens < 1:
                     raise
             else:
                 self._reserved = tokens
+                self._require_price()
                 return credit_tokens
 
     async def extend(self, tokens: int, more: int) -> int:
         """Reserve so much more than `tokens` in all, or a part of it; how much more. 0: a limit has nothing left.
-        Raises Unavailable."""
+        Raises Throttled where it will have again, or Unavailable."""
         assert self._hold is not None, "begun before it is extended"
         while more > 0:
-            refusal = await self._keeper.extend(self._hold, {Unit.TOKENS: tokens + more})
+            refusal = await self._keeper.extend(self._hold, self._amounts(tokens + more))
             if refusal is None:
                 self._reserved = max(self._reserved, tokens + more)
                 return more
-            more = min(more - 1, self._reserved + refusal.room - tokens)
+            more = min(more - 1, self._affordable(refusal.limit.kind.unit, self._reserved, refusal.room) - tokens)
+            if more <= 0 and refusal.limit.kind.meter is Meter.RATE:
+                raise Throttled
         return 0
 
     async def extend_patiently(self, tokens: int, more: int) -> int:
-        """The same for a sequence that has nothing left: an outage is waited for as long as leases last."""
-        for _ in range(round(LEASE_S / PAUSE_S)):
+        """The same for a sequence that has nothing left: an outage is waited for as long as leases last, and a rate
+        until it has room, for a while."""
+        num_outages = num_throttled = 0
+        while num_outages * PAUSE_S < LEASE_S and num_throttled * PAUSE_S < THROTTLED_S:
             try:
                 return await self.extend(tokens, more)
             except Unavailable as error:
                 self.refusal_code = error.code
-                await asyncio.sleep(PAUSE_S)
+                num_outages += 1
+            except Throttled:
+                self.refusal_code = "rate_limit_exceeded"
+                num_throttled += 1
+            await asyncio.sleep(PAUSE_S)
         return 0
 
-    def charges(self, tokens: int) -> tuple[Charge, ...]:
-        """How so many tokens would be charged."""
-        return self._hold.charges({Unit.TOKENS: tokens}) if self._hold is not None else ()
+    def cost(self, used: Used) -> int:
+        """What that costs in the class that served it, nano-dollars."""
+        price = self._tariff.of(used.service_class)
+        return price.cost(used.prompt_tokens, used.cached_tokens, used.output_tokens)
 
-    def settle(self, tokens: int) -> tuple[Charge, ...]:
+    def charges(self, used: Used) -> tuple[Charge, ...]:
+        """How that would be charged."""
+        return self._hold.charges(self._spent(used)) if self._hold is not None else ()
+
+    def settle(self, used: Used) -> tuple[Charge, ...]:
         """The end: so much was used, of what was reserved."""
-        if self._hold is None:
-            return ()
-        return self._hold.settle({Unit.TOKENS: min(tokens, self._reserved)})
+        return self._hold.settle(self._spent(used)) if self._hold is not None else ()
+
+    def headers(self) -> dict[str, str]:
+        """Where its limits stand."""
+        return headers(self._keeper.standings(self._hold)) if self._hold is not None else {}
+
+    def _amounts(self, tokens: int) -> dict[Unit, int]:
+        """What a request of so many tokens needs of everything."""
+        cost = self._dearest.cost(self._prompt_tokens, 0, tokens - self._prompt_tokens)
+        return {Unit.TOKENS: tokens, Unit.REQUESTS: 1, Unit.SLOTS: 1, Unit.MONEY: cost}
+
+    def _spent(self, used: Used) -> dict[Unit, int]:
+        """A request of which nothing is billed does not count as one either."""
+        tokens = min(used.prompt_tokens + used.output_tokens, self._reserved)
+        cost = min(self.cost(used), self._amounts(self._reserved)[Unit.MONEY])
+        return {Unit.TOKENS: tokens, Unit.REQUESTS: min(1, tokens), Unit.MONEY: cost}
+
+    def _affordable(self, unit: Unit, reserved: int, room: int) -> int:
+        """How many tokens the request can have in all, with `reserved` of them reserved and `room` more of a unit."""
+        if unit is Unit.TOKENS:
+            return reserved + room
+        if unit is not Unit.MONEY or self._dearest.output == 0:
+            return 0
+        budget = room + (self._amounts(reserved)[unit] if reserved else 0)
+        left = budget * MILLION - self._prompt_tokens * self._dearest.input
+        return self._prompt_tokens + left // self._dearest.output
+
+    def _require_price(self) -> None:
+        """A limit on money cannot be kept for what has no price, so nothing is served then."""
+        assert self._hold is not None
+        if not self._tariff.is_complete and any(lease.unit is Unit.MONEY for lease in self._hold.leases):
+            self._hold.settle(dict.fromkeys(Unit, 0))
+            self._hold = None
+            raise Forbidden(
+                "A limit on money stands, and this model has no price; an administrator sets one with "
+                "`moiety price set MODEL --input … --output …`.",
+                code="model_without_price",
+            )

@@ -74,7 +74,7 @@ class _Running:
 
 
 class FakeEngineClient:
-    """Answers every request by its script, a token a turn of the event loop."""
+    """Answers every request by its script, a token a turn of the event loop, or every `token_s` seconds."""
 
     def __init__(
         self,
@@ -82,10 +82,12 @@ class FakeEngineClient:
         script: Script = count_aloud,
         clock: Clock | None = None,
         verdict: Callable[[Submit], Verdict] = admit,
+        token_s: float = 0.0,
     ) -> None:
         self.card = card
         self.script = script
         self.verdict = verdict
+        self._token_s = token_s
         self.class_loads: list[ClassLoad] = []
         self.load_age_s: float | None = 0.0
         self.submits: list[Submit] = []
@@ -170,7 +172,7 @@ class FakeEngineClient:
             return
         reason, detail = FinishReason.STOP, ""
         for token_id, text in script:
-            await asyncio.sleep(0)
+            await asyncio.sleep(self._token_s)
             while run.num_emitted >= run.credit_tokens and not run.aborted and not run.credit_last:
                 run.changed.clear()
                 await run.changed.wait()

@@ -11,6 +11,8 @@ from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.query_parameters import Cursor, Limit
 from moiety_platform.quota import service
+from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.kinds import Level, Scope
 from moiety_platform.quota.schemas import NewQuota, QuotaPage, QuotaView
 
 
@@ -25,11 +27,14 @@ class QuotaController(Controller):
         self,
         database: NamedDependency[Database],
         clock: NamedDependency[SkipValidation[Clock]],
+        quotas: NamedDependency[QuotaKeeper],
         data: JSONBody[NewQuota],
     ) -> QuotaView:
-        """Set a limit, or change its cap; every gateway goes by it within seconds."""
+        """Set a limit, or change its cap; it holds here from the next request on, elsewhere within seconds."""
         async with database.write() as session:
-            return await service.set_quota(session, data, clock.now())
+            view = await service.set_quota(session, data, clock.now())
+        quotas.forget(Scope(Level(view.level), view.scope_id))
+        return view
 
     @get()
     async def list_quotas(
@@ -60,8 +65,11 @@ class QuotaController(Controller):
         self,
         database: NamedDependency[Database],
         clock: NamedDependency[SkipValidation[Clock]],
+        quotas: NamedDependency[QuotaKeeper],
         quota_id: FromPath[str],
     ) -> QuotaView:
         """Take a limit away; returns what it was."""
         async with database.write() as session:
-            return await service.delete_quota(session, quota_id, clock.now())
+            view = await service.delete_quota(session, quota_id, clock.now())
+        quotas.forget(Scope(Level(view.level), view.scope_id))
+        return view

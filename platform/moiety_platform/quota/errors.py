@@ -2,14 +2,56 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from moiety_platform.errors import RateLimited
+from moiety_platform.quota.kinds import NANO, Meter, Unit, window_end
+from moiety_platform.quota.lease import WindowId
+from moiety_platform.quota.limits import Limit
+
+SLOT_RETRY_S = 1.0
 
 
 class QuotaExceeded(RateLimited):
-    """A limit has no room for the request, but for `room` of its unit; `retry_after_s` is when its window ends."""
+    """A limit has no room for the request, but for `room` of its `unit`. `retry_after_s` is when it
+    has room again, by what is known."""
 
     default_code = "quota_exceeded"
 
-    def __init__(self, message: str, *, room: int, retry_after_s: float) -> None:
-        super().__init__(message, retry_after_s=retry_after_s)
+    def __init__(self, message: str, *, unit: Unit, room: int, code: str | None, retry_after_s: float) -> None:
+        super().__init__(message, code=code, retry_after_s=retry_after_s)
+        self.unit = unit
         self.room = room
+
+
+def exceeded(limit: Limit, window: WindowId, room: int, lacking: int, now: datetime) -> QuotaExceeded:
+    """The refusal of a request that needs `lacking` more, where there is `room` for so much."""
+    kind, whose = limit.kind, f"The {limit.scope.level}'s limit of {shown(limit)}"
+    if kind.meter is Meter.SLOTS:
+        return QuotaExceeded(
+            f"{whose} is reached. Wait until one of the running requests has ended, or have the limit raised",
+            unit=kind.unit, room=room, code="concurrency_limit_exceeded", retry_after_s=SLOT_RETRY_S,
+        )  # fmt: skip
+    if kind.meter is Meter.RATE:
+        wait_s = max(1.0, (lacking - room) * 60 / limit.cap) if limit.cap else 60.0
+        advice = f"Try again in {wait_s:.0f} s, or have the limit raised"
+        if lacking > limit.cap:
+            advice = "This request alone needs more than that: make it smaller, or have the limit raised"
+        return QuotaExceeded(
+            f"{whose} does not allow this request now. {advice}",
+            unit=kind.unit, room=room, code="rate_limit_exceeded", retry_after_s=wait_s,
+        )  # fmt: skip
+    assert kind.period is not None, "a stock has a period"
+    resets_at = window_end(kind.period, window.start)
+    return QuotaExceeded(
+        f"{whose} does not allow this request. It is renewed at {resets_at:%Y-%m-%d %H:%M} UTC; ask for fewer tokens, "
+        "or have the limit raised",
+        unit=kind.unit, room=room, code=None,
+        retry_after_s=max(1.0, (resets_at - now).total_seconds()),
+    )  # fmt: skip
+
+
+def shown(limit: Limit) -> str:
+    """`100 tokens_per_day`, `$ 12.50 money_per_month`."""
+    amount = f"$ {limit.cap / NANO:,.2f}" if limit.kind.unit is Unit.MONEY else str(limit.cap)
+    return f"{amount} {limit.kind}"

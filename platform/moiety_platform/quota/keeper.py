@@ -16,19 +16,24 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import datetime
 
 import structlog
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.clock import Clock
 from moiety_platform.db.failures import RETRY_AFTER_S
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
-from moiety_platform.quota.errors import QuotaExceeded
-from moiety_platform.quota.kinds import Scope, Unit, window_end, window_start
+from moiety_platform.quota.account import Account
+from moiety_platform.quota.errors import QuotaExceeded, exceeded
+from moiety_platform.quota.kinds import Meter, Scope, Unit, window_end, window_start
 from moiety_platform.quota.lease import Hold, Lease, WindowId
 from moiety_platform.quota.limits import Limit, load_limits
-from moiety_platform.quota.slices import slice_size, surplus
+from moiety_platform.quota.rates import RateStore
+from moiety_platform.quota.slices import slice_size
+from moiety_platform.quota.standing import Standing
 from moiety_platform.quota.store import Grant, LeaseStore, Stored, Want
 
 LEASE_S = 20.0
@@ -36,8 +41,6 @@ TICK_S = 1.0
 LIMITS_FRESH_S = 0.9
 MARGIN = 0.25  # of the time to live, by which this process believes its leases to end early
 OUTAGE_PAUSE_S = 0.5
-FULL_S = 0.5  # for how long a window is believed to have no more than the store said
-FETCHED_S = 1.0  # by when a request has taken what was granted for it
 _RATE_MEAN_S = 5.0
 _FORGET_AFTER_S = 60.0
 
@@ -49,10 +52,15 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A window that has not so much left; `room` is how much more a hold might have."""
+    """A limit that has not so much left as a hold lacks; `room` is how much more the hold might have."""
 
+    limit: Limit
     window: WindowId
     room: int
+    lacking: int
+
+    def error(self, now: datetime) -> QuotaExceeded:
+        return exceeded(self.limit, self.window, self.room, self.lacking, now)
 
 
 @dataclass(slots=True)
@@ -64,41 +72,6 @@ class _Scope:
     used_s: float
 
 
-@dataclass(slots=True, eq=False)
-class _Account:
-    """A lease with what this process knows about its use."""
-
-    lease: Lease
-    limit: Limit
-    counted: int = 0  # of what was settled, when last looked at
-    use_per_s: float = 0.0
-    used_s: float = 0.0
-    granted_s: float = float("-inf")  # when last for a request that waited
-    cap_fell: bool = False  # what is free was granted under a higher cap
-    full_until_s: float = float("-inf")  # until when what the store said was left is believed
-    remaining: int = 0  # that
-    is_new: bool = True  # whether the store has not been heard of it yet
-    wanted: list[int] = field(default_factory=list)  # what waiting requests lack, each
-    waiters: list[asyncio.Future[Grant]] = field(default_factory=list)
-
-    def learn(self, stored: Stored) -> None:
-        """What the store says counts; of what was settled, only at first, since booking lags behind."""
-        self.lease.granted = stored.granted
-        if self.is_new:
-            self.lease.settled = self.counted = stored.settled
-            self.is_new = False
-
-    def take(self, grant: Grant | None, now_s: float) -> None:
-        """What waiting requests were granted. Where little is left, nobody asks for more than that for a while."""
-        self.granted_s = now_s
-        if grant is not None:
-            self.remaining, self.full_until_s = grant.remaining, now_s + FULL_S
-
-    def in_use(self, stored: Stored) -> bool:
-        lease = self.lease
-        return bool(self.waiters or lease.held or lease.free > 0 or lease.settled != stored.settled)
-
-
 class QuotaKeeper:
     """Owned by the entry point; one event loop. `start` before the first request, `stop` after the last."""
 
@@ -107,11 +80,12 @@ class QuotaKeeper:
     ) -> None:
         self._database = database
         self._store = store
+        self._rates = RateStore(now=store.now)
         self._clock = clock
         self._ttl_s = ttl_s
         self._tick_s = tick_s
         self._scopes: dict[Scope, _Scope] = {}
-        self._accounts: dict[WindowId, _Account] = {}
+        self._accounts: dict[WindowId, Account] = {}
         self._good_until_s = float("-inf")  # by this process's monotonic clock
         self._work = asyncio.Event()
         self._stopping = False
@@ -133,7 +107,7 @@ class QuotaKeeper:
         hold = Hold([account.lease for account in accounts])
         refusal = await self.extend(hold, amounts)
         if refusal is not None:
-            raise self._exceeded(self._accounts[refusal.window], refusal.room)
+            raise refusal.error(self._clock.now())
         return hold
 
     async def extend(self, hold: Hold, amounts: Mapping[Unit, int]) -> Refusal | None:
@@ -147,12 +121,33 @@ class QuotaKeeper:
                 if grant is _GONE:
                     hold.drop(window)
                 elif amount > 0 and grant.amount == 0:
-                    return Refusal(window, max(0, self._accounts[window].lease.free) + grant.remaining)
+                    account = self._accounts[window]
+                    return Refusal(account.limit, window, max(0, account.lease.free) + grant.remaining, amount)
         return None
+
+    def standings(self, hold: Hold) -> list[Standing]:
+        """Where the limits of a request stand, as far as this process knows."""
+        now, now_s, found = self._clock.now(), self._clock.monotonic(), []
+        for lease in hold.leases:
+            account = self._accounts.get(lease.window)
+            left = account.left(now_s) if account is not None else None
+            if account is None or left is None:
+                continue
+            limit, whole_in_s = account.limit, None
+            if limit.kind.period is not None:
+                whole_in_s = (window_end(limit.kind.period, lease.window.start) - now).total_seconds()
+            elif limit.kind.meter is Meter.RATE:
+                whole_in_s = (limit.cap - left) * 60 / limit.cap if limit.cap else 60.0
+            found.append(Standing(limit.kind, limit.cap, left, whole_in_s))
+        return found
 
     def extend_now(self, hold: Hold, amounts: Mapping[Unit, int]) -> bool:
         """The same from what is leased already, without waiting."""
         return not hold.leases or (self._clock.monotonic() < self._good_until_s and hold.reserve(amounts))
+
+    def forget(self, scope: Scope) -> None:
+        """A limit of the scope was edited here: read again before its next request is served."""
+        self._scopes.pop(scope, None)
 
     # ── its own life ──
 
@@ -172,20 +167,19 @@ class QuotaKeeper:
         except Unavailable as error:
             log.warning("quota_leases_left", reason=str(error), replica=self.replica_id)
 
-    async def transact(self, give_back: Callable[[_Account], int] | None = None) -> None:
+    async def transact(self, give_back: Callable[[Account], int] | None = None) -> None:
         """One round with the database: renew, grant, give back, and read limits again. Raises Unavailable, with the
         waiting requests told so."""
         asked = [account for account in self._accounts.values() if account.waiters]
-        returned = self._set_aside(give_back or self._idle_part)
         sent_s = self._clock.monotonic()
-        wants = [Want(a.lease.window, min(a.wanted), sum(a.wanted), a.use_per_s) for a in asked]
+        returned = self._set_aside(give_back or (lambda account: account.idle_part(sent_s)))
+        wants = [Want(a.lease.window, min(a.wanted), sum(a.wanted), a.ahead) for a in asked]
         waiters = {account: account.waiters for account in asked}
         for account in asked:
             account.waiters, account.wanted = [], []
         try:
             async with self._database.write() as session:
-                grants = await self._store.exchange(session, returned, wants, slice_size)
-                stored = await self._store.renew(session, list(self._accounts))
+                grants, stored = await self._exchange(session, returned, wants)
                 limits = await load_limits(session, self._stale_scopes(sent_s))
         except BaseException as error:  # whatever it was, nobody is left waiting
             for futures in waiters.values():
@@ -225,6 +219,27 @@ class QuotaKeeper:
             else:
                 self._away = False
 
+    async def _exchange(
+        self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Sequence[Want]
+    ) -> tuple[dict[WindowId, Grant], dict[WindowId, Stored]]:
+        """What is granted of stocks, slots and rates, and what the store has of the leases on the first two."""
+
+        def is_rate(window: WindowId) -> bool:
+            return self._accounts[window].lease.meter is Meter.RATE
+
+        leased = {window: amount for window, amount in returned.items() if not is_rate(window)}
+        grants = await self._store.exchange(
+            session, leased, [want for want in wants if not is_rate(want.window)], slice_size
+        )
+        stored = await self._store.renew(session, [window for window in self._accounts if not is_rate(window)])
+        grants |= await self._rates.exchange(
+            session,
+            {window: amount for window, amount in returned.items() if is_rate(window)},
+            [want for want in wants if is_rate(want.window)],
+            slice_size,
+        )
+        return grants, stored
+
     async def _quarantine_others(self) -> None:
         """Now and then, the leases of processes that renew them no more."""
         now_s = self._clock.monotonic()
@@ -232,6 +247,8 @@ class QuotaKeeper:
             self._swept_s = now_s
             async with self._database.write() as session:
                 await self._store.quarantine_expired(session)
+            async with self._database.write() as session:
+                await self._store.release_expired(session)
 
     async def _read_limits(self) -> None:
         now_s = self._clock.monotonic()
@@ -247,20 +264,19 @@ class QuotaKeeper:
     def _learn_limits(self, limits: Mapping[Scope, list[Limit]], now_s: float) -> None:
         now_known = {limit.quota_id: limit for of_scope in limits.values() for limit in of_scope}
         for account in self._accounts.values():
-            limit = now_known.get(account.limit.quota_id, account.limit)
-            account.cap_fell |= limit.cap < account.limit.cap
-            account.limit = limit
+            account.learn_limit(now_known.get(account.limit.quota_id, account.limit))
         for scope, of_scope in limits.items():
-            self._scopes[scope].limits, self._scopes[scope].read_s = of_scope, now_s
+            if scope in self._scopes:
+                self._scopes[scope].limits, self._scopes[scope].read_s = of_scope, now_s
 
-    def _ask(self, account: _Account, lacking: int) -> asyncio.Future[Grant]:
+    def _ask(self, account: Account, lacking: int) -> asyncio.Future[Grant]:
         """Resolved by the next round, or at once where the store said of late that there is not so much left."""
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         if self._stopping:
             future.set_exception(Unavailable("the server is stopping", code="server_stopping", retry_after_s=1))
             return future
-        if lacking > account.remaining and self._clock.monotonic() < account.full_until_s:
-            future.set_result(Grant(0, account.remaining))
+        if self._clock.monotonic() < account.full_until_s and lacking > (account.remaining or 0):
+            future.set_result(Grant(0, account.remaining or 0))
             return future
         account.waiters.append(future)
         account.used_s = self._clock.monotonic()
@@ -277,29 +293,21 @@ class QuotaKeeper:
             async with self._database.read() as session:
                 found = await load_limits(session, unknown)
             known += [self._scopes.setdefault(scope, _Scope(limits, now_s, now_s)) for scope, limits in found.items()]
+            self._learn_limits(found, now_s)
         for scope in known:
             scope.used_s = now_s
         return [limit for scope in known for limit in scope.limits]
 
-    def _account(self, limit: Limit) -> _Account:
+    def _account(self, limit: Limit) -> Account:
         window = WindowId(limit.quota_id, window_start(limit.kind.period, self._clock.now()))
         account = self._accounts.get(window)
         if account is None:
-            account = self._accounts[window] = _Account(Lease(window, self.replica_id, limit.kind.unit), limit)
+            lease = Lease(window, self.replica_id, limit.kind.unit, meter=limit.kind.meter)
+            account = self._accounts[window] = Account(lease, limit)
         account.used_s = self._clock.monotonic()
         return account
 
-    def _exceeded(self, account: _Account, room: int) -> QuotaExceeded:
-        limit, start = account.limit, account.lease.window.start
-        resets_at = window_end(limit.kind.period, start)
-        return QuotaExceeded(
-            f"The {limit.scope.level}'s limit of {limit.cap} {limit.kind} does not allow this request. It is renewed "
-            f"at {resets_at:%Y-%m-%d %H:%M} UTC; ask for fewer tokens, or have the limit raised",
-            room=room,
-            retry_after_s=max(1.0, (resets_at - self._clock.now()).total_seconds()),
-        )
-
-    def _set_aside(self, part: Callable[[_Account], int]) -> dict[WindowId, int]:
+    def _set_aside(self, part: Callable[[Account], int]) -> dict[WindowId, int]:
         """What goes back, out of reach of new holds from now on."""
         returned = {}
         for window, account in self._accounts.items():
@@ -308,14 +316,6 @@ class QuotaKeeper:
                 account.lease.granted -= amount
                 returned[window] = amount
         return returned
-
-    def _idle_part(self, account: _Account) -> int:
-        if account.cap_fell:
-            account.cap_fell = False
-            return account.lease.free
-        if self._clock.monotonic() - account.granted_s < FETCHED_S:
-            return 0  # the request that it was granted for may not have come to take it yet
-        return surplus(account.lease.free, account.use_per_s)
 
     def _count_use(self) -> None:
         """Keep the running means of how fast each lease is spent."""
@@ -326,9 +326,7 @@ class QuotaKeeper:
         self._counted_s = now_s
         share = 1 - math.exp(-passed_s / _RATE_MEAN_S)
         for account in self._accounts.values():
-            spent = account.lease.settled + account.lease.held
-            account.use_per_s += share * (max(0, spent - account.counted) / passed_s - account.use_per_s)
-            account.counted = spent
+            account.count_use(passed_s, share)
 
     def _forget(self, stored: Mapping[WindowId, Stored], now_s: float) -> None:
         """Leases and scopes that nobody has used for long, once the store knows all that is known here."""

@@ -1,4 +1,8 @@
-"""What a limit can limit: amounts of a unit within a window of UTC time, on one of three levels. Pure."""
+"""What a limit can limit, on one of three levels. Pure.
+
+Three meters: a *stock* is an amount within a window of UTC time, booked as it is used up; a *rate* refills steadily;
+*slots* are taken for as long as a request is open.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,9 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
 MAX_CAP = 2**62  # so that sums of two fit into 64 bits
+MAX_RATE = 10**12  # a minute, so that a rate's arithmetic fits
+NANO = 10**9
+ALWAYS = datetime(1970, 1, 1, tzinfo=UTC)  # the start of the one window of what has no windows
 
 
 class Level(StrEnum):
@@ -19,6 +26,15 @@ class Level(StrEnum):
 
 class Unit(StrEnum):
     TOKENS = "tokens"
+    REQUESTS = "requests"
+    MONEY = "nano-dollars"
+    SLOTS = "open requests"
+
+
+class Meter(StrEnum):
+    STOCK = "stock"
+    RATE = "rate"
+    SLOTS = "slots"
 
 
 class Period(StrEnum):
@@ -27,18 +43,39 @@ class Period(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a limit counts, and for how long."""
+    """What a limit counts, and how."""
 
+    REQUESTS_PER_MINUTE = "requests_per_minute"
+    TOKENS_PER_MINUTE = "tokens_per_minute"
+    CONCURRENT_REQUESTS = "concurrent_requests"
     TOKENS_PER_DAY = "tokens_per_day"
     TOKENS_PER_MONTH = "tokens_per_month"
+    MONEY_PER_DAY = "money_per_day"
+    MONEY_PER_MONTH = "money_per_month"
 
     @property
     def unit(self) -> Unit:
-        return Unit.TOKENS
+        return _TERMS[self][0]
 
     @property
-    def period(self) -> Period:
-        return Period.DAY if self is Kind.TOKENS_PER_DAY else Period.MONTH
+    def meter(self) -> Meter:
+        return _TERMS[self][1]
+
+    @property
+    def period(self) -> Period | None:
+        """Of a stock."""
+        return _TERMS[self][2]
+
+
+_TERMS: dict[Kind, tuple[Unit, Meter, Period | None]] = {
+    Kind.REQUESTS_PER_MINUTE: (Unit.REQUESTS, Meter.RATE, None),
+    Kind.TOKENS_PER_MINUTE: (Unit.TOKENS, Meter.RATE, None),
+    Kind.CONCURRENT_REQUESTS: (Unit.SLOTS, Meter.SLOTS, None),
+    Kind.TOKENS_PER_DAY: (Unit.TOKENS, Meter.STOCK, Period.DAY),
+    Kind.TOKENS_PER_MONTH: (Unit.TOKENS, Meter.STOCK, Period.MONTH),
+    Kind.MONEY_PER_DAY: (Unit.MONEY, Meter.STOCK, Period.DAY),
+    Kind.MONEY_PER_MONTH: (Unit.MONEY, Meter.STOCK, Period.MONTH),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +86,10 @@ class Scope:
     id: str
 
 
-def window_start(period: Period, now: datetime) -> datetime:
+def window_start(period: Period | None, now: datetime) -> datetime:
     """When the window that `now` lies in began, in UTC."""
+    if period is None:
+        return ALWAYS
     day = now.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
     return day if period is Period.DAY else day.replace(day=1)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from moiety_platform.quota.kinds import Unit
+from moiety_platform.quota.kinds import Meter, Unit
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -26,7 +26,8 @@ class WindowId:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A replica's part of a window. Amounts are of the limit's unit."""
+    """A replica's part of a window. Amounts are of the limit's unit. What is settled of a stock is booked; of a rate it
+    is gone; a slot is never spent, only held."""
 
     window: WindowId
     replica_id: str
@@ -34,6 +35,7 @@ class Lease:
     granted: int = 0
     settled: int = 0
     held: int = 0
+    meter: Meter = Meter.STOCK
 
     @property
     def free(self) -> int:
@@ -63,7 +65,7 @@ class Hold:
         """What each lease lacks for the request to have reserved so much in all; empty if nothing does."""
         short = {}
         for lease in self.leases:
-            more = amounts[lease.unit] - self._reserved[lease.unit]
+            more = amounts.get(lease.unit, 0) - self._reserved[lease.unit]
             if more > lease.free:
                 short[lease] = more - lease.free
         return short
@@ -91,10 +93,11 @@ class Hold:
         self.leases = tuple(lease for lease in self.leases if lease.window != window)
 
     def charges(self, used: Mapping[Unit, int]) -> tuple[Charge, ...]:
-        """How that would be charged."""
+        """How that would be charged: to stocks, since rates refill and slots come back by themselves."""
+        stocks = [lease for lease in self.leases if lease.meter is Meter.STOCK]
         return tuple(
             Charge(lease.window, lease.replica_id, amount)
-            for lease in self.leases
+            for lease in stocks
             if (amount := used.get(lease.unit, 0)) > 0
         )
 
@@ -109,5 +112,6 @@ class Hold:
         self.is_over = True
         for lease in self.leases:
             lease.held -= self._reserved[lease.unit]
-            lease.settled += used.get(lease.unit, 0)
+            if lease.meter is not Meter.SLOTS:
+                lease.settled += used.get(lease.unit, 0)
         return self.charges(used)

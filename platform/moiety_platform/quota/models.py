@@ -44,7 +44,8 @@ class Quota(Base):
 
 
 class QuotaWindow(Base):
-    """What was given out of one limit in one window, and what of that was spent."""
+    """What was given out of one limit in one window, and what of that was spent. Of a limit on open requests there is
+    one window, which began in 1970, and nothing in it is ever spent."""
 
     __tablename__ = "quota_windows"
     __table_args__ = (CheckConstraint("settled <= granted", name="settled_within_granted"),)
@@ -53,6 +54,16 @@ class QuotaWindow(Base):
     start: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
     granted: Mapped[int] = mapped_column(BigInteger)
     settled: Mapped[int] = mapped_column(BigInteger)
+
+
+class QuotaRate(Base):
+    """The bucket of one rate: its debt (see `bucket.py`) at a moment of the database's clock, Unix milliseconds."""
+
+    __tablename__ = "quota_rates"
+
+    quota_id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    debt: Mapped[int] = mapped_column(BigInteger)
+    at_ms: Mapped[int] = mapped_column(BigInteger)
 
 
 class QuotaLease(Base):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 
 import msgspec
 
-from moiety_platform.quota.kinds import Kind, Level, window_end
-from moiety_platform.quota.models import Quota, QuotaWindow
+from moiety_platform.quota.bucket import Bucket
+from moiety_platform.quota.kinds import Kind, Level, window_end, window_start
+from moiety_platform.quota.models import Quota, QuotaRate, QuotaWindow
 
 
 class NewQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -20,8 +21,10 @@ class NewQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class QuotaView(msgspec.Struct, frozen=True):
-    """A limit and its window of now. `used` is settled; `reserved` is leased to gateways, for requests that run or are
-    to come; what is left to lease is the cap less both."""
+    """A limit and how it stands. Of a stock, `used` is settled in the window of now, and `reserved` is leased to
+    gateways, for requests that run or are to come; what is left to lease is the cap less both. Of a rate, `used` is
+    what has not worn off yet, which it has at `resets_at`. Of open requests, `used` counts those that run, and those
+    that gateways keep room for. Amounts of money are nano-dollars."""
 
     id: str
     level: str
@@ -30,25 +33,41 @@ class QuotaView(msgspec.Struct, frozen=True):
     cap: int
     used: int
     reserved: int
-    window_start: datetime
-    resets_at: datetime
+    window_start: datetime | None
+    resets_at: datetime | None
     created_at: datetime
 
-    @classmethod
-    def of(cls, quota: Quota, start: datetime, window: QuotaWindow | None) -> QuotaView:
-        settled, granted = (window.settled, window.granted) if window is not None else (0, 0)
-        return cls(
-            id=quota.id,
-            level=quota.level,
-            scope_id=quota.scope_id,
-            kind=quota.kind,
-            cap=quota.cap,
-            used=settled,
-            reserved=granted - settled,
-            window_start=start,
-            resets_at=window_end(Kind(quota.kind).period, start),
-            created_at=quota.created_at,
-        )
+
+def window_view(quota: Quota, window: QuotaWindow | None, now: datetime) -> QuotaView:
+    """Of a stock or of open requests."""
+    settled, granted = (window.settled, window.granted) if window is not None else (0, 0)
+    period = Kind(quota.kind).period
+    if period is None:
+        return _view(quota, granted, 0, None, None)
+    start = window_start(period, now)
+    return _view(quota, settled, granted - settled, start, window_end(period, start))
+
+
+def rate_view(quota: Quota, rate: QuotaRate, now_ms: int) -> QuotaView:
+    """Of a rate; `now_ms` is by the database's clock."""
+    bucket = Bucket(quota.cap, rate.debt, rate.at_ms).at(now_ms)
+    whole_at = datetime.fromtimestamp((now_ms + bucket.debt // max(1, quota.cap)) / 1000, UTC)
+    return _view(quota, quota.cap - bucket.remaining, 0, None, whole_at)
+
+
+def _view(quota: Quota, used: int, reserved: int, start: datetime | None, resets_at: datetime | None) -> QuotaView:
+    return QuotaView(
+        id=quota.id,
+        level=quota.level,
+        scope_id=quota.scope_id,
+        kind=quota.kind,
+        cap=quota.cap,
+        used=used,
+        reserved=reserved,
+        window_start=start,
+        resets_at=resets_at,
+        created_at=quota.created_at,
+    )
 
 
 class QuotaPage(msgspec.Struct, frozen=True):

@@ -9,11 +9,12 @@ from sqlalchemy import select, tuple_
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.db.now import now_ms
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import BadRequest, NotFound
-from moiety_platform.quota.kinds import MAX_CAP, Kind, Level, Scope, window_start
-from moiety_platform.quota.models import Quota, QuotaWindow
-from moiety_platform.quota.schemas import NewQuota, QuotaPage, QuotaView
+from moiety_platform.quota.kinds import MAX_CAP, MAX_RATE, Kind, Level, Meter, Scope, window_start
+from moiety_platform.quota.models import Quota, QuotaRate, QuotaWindow
+from moiety_platform.quota.schemas import NewQuota, QuotaPage, QuotaView, rate_view, window_view
 from moiety_platform.tenants.checks import is_id, new_id
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 
@@ -27,8 +28,9 @@ _TABLES: dict[Level, type[Tenant | Project | ApiKey]] = {
 async def set_quota(session: AsyncSession, new: NewQuota, now: datetime) -> QuotaView:
     """Set a limit, or change its cap; gateways go by it within seconds. A cap below what is used already lets nothing
     through until the window ends. Raises BadRequest, or NotFound where the scope is unknown."""
-    if not 0 <= new.cap <= MAX_CAP:
-        raise BadRequest(f"'cap' must be a number from 0 to {MAX_CAP}; 0 lets nothing through.", param="cap")
+    highest = MAX_CAP if new.kind.meter is Meter.STOCK else MAX_RATE
+    if not 0 <= new.cap <= highest:
+        raise BadRequest(f"'cap' must be a number from 0 to {highest}; 0 lets nothing through.", param="cap")
     scope_id = await _require(session, Scope(new.level, new.scope_id))
     same = (Quota.level, Quota.scope_id, Quota.kind)
     values = {"level": new.level, "scope_id": scope_id, "kind": new.kind, "cap": new.cap}
@@ -84,4 +86,9 @@ async def _views(session: AsyncSession, quotas: Sequence[Quota], now: datetime) 
     starts = {quota.id: window_start(Kind(quota.kind).period, now) for quota in quotas}
     wanted = tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_(list(starts.items()))
     windows = {window.quota_id: window for window in await session.scalars(select(QuotaWindow).where(wanted))}
-    return [QuotaView.of(quota, starts[quota.id], windows.get(quota.id)) for quota in quotas]
+    of_rates = select(QuotaRate, now_ms()).where(QuotaRate.quota_id.in_(list(starts)))
+    rates = {rate.quota_id: (rate, moment) for rate, moment in await session.execute(of_rates)}
+    return [
+        rate_view(quota, *rates[quota.id]) if quota.id in rates else window_view(quota, windows.get(quota.id), now)
+        for quota in quotas
+    ]

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, bindparam, func, select, tuple_, update
+from sqlalchemy import ColumnElement, bindparam, delete, func, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.base import Base
 from moiety_platform.db.now import now_ms
+from moiety_platform.quota.kinds import ALWAYS
 from moiety_platform.quota.lease import Charge, WindowId
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
 
@@ -25,7 +26,7 @@ class Want:
     window: WindowId
     least: int
     lacking: int
-    use_per_s: float
+    ahead: int  # what it would like to have beyond that
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Stored:
 
 
 Change = tuple[dict[str, Any], int]  # (the row's key, what is added)
-Slice = Callable[[int, float, int, int], int]  # (lacking, use a second, remaining, replicas) → how much to take
+Slice = Callable[[int, int, int, int], int]  # (lacking, ahead, remaining, replicas) → how much to take
 
 
 class LeaseStore:
@@ -54,7 +55,7 @@ class LeaseStore:
     def __init__(self, replica_id: str, ttl_s: float, *, now: Callable[[], ColumnElement[int]] = now_ms) -> None:
         self.replica_id = replica_id
         self._ttl_ms = round(ttl_s * 1000)
-        self._now = now
+        self.now = now
 
     async def exchange(
         self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Iterable[Want], slice_size: Slice
@@ -67,7 +68,7 @@ class LeaseStore:
             return {}
         connection = await session.connection()
         await connection.execute(
-            _insert(session, QuotaWindow).on_conflict_do_nothing(),
+            insert_into(session, QuotaWindow).on_conflict_do_nothing(),
             [{"quota_id": w.quota_id, "start": w.start, "granted": 0, "settled": 0} for w in windows],
         )
         state = await self._lock(session, windows)
@@ -78,7 +79,7 @@ class LeaseStore:
             remaining, num_replicas = state[window]
             amount = 0
             if want.least <= remaining:
-                amount = min(remaining, slice_size(want.lacking, want.use_per_s, remaining, num_replicas))
+                amount = min(remaining, slice_size(want.lacking, want.ahead, remaining, num_replicas))
             grants[window] = Grant(amount, remaining - amount)
         changes = {window: -amount for window, amount in returned.items()}
         for window, grant in grants.items():
@@ -95,17 +96,21 @@ class LeaseStore:
         statement = (
             update(QuotaLease)
             .where(*mine)
-            .values(expires_ms=self._now() + self._ttl_ms, state=LeaseState.LIVE)
+            .values(expires_ms=self.now() + self._ttl_ms, state=LeaseState.LIVE)
             .returning(*keys, QuotaLease.granted, QuotaLease.settled)
         )
         rows = await session.execute(statement)
         return {WindowId(quota_id, start): Stored(granted, settled) for quota_id, start, granted, settled in rows}
 
     async def quarantine_expired(self, session: AsyncSession) -> int:
-        """Whose replica has not renewed in time: the rest stays charged. The number of leases. In a transaction of its
-        own; what others are at is left to them."""
+        """Stocks whose replica has not renewed in time: the rest stays charged. The number of leases. In a transaction
+        of its own; what others are at is left to them."""
         keys = (QuotaLease.quota_id, QuotaLease.start, QuotaLease.replica_id)
-        expired = QuotaLease.state == LeaseState.LIVE, QuotaLease.expires_ms < self._now()
+        expired = (
+            QuotaLease.state == LeaseState.LIVE,
+            QuotaLease.expires_ms < self.now(),
+            QuotaLease.start != ALWAYS,
+        )
         statement = (
             update(QuotaLease)
             .where(tuple_(*keys).in_(select(*keys).where(*expired).with_for_update(skip_locked=True)))
@@ -113,6 +118,24 @@ class LeaseStore:
             .returning(QuotaLease.quota_id)
         )
         return len((await session.execute(statement)).all())
+
+    async def release_expired(self, session: AsyncSession) -> int:
+        """Slots whose replica has not renewed in time are free again: its requests ended with it. The number of leases.
+        In a transaction of its own."""
+        expired = QuotaLease.start == ALWAYS, QuotaLease.expires_ms < self.now()
+        affected = sorted(set(await session.scalars(select(QuotaLease.quota_id).where(*expired))))
+        if not affected:
+            return 0
+        of_these = QuotaWindow.start == ALWAYS, QuotaWindow.quota_id.in_(affected)
+        locked = select(QuotaWindow.quota_id).where(*of_these).order_by(QuotaWindow.quota_id).with_for_update()
+        await session.execute(locked)
+        ended = delete(QuotaLease).where(*expired, QuotaLease.quota_id.in_(affected))
+        rows = (await session.execute(ended.returning(QuotaLease.quota_id, QuotaLease.granted))).all()
+        freed: dict[WindowId, int] = defaultdict(int)
+        for quota_id, granted in rows:
+            freed[WindowId(quota_id, ALWAYS)] -= granted
+        await _add(session, QuotaWindow, "granted", _by_window(freed))
+        return len(rows)
 
     async def _lock(self, session: AsyncSession, windows: list[WindowId]) -> dict[WindowId, tuple[int, int]]:
         """What remains of each window, and how many replicas share it; nobody changes them until the end."""
@@ -145,8 +168,8 @@ class LeaseStore:
         await _add(session, QuotaWindow, "granted", _by_window(amounts))
         new = {window: amount for window, amount in amounts.items() if amount > 0}
         if new:
-            leases = _insert(session, QuotaLease).values(
-                granted=0, settled=0, expires_ms=self._now() + self._ttl_ms, state=LeaseState.LIVE
+            leases = insert_into(session, QuotaLease).values(
+                granted=0, settled=0, expires_ms=self.now() + self._ttl_ms, state=LeaseState.LIVE
             )
             connection = await session.connection()
             await connection.execute(leases.on_conflict_do_nothing(), [key for key, _ in self._by_lease(new)])
@@ -188,6 +211,7 @@ def _by_window(amounts: Mapping[WindowId, int]) -> list[Change]:
     ]
 
 
-def _insert(session: AsyncSession, table: Any) -> Any:
+def insert_into(session: AsyncSession, table: type[Base]) -> Any:
+    """An insert in the database's own dialect, which knows what to do on a conflict."""
     dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
     return dialect.insert(table)

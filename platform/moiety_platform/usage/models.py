@@ -41,3 +41,4 @@ class UsageRecord(Base):
     error_code: Mapped[str | None] = mapped_column(Text)
     num_preemptions: Mapped[int] = mapped_column(server_default="0")
     sla_attained: Mapped[bool | None]
+    cost_nanodollars: Mapped[int] = mapped_column(BigInteger, server_default="0")

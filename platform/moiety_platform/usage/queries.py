@@ -171,6 +171,7 @@ def _sums() -> list[ColumnElement[Any]]:
         func.avg(UsageRecord.ttft_ms),
         func.avg(UsageRecord.duration_ms),
         total(UsageRecord.num_preemptions),
+        total(UsageRecord.cost_nanodollars),
         func.avg(cast(kept, Double)),
     ]
 

@@ -41,6 +41,7 @@ class UsageRow:
     error_code: str | None = None
     num_preemptions: int = 0
     sla_attained: bool | None = None
+    cost_nanodollars: int = 0
     charges: tuple[Charge, ...] = ()  # to be booked with the row, and once, like it; not a column
 
 

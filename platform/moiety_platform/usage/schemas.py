@@ -22,6 +22,7 @@ class UsageTotals(msgspec.Struct, frozen=True):
     mean_ttft_ms: float | None
     mean_duration_ms: float | None
     preemptions: int
+    cost_nanodollars: int
     attainment: float | None  # share of the requests with a promise that had it kept; rejected ones did not
 
 
@@ -64,6 +65,7 @@ class RequestView(msgspec.Struct, frozen=True):
     error_code: str | None
     num_preemptions: int
     sla_attained: bool | None
+    cost_nanodollars: int
 
     @classmethod
     def of(cls, record: UsageRecord) -> RequestView:

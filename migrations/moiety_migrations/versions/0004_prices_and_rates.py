@@ -1,0 +1,39 @@
+"""Prices, what each request cost, and the buckets of rates."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0004"
+down_revision = "0003"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Make the two tables; what was used before has cost nothing."""
+    op.add_column("usage", sa.Column("cost_nanodollars", sa.BigInteger(), server_default="0", nullable=False))
+    op.create_table(
+        "prices",
+        sa.Column("model", sa.String(256), primary_key=True),
+        sa.Column("service_class", sa.String(32), primary_key=True),
+        sa.Column("input", sa.BigInteger(), nullable=False),
+        sa.Column("cached_input", sa.BigInteger(), nullable=False),
+        sa.Column("output", sa.BigInteger(), nullable=False),
+        sa.CheckConstraint("input >= 0 AND output >= 0", name=op.f("ck_prices_not_negative")),
+        sa.CheckConstraint("cached_input >= 0 AND cached_input <= input", name=op.f("ck_prices_cached_not_dearer")),
+    )
+    op.create_table(
+        "quota_rates",
+        sa.Column("quota_id", sa.String(32), primary_key=True),
+        sa.Column("debt", sa.BigInteger(), nullable=False),
+        sa.Column("at_ms", sa.BigInteger(), nullable=False),
+    )
+
+
+def downgrade() -> None:
+    """Take them away again."""
+    op.drop_table("quota_rates")
+    op.drop_table("prices")
+    op.drop_column("usage", "cost_nanodollars")

@@ -1,0 +1,58 @@
+"""`moiety price …`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from moiety_platform.cli.admin_command import Admin, admin_command
+
+COLUMNS = {
+    "model": "model",
+    "service_class": "class",
+    "input": "$ per 1M input",
+    "cached_input": "$ per 1M cached",
+    "output": "$ per 1M output",
+}
+
+app = typer.Typer(no_args_is_help=True, help="Prices: what a million tokens cost, by model and class.")
+
+Model = Annotated[str, typer.Argument(help="Name of the model, as /v1/models lists it.")]
+ServiceClass = Annotated[
+    str | None,
+    typer.Option("--class", help="One class only; else every class without its own price, times its factor."),
+]
+
+
+@app.command("list")
+@admin_command
+def list_prices(admin: Admin) -> None:
+    """All prices, in dollars a million tokens."""
+    admin.show_rows(admin.client.get("/prices")["data"], COLUMNS)
+
+
+@app.command("set")
+@admin_command
+def set_price(
+    admin: Admin,
+    model: Model,
+    input_price: Annotated[str, typer.Option("--input", help="Dollars a million prompt tokens, such as 0.15.")],
+    output: Annotated[str, typer.Option(help="Dollars a million output tokens.")],
+    cached_input: Annotated[
+        str | None, typer.Option(help="Of those prompt tokens that the cache held; as others, if not given.")
+    ] = None,
+    service_class: ServiceClass = None,
+) -> None:
+    """Set a price, or change it. It holds for requests that begin from then on, at every gateway within seconds."""
+    body = {"model": model, "input": input_price, "output": output}
+    optional = {"cached_input": cached_input, "service_class": service_class}
+    body |= {name: value for name, value in optional.items() if value is not None}
+    admin.show_row(admin.client.call("PUT", "/prices", body))
+
+
+@app.command("delete")
+@admin_command
+def delete_price(admin: Admin, model: Model, service_class: ServiceClass = None) -> None:
+    """Take a price away: what the model does costs nothing then."""
+    admin.show_row(admin.client.call("DELETE", "/prices", model=model, service_class=service_class))

@@ -1,0 +1,49 @@
+"""/admin/v1/prices. Maps HTTP to the service; who may call is the router's affair."""
+
+from __future__ import annotations
+
+from litestar import Controller, delete, get, put
+from litestar.di import NamedDependency
+from litestar.params import FromQuery, JSONBody
+
+from moiety_platform.db.session import Database
+from moiety_platform.prices import service
+from moiety_platform.prices.cache import PriceCache
+from moiety_platform.prices.schemas import NewPrice, PriceView, PriceViews
+
+
+class PriceController(Controller):
+    """Prices by model and class. They hold for requests that begin after a change, at every gateway within seconds."""
+
+    path = "/prices"
+    tags = ("prices",)
+
+    @get()
+    async def list_prices(self, database: NamedDependency[Database]) -> PriceViews:
+        """All prices, by model and class."""
+        async with database.read() as session:
+            return PriceViews([PriceView.of(record) for record in await service.list_prices(session)])
+
+    @put()
+    async def set_price(
+        self, database: NamedDependency[Database], prices: NamedDependency[PriceCache], data: JSONBody[NewPrice]
+    ) -> PriceView:
+        """Set a price, or change it."""
+        async with database.write() as session:
+            view = PriceView.of(await service.set_price(session, data))
+        prices.forget()
+        return view
+
+    @delete(status_code=200)
+    async def delete_price(
+        self,
+        database: NamedDependency[Database],
+        prices: NamedDependency[PriceCache],
+        model: FromQuery[str],
+        service_class: FromQuery[str | None] = None,
+    ) -> PriceView:
+        """Take a price away; returns what it was."""
+        async with database.write() as session:
+            view = PriceView.of(await service.delete_price(session, model, service_class))
+        prices.forget()
+        return view

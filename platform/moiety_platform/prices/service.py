@@ -1,0 +1,69 @@
+"""Sets, finds and removes prices, within the caller's transaction. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.classes.service import require_class
+from moiety_platform.errors import BadRequest, Conflict, NotFound
+from moiety_platform.prices.models import MAX_MODEL_LENGTH, PriceRecord
+from moiety_platform.prices.schemas import NewPrice
+from moiety_platform.prices.terms import ANY_CLASS, Price, PriceList, parse_dollars
+
+MAX_PRICES = 10_000
+
+
+async def load_prices(session: AsyncSession) -> PriceList:
+    """All prices."""
+    return PriceList(
+        {
+            (record.model, record.service_class): Price(record.input, record.cached_input, record.output)
+            for record in await list_prices(session)
+        }
+    )
+
+
+async def list_prices(session: AsyncSession) -> Sequence[PriceRecord]:
+    """By model and class."""
+    found = await session.scalars(select(PriceRecord).order_by(PriceRecord.model, PriceRecord.service_class))
+    return found.all()
+
+
+async def set_price(session: AsyncSession, new: NewPrice) -> PriceRecord:
+    """Set a price, or change it; it holds for requests that begin from then on, at every gateway within seconds. Raises
+    BadRequest."""
+    if not (0 < len(new.model) <= MAX_MODEL_LENGTH and new.model.isprintable()):
+        raise BadRequest(f"'model' must have 1 to {MAX_MODEL_LENGTH} printable characters.", param="model")
+    service_class = ANY_CLASS if new.service_class is None else await require_class(session, new.service_class)
+    cached = new.input if new.cached_input is None else new.cached_input
+    price = Price(_parse(new.input, "input"), _parse(cached, "cached_input"), _parse(new.output, "output"))
+    if price.cached_input > price.input:
+        raise BadRequest("'cached_input' must not be dearer than 'input'.", param="cached_input")
+    record = await session.get(PriceRecord, (new.model, service_class))
+    if record is None:
+        if (await session.scalar(select(func.count()).select_from(PriceRecord)) or 0) >= MAX_PRICES:
+            raise Conflict(f"There are {MAX_PRICES} prices already; delete some that no engine serves.")
+        record = PriceRecord(model=new.model, service_class=service_class)
+        session.add(record)
+    record.input, record.cached_input, record.output = price.input, price.cached_input, price.output
+    await session.flush()
+    return record
+
+
+async def delete_price(session: AsyncSession, model: str, service_class: str | None) -> PriceRecord:
+    """Take a price away; what it was. Raises NotFound."""
+    record = await session.get(PriceRecord, (model[:MAX_MODEL_LENGTH], service_class or ANY_CLASS))
+    if record is None:
+        raise NotFound("There is no such price; list them with GET /admin/v1/prices.", param="model")
+    await session.delete(record)
+    return record
+
+
+def _parse(text: str, param: str) -> int:
+    try:
+        return parse_dollars(text)
+    except ValueError as exc:
+        raise BadRequest(f"'{param}': {exc}.", param=param) from exc

@@ -1,0 +1,74 @@
+"""What tokens cost. Pure, in integers: prices are nano-dollars a million tokens, costs nano-dollars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+
+MILLION = 10**6
+NANO = 10**9
+ANY_CLASS = ""  # of a price that holds for every class of a model, times the class's factor
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Of a million prompt tokens, of those of them that the cache held, and of a million output tokens."""
+
+    input: int
+    cached_input: int
+    output: int
+
+    def cost(self, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> int:
+        """In nano-dollars, a part of one rounded up; so never less for more tokens."""
+        fresh = prompt_tokens - cached_tokens
+        total = fresh * self.input + cached_tokens * self.cached_input + output_tokens * self.output
+        return -(-total // MILLION)
+
+    def times(self, factor: float) -> Price:
+        """The price of a class with that factor."""
+        exact = Decimal(repr(factor))
+        return Price(*(round(exact * part) for part in (self.input, self.cached_input, self.output)))
+
+    def most(self, other: Price) -> Price:
+        """The dearer of two in every respect."""
+        return Price(
+            max(self.input, other.input),
+            max(self.cached_input, other.cached_input),
+            max(self.output, other.output),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PriceList:
+    """All prices at one moment, by model and class."""
+
+    prices: Mapping[tuple[str, str], Price]
+
+    def of(self, model: str, service_class: str, factor: float) -> Price | None:
+        """The model's price in this class; where none was set for the class, the model's own times the class's factor.
+        None for a model without a price."""
+        exact = self.prices.get((model, service_class))
+        if exact is not None:
+            return exact
+        general = self.prices.get((model, ANY_CLASS))
+        return None if general is None else general.times(factor)
+
+
+def dollars(nano: int) -> str:
+    """Nano-dollars as exact dollars, without needless zeros: 0.15."""
+    return f"{Decimal(nano) / NANO:f}"
+
+
+def parse_dollars(text: str) -> int:
+    """Exact dollars as nano-dollars. Raises ValueError for what is no such amount, or finer than a nano-dollar."""
+    try:
+        amount = Decimal(text) * NANO
+    except ArithmeticError as exc:
+        raise ValueError(f"{text!r} is not an amount of dollars, such as 0.15") from exc
+    if not amount.is_finite() or amount != amount.to_integral_value() or not 0 <= amount <= MAX_NANO:
+        raise ValueError(f"{text!r} is not an amount from 0 to {MAX_NANO // NANO} dollars with at most 9 decimals")
+    return int(amount)
+
+
+MAX_NANO = 10**6 * NANO

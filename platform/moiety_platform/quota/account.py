@@ -1,0 +1,95 @@
+"""What one gateway process knows of one limit in one window: its lease, how fast it is spent, who waits for more."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from moiety_platform.quota.kinds import Meter
+from moiety_platform.quota.lease import Lease
+from moiety_platform.quota.limits import Limit
+from moiety_platform.quota.slices import ahead_of_peak, ahead_of_use, surplus
+from moiety_platform.quota.store import Grant, Stored
+
+FULL_S = 0.5  # for how long a window is believed to have no more than the store said
+FETCHED_S = 1.0  # by when a request has taken what was granted for it
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """A lease with what this process knows about its use. Moments are of its monotonic clock."""
+
+    lease: Lease
+    limit: Limit
+    counted: int = 0  # of what was settled and held, when last looked at
+    use_per_s: float = 0.0
+    peak: float = 0.0  # of what was held, wearing off
+    used_s: float = 0.0
+    granted_s: float = float("-inf")  # when last for a request that waited
+    cap_fell: bool = False  # what is free was granted under a higher cap
+    full_until_s: float = float("-inf")  # until when what the store said was left is believed
+    remaining: int | None = None  # that; None before the store was asked
+    asked_s: float = float("-inf")  # when
+    is_new: bool = True  # whether the store has not been heard of it yet
+    wanted: list[int] = field(default_factory=list)  # what waiting requests lack, each
+    waiters: list[asyncio.Future[Grant]] = field(default_factory=list)
+
+    @property
+    def ahead(self) -> int:
+        """How much to have beyond what is in use."""
+        if self.lease.meter is Meter.SLOTS:
+            return ahead_of_peak(self.peak, self.limit.cap)
+        return ahead_of_use(self.use_per_s)
+
+    def learn(self, stored: Stored) -> None:
+        """What the store says counts; of what was settled, only at first, since booking lags behind. Of a rate the
+        store keeps nothing for one process."""
+        if self.lease.meter is not Meter.RATE:
+            self.lease.granted = stored.granted
+            if self.is_new:
+                self.lease.settled = self.counted = stored.settled
+        self.is_new = False
+
+    def learn_limit(self, limit: Limit) -> None:
+        self.cap_fell |= limit.cap < self.limit.cap
+        self.limit = limit
+
+    def take(self, grant: Grant | None, now_s: float) -> None:
+        """What waiting requests were granted. Where little is left, nobody asks for more than that for a while."""
+        self.granted_s = now_s
+        if grant is not None:
+            self.remaining, self.asked_s, self.full_until_s = grant.remaining, now_s, now_s + FULL_S
+            if self.lease.meter is Meter.RATE:
+                self.lease.granted += grant.amount
+
+    def idle_part(self, now_s: float) -> int:
+        """What of its free part should go back to the store."""
+        if self.cap_fell:
+            self.cap_fell = False
+            return self.lease.free
+        if now_s - self.granted_s < FETCHED_S:
+            return 0  # the request that it was granted for may not have come to take it yet
+        return surplus(self.lease.free, self.ahead)
+
+    def count_use(self, passed_s: float, share: float) -> None:
+        """Keep the running means; `share` is the weight of the last `passed_s` seconds."""
+        lease = self.lease
+        spent = lease.settled + lease.held
+        self.use_per_s += share * (max(0, spent - self.counted) / passed_s - self.use_per_s)
+        self.peak = max(lease.held, self.peak + share * (lease.held - self.peak))
+        self.counted = spent
+
+    def in_use(self, stored: Stored) -> bool:
+        """Whether forgetting it would lose something that the store does not know."""
+        lease = self.lease
+        booked = lease.meter is not Meter.STOCK or lease.settled == stored.settled
+        return bool(self.waiters or lease.held or lease.free > 0 or not booked)
+
+    def left(self, now_s: float) -> int | None:
+        """About how much of the limit is left for all; None before the store was asked."""
+        if self.remaining is None:
+            return None
+        left = self.remaining + max(0, self.lease.free)
+        if self.lease.meter is Meter.RATE:
+            left += int((now_s - self.asked_s) * self.limit.cap / 60)
+        return min(left, self.limit.cap)

@@ -1,0 +1,88 @@
+"""The buckets of rates in the database, within the caller's transaction. All replicas draw from one bucket by the
+database's clock, so a limit is not multiplied by their number. What a replica has drawn and loses is lost to nobody for
+long, since the bucket refills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from sqlalchemy import ColumnElement, bindparam, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.db.now import now_ms
+from moiety_platform.quota.bucket import Bucket
+from moiety_platform.quota.lease import WindowId
+from moiety_platform.quota.models import Quota, QuotaRate
+from moiety_platform.quota.store import Grant, Slice, Want, insert_into
+
+REPLICAS_TO_THINK_OF = 2  # a bucket does not know how many draw from it
+
+
+class RateStore:
+    """Draws from the buckets; has no state of its own."""
+
+    def __init__(self, *, now: Callable[[], ColumnElement[int]] = now_ms) -> None:
+        self._now = now
+
+    async def exchange(
+        self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Sequence[Want], slice_size: Slice
+    ) -> dict[WindowId, Grant]:
+        """Put back what was not used, and draw what the rates allow. A limit that is gone is missing in the answer."""
+        asked = {want.window: want for want in wants}
+        windows = sorted({*returned, *asked})
+        if not windows:
+            return {}
+        buckets = await self._lock(session, windows)
+        grants: dict[WindowId, Grant] = {}
+        for window in windows:
+            bucket = buckets.get(window)
+            if bucket is None:
+                continue
+            bucket = bucket.take(-returned.get(window, 0))
+            want = asked.get(window)
+            if want is not None:
+                amount = 0
+                if want.least <= bucket.remaining:
+                    wish = slice_size(want.lacking, want.ahead, bucket.remaining, REPLICAS_TO_THINK_OF)
+                    amount = min(bucket.remaining, wish)
+                bucket = bucket.take(amount)
+                grants[window] = Grant(amount, bucket.remaining)
+            buckets[window] = bucket
+        await self._write(session, buckets)
+        return grants
+
+    async def _lock(self, session: AsyncSession, windows: Sequence[WindowId]) -> dict[WindowId, Bucket]:
+        """The buckets as they are now; nobody changes them until the end."""
+        connection = await session.connection()
+        await connection.execute(
+            insert_into(session, QuotaRate).on_conflict_do_nothing(),
+            [{"quota_id": window.quota_id, "debt": 0, "at_ms": 0} for window in windows],
+        )
+        statement = (
+            select(QuotaRate.quota_id, Quota.cap, QuotaRate.debt, QuotaRate.at_ms, self._now())
+            .outerjoin(Quota, Quota.id == QuotaRate.quota_id)  # also what has no limit any more is locked in order
+            .where(QuotaRate.quota_id.in_([window.quota_id for window in windows]))
+            .order_by(QuotaRate.quota_id)
+            .with_for_update(of=QuotaRate)
+        )
+        by_id = {window.quota_id: window for window in windows}
+        rows = await session.execute(statement)
+        return {
+            by_id[quota_id]: Bucket(cap, debt, at_ms).at(moment)
+            for quota_id, cap, debt, at_ms, moment in rows
+            if cap is not None
+        }
+
+    async def _write(self, session: AsyncSession, buckets: Mapping[WindowId, Bucket]) -> None:
+        if not buckets:
+            return
+        columns = QuotaRate.__table__.c
+        statement = update(QuotaRate.__table__).where(columns.quota_id == bindparam("key"))  # type: ignore[arg-type]
+        connection = await session.connection()
+        await connection.execute(
+            statement.values(debt=bindparam("new_debt"), at_ms=bindparam("new_at_ms")),
+            [
+                {"key": window.quota_id, "new_debt": bucket.debt, "new_at_ms": bucket.at_ms}
+                for window, bucket in sorted(buckets.items())
+            ],
+        )

@@ -1,0 +1,68 @@
+"""Where a request's limits stand, as HTTP headers. Pure.
+
+`x-ratelimit-*` has OpenAI's form and meaning: the rates a minute, and when they are whole again. `RateLimit` and
+`RateLimit-Policy` (IETF draft-ietf-httpapi-ratelimit-headers-10) name every limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moiety_platform.quota.kinds import Kind, Meter, Period, Unit
+
+_OPENAI_NAMES = {Unit.REQUESTS: "requests", Unit.TOKENS: "tokens"}
+_PERIOD_S = {Period.DAY: 86_400, Period.MONTH: 30 * 86_400}
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One limit: how much of it is left, about, and in how many seconds it is whole again; None for open requests,
+    which end when they end."""
+
+    kind: Kind
+    cap: int
+    left: int
+    whole_in_s: float | None
+
+
+def headers(standings: Iterable[Standing]) -> dict[str, str]:
+    """Of several limits of one kind, on different levels, the one with least left counts."""
+    tightest: dict[Kind, Standing] = {}
+    for standing in standings:
+        known = tightest.get(standing.kind)
+        if known is None or standing.left < known.left:
+            tightest[standing.kind] = standing
+    if not tightest:
+        return {}
+    fields: dict[str, str] = {}
+    for standing in tightest.values():
+        name = _OPENAI_NAMES.get(standing.kind.unit)
+        if standing.kind.meter is Meter.RATE and name is not None:
+            fields[f"x-ratelimit-limit-{name}"] = str(standing.cap)
+            fields[f"x-ratelimit-remaining-{name}"] = str(standing.left)
+            fields[f"x-ratelimit-reset-{name}"] = duration(standing.whole_in_s or 0.0)
+    fields["ratelimit-policy"] = ", ".join(map(_policy, tightest.values()))
+    fields["ratelimit"] = ", ".join(map(_state, tightest.values()))
+    return fields
+
+
+def duration(seconds: float) -> str:
+    """OpenAI's form: 20ms, 1.5s, 6m0s."""
+    if seconds < 1:
+        return f"{round(seconds * 1000)}ms"
+    if seconds < 60:
+        return f"{seconds:.3f}".rstrip("0").rstrip(".") + "s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest}s"
+
+
+def _policy(standing: Standing) -> str:
+    period = standing.kind.period
+    window = 60 if standing.kind.meter is Meter.RATE else _PERIOD_S[period] if period is not None else None
+    return f'"{standing.kind}";q={standing.cap}' + ("" if window is None else f";w={window}")
+
+
+def _state(standing: Standing) -> str:
+    reset = "" if standing.whole_in_s is None else f";t={round(standing.whole_in_s)}"
+    return f'"{standing.kind}";r={standing.left}{reset}'

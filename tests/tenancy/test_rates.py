@@ -1,0 +1,158 @@
+"""Rates and slots: one bucket for all replicas, and room that comes back when a replica is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import select
+
+from moiety_platform.clock import SystemClock
+from moiety_platform.db.session import Database
+from moiety_platform.quota.bucket import Bucket
+from moiety_platform.quota.errors import QuotaExceeded
+from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.kinds import Kind, Level, Scope, Unit
+from moiety_platform.quota.models import Quota, QuotaLease, QuotaWindow
+from moiety_platform.quota.standing import Standing, duration, headers
+from moiety_platform.quota.store import LeaseStore
+
+TENANT = Scope(Level.TENANT, "tenant")
+ONE = {Unit.REQUESTS: 1, Unit.SLOTS: 1}
+
+
+async def set_limit(database: Database, kind: Kind, cap: int) -> None:
+    async with database.write() as session:
+        quota = Quota(id=kind.value, level=TENANT.level, scope_id=TENANT.id, kind=kind, cap=cap)
+        quota.created_at = datetime.now(UTC)
+        session.add(quota)
+
+
+@given(
+    cap=st.integers(0, 10_000),
+    steps=st.lists(st.tuples(st.integers(0, 90_000), st.integers(0, 12_000)), max_size=40),
+)
+def test_in_any_stretch_of_time_no_more_is_taken_than_the_cap_and_what_refilled(
+    cap: int, steps: list[tuple[int, int]]
+) -> None:
+    bucket, now_ms, taken = Bucket(cap), 0, list[tuple[int, int]]()
+    for passed_ms, wanted in steps:
+        now_ms += passed_ms
+        bucket = bucket.at(now_ms)
+        amount = min(wanted, bucket.remaining)
+        bucket = bucket.take(amount)
+        taken.append((now_ms, amount))
+    for first, (start_ms, _) in enumerate(taken):
+        for last in range(first, len(taken)):
+            total = sum(amount for _, amount in taken[first : last + 1])
+            assert total <= cap * (1 + (taken[last][0] - start_ms) / 60_000) + 1e-6
+
+
+def test_a_bucket_gives_what_was_put_back_and_bears_a_clock_that_goes_back() -> None:
+    bucket = Bucket(60).at(1_000_000).take(60)
+    assert bucket.remaining == 0
+    assert bucket.take(-10).remaining == 10
+    assert bucket.at(500_000) == bucket
+    assert bucket.at(1_000_999).remaining == 0
+    assert bucket.at(1_001_000).remaining == 1
+    assert bucket.at(9_000_000).remaining == 60
+
+
+async def test_replicas_draw_from_one_bucket(database: Database) -> None:
+    await set_limit(database, Kind.REQUESTS_PER_MINUTE, 120)
+    keepers = [QuotaKeeper(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.1) for n in range(3)]
+    for keeper in keepers:
+        await keeper.start()
+    loop, let_through = asyncio.get_running_loop(), 0
+    began = loop.time()
+
+    async def client(keeper: QuotaKeeper) -> None:
+        nonlocal let_through
+        while loop.time() - began < 5:
+            try:
+                (await keeper.hold([TENANT], ONE)).settle(ONE)
+                let_through += 1
+            except QuotaExceeded:
+                await asyncio.sleep(0.05)
+
+    await asyncio.gather(*(client(keeper) for keeper in keepers for _ in range(4)))
+    passed_s = loop.time() - began
+    for keeper in keepers:
+        await keeper.stop()
+    assert 0.95 * (120 + 2 * 4) <= let_through <= 120 + 2 * passed_s
+
+
+async def test_slots_are_bounded_over_replicas_and_come_back(database: Database) -> None:
+    await set_limit(database, Kind.CONCURRENT_REQUESTS, 10)
+    keepers = [QuotaKeeper(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.1) for n in range(3)]
+    for keeper in keepers:
+        await keeper.start()
+    open_now = most = done = 0
+
+    async def client(keeper: QuotaKeeper) -> None:
+        nonlocal open_now, most, done
+        for _ in range(12):
+            try:
+                hold = await keeper.hold([TENANT], ONE)
+            except QuotaExceeded:
+                await asyncio.sleep(0.1)
+                continue
+            open_now, done = open_now + 1, done + 1
+            most = max(most, open_now)
+            await asyncio.sleep(0.02)
+            open_now -= 1
+            hold.settle({Unit.REQUESTS: 1})
+
+    await asyncio.gather(*(client(keeper) for keeper in keepers for _ in range(8)))
+    assert most <= 10
+    assert most >= 8
+    assert done >= 80
+    for keeper in keepers:
+        await keeper.stop()
+    async with database.read() as session:
+        window = (await session.scalars(select(QuotaWindow))).one()
+    assert (window.granted, window.settled) == (0, 0)
+
+
+async def test_the_slots_of_a_replica_that_is_gone_are_free_again(database: Database) -> None:
+    await set_limit(database, Kind.CONCURRENT_REQUESTS, 2)
+    gone = QuotaKeeper(database, LeaseStore("gone", 0.2), SystemClock(), tick_s=0.05)
+    await gone.start()
+    for _ in range(2):
+        await gone.hold([TENANT], ONE)
+    task = gone._task
+    assert task is not None
+    task.cancel()
+    other_leases = LeaseStore("other", 20.0)
+    other = QuotaKeeper(database, other_leases, SystemClock(), tick_s=0.05)
+    await other.start()
+    with pytest.raises(QuotaExceeded, match="limit of 2 concurrent_requests is reached"):
+        await other.hold([TENANT], ONE)
+    await asyncio.sleep(0.6)
+    async with database.write() as session:
+        assert await other_leases.release_expired(session) == 1
+    async with database.read() as session:
+        assert (await session.scalars(select(QuotaLease.replica_id))).all() in ([], ["other"])
+    hold = await other.hold([TENANT], ONE)
+    hold.settle({Unit.REQUESTS: 1})
+    await other.stop()
+
+
+def test_headers_name_the_tightest_of_each_kind() -> None:
+    wide, narrow = Standing(Kind.REQUESTS_PER_MINUTE, 60, 50, 10.0), Standing(Kind.REQUESTS_PER_MINUTE, 20, 5, 45.0)
+    fields = headers([wide, narrow, Standing(Kind.CONCURRENT_REQUESTS, 4, 3, None)])
+    assert fields["x-ratelimit-remaining-requests"] == "5"
+    assert fields["x-ratelimit-reset-requests"] == "45s"
+    assert fields["ratelimit-policy"] == '"requests_per_minute";q=20;w=60, "concurrent_requests";q=4'
+    assert fields["ratelimit"] == '"requests_per_minute";r=5;t=45, "concurrent_requests";r=3'
+    assert headers([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0ms"), (0.02, "20ms"), (1.5, "1.5s"), (59.0, "59s"), (360.0, "6m0s"), (61.4, "1m1s")]
+)
+def test_durations_have_openais_form(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
