@@ -135,6 +135,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         stack.push_async_callback(asyncio.to_thread, shut_down, provider)
         database = Database.open(settings.store_url)
         stack.push_async_callback(database.close)
+        metrics.watch_statements(lambda: database.num_statements)
         store = StoreReadiness(database)
         stack.push_async_callback(store.close)
         usage = UsageRecorder(database, settings.data_dir / "usage-journal")

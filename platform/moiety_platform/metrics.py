@@ -5,7 +5,11 @@ The registry is passed by argument. What engines count is the business of `engin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from moiety_platform.usage.row import UsageRow
 
@@ -21,6 +25,14 @@ TPOT_BUCKETS_S = (
 )
 DURATION_BUCKETS_S = tuple(0.01 * 2**i for i in range(16))
 _REQUEST = ("model", "service_class")
+
+
+class _Statements(Collector):
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily("moiety_sql_statements", "SQL statements sent by this process.", self._read())
 
 
 class Metrics:
@@ -96,6 +108,10 @@ class Metrics:
             self._ttft.labels(*labels).observe(row.ttft_ms / 1000)
         if tpot_s is not None:
             self._tpot.labels(*labels).observe(tpot_s)
+
+    def watch_statements(self, read: Callable[[], int]) -> None:
+        """Tell, at each scrape, how many SQL statements were sent so far."""
+        self.registry.register(_Statements(read))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -9,6 +9,8 @@ from litestar import Request, Router
 from litestar.di import Provide
 from litestar.types import ControllerRouterHandler
 
+from moiety_platform.audit.controller import AuditController
+from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.controller import KeyController
 from moiety_platform.auth.guard import scope_guard
@@ -45,12 +47,17 @@ def admin_router(
     """Routes under /admin/v1 for keys with the scope `admin`; `more` are handlers that others add behind the same
     door."""
     wrapped = Pepper(pepper)
+
+    def store(request: Request[Any, Any, Any]) -> AuditedStore:
+        return AuditedStore(database, request.state.principal.key_id, clock)
+
     return Router(
         path=ADMIN_PATH,
         guards=[scope_guard(authenticator, ADMIN_SCOPE)],
         before_request=_check_body,
         dependencies={
             "database": Provide(lambda: database, sync_to_thread=False),
+            "store": Provide(store, sync_to_thread=False),
             "authenticator": Provide(lambda: authenticator, sync_to_thread=False),
             "classes": Provide(lambda: classes, sync_to_thread=False),
             "prices": Provide(lambda: prices, sync_to_thread=False),
@@ -59,6 +66,7 @@ def admin_router(
             "clock": Provide(lambda: clock, sync_to_thread=False),
         },
         route_handlers=[
+            AuditController,
             ClassController,
             TenantController,
             ProjectController,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from sqlalchemy import exists, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
 from moiety_platform.clock import Clock
@@ -16,6 +17,7 @@ from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
 
+ACTOR = "first start"
 DEMO_TENANT = "demo"
 DEMO_PROJECT = "default"
 
@@ -37,7 +39,7 @@ async def ensure_bootstrap(
 ) -> BootstrapResult | None:
     """Fill an empty store; None if it is not empty. `reissue` makes new keys beside the old ones even so, for when the
     first ones were lost. Raises Unavailable when the store is away."""
-    async with database.write() as session:
+    async with AuditedStore(database, ACTOR, clock).write() as session:
         if database.dialect == "postgresql":
             await session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
         used = await session.scalar(select(exists(select(ApiKey.id)) | exists(select(Tenant.id))))

@@ -6,6 +6,7 @@ from litestar import Controller, get, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 
+from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth import service
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.keys import KeyText
@@ -27,13 +28,13 @@ class KeyController(Controller):
     @post()
     async def create_key(
         self,
-        database: NamedDependency[Database],
+        store: NamedDependency[AuditedStore],
         clock: NamedDependency[SkipValidation[Clock]],
         pepper: NamedDependency[Pepper],
         data: JSONBody[NewKey],
     ) -> MadeKey:
         """Make a key; its text is shown in this answer only."""
-        async with database.write() as session:
+        async with store.write() as session:
             made = await service.create_key(session, data, pepper.value, clock.now())
         return _made(*made, clock)
 
@@ -63,13 +64,13 @@ class KeyController(Controller):
     @post("/{key_id:str}/revoke", status_code=200)
     async def revoke_key(
         self,
-        database: NamedDependency[Database],
+        store: NamedDependency[AuditedStore],
         clock: NamedDependency[SkipValidation[Clock]],
         authenticator: NamedDependency[Authenticator],
         key_id: FromPath[str],
     ) -> KeyView:
         """Make a key useless, here at once and at every other gateway within seconds."""
-        async with database.write() as session:
+        async with store.write() as session:
             key = await service.revoke_key(session, key_id, clock.now())
         authenticator.forget(key.id)
         return KeyView.of(key, clock.now())
@@ -77,7 +78,7 @@ class KeyController(Controller):
     @post("/{key_id:str}/rotate")
     async def rotate_key(
         self,
-        database: NamedDependency[Database],
+        store: NamedDependency[AuditedStore],
         clock: NamedDependency[SkipValidation[Clock]],
         pepper: NamedDependency[Pepper],
         authenticator: NamedDependency[Authenticator],
@@ -86,7 +87,7 @@ class KeyController(Controller):
     ) -> MadeKey:
         """Make a key's successor; the old key works on for `grace_s`, a day if not given."""
         grace_s = (data or Rotation()).grace_s
-        async with database.write() as session:
+        async with store.write() as session:
             made = await service.rotate_key(session, key_id, grace_s, pepper.value, clock.now())
         authenticator.forget(key_id)
         return _made(*made, clock)

@@ -6,6 +6,7 @@ from litestar import Controller, delete, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, JSONBody
 
+from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.classes import service
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.schemas import ClassChange, ClassList, ClassView, NewClass
@@ -33,10 +34,10 @@ class ClassController(Controller):
 
     @post()
     async def create_class(
-        self, database: NamedDependency[Database], classes: NamedDependency[ClassCache], data: JSONBody[NewClass]
+        self, store: NamedDependency[AuditedStore], classes: NamedDependency[ClassCache], data: JSONBody[NewClass]
     ) -> ClassView:
         """Make a class."""
-        async with database.write() as session:
+        async with store.write() as session:
             made = await service.create_class(session, data)
         classes.forget()
         return ClassView.of(made)
@@ -44,23 +45,23 @@ class ClassController(Controller):
     @patch("/{name:str}")
     async def change_class(
         self,
-        database: NamedDependency[Database],
+        store: NamedDependency[AuditedStore],
         classes: NamedDependency[ClassCache],
         name: FromPath[str],
         data: JSONBody[ClassChange],
     ) -> ClassView:
         """Change a class's rank, promises, price or what happens at overload."""
-        async with database.write() as session:
+        async with store.write() as session:
             changed = await service.change_class(session, name, data)
         classes.forget()
         return ClassView.of(changed)
 
     @delete("/{name:str}", status_code=200)
     async def delete_class(
-        self, database: NamedDependency[Database], classes: NamedDependency[ClassCache], name: FromPath[str]
+        self, store: NamedDependency[AuditedStore], classes: NamedDependency[ClassCache], name: FromPath[str]
     ) -> ClassView:
         """Delete a class that is not shipped and that nobody uses; returns what it was."""
-        async with database.write() as session:
+        async with store.write() as session:
             deleted = await service.delete_class(session, name)
         classes.forget()
         return ClassView.of(deleted)

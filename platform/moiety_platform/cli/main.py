@@ -27,6 +27,7 @@ COMMANDS = {
     "class": ("moiety_platform.cli.classes:app", "List, change and make service classes."),
     "price": ("moiety_platform.cli.prices:app", "List, set and remove prices of models."),
     "quota": ("moiety_platform.cli.quotas:app", "List, set and remove limits of tenants, projects and keys."),
+    "audit": ("moiety_platform.cli.audit:app", "Show the log of administrative changes, and verify it."),
     "usage": ("moiety_platform.cli.usage:usage", "Show what was used, by tenant, model or day."),
 }
 SUMMARIES = {
@@ -48,13 +49,17 @@ ORDER = [
     "class",
     "price",
     "quota",
+    "audit",
     "usage",
     "bench",
     "simulate",
     "advise",
     "demo",
 ]
-BENCHES = {"serve": ("moiety_platform.cli.bench:serve", "Measure a running gateway under open-loop load.")}
+BENCHES = {
+    "serve": ("moiety_platform.cli.bench:serve", "Measure a running gateway under open-loop load."),
+    "gateway": ("moiety_platform.cli.bench_gateway:gateway", "Measure the gateway by itself, on one core."),
+}
 BENCH_SUMMARIES = {
     "engine": "Measure the engine's throughput, offline and in this process.",
     "scheduler": "Measure what a scheduling decision costs with very many waiting.",

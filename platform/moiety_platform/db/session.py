@@ -59,9 +59,14 @@ class Database:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
+        self.num_statements = 0  # sent so far, those that open transactions among them
+        event.listen(engine.sync_engine, "before_cursor_execute", self._count)
         self._read = async_sessionmaker(engine, expire_on_commit=False, autoflush=False)
         writer = engine.execution_options(**{_BEGIN_OPTION: "BEGIN IMMEDIATE"})
         self._write = async_sessionmaker(writer, expire_on_commit=False)
+
+    def _count(self, *_: object) -> None:
+        self.num_statements += 1
 
     @classmethod
     def open(cls, url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S) -> Self:

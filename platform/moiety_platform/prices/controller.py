@@ -6,6 +6,7 @@ from litestar import Controller, delete, get, put
 from litestar.di import NamedDependency
 from litestar.params import FromQuery, JSONBody
 
+from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.db.session import Database
 from moiety_platform.prices import service
 from moiety_platform.prices.cache import PriceCache
@@ -26,10 +27,10 @@ class PriceController(Controller):
 
     @put()
     async def set_price(
-        self, database: NamedDependency[Database], prices: NamedDependency[PriceCache], data: JSONBody[NewPrice]
+        self, store: NamedDependency[AuditedStore], prices: NamedDependency[PriceCache], data: JSONBody[NewPrice]
     ) -> PriceView:
         """Set a price, or change it."""
-        async with database.write() as session:
+        async with store.write() as session:
             view = PriceView.of(await service.set_price(session, data))
         prices.forget()
         return view
@@ -37,13 +38,13 @@ class PriceController(Controller):
     @delete(status_code=200)
     async def delete_price(
         self,
-        database: NamedDependency[Database],
+        store: NamedDependency[AuditedStore],
         prices: NamedDependency[PriceCache],
         model: FromQuery[str],
         service_class: FromQuery[str | None] = None,
     ) -> PriceView:
         """Take a price away; returns what it was."""
-        async with database.write() as session:
+        async with store.write() as session:
             view = PriceView.of(await service.delete_price(session, model, service_class))
         prices.forget()
         return view

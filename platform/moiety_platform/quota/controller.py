@@ -6,6 +6,7 @@ from litestar import Controller, delete, get, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 
+from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
@@ -25,13 +26,13 @@ class QuotaController(Controller):
     @put()
     async def set_quota(
         self,
-        database: NamedDependency[Database],
+        store: NamedDependency[AuditedStore],
         clock: NamedDependency[SkipValidation[Clock]],
         quotas: NamedDependency[QuotaKeeper],
         data: JSONBody[NewQuota],
     ) -> QuotaView:
         """Set a limit, or change its cap; it holds here from the next request on, elsewhere within seconds."""
-        async with database.write() as session:
+        async with store.write() as session:
             view = await service.set_quota(session, data, clock.now())
         quotas.forget(Scope(Level(view.level), view.scope_id))
         return view
@@ -63,13 +64,13 @@ class QuotaController(Controller):
     @delete("/{quota_id:str}", status_code=200)
     async def delete_quota(
         self,
-        database: NamedDependency[Database],
+        store: NamedDependency[AuditedStore],
         clock: NamedDependency[SkipValidation[Clock]],
         quotas: NamedDependency[QuotaKeeper],
         quota_id: FromPath[str],
     ) -> QuotaView:
         """Take a limit away; returns what it was."""
-        async with database.write() as session:
+        async with store.write() as session:
             view = await service.delete_quota(session, quota_id, clock.now())
         quotas.forget(Scope(Level(view.level), view.scope_id))
         return view

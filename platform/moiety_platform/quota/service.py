@@ -9,6 +9,7 @@ from sqlalchemy import select, tuple_
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.audit.trail import Change, note, row_of
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import BadRequest, NotFound
@@ -35,9 +36,14 @@ async def set_quota(session: AsyncSession, new: NewQuota, now: datetime) -> Quot
     same = (Quota.level, Quota.scope_id, Quota.kind)
     values = {"level": new.level, "scope_id": scope_id, "kind": new.kind, "cap": new.cap}
     dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
+    known = (Quota.level == new.level, Quota.scope_id == scope_id, Quota.kind == new.kind)
+    old_cap = await session.scalar(select(Quota.cap).where(*known))
     statement = dialect.insert(Quota).values(id=new_id("quo"), created_at=now, **values)
     statement = statement.on_conflict_do_update(index_elements=same, set_={"cap": new.cap})
     quota = (await session.scalars(statement.returning(Quota))).one()
+    after = row_of(quota)
+    before = None if old_cap is None else {**after, "cap": old_cap}
+    note(session, Change("create" if before is None else "change", Quota.__tablename__, quota.id, before, after))
     return (await _views(session, [quota], now))[0]
 
 

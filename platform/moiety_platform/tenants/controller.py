@@ -6,6 +6,7 @@ from litestar import Controller, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 
+from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
@@ -31,12 +32,12 @@ class TenantController(Controller):
     @post()
     async def create_tenant(
         self,
-        database: NamedDependency[Database],
+        store: NamedDependency[AuditedStore],
         clock: NamedDependency[SkipValidation[Clock]],
         data: JSONBody[NewTenant],
     ) -> TenantView:
         """Make a tenant."""
-        async with database.write() as session:
+        async with store.write() as session:
             return TenantView.of(await service.create_tenant(session, data, clock.now()))
 
     @get()
@@ -59,10 +60,10 @@ class TenantController(Controller):
 
     @patch("/{tenant_id:str}")
     async def change_tenant(
-        self, database: NamedDependency[Database], tenant_id: FromPath[str], data: JSONBody[TenantChange]
+        self, store: NamedDependency[AuditedStore], tenant_id: FromPath[str], data: JSONBody[TenantChange]
     ) -> TenantView:
         """Change a tenant's name, class, weight or status; `suspended` refuses its keys within seconds."""
-        async with database.write() as session:
+        async with store.write() as session:
             return TenantView.of(await service.change_tenant(session, tenant_id, data))
 
 
@@ -75,12 +76,12 @@ class ProjectController(Controller):
     @post()
     async def create_project(
         self,
-        database: NamedDependency[Database],
+        store: NamedDependency[AuditedStore],
         clock: NamedDependency[SkipValidation[Clock]],
         data: JSONBody[NewProject],
     ) -> ProjectView:
         """Make a project of a tenant."""
-        async with database.write() as session:
+        async with store.write() as session:
             return ProjectView.of(await service.create_project(session, data, clock.now()))
 
     @get()

@@ -1,0 +1,33 @@
+"""The log of administrative changes."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0005"
+down_revision = "0004"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Make the table. What was changed before is not in it."""
+    op.create_table(
+        "audit_log",
+        sa.Column("seq", sa.BigInteger(), primary_key=True, autoincrement=False),
+        sa.Column("at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("actor", sa.String(64), nullable=False),
+        sa.Column("action", sa.String(16), nullable=False),
+        sa.Column("object_kind", sa.String(32), nullable=False),
+        sa.Column("object_id", sa.String(300), nullable=False),
+        sa.Column("before", sa.JSON()),
+        sa.Column("after", sa.JSON()),
+        sa.Column("hash", sa.String(64), nullable=False),
+    )
+    op.create_index("ix_audit_log_object_id", "audit_log", ["object_id"])
+
+
+def downgrade() -> None:
+    """Take it away again, with all that it says."""
+    op.drop_table("audit_log")

@@ -1,0 +1,43 @@
+"""/admin/v1/audit. Maps HTTP to the log; who may call is the router's affair."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from litestar import Controller, get
+from litestar.di import NamedDependency
+from litestar.params import FromQuery, QueryParameter
+from sqlalchemy import select
+
+from moiety_platform.audit.models import AuditEntry
+from moiety_platform.audit.schemas import AuditPage, AuditView
+from moiety_platform.db.paging import parse_page
+from moiety_platform.db.session import Database
+from moiety_platform.query_parameters import Limit
+
+After = Annotated[int, QueryParameter(ge=0, le=2**62, description="Entries after this number; 0 for all.")]
+
+
+class AuditController(Controller):
+    """The log of administrative changes. It has no way to change it."""
+
+    path = "/audit"
+    tags = ("audit",)
+
+    @get()
+    async def list_entries(
+        self,
+        database: NamedDependency[Database],
+        limit: Limit = None,
+        after: After = 0,
+        object_id: FromQuery[str | None] = None,
+    ) -> AuditPage:
+        """Changes, oldest first; with `object_id`, those to one thing."""
+        size = parse_page(limit, None).limit
+        statement = select(AuditEntry).where(AuditEntry.seq > after).order_by(AuditEntry.seq).limit(size + 1)
+        if object_id is not None:
+            statement = statement.where(AuditEntry.object_id == object_id)
+        async with database.read() as session:
+            found = (await session.scalars(statement)).all()
+        entries = found[:size]
+        return AuditPage([AuditView.of(e) for e in entries], entries[-1].seq if len(found) > size else None)

@@ -1,0 +1,138 @@
+"""Writes the log: whatever a session inserts, changes or deletes of the audited tables, in the same transaction.
+
+The changes are read from the session itself, so that no endpoint can forget to tell of one. A statement that goes round
+the session's objects tells of itself with `note`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import event, inspect, select, text
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session, UOWTransaction
+
+from moiety_platform.audit.chain import FIELDS, GENESIS, entry_hash
+from moiety_platform.audit.models import AuditEntry
+from moiety_platform.clock import Clock
+from moiety_platform.db.base import Base
+from moiety_platform.db.session import Database
+
+_CHANGES = "moiety_audit_changes"
+_SECRET = frozenset({"secret_hash"})
+_ADVISORY_LOCK = 0x6175_6469  # "audi"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change to one row, in words that the log keeps."""
+
+    action: str  # create, change, delete
+    object_kind: str  # the table
+    object_id: str
+    before: Mapping[str, Any] | None
+    after: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditedStore:
+    """The database as one administrator changes it."""
+
+    database: Database
+    actor: str
+    clock: Clock
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncSession]:
+        async with self.database.read() as session:
+            yield session
+
+    @asynccontextmanager
+    async def write(self) -> AsyncIterator[AsyncSession]:
+        """A transaction whose changes are logged, or rolled back together with the log."""
+        async with self.database.write() as session:
+            changes: list[Change] = []
+            session.info[_CHANGES] = changes
+            event.listen(session.sync_session, "after_flush", _collect)
+            yield session
+            await session.flush()
+            event.remove(session.sync_session, "after_flush", _collect)
+            await append(session, changes, self.actor, self.clock.now())
+
+
+def note(session: AsyncSession, change: Change) -> None:
+    """Tell of a change that the session's objects do not know of. Without effect where nothing is logged."""
+    session.info.get(_CHANGES, []).append(change)
+
+
+async def append(session: AsyncSession, changes: list[Change], actor: str, now: datetime) -> None:
+    """Add to the end of the chain; others who would do so wait until this transaction ends."""
+    if not changes:
+        return
+    if session.get_bind().dialect.name == "postgresql":
+        await session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
+    last = (await session.scalars(select(AuditEntry).order_by(AuditEntry.seq.desc()).limit(1))).first()
+    seq, previous = (0, GENESIS) if last is None else (last.seq, last.hash)
+    for change in changes:
+        seq += 1
+        fields = {
+            "seq": seq,
+            "at": now.isoformat(),
+            "actor": actor,
+            "action": change.action,
+            "object_kind": change.object_kind,
+            "object_id": change.object_id,
+            "before": _plain(change.before),
+            "after": _plain(change.after),
+        }
+        previous = entry_hash(previous, fields)
+        session.add(AuditEntry(**{name: fields[name] for name in FIELDS if name != "at"}, at=now, hash=previous))
+    await session.flush()
+
+
+def row_of(record: Base) -> dict[str, Any]:
+    """A row's columns, but for what must not be logged."""
+    state = inspect(record)
+    return {
+        attribute.key: getattr(record, attribute.key)
+        for attribute in state.mapper.column_attrs
+        if attribute.key not in _SECRET
+    }
+
+
+def _collect(session: Session, _context: UOWTransaction) -> None:
+    changes: list[Change] = session.info[_CHANGES]
+    changes += [_change("create", record, None, row_of(record)) for record in session.new]
+    for record in session.dirty:
+        before = _before(record)
+        if before != (after := row_of(record)):
+            changes.append(_change("change", record, before, after))
+    changes += [_change("delete", record, row_of(record), None) for record in session.deleted]
+
+
+def _before(record: Base) -> dict[str, Any]:
+    """The row as it was before the flush that has just been sent."""
+    state = inspect(record)
+    was = row_of(record)
+    for name in was:
+        history = state.attrs[name].history
+        if history.deleted:
+            was[name] = history.deleted[0]
+    return was
+
+
+def _change(action: str, record: Base, before: dict[str, Any] | None, after: dict[str, Any] | None) -> Change:
+    mapper = inspect(record).mapper
+    identity = "/".join(str(part) for part in mapper.primary_key_from_instance(record))
+    return Change(action, record.__tablename__, identity, before, after)
+
+
+def _plain(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """As JSON keeps it."""
+    if row is None:
+        return None
+    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in row.items()}

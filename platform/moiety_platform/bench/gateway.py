@@ -1,0 +1,242 @@
+"""The gateway by itself: a real one in its own process on one core, before the scripted engine, under closed-loop load.
+
+Everything is on that is on in service: keys, limits of every kind on every tenant (far away), prices, the ledger in
+SQLite, spans. The engine and the load generator share the other cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from moiety_platform.bench.closed_loop import Tally, run_closed_loop
+from moiety_platform.bench.report import percentile
+from moiety_platform.supervisor.data_dir import KEYS_FILE, read_first_keys
+from moiety_platform.supervisor.ports import claim_port
+
+MODEL = "scripted"
+START_S = 60.0
+STOP_S = 20.0
+WARM_UP_S = 2.0
+SQL_COUNTER = "moiety_sql_statements_total"
+FAR_AWAY = {
+    "requests_per_minute": 10**9,
+    "tokens_per_minute": 10**11,
+    "concurrent_requests": 10**6,
+    "tokens_per_day": 10**15,
+    "tokens_per_month": 10**15,
+    "money_per_day": 10**17,
+    "money_per_month": 10**17,
+}
+
+
+class BenchFailed(Exception):
+    """A part did not come up; the message says which, and what it printed last."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayBench:
+    """What is measured, for how long."""
+
+    tenants: int
+    connections: int
+    seconds: float
+    output_tokens: int
+    stream_tokens: int
+    soak_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A gateway that is ready."""
+
+    process: psutil.Process
+    port: int
+    admin_key: str
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def rss_bytes(self) -> int:
+        return int(self.process.memory_info().rss)
+
+    async def load(self, requests: Iterator[bytes], connections: int, seconds: float = float("inf")) -> Tally:
+        return await run_closed_loop("127.0.0.1", self.port, requests, connections=connections, seconds=seconds)
+
+
+def measure_gateway(settings: GatewayBench, say: Callable[[str], None]) -> dict[str, Any]:
+    """The figures. Raises BenchFailed, or what `run_closed_loop` raises."""
+    with tempfile.TemporaryDirectory(prefix="moiety-bench-") as folder, _running(Path(folder)) as gateway:
+        return asyncio.run(_measure(settings, gateway, say))
+
+
+async def _measure(settings: GatewayBench, gateway: _Running, say: Callable[[str], None]) -> dict[str, Any]:
+    say(f"making {settings.tenants} tenants with keys and limits …")
+    keys = await _make_tenants(gateway, settings.tenants)
+    answers = _requests(keys, settings.output_tokens, stream=False)
+    say("warming up …")
+    await gateway.load(answers, settings.connections, WARM_UP_S)
+    say("one connection …")
+    alone = await gateway.load(answers, 1, settings.seconds)
+    say(f"{settings.connections} connections …")
+    statements, rss_bytes = await _statements(gateway), gateway.rss_bytes
+    busy = await gateway.load(answers, settings.connections, settings.seconds)
+    statements = await _statements(gateway) - statements
+    say("streams …")
+    events = _requests(keys, settings.stream_tokens, stream=True)
+    streams = await gateway.load(events, settings.connections, settings.seconds)
+    figures = {
+        "requests_per_s": round(busy.requests_per_s, 1),
+        "latency_ms": _spread_ms(alone),
+        "loaded_latency_ms": _spread_ms(busy),
+        "chunks_per_s": round(streams.events / streams.duration_s, 1),
+        "sql_statements_per_request": round(statements / len(busy.latencies_s), 4),
+        "rss_bytes": {"before": rss_bytes, "after": gateway.rss_bytes},
+    }
+    if settings.soak_requests:
+        figures["soak"] = await _soak(settings, gateway, answers, say)
+    return figures
+
+
+async def _soak(
+    settings: GatewayBench, gateway: _Running, answers: Iterator[bytes], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """How memory grows: resident bytes after a tenth of the requests, and after all of them."""
+    rss_bytes = []
+    for count in (settings.soak_requests // 10, settings.soak_requests - settings.soak_requests // 10):
+        say(f"{count} requests for memory's sake …")
+        await gateway.load(itertools.islice(answers, count), settings.connections)
+        rss_bytes.append(gateway.rss_bytes)
+    growth = round(rss_bytes[1] / rss_bytes[0] - 1, 4)
+    return {"requests": settings.soak_requests, "rss_bytes": rss_bytes, "growth": growth}
+
+
+def _requests(keys: list[str], output_tokens: int, stream: bool) -> Iterator[bytes]:
+    """Chat completions of all tenants in turn, for ever."""
+    body = json.dumps(
+        {
+            "model": MODEL,
+            "messages": [
+                {"role": "system", "content": "You are a helpful assistant."},
+                {"role": "user", "content": "Tell me about moieties in a few short sentences, please."},
+            ],
+            "max_tokens": output_tokens,
+            "ignore_eos": True,
+            "stream": stream,
+        }
+    ).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: moiety\r\nContent-Type: application/json\r\n"
+        "Content-Length: {}\r\nAuthorization: Bearer {}\r\n\r\n"
+    )
+    return itertools.cycle([head.format(len(body), key).encode() + body for key in keys])
+
+
+def _spread_ms(tally: Tally) -> dict[str, float]:
+    return {f"p{percent}": round(percentile(tally.latencies_s, percent) * 1000, 3) for percent in (50, 90, 99)}
+
+
+@contextmanager
+def _running(folder: Path) -> Iterator[_Running]:
+    """The engine and the gateway, ready, the latter on a core of its own."""
+    socket, data_dir = f"ipc://{folder / 'engine'}", folder / "data"
+    port = claim_port("127.0.0.1", 0, "--port")
+    keys_path = data_dir / KEYS_FILE
+    data_dir.mkdir()
+    cores = sorted(os.sched_getaffinity(0))
+    own, others = (cores[:1], cores[1:]) if len(cores) > 1 else (cores, cores)
+    commands = {
+        "engine": (["--scripted", "--listen", socket], others),
+        "gateway": (
+            ["--port", str(port), "--data-dir", str(data_dir), "--engine", socket, "--migrate",
+             "--first-keys", str(keys_path), "--log-format", "json"],
+            own,
+        ),
+    }  # fmt: skip
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for name, (arguments, affinity) in commands.items():
+            os.sched_setaffinity(0, affinity)  # is inherited
+            command = [sys.executable, "-m", "moiety_platform.cli", name, *arguments]
+            with (folder / f"{name}.log").open("wb") as log:
+                processes[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        os.sched_setaffinity(0, others)
+        _wait_ready("127.0.0.1", port, processes, folder)
+        keys = read_first_keys(data_dir)
+        assert keys is not None, "a gateway that is ready has written its first keys"
+        yield _Running(psutil.Process(processes["gateway"].pid), port, keys.admin_key)
+    finally:
+        for process in processes.values():
+            process.terminate()
+        for process in processes.values():
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        os.sched_setaffinity(0, cores)
+
+
+def _wait_ready(host: str, port: int, processes: dict[str, subprocess.Popen[bytes]], folder: Path) -> None:
+    end_s = time.monotonic() + START_S
+    while time.monotonic() < end_s:
+        for name, process in processes.items():
+            if process.poll() is not None:
+                raise BenchFailed(f"the {name} ended at its start:\n{_last_lines(folder / f'{name}.log')}")
+        try:
+            if httpx.get(f"http://{host}:{port}/readyz", timeout=5).status_code == httpx.codes.OK:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
+    raise BenchFailed(f"not ready within {START_S:.0f} s:\n{_last_lines(folder / 'gateway.log')}")
+
+
+def _last_lines(log: Path) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-10:])
+
+
+async def _make_tenants(gateway: _Running, count: int) -> list[str]:
+    """Tenants with a key and limits of every kind each; their keys."""
+    headers = {"Authorization": f"Bearer {gateway.admin_key}"}
+    async with httpx.AsyncClient(base_url=f"{gateway.address}/admin/v1", headers=headers, timeout=30) as client:
+
+        async def call(method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+            response = await client.request(method, path, json=body)
+            made: dict[str, Any] = response.raise_for_status().json()
+            return made
+
+        price = {"model": MODEL, "input": "0.15", "cached_input": "0.075", "output": "0.6"}
+        await call("PUT", "/prices", price)
+        keys = []
+        for number in range(count):
+            tenant = await call("POST", "/tenants", {"name": f"bench-{number}"})
+            project = await call("POST", "/projects", {"name": "default", "tenant_id": tenant["id"]})
+            keys.append((await call("POST", "/keys", {"name": "key", "project_id": project["id"]}))["secret"])
+            for kind, cap in FAR_AWAY.items():
+                limit = {"level": "tenant", "scope_id": tenant["id"], "kind": kind, "cap": cap}
+                await call("PUT", "/quotas", limit)
+        return keys
+
+
+async def _statements(gateway: _Running) -> int:
+    """How many SQL statements the gateway has sent so far."""
+    async with httpx.AsyncClient(base_url=gateway.address, timeout=10) as client:
+        lines = (await client.get("/metrics")).text.splitlines()
+    return int(float(next(line for line in lines if line.startswith(SQL_COUNTER)).rpartition(" ")[2]))

@@ -1,0 +1,85 @@
+"""`moiety audit …`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from moiety_platform.audit.chain import BrokenChain, verify
+from moiety_platform.cli.admin_client import AdminClient
+from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.errors import CommandError
+
+COLUMNS = {
+    "seq": "no.",
+    "at": "when",
+    "actor": "who",
+    "action": "did",
+    "object_kind": "to",
+    "object_id": "id",
+    "change": "what",
+}
+PAGE = 500
+
+app = typer.Typer(no_args_is_help=True, help="The log of administrative changes: show it, and verify its chain.")
+
+
+@app.command("list")
+@admin_command
+def list_entries(
+    admin: Admin,
+    last: Annotated[int, typer.Option(min=1, help="So many of the newest entries.")] = 50,
+    object_id: Annotated[str | None, typer.Option("--object", help="Only changes to the thing with this id.")] = None,
+) -> None:
+    """Show who changed what, oldest first."""
+    rows = list(entries(admin.client, object_id))[-last:]
+    admin.show_rows(rows if admin.as_json else [{**row, "change": in_words(row)} for row in rows], COLUMNS)
+
+
+@app.command("verify")
+@admin_command
+def verify_chain(
+    admin: Admin,
+    expect: Annotated[
+        str | None, typer.Option(help="SEQ:HASH of an earlier run; the log must still have that entry.")
+    ] = None,
+) -> None:
+    """Compute the whole chain anew, here, and compare. Keep what it prints: a log that was cut off at its end, or made
+    anew from the beginning, is known only by it. Ends with 1 if the chain is broken."""
+    expected_seq, _, expected_hash = (expect or "").partition(":")
+    seen = []
+
+    def watched() -> Iterator[dict[str, Any]]:
+        for entry in entries(admin.client, None):
+            seen.append(entry["hash"])
+            yield entry
+
+    try:
+        count, head = verify(watched())
+    except BrokenChain as exc:
+        raise CommandError(f"the audit log was tampered with: {exc}") from exc
+    if expect is not None and not (
+        expected_seq.isdigit() and 0 < int(expected_seq) <= count and seen[int(expected_seq) - 1] == expected_hash
+    ):
+        raise CommandError(f"the audit log has no entry {expect} any more: it was cut off or made anew")
+    admin.show_row({"entries": count, "head": f"{count}:{head}"})
+
+
+def entries(client: AdminClient, object_id: str | None) -> Iterator[dict[str, Any]]:
+    """All entries, page by page."""
+    after: int | None = 0
+    while after is not None:
+        page = client.get("/audit", limit=PAGE, after=after, object_id=object_id)
+        yield from page["data"]
+        after = page["next_after"]
+
+
+def in_words(entry: dict[str, Any]) -> str:
+    """What changed, field by field; of what was made or deleted, its name."""
+    before, after = entry["before"], entry["after"]
+    if before is None or after is None:
+        row = after or before or {}
+        return str(row.get("name") or row.get("kind") or row.get("model") or "")
+    return ", ".join(f"{name}: {before[name]} → {after[name]}" for name in after if before.get(name) != after[name])

@@ -1,0 +1,89 @@
+"""The audit log: every change, in the change's own transaction, in a chain that shows what was done to it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from sqlalchemy import delete, select, update
+
+from moiety_platform.audit.chain import BrokenChain, entry_hash, verify
+from moiety_platform.audit.models import AuditEntry
+from moiety_platform.db.session import Database
+
+
+async def log(admin: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    after: int | None = 0
+    while after is not None:
+        page = await admin.call("GET", "audit", 200, params={"after": after, "limit": 3})
+        found += page["data"]
+        after = page["next_after"]
+    return found
+
+
+async def test_every_kind_of_change_is_logged_with_who_and_what(admin: Any, demo: Any) -> None:
+    earlier = len(await log(admin))
+    tenant = await admin.call("POST", "tenants", 201, json={"name": "initech"})
+    await admin.call("PATCH", f"tenants/{tenant['id']}", 200, json={"weight": 3})
+    await admin.call("PATCH", f"tenants/{tenant['id']}", 200, json={"weight": 3})  # changes nothing
+    project = await admin.call("POST", "projects", 201, json={"name": "p", "tenant_id": tenant["id"]})
+    made = await admin.call("POST", "keys", 201, json={"name": "k", "project_id": project["id"]})
+    await admin.call("POST", f"keys/{made['key']['id']}/rotate", 201, json={"grace_s": 0})
+    quota = {"level": "tenant", "scope_id": tenant["id"], "kind": "tokens_per_day", "cap": 5}
+    limit = await admin.call("PUT", "quotas", 200, json=quota)
+    await admin.call("PUT", "quotas", 200, json={**quota, "cap": 7})
+    await admin.call("DELETE", f"quotas/{limit['id']}", 200)
+    await admin.call("PUT", "prices", 200, json={"model": "m", "input": "1", "output": "2"})
+    await admin.call("PATCH", "classes/flex", 200, json={"price_factor": 0.25})
+    entries = (await log(admin))[earlier:]
+    told = [(entry["action"], entry["object_kind"]) for entry in entries]
+    assert told == [
+        ("create", "tenants"), ("change", "tenants"), ("create", "projects"), ("create", "api_keys"),
+        ("create", "api_keys"), ("change", "api_keys"), ("create", "quotas"), ("change", "quotas"),
+        ("delete", "quotas"), ("create", "prices"), ("change", "service_classes"),
+    ]  # fmt: skip
+    assert {entry["actor"] for entry in entries} == {demo.admin_key.split("_")[1].split(".")[0]}
+    assert (entries[1]["before"]["weight"], entries[1]["after"]["weight"]) == (1.0, 3.0)
+    assert (entries[7]["before"]["cap"], entries[7]["after"]["cap"]) == (5, 7)
+    assert entries[8]["after"] is None
+    assert made["secret"].split(".")[1] not in str(entries)
+    assert all("secret_hash" not in (entry["after"] or {}) for entry in entries)
+    only = await admin.call("GET", "audit", 200, params={"object_id": limit["id"]})
+    assert len(only["data"]) == 3
+
+
+async def test_a_change_that_fails_is_not_logged(admin: Any) -> None:
+    earlier = await log(admin)
+    await admin.call("POST", "tenants", 409, json={"name": "acme"})
+    assert await log(admin) == earlier
+
+
+async def test_changes_at_once_make_one_chain(admin: Any) -> None:
+    await asyncio.gather(*(admin.call("POST", "tenants", 201, json={"name": f"t{n}"}) for n in range(12)))
+    entries = await log(admin)
+    count, head = verify(entries)
+    assert count == len(entries) >= 12
+    assert head == entries[-1]["hash"]
+
+
+async def test_what_is_done_to_the_log_shows(admin: Any, database: Database) -> None:
+    for name in ("a", "b", "c"):
+        await admin.call("POST", "tenants", 201, json={"name": name})
+    entries = await log(admin)
+    verify(entries)
+    async with database.write() as session:
+        await session.execute(update(AuditEntry).where(AuditEntry.seq == 2).values(actor="nobody"))
+    with pytest.raises(BrokenChain, match="entry 2"):
+        verify(await log(admin))
+    async with database.write() as session:
+        await session.execute(delete(AuditEntry).where(AuditEntry.seq == 1))
+    with pytest.raises(BrokenChain, match="something is missing"):
+        verify(await log(admin))
+    forged = {**entries[1], "after": {}}
+    forged["hash"] = entry_hash(entries[0]["hash"], forged)
+    with pytest.raises(BrokenChain, match="entry 3"):
+        verify([entries[0], forged, *entries[2:]])
+    async with database.read() as session:
+        assert len((await session.scalars(select(AuditEntry))).all()) == len(entries) - 1
