@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 import psutil
 import torch
@@ -18,12 +17,11 @@ from moiety_engine.environment import describe_environment
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
-from moiety_wire.classes import STANDARD, OverloadAction
+from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 
 _FIRST_TOKEN_ID = 100  # past the special tokens of most vocabularies
 _WARM_UP = 1 << 40  # keys of requests that are not measured
-_PATIENT = msgspec.structs.replace(STANDARD, on_overload=OverloadAction.QUEUE)  # all come at once, none is turned away
 
 
 def measure(
@@ -125,7 +123,7 @@ def make_request(loop: EngineLoop, key: int, lengths: Lengths, rng: random.Rando
     return CoreSubmit(
         key=key,
         tenant_id="bench",
-        service=_PATIENT,
+        service=BATCH,
         prompt_ids=[rng.randrange(first, vocabulary) for _ in range(lengths.input_tokens)],
         sampling=Sampling(temperature=0.0),
         max_tokens=lengths.output_tokens,

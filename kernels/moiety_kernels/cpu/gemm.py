@@ -19,18 +19,17 @@ from moiety_kernels.cpu.tiles import (
     ROWS,
     SUMS_BYTES,
     configure,
-    copy,
     pack_all,
+    pack_eight,
     pack_four,
     pack_one,
     release,
     sums_1_1,
     sums_1_2,
     sums_2_1,
-    sums_2_1_ahead,
     sums_2_2,
     sums_2_2_ahead,
-    turn,
+    unpack,
 )
 from moiety_kernels.cpu.vectors import TILE_COLS, TILE_ROWS, dot_tile, dot_tiles, widen_row
 
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROW_BLOCK = 96  # rows a task takes at once: with K = 1024 they fill a third of a 1 MiB L2 cache
+TILES_BLOCK_BYTES = 512 << 10  # of packed rows that a task takes at once, to stay in the L2 cache
 WIDEN_ROWS = 2 * TILE_ROWS  # from so many rows on, widening first pays
 PANEL_BYTES = 128 << 10  # of widened weight, to stay in the L2 cache
 PANEL_PAD = 64  # bytes between widened rows, so that they do not all fall on the same cache sets
@@ -50,11 +50,11 @@ MANY_ROWS_CHUNK_BYTES = 1 << 20  # and when rows are many: they, too, have to co
 FLOAT32, BFLOAT16, BFLOAT16_TILES = 0, 1, 2
 
 # a thread's scratch
-ROWS_AT = 0  # addresses of the rows
-PADDED_AT = 1 << 10  # the addresses of one panel's rows
-CONFIG_AT = 2 << 10  # the tiles' configuration
-SUMS_AT = 4 << 10  # four tiles of sums
-WIDE_AT = 8 << 10  # a panel of widened weight rows, at least TILE_COLS of them, or rows packed for tiles
+ROWS_AT = 0  # addresses of the rows, up to 1,024
+PADDED_AT = 8 << 10  # those of one panel's rows
+CONFIG_AT = 9 << 10  # the tiles' configuration
+SUMS_AT = 12 << 10  # four tiles of sums
+WIDE_AT = 16 << 10  # a panel of widened weight rows, at least TILE_COLS of them, or rows packed for tiles
 TEMP_AT = WIDE_AT + TILE_COLS * (4 * MAX_WIDTH + PANEL_PAD)
 PACKED_BYTES = TEMP_AT - WIDE_AT
 
@@ -130,20 +130,18 @@ def _pack_rows(rows: int, m: int, k: int, packed: int, scratch: int) -> None:
             start = padded
         if count <= 4:
             pack_four(start, k, panel)
+        elif count <= 8:
+            pack_eight(start, k, panel)
         else:
             pack_all(start, k, panel)
 
 
 @jit
-def _unpack_sums(sums: int, height: int, m: int, out: int, out_stride: int) -> None:
-    """Write a tile of sums, a row a weight row, as `height` columns of m rows."""
-    turn(sums)
+def _unpack_few(sums: int, height: int, m: int, out: int, out_stride: int) -> None:
+    """Write a tile of sums that has less than 16 weight rows as so many columns of m rows."""
     for i in range(m):
-        if height == ROWS:
-            copy(sums + 4 * ROWS * i, out + i * out_stride)
-        else:
-            for j in range(height):
-                store_f32(out + i * out_stride, j, load_f32(sums + 4 * ROWS * i, j))
+        for j in range(height):
+            store_f32(out + i * out_stride, j, load_f32(sums + 4 * ROWS * j, i))
 
 
 @jit
@@ -156,10 +154,7 @@ def _tile_sums(
         else:
             sums_1_2(w, w_stride, panel, apart, k, sums)
     elif num_panels == 1:
-        if ahead:
-            sums_2_1_ahead(w, w_stride, panel, apart, k, sums)
-        else:
-            sums_2_1(w, w_stride, panel, apart, k, sums)
+        sums_2_1(w, w_stride, panel, apart, k, sums)
     elif ahead:
         sums_2_2_ahead(w, w_stride, panel, apart, k, sums)
     else:
@@ -167,38 +162,53 @@ def _tile_sums(
 
 
 @jit
-def _multiply_tiles(rows: int, m: int, w: int, n: int, k: int, out: int, out_stride: int, scratch: int) -> None:
-    """out[:m, :n] for bfloat16 w on the matrix tiles."""
-    sums, packed, w_stride, apart = scratch + SUMS_AT, scratch + WIDE_AT, 2 * k, 2 * ROWS * k
-    at_once = PACKED_BYTES // apart * ROWS
-    for first in range(0, m, at_once):
-        count = min(at_once, m - first)
-        _pack_rows(rows + 8 * first, count, k, packed, scratch)
-        configure(ROWS, scratch + CONFIG_AT)
-        column = 0
-        while column < n:
-            num_tiles, height = (2 if n - column >= 2 * ROWS else 1), min(ROWS, n - column)
-            if height < ROWS:
-                configure(height, scratch + CONFIG_AT)
-            start = w + column * w_stride
-            for i in range(0, count, 2 * ROWS):
-                panel, num_panels = packed + i * w_stride, (2 if count - i > ROWS else 1)
-                _tile_sums(num_tiles, num_panels, i == 0, start, w_stride, panel, apart, k, sums)
-                for tile in range(num_tiles):
-                    for p in range(num_panels):
-                        row = i + p * ROWS
-                        target = out + (first + row) * out_stride + 4 * (column + tile * ROWS)
-                        part = sums + SUMS_BYTES * (tile * num_panels + p)
-                        _unpack_sums(part, height, min(ROWS, count - row), target, out_stride)
-            column += num_tiles * ROWS
+def _multiply_packed(packed: int, m: int, w: int, n: int, k: int, out: int, out_stride: int, scratch: int) -> None:
+    """out[:m, :n] for bfloat16 w on the matrix tiles, with the rows in panels."""
+    sums, w_stride, apart = scratch + SUMS_AT, 2 * k, 2 * ROWS * k
+    configure(ROWS, scratch + CONFIG_AT)
+    column = 0
+    while column < n:
+        num_tiles, height = (2 if n - column >= 2 * ROWS else 1), min(ROWS, n - column)
+        if height < ROWS:
+            configure(height, scratch + CONFIG_AT)
+        for i in range(0, m, 2 * ROWS):
+            num_panels = 2 if m - i > ROWS else 1
+            ahead = i == 2 * ROWS and n - column >= 4 * ROWS
+            _tile_sums(
+                num_tiles, num_panels, ahead, w + column * w_stride, w_stride, packed + i * w_stride, apart, k, sums
+            )
+            for tile in range(num_tiles):
+                for p in range(num_panels):
+                    row = i + p * ROWS
+                    target = out + row * out_stride + 4 * (column + tile * ROWS)
+                    part = sums + SUMS_BYTES * (tile * num_panels + p)
+                    if height == ROWS:
+                        unpack(part, min(ROWS, m - row), target, out_stride)
+                    else:
+                        _unpack_few(part, height, min(ROWS, m - row), target, out_stride)
+        column += num_tiles * ROWS
     release()
+
+
+@jit
+def _multiply_tiles(
+    rows: int, m: int, w: int, other_w: int, n: int, k: int, out: int, other_out: int, out_stride: int, scratch: int
+) -> None:
+    """The same for rows anywhere, and for one or two weights; no second one is 0."""
+    packed, at_once = scratch + WIDE_AT, PACKED_BYTES // (2 * ROWS * k) * ROWS
+    for first in range(0, m, at_once):
+        count, below = min(at_once, m - first), first * out_stride
+        _pack_rows(rows + 8 * first, count, k, packed, scratch)
+        _multiply_packed(packed, count, w, n, k, out + below, out_stride, scratch)
+        if other_w:
+            _multiply_packed(packed, count, other_w, n, k, other_out + below, out_stride, scratch)
 
 
 @jit
 def multiply(rows: int, m: int, w: int, kind: int, n: int, k: int, out: int, out_stride: int, scratch: int) -> None:
     """out[:m, :n] = rows · wᵀ; `rows` is the address of m row addresses, `kind` that of the product."""
     if kind == BFLOAT16_TILES:
-        _multiply_tiles(rows, m, w, n, k, out, out_stride, scratch)
+        _multiply_tiles(rows, m, w, 0, n, k, out, 0, out_stride, scratch)
         return
     narrow = kind == BFLOAT16
     if narrow and m < WIDEN_ROWS:
@@ -217,10 +227,39 @@ def multiply(rows: int, m: int, w: int, kind: int, n: int, k: int, out: int, out
 
 
 @jit
+def multiply_both(
+    rows: int,
+    m: int,
+    w: int,
+    other_w: int,
+    kind: int,
+    n: int,
+    k: int,
+    out: int,
+    other_out: int,
+    stride: int,
+    scratch: int,
+) -> None:
+    """`multiply` with two weights of one kind and size, into two outputs of one stride."""
+    if kind == BFLOAT16_TILES:
+        _multiply_tiles(rows, m, w, other_w, n, k, out, other_out, stride, scratch)
+        return
+    multiply(rows, m, w, kind, n, k, out, stride, scratch)
+    multiply(rows, m, other_w, kind, n, k, other_out, stride, scratch)
+
+
+@jit
 def point_rows(rows: int, first: int, stride: int, m: int) -> None:
     """Write the addresses of m evenly spaced rows."""
     for i in range(m):
         store_i64(rows, i, first + i * stride)
+
+
+def row_block(kind: int, width: int) -> int:
+    """How many rows a task takes at once."""
+    if kind != BFLOAT16_TILES:
+        return ROW_BLOCK
+    return min(1024, max(ROW_BLOCK, TILES_BLOCK_BYTES // (2 * width) // ROWS * ROWS))
 
 
 def chunk_rows(kind: int, row_bytes: int, num_rows: int, rows_at_once: int) -> int:

@@ -16,7 +16,7 @@ import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
 
-from moiety_kernels.cpu.emitter import I8, I64, LANES, PTR, VI32, VOID, Emitter, function
+from moiety_kernels.cpu.emitter import I8, I64, LANES, PTR, VF, VI32, VOID, Emitter, function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,6 +28,8 @@ CONFIG_BYTES = 64
 SUMS_BYTES = 4 * ROWS * ROWS  # of one tile
 
 _IN_HARDWARE = bool(llvm.get_host_cpu_features().get("amx-bf16"))
+if _IN_HARDWARE:
+    llvm.initialize_native_asmparser()  # for the one instruction that has no portable intrinsic
 _SUMS, _PANELS, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
 
 
@@ -57,12 +59,10 @@ def _transpose(e: Emitter, rows: Sequence[ir.Value]) -> list[ir.Value]:
     return current
 
 
-def _rounded(e: Emitter, value: ir.Value) -> ir.Value:
-    """The bits of floats such that their upper halves are the nearest bfloat16, ties to even."""
-    builder = e.builder
-    bits = builder.bitcast(value, VI32)
-    odd = builder.and_(builder.lshr(bits, _lanes([16] * LANES)), _lanes([1] * LANES))
-    return builder.add(bits, builder.add(odd, _lanes([0x7FFF] * LANES)))
+def _narrowed(e: Emitter, low: ir.Value, high: ir.Value) -> ir.Value:
+    """The nearest bfloat16 of 32 floats, ties to even, as 16 pairs (by AVX512-BF16, which comes with tiles)."""
+    kind = ir.FunctionType(VI32, [VF, VF])
+    return e.builder.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [low, high], side_effect=False)
 
 
 def _pack(e: Emitter, rows: int) -> None:
@@ -71,17 +71,13 @@ def _pack(e: Emitter, rows: int) -> None:
     pointers, count, panel = e.function.args
     builder = e.builder
     starts = [builder.load(e.pointer(pointers, 8 * m), typ=I64, align=8) for m in range(rows)]
-    even, odd = _lanes(range(0, 2 * LANES, 2)), _lanes(range(1, 2 * LANES, 2))
 
     def body(i: ir.Value) -> list[ir.Value]:
         offset = builder.mul(i, I64(4))
         pairs = []
         for start in starts:
             low, high = e.load(start, offset), e.load(start, builder.add(offset, I64(4 * LANES)))
-            first = _rounded(e, builder.shuffle_vector(low, high, even))
-            second = _rounded(e, builder.shuffle_vector(low, high, odd))
-            first = builder.lshr(first, _lanes([16] * LANES))
-            pairs.append(builder.or_(first, builder.and_(second, _lanes([0xFFFF0000] * LANES))))
+            pairs.append(_narrowed(e, low, high))
         target = builder.mul(i, I64(2 * ROWS))
         for pair, vector in enumerate(_transpose(e, [*pairs, *[_lanes([0] * LANES)] * (ROWS - rows)])):
             e.store(vector, panel, builder.add(target, I64(4 * ROWS * pair)))
@@ -90,9 +86,10 @@ def _pack(e: Emitter, rows: int) -> None:
     e.loop(count, DEPTH, [], body)
 
 
-def _sums(e: Emitter, tiles: int, panels: int, ahead: bool) -> None:
+def _sums(e: Emitter, tiles: int, panels: int, ahead: bool = False) -> None:
     """Tiles of weight rows times panels; the sums go to out[tile][panel][16][16], a row of them being one weight row's.
-    `ahead`: the tiles below are read next. Arguments: w, w stride, panel, bytes between panels, k, out."""
+    `ahead`: meanwhile the weight rows below are fetched. Arguments: w, w stride, panel, bytes between panels, k, out.
+    """
     w, w_stride, panel, apart, count, out = e.function.args
     builder = e.builder
 
@@ -100,16 +97,16 @@ def _sums(e: Emitter, tiles: int, panels: int, ahead: bool) -> None:
         e.intrinsic(f"llvm.x86.{name}", VOID, kinds, *args)
 
     starts = [builder.add(w, builder.mul(w_stride, I64(ROWS * index))) for index in range(tiles)]
-    following = builder.add(w, builder.mul(w_stride, I64(ROWS * tiles)))
+    below = builder.add(w, builder.mul(w_stride, I64(ROWS * tiles)))
     for index in range(tiles * panels):
         tile("tilezero", [I8], I8(_SUMS[index]))
 
     def body(i: ir.Value) -> list[ir.Value]:
         across, down = builder.mul(i, I64(2)), builder.mul(i, I64(2 * ROWS))
-        if ahead:  # straight from memory: ask for the next tiles, in the order of addresses
+        if ahead:
+            first = builder.add(below, builder.mul(i, I64(2 * ROWS * tiles)))
             for line in range(ROWS * tiles):
-                offset = builder.add(builder.mul(i, I64(2 * ROWS * tiles)), I64(2 * DEPTH * line))
-                e.prefetch(following, offset, locality=2)
+                e.prefetch(first, I64(2 * DEPTH * line), locality=2)
         for p in range(panels):
             at = e.pointer(panel, builder.add(down, builder.mul(apart, I64(p))))
             tile("tileloadd64", [I8, PTR, I64], I8(_PANELS[p]), at, I64(4 * ROWS))
@@ -125,18 +122,22 @@ def _sums(e: Emitter, tiles: int, panels: int, ahead: bool) -> None:
         tile("tilestored64", [I8, PTR, I64], I8(_SUMS[index]), e.pointer(out, index * SUMS_BYTES), I64(4 * ROWS))
 
 
-def _turn(e: Emitter) -> None:
-    """Transpose 16 × 16 floats in place; argument: their address."""
-    (address,) = e.function.args
-    rows = [e.load(address, 4 * ROWS * row) for row in range(ROWS)]
-    for row, vector in enumerate(_transpose(e, rows)):
-        e.store(vector, address, 4 * ROWS * row)
-
-
-def _copy(e: Emitter) -> None:
-    """ROWS floats from the first address to the second."""
-    source, target = e.function.args
-    e.store(e.load(source), target)
+def _unpack(e: Emitter) -> None:
+    """out[m, :16] = sums[:, m] for m < rows ≤ 16; arguments: sums, rows, out, out stride."""
+    sums, rows, out, out_stride = e.function.args
+    builder = e.builder
+    turned = _transpose(e, [e.load(sums, 4 * ROWS * row) for row in range(ROWS)])
+    end = builder.append_basic_block()
+    choice = builder.switch(rows, end)
+    following = end
+    for row, vector in enumerate(turned):  # one falls through to the row before it
+        block = builder.append_basic_block()
+        choice.add_case(I64(row + 1), block)
+        builder.position_at_end(block)
+        e.store(vector, out, builder.mul(out_stride, I64(row)))
+        builder.branch(following)
+        following = block
+    builder.position_at_end(end)
 
 
 def _configure(e: Emitter) -> None:
@@ -160,20 +161,15 @@ def _tile_function(name: str, num_arguments: int, emit: Callable[[Emitter], None
     return function(f"moiety_tiles_{name}", [I64] * num_arguments, emit if _IN_HARDWARE else lambda _: None)
 
 
-pack_one = _tile_function("pack_1", 3, partial(_pack, rows=1))
-pack_four = _tile_function("pack_4", 3, partial(_pack, rows=4))
-pack_all = _tile_function("pack_16", 3, partial(_pack, rows=ROWS))
-
-
-def _sums_function(tiles: int, panels: int, *, ahead: bool) -> Any:
-    name = f"sums_{tiles}_{panels}_{ahead}"
-    return _tile_function(name, 6, partial(_sums, tiles=tiles, panels=panels, ahead=ahead))
-
-
-sums_1_1, sums_1_2 = _sums_function(1, 1, ahead=False), _sums_function(1, 2, ahead=False)
-sums_2_1, sums_2_2 = _sums_function(2, 1, ahead=False), _sums_function(2, 2, ahead=False)
-sums_2_1_ahead, sums_2_2_ahead = _sums_function(2, 1, ahead=True), _sums_function(2, 2, ahead=True)
-turn = _tile_function("turn", 1, _turn)
-copy = _tile_function("copy", 2, _copy)
+pack_one, pack_four, pack_eight, pack_all = (
+    _tile_function(f"pack_{rows}", 3, partial(_pack, rows=rows)) for rows in (1, 4, 8, ROWS)
+)
+sums_1_1, sums_1_2, sums_2_1, sums_2_2 = (
+    _tile_function(f"sums_{tiles}_{panels}", 6, partial(_sums, tiles=tiles, panels=panels))
+    for tiles in (1, 2)
+    for panels in (1, 2)
+)
+sums_2_2_ahead = _tile_function("sums_2_2_ahead", 6, partial(_sums, tiles=2, panels=2, ahead=True))
+unpack = _tile_function("unpack", 4, _unpack)
 configure = _tile_function("configure", 2, _configure)
 release = _tile_function("release", 0, _release)

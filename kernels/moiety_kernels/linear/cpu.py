@@ -12,12 +12,12 @@ from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.gemm import (
     FLOAT32,
     MAX_WIDTH,
-    ROW_BLOCK,
     ROWS_AT,
     chunk_rows,
     multiply,
     point_rows,
     product_kind,
+    row_block,
 )
 from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32
 from moiety_kernels.cpu.team import team
@@ -25,7 +25,7 @@ from moiety_kernels.cpu.team import team
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LAYOUT = struct.Struct("11q")
+_LAYOUT = struct.Struct("12q")
 
 
 def fits(x_MK: Tensor, weight_NK: Tensor) -> bool:
@@ -51,7 +51,8 @@ def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         return out_MN
     kind = product_kind(weight_NK)
     chunk = chunk_rows(kind, k * weight_NK.element_size(), n, m)
-    tasks = -(-m // ROW_BLOCK) * -(-n // chunk)
+    block = row_block(kind, k)
+    tasks = -(-m // block) * -(-n // chunk)
     bias = 0 if bias_N is None else bias_N.data_ptr()
     team().run(
         task_address(_task),
@@ -68,6 +69,7 @@ def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         x_MK.stride(0) * 4,
         chunk,
         -(-n // chunk),
+        block,
     )
     return out_MN
 
@@ -75,8 +77,9 @@ def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
 def _task(args: int, task: int, scratch: int) -> None:
     m, n, k, kind = load_i64(args, 4), load_i64(args, 5), load_i64(args, 6), load_i64(args, 7)
     x_stride, chunk, num_chunks = load_i64(args, 8), load_i64(args, 9), load_i64(args, 10)
-    row, column = (task // num_chunks) * ROW_BLOCK, (task % num_chunks) * chunk
-    num_rows, num_columns = min(ROW_BLOCK, m - row), min(chunk, n - column)
+    block = load_i64(args, 11)
+    row, column = (task // num_chunks) * block, (task % num_chunks) * chunk
+    num_rows, num_columns = min(block, m - row), min(chunk, n - column)
     rows = scratch + ROWS_AT
     point_rows(rows, load_i64(args, 0) + row * x_stride, x_stride, num_rows)
     w = load_i64(args, 1) + column * k * (4 if kind == FLOAT32 else 2)

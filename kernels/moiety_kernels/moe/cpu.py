@@ -13,7 +13,16 @@ import torch
 
 from moiety_kernels.cpu.compiling import jit, task_address
 from moiety_kernels.cpu.emitter import LANES
-from moiety_kernels.cpu.gemm import FLOAT32, MAX_WIDTH, ROW_BLOCK, TEMP_AT, chunk_rows, multiply, product_kind
+from moiety_kernels.cpu.gemm import (
+    FLOAT32,
+    MAX_WIDTH,
+    ROW_BLOCK,
+    TEMP_AT,
+    chunk_rows,
+    multiply,
+    multiply_both,
+    product_kind,
+)
 from moiety_kernels.cpu.memory import load_f32, load_i32, load_i64, store_f32, store_i64
 from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, parallel, team
 from moiety_kernels.cpu.vectors import add_scaled_row, swiglu_row
@@ -160,8 +169,8 @@ def _up_task(args: int, task: int, scratch: int) -> None:
     gate_w = load_i64(args, GATE_UP) + (expert * 2 * hidden + column) * row_bytes
     rows = load_i64(args, X_ROWS) + 8 * first
     gate, up = scratch + TEMP_AT, scratch + TEMP_AT + 4 * num_rows * num_columns
-    multiply(rows, num_rows, gate_w, kind, num_columns, width, gate, 4 * num_columns, scratch)
-    multiply(rows, num_rows, gate_w + hidden * row_bytes, kind, num_columns, width, up, 4 * num_columns, scratch)
+    up_w = gate_w + hidden * row_bytes
+    multiply_both(rows, num_rows, gate_w, up_w, kind, num_columns, width, gate, up, 4 * num_columns, scratch)
     for i in range(num_rows):
         offset = 4 * i * num_columns
         swiglu_row(
