@@ -79,8 +79,7 @@ class Replica:
         """Carry out a request's coroutine, and the rounds with the database that it waits for."""
         task = asyncio.ensure_future(request)
         for _ in range(50):
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            await asyncio.wait({task}, timeout=0.001)
             if task.done():
                 return await task
             try:

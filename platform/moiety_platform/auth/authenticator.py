@@ -1,21 +1,23 @@
 """Turns an Authorization header into a Principal.
 
 Owns a small cache of keys, so that a request costs no statement: what it holds is trusted for `ttl_s`, which bounds how
-long a revoked key or a suspended tenant still passes. When the database is away it fails closed for keys that it does
-not know (503, never 401) and serves those that it knows for `grace_s`. Knows nothing of HTTP but the header's form.
+long a revoked key or a suspended tenant still passes. Keys in use are read again before that, all by one statement.
+When the database is away it fails closed for keys that it does not know (503, never 401) and serves those that it knows
+for `grace_s`. Knows nothing of HTTP but the header's form.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
 
 from moiety_platform.auth.keys import KeyText, derive_cache_salt, hash_key, hashes_match, parse_key
 from moiety_platform.auth.principal import Principal
-from moiety_platform.auth.store import StoredKey, find_key
+from moiety_platform.auth.store import StoredKey, find_keys
 from moiety_platform.clock import Clock
 from moiety_platform.db.failures import RETRY_AFTER_S
 from moiety_platform.db.session import Database
@@ -25,6 +27,7 @@ from moiety_platform.tenants.models import TenantStatus
 TTL_S = 2.0
 GRACE_S = 60.0
 MAX_CACHED_KEYS = 10_000
+MAX_REFRESHED = 1_000  # keys by one statement
 LOOKUP_TIMEOUT_S = 3.0
 OUTAGE_PAUSE_S = 0.5
 
@@ -64,6 +67,8 @@ class Authenticator:
         self._max_cached_keys = max_cached_keys
         self._known: OrderedDict[str, _Entry] = OrderedDict()
         self._unknown: OrderedDict[str, _Entry] = OrderedDict()
+        self._used: set[str] = set()  # since the last refresh
+        self._refreshing: asyncio.Task[None] | None = None
         self._lookups: dict[str, asyncio.Task[_Entry]] = {}
         self._away_until_s = float("-inf")
         self._away = False
@@ -103,6 +108,8 @@ class Authenticator:
         now_s = self._clock.monotonic()
         if cached is not None and now_s - cached.read_at_s < self._ttl_s:
             self._touch(key_id)
+            if now_s - cached.read_at_s >= self._ttl_s / 2:
+                self._refresh_soon(now_s)
             return cached
         try:
             if now_s < self._away_until_s:
@@ -133,11 +140,35 @@ class Authenticator:
         if not task.cancelled():
             task.exception()  # retrieved even if every caller has left
 
+    def _refresh_soon(self, now_s: float) -> None:
+        """Read every key that was used lately again, while what is held of it is still good."""
+        if self._refreshing is not None or now_s < self._away_until_s:
+            return
+        self._refreshing = asyncio.create_task(self._refresh(now_s), name="key-refresh")
+
+    async def _refresh(self, now_s: float) -> None:
+        used, self._used = self._used, set()
+        due = [key_id for key_id in used if self._is_due(key_id, now_s)]
+        try:
+            await self._read(due[:MAX_REFRESHED])
+        except Unavailable:
+            pass  # was told; what is held is good for a while yet
+        finally:
+            self._refreshing = None
+
+    def _is_due(self, key_id: str, now_s: float) -> bool:
+        entry = self._known.get(key_id)
+        return entry is not None and now_s - entry.read_at_s >= self._ttl_s / 4
+
     async def _look_up(self, key_id: str) -> _Entry:
+        return (await self._read([key_id]))[key_id]
+
+    async def _read(self, key_ids: Sequence[str]) -> dict[str, _Entry]:
+        """What the database says of these keys now. Raises Unavailable."""
         asked_at_s = self._clock.monotonic()
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-                stored = await find_key(self._database, key_id)
+                found = await find_keys(self._database, key_ids)
         except (Unavailable, TimeoutError) as error:
             self._away_until_s = self._clock.monotonic() + OUTAGE_PAUSE_S
             if not self._away:
@@ -149,9 +180,12 @@ class Authenticator:
                 retry_after_s=RETRY_AFTER_S,
             ) from error
         self._away = False
-        entry = _Entry(stored, self._to_principal(stored), asked_at_s)
-        self._remember(key_id, entry)
-        return entry
+        entries = {}
+        for key_id in key_ids:
+            stored = found.get(key_id)
+            entries[key_id] = _Entry(stored, self._to_principal(stored), asked_at_s)
+            self._remember(key_id, entries[key_id])
+        return entries
 
     def _remember(self, key_id: str, entry: _Entry) -> None:
         self.forget(key_id)
@@ -161,6 +195,7 @@ class Authenticator:
             cache.popitem(last=False)
 
     def _touch(self, key_id: str) -> None:
+        self._used.add(key_id)
         for cache in (self._known, self._unknown):
             if key_id in cache:
                 cache.move_to_end(key_id)

@@ -1,7 +1,8 @@
-"""Reads a key and all that decides over it in one statement."""
+"""Reads keys and all that decides over them in one statement."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -30,19 +31,20 @@ class StoredKey:
     weight: float
 
 
-async def find_key(database: Database, key_id: str) -> StoredKey | None:
-    """The key with this id. Raises Unavailable when the store is away."""
+async def find_keys(database: Database, key_ids: Sequence[str]) -> dict[str, StoredKey]:
+    """Those of the keys that there are. Raises Unavailable when the store is away."""
     statement = (
         select(ApiKey, Project, Tenant)
         .outerjoin(Project, Project.id == ApiKey.project_id)
         .outerjoin(Tenant, Tenant.id == Project.tenant_id)
-        .where(ApiKey.id == key_id)
+        .where(ApiKey.id.in_(key_ids))
     )
     async with database.read() as session:
-        found = (await session.execute(statement)).one_or_none()
-    if found is None:
-        return None
-    key, project, tenant = found
+        found = (await session.execute(statement)).all()
+    return {key.id: _stored(key, project, tenant) for key, project, tenant in found}
+
+
+def _stored(key: ApiKey, project: Project | None, tenant: Tenant | None) -> StoredKey:
     return StoredKey(
         key_id=key.id,
         root_id=key.root_id or key.id,

@@ -11,6 +11,8 @@ from moiety_platform.quota.limits import Limit
 from moiety_platform.quota.slices import ahead_of_peak, ahead_of_use, surplus
 from moiety_platform.quota.store import Grant, Stored
 
+TRIFLE, PLENTY = 512, 4  # parts of a limit
+IDLE_S = 30.0  # what nobody has used for so long goes back whole
 FULL_S = 0.5  # for how long a window is believed to have no more than the store said
 FETCHED_S = 1.0  # by when a request has taken what was granted for it
 
@@ -38,8 +40,15 @@ class Account:
     def ahead(self) -> int:
         """How much to have beyond what is in use."""
         if self.lease.meter is Meter.SLOTS:
-            return ahead_of_peak(self.peak, self.limit.cap)
-        return ahead_of_use(self.use_per_s)
+            return max(ahead_of_peak(self.peak, self.limit.cap), self._trifle)
+        return max(ahead_of_use(self.use_per_s), self._trifle)
+
+    @property
+    def _trifle(self) -> int:
+        """So little of the limit that it does no harm to keep it, while there is plenty: it spares requests that come
+        now and then the way to the store."""
+        cap = self.limit.cap
+        return cap // TRIFLE if self.remaining is not None and self.remaining >= cap // PLENTY else 0
 
     def learn(self, stored: Stored) -> None:
         """What the store says counts; of what was settled, only at first, since booking lags behind. Of a rate the
@@ -69,7 +78,7 @@ class Account:
             return self.lease.free
         if now_s - self.granted_s < FETCHED_S:
             return 0  # the request that it was granted for may not have come to take it yet
-        return surplus(self.lease.free, self.ahead)
+        return surplus(self.lease.free, self.ahead if now_s - self.used_s < IDLE_S else 0)
 
     def count_use(self, passed_s: float, share: float) -> None:
         """Keep the running means; `share` is the weight of the last `passed_s` seconds."""

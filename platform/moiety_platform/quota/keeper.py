@@ -1,9 +1,9 @@
 """Limits as the requests of one gateway process see them: spent from memory, leased from the store.
 
 A hold is taken from what is leased, without the database. Only what is lacking is asked for, by one task for all: every
-transaction renews all leases, grants what is wanted and gives back what is idle, for all scopes together. So the
-database sees a few statements a second, not some for each request; near a cap, where only what is lacking is leased,
-about one transaction a request.
+transaction grants what is wanted, for all scopes together; once a second it also gives back what is idle, and a few
+times in their lives it renews all leases. So the database sees a few statements a second, not some for each request;
+near a cap, where only what is lacking is leased, about one transaction a request.
 
 When the database is away, what is leased is spent until the leases expire there; then requests under a limit are turned
 away (503), and streams that need more end. What was used is booked by whoever stores the usage rows, within the same
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -38,7 +38,7 @@ from moiety_platform.quota.store import Grant, LeaseStore, Stored, Want
 
 LEASE_S = 20.0
 TICK_S = 1.0
-LIMITS_FRESH_S = 0.9
+LIMITS_FRESH_S = 1.9
 MARGIN = 0.25  # of the time to live, by which this process believes its leases to end early
 OUTAGE_PAUSE_S = 0.5
 _RATE_MEAN_S = 5.0
@@ -86,11 +86,12 @@ class QuotaKeeper:
         self._tick_s = tick_s
         self._scopes: dict[Scope, _Scope] = {}
         self._accounts: dict[WindowId, Account] = {}
-        self._good_until_s = float("-inf")  # by this process's monotonic clock
+        self._asked: set[Account] = set()  # with requests that wait
         self._work = asyncio.Event()
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
         self._counted_s = self._swept_s = clock.monotonic()
+        self._renewed_s = float("-inf")
         self._away = False
 
     @property
@@ -143,7 +144,8 @@ class QuotaKeeper:
 
     def extend_now(self, hold: Hold, amounts: Mapping[Unit, int]) -> bool:
         """The same from what is leased already, without waiting."""
-        return not hold.leases or (self._clock.monotonic() < self._good_until_s and hold.reserve(amounts))
+        now_s = self._clock.monotonic()
+        return all(now_s < lease.good_until_s for lease in hold.leases) and hold.reserve(amounts)
 
     def forget(self, scope: Scope) -> None:
         """A limit of the scope was edited here: read again before its next request is served."""
@@ -167,34 +169,42 @@ class QuotaKeeper:
         except Unavailable as error:
             log.warning("quota_leases_left", reason=str(error), replica=self.replica_id)
 
-    async def transact(self, give_back: Callable[[Account], int] | None = None) -> None:
-        """One round with the database: renew, grant, give back, and read limits again. Raises Unavailable, with the
-        waiting requests told so."""
-        asked = [account for account in self._accounts.values() if account.waiters]
+    async def transact(
+        self, *, give_back: Callable[[Account], int] | None = None, asked_only: bool = False, renew_all: bool = True
+    ) -> None:
+        """One round with the database: grant what waiting requests lack, and unless `asked_only`, give back what is
+        idle (or what `give_back` says) and read limits again; renew the leases that this touches, or all. Raises
+        Unavailable, with the waiting requests told so."""
+        asked, self._asked = self._asked, set()
         sent_s = self._clock.monotonic()
-        returned = self._set_aside(give_back or (lambda account: account.idle_part(sent_s)))
+        returned = {} if asked_only else self._set_aside(give_back or (lambda account: account.idle_part(sent_s)))
         wants = [Want(a.lease.window, min(a.wanted), sum(a.wanted), a.ahead) for a in asked]
+        renewed = self._leased(self._accounts if renew_all else [*returned, *(want.window for want in wants)])
+        stale = [] if asked_only else self._stale_scopes(sent_s)
         waiters = {account: account.waiters for account in asked}
         for account in asked:
             account.waiters, account.wanted = [], []
+        if not (wants or returned or renewed or stale):
+            return
         try:
             async with self._database.write() as session:
-                grants, stored = await self._exchange(session, returned, wants)
-                limits = await load_limits(session, self._stale_scopes(sent_s))
+                grants = await self._exchange(session, returned, wants)
+                stored = await self._store.renew(session, renewed) if renewed else {}
+                limits = await load_limits(session, stale)
         except BaseException as error:  # whatever it was, nobody is left waiting
             for futures in waiters.values():
                 _fail(futures, error)
             raise
-        self._good_until_s = sent_s + self._ttl_s * (1 - MARGIN)
-        for window, account in self._accounts.items():
-            account.learn(stored.get(window, _NOTHING))
+        self._learn(renewed, stored, [*returned, *grants], sent_s)
         self._learn_limits(limits, sent_s)
         for account, futures in waiters.items():
             account.take(grants.get(account.lease.window), sent_s)
             for future in futures:
                 if not future.done():
                     future.set_result(grants.get(account.lease.window, _GONE))
-        self._forget(stored, sent_s)
+        if renew_all:
+            self._renewed_s = sent_s
+            self._forget(stored, sent_s)
 
     # ── within ──
 
@@ -204,13 +214,16 @@ class QuotaKeeper:
                 async with asyncio.timeout(self._tick_s):
                     await self._work.wait()
             self._work.clear()
-            self._count_use()
+            now_s = self._clock.monotonic()
+            is_tick, is_due = now_s - self._counted_s >= self._tick_s, now_s - self._renewed_s >= self._ttl_s / 4
+            if is_tick:
+                self._count_use(now_s)
             try:
-                await (self.transact() if self._accounts else self._read_limits())
+                await self.transact(asked_only=not is_tick, renew_all=is_due)
                 await self._quarantine_others()
             except Unavailable as error:
                 if not self._away:
-                    log.warning("quota_store_away", reason=str(error), good_for_s=self._good_for_s())
+                    log.warning("quota_store_away", reason=str(error))
                 self._away = True
                 await asyncio.sleep(min(self._tick_s, OUTAGE_PAUSE_S))
             except Exception:  # the root of a task that requests depend on: told, and tried again
@@ -221,24 +234,38 @@ class QuotaKeeper:
 
     async def _exchange(
         self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Sequence[Want]
-    ) -> tuple[dict[WindowId, Grant], dict[WindowId, Stored]]:
-        """What is granted of stocks, slots and rates, and what the store has of the leases on the first two."""
-
-        def is_rate(window: WindowId) -> bool:
-            return self._accounts[window].lease.meter is Meter.RATE
-
-        leased = {window: amount for window, amount in returned.items() if not is_rate(window)}
+    ) -> dict[WindowId, Grant]:
+        """What is granted of stocks and slots, and of rates."""
+        leased, drawn = {*self._leased(returned)}, {*self._leased(want.window for want in wants)}
         grants = await self._store.exchange(
-            session, leased, [want for want in wants if not is_rate(want.window)], slice_size
-        )
-        stored = await self._store.renew(session, [window for window in self._accounts if not is_rate(window)])
-        grants |= await self._rates.exchange(
             session,
-            {window: amount for window, amount in returned.items() if is_rate(window)},
-            [want for want in wants if is_rate(want.window)],
+            {window: amount for window, amount in returned.items() if window in leased},
+            [want for want in wants if want.window in drawn],
             slice_size,
         )
-        return grants, stored
+        return grants | await self._rates.exchange(
+            session,
+            {window: amount for window, amount in returned.items() if window not in leased},
+            [want for want in wants if want.window not in drawn],
+            slice_size,
+        )
+
+    def _leased(self, windows: Iterable[WindowId]) -> list[WindowId]:
+        """Those of which the store keeps a lease for this process; of a rate it does not."""
+        return [window for window in windows if self._accounts[window].lease.meter is not Meter.RATE]
+
+    def _learn(
+        self, renewed: Sequence[WindowId], stored: Mapping[WindowId, Stored], touched: Sequence[WindowId], sent_s: float
+    ) -> None:
+        """What was renewed or exchanged is good for a while from when that was sent; and a rate as long as any."""
+        good_until_s = sent_s + self._ttl_s * (1 - MARGIN)
+        for window in renewed:
+            self._accounts[window].learn(stored.get(window, _NOTHING))
+        good = [*renewed, *touched]
+        if len(renewed) == len(self._leased(self._accounts)):
+            good = list(self._accounts)
+        for window in good:
+            self._accounts[window].lease.good_until_s = good_until_s
 
     async def _quarantine_others(self) -> None:
         """Now and then, the leases of processes that renew them no more."""
@@ -249,14 +276,6 @@ class QuotaKeeper:
                 await self._store.quarantine_expired(session)
             async with self._database.write() as session:
                 await self._store.release_expired(session)
-
-    async def _read_limits(self) -> None:
-        now_s = self._clock.monotonic()
-        stale = self._stale_scopes(now_s)
-        if stale:
-            async with self._database.read() as session:
-                self._learn_limits(await load_limits(session, stale), now_s)
-        self._forget({}, now_s)
 
     def _stale_scopes(self, now_s: float) -> list[Scope]:
         return [scope for scope, known in self._scopes.items() if now_s - known.read_s >= LIMITS_FRESH_S]
@@ -279,6 +298,7 @@ class QuotaKeeper:
             future.set_result(Grant(0, account.remaining or 0))
             return future
         account.waiters.append(future)
+        self._asked.add(account)
         account.used_s = self._clock.monotonic()
         account.wanted.append(lacking)
         self._work.set()
@@ -317,12 +337,9 @@ class QuotaKeeper:
                 returned[window] = amount
         return returned
 
-    def _count_use(self) -> None:
+    def _count_use(self, now_s: float) -> None:
         """Keep the running means of how fast each lease is spent."""
-        now_s = self._clock.monotonic()
         passed_s = now_s - self._counted_s
-        if passed_s < self._tick_s / 2:
-            return
         self._counted_s = now_s
         share = 1 - math.exp(-passed_s / _RATE_MEAN_S)
         for account in self._accounts.values():
@@ -337,9 +354,6 @@ class QuotaKeeper:
             for window, account in self._accounts.items()
             if account.used_s >= oldest_s or account.in_use(stored.get(window, _NOTHING))
         }
-
-    def _good_for_s(self) -> float:
-        return max(0.0, self._good_until_s - self._clock.monotonic())
 
 
 def _fail(futures: Sequence[asyncio.Future[Grant]], error: BaseException) -> None:

@@ -36,6 +36,7 @@ class Lease:
     settled: int = 0
     held: int = 0
     meter: Meter = Meter.STOCK
+    good_until_s: float = float("-inf")  # by the replica's monotonic clock
 
     @property
     def free(self) -> int:
