@@ -6,9 +6,10 @@ Three meters: a *stock* is an amount within a window of UTC time, booked as it i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+
+import msgspec
 
 MAX_CAP = 2**62  # so that sums of two fit into 64 bits
 MAX_RATE = 10**12  # a minute, so that a rate's arithmetic fits
@@ -78,8 +79,7 @@ _TERMS: dict[Kind, tuple[Unit, Meter, Period | None]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(msgspec.Struct, frozen=True):
     """A tenant, a project or a key."""
 
     level: Level

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+import msgspec
+
 from moiety_platform.quota.kinds import Meter, Unit
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class WindowId:
+class WindowId(msgspec.Struct, frozen=True, order=True):
     """One limit's window. Ordered, so that all replicas lock several in the same order."""
 
     quota_id: str
@@ -43,8 +44,7 @@ class Lease:
         return self.granted - self.settled - self.held
 
 
-@dataclass(frozen=True, slots=True)
-class Charge:
+class Charge(msgspec.Struct, frozen=True):
     """What a request used of one window, on the lease of this replica."""
 
     window: WindowId

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ def headers(standings: Iterable[Standing]) -> dict[str, str]:
             fields[f"x-ratelimit-limit-{name}"] = str(standing.cap)
             fields[f"x-ratelimit-remaining-{name}"] = str(standing.left)
             fields[f"x-ratelimit-reset-{name}"] = duration(standing.whole_in_s or 0.0)
-    fields["ratelimit-policy"] = ", ".join(map(_policy, tightest.values()))
+    fields["ratelimit-policy"] = ", ".join([_policy(standing.kind, standing.cap) for standing in tightest.values()])
     fields["ratelimit"] = ", ".join(map(_state, tightest.values()))
     return fields
 
@@ -57,10 +58,10 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest}s"
 
 
-def _policy(standing: Standing) -> str:
-    period = standing.kind.period
-    window = 60 if standing.kind.meter is Meter.RATE else _PERIOD_S[period] if period is not None else None
-    return f'"{standing.kind}";q={standing.cap}' + ("" if window is None else f";w={window}")
+@functools.lru_cache(maxsize=4096)
+def _policy(kind: Kind, cap: int) -> str:
+    window = 60 if kind.meter is Meter.RATE else _PERIOD_S[kind.period] if kind.period is not None else None
+    return f'"{kind}";q={cap}' + ("" if window is None else f";w={window}")
 
 
 def _state(standing: Standing) -> str:

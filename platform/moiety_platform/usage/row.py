@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from datetime import datetime
+
+import msgspec
 
 from moiety_platform.quota.lease import Charge
 
@@ -11,8 +12,7 @@ GATEWAY_KILLED = "gateway_killed"
 CONNECTION_LOST = 499
 
 
-@dataclass(frozen=True, slots=True)
-class UsageRow:
+class UsageRow(msgspec.Struct, frozen=True):
     """One authenticated request. Tokens are counts; `*_ms` are milliseconds, None where the request did not get there.
 
     `outcome` is one of: stop, length, disconnected, failed, rejected (refused before anything was generated).
@@ -49,7 +49,7 @@ def killed(row: UsageRow) -> UsageRow:
     """What is stored of a running request whose gateway is killed: `failed` with the code `gateway_killed`, and 499,
     since the client's connection broke. Its prompt counts, and is what `row` charges; how much was generated died with
     the process, so output tokens and times are 0, less than what was used."""
-    return replace(
+    return msgspec.structs.replace(
         row,
         outcome="failed",
         http_status=CONNECTION_LOST,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -16,7 +16,7 @@ from moiety_platform.usage.row import UsageRow
 
 MAX_TEXT_LENGTH = 256
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(UsageRow) if field.name != "charges")
+_FIELDS = tuple(name for name in UsageRow.__struct_fields__ if name != "charges")
 _INT64_MAX = 2**63 - 1
 _INT32_MAX = 2**31 - 1
 _INT32_FIELDS = frozenset({"http_status", "num_choices", "num_preemptions"})
@@ -45,7 +45,7 @@ def storable(row: UsageRow) -> UsageRow:
         clean = _clean(name, value)
         if clean is not value:
             changes[name] = clean
-    return dataclasses.replace(row, **changes) if changes else row
+    return msgspec.structs.replace(row, **changes) if changes else row
 
 
 def _to_values(row: UsageRow) -> dict[str, Any]:
