@@ -27,7 +27,8 @@ from moiety_platform.tenants.models import TenantStatus
 TTL_S = 2.0
 GRACE_S = 60.0
 MAX_CACHED_KEYS = 10_000
-MAX_REFRESHED = 1_000  # keys by one statement
+IN_USE_S = 30.0  # a key that was used within this is read again before it has to be
+MAX_AT_ONCE = 1_000  # keys by one statement
 LOOKUP_TIMEOUT_S = 3.0
 OUTAGE_PAUSE_S = 0.5
 
@@ -67,7 +68,7 @@ class Authenticator:
         self._max_cached_keys = max_cached_keys
         self._known: OrderedDict[str, _Entry] = OrderedDict()
         self._unknown: OrderedDict[str, _Entry] = OrderedDict()
-        self._used: set[str] = set()  # since the last refresh
+        self._used_s: dict[str, float] = {}  # when keys were last used
         self._refreshing: asyncio.Task[None] | None = None
         self._lookups: dict[str, asyncio.Task[_Entry]] = {}
         self._away_until_s = float("-inf")
@@ -107,7 +108,7 @@ class Authenticator:
         cached = self._known.get(key_id) or self._unknown.get(key_id)
         now_s = self._clock.monotonic()
         if cached is not None and now_s - cached.read_at_s < self._ttl_s:
-            self._touch(key_id)
+            self._touch(key_id, now_s)
             if now_s - cached.read_at_s >= self._ttl_s / 2:
                 self._refresh_soon(now_s)
             return cached
@@ -147,10 +148,12 @@ class Authenticator:
         self._refreshing = asyncio.create_task(self._refresh(now_s), name="key-refresh")
 
     async def _refresh(self, now_s: float) -> None:
-        used, self._used = self._used, set()
-        due = [key_id for key_id in used if self._is_due(key_id, now_s)]
+        oldest_s = now_s - IN_USE_S
+        self._used_s = {key_id: used_s for key_id, used_s in self._used_s.items() if used_s >= oldest_s}
+        due = [key_id for key_id in self._used_s if self._is_due(key_id, now_s)]
         try:
-            await self._read(due[:MAX_REFRESHED])
+            for first in range(0, len(due), MAX_AT_ONCE):
+                await self._read(due[first : first + MAX_AT_ONCE])
         except Unavailable:
             pass  # was told; what is held is good for a while yet
         finally:
@@ -194,8 +197,8 @@ class Authenticator:
         while len(cache) > self._max_cached_keys:
             cache.popitem(last=False)
 
-    def _touch(self, key_id: str) -> None:
-        self._used.add(key_id)
+    def _touch(self, key_id: str, now_s: float) -> None:
+        self._used_s[key_id] = now_s
         for cache in (self._known, self._unknown):
             if key_id in cache:
                 cache.move_to_end(key_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from sqlalchemy import select
 
@@ -31,32 +32,64 @@ class StoredKey:
     weight: float
 
 
+_COLUMNS = (
+    ApiKey.id,
+    ApiKey.root_id,
+    ApiKey.secret_hash,
+    ApiKey.scopes,
+    ApiKey.allowed_models,
+    ApiKey.expires_at,
+    ApiKey.revoked_at,
+    Project.id,
+    Tenant.id,
+    Tenant.name,
+    Tenant.status,
+    Tenant.service_class,
+    Tenant.weight,
+)
+
+
 async def find_keys(database: Database, key_ids: Sequence[str]) -> dict[str, StoredKey]:
     """Those of the keys that there are. Raises Unavailable when the store is away."""
     statement = (
-        select(ApiKey, Project, Tenant)
+        select(*_COLUMNS)
+        .select_from(ApiKey)
         .outerjoin(Project, Project.id == ApiKey.project_id)
         .outerjoin(Tenant, Tenant.id == Project.tenant_id)
         .where(ApiKey.id.in_(key_ids))
     )
     async with database.read() as session:
-        found = (await session.execute(statement)).all()
-    return {key.id: _stored(key, project, tenant) for key, project, tenant in found}
+        found: Sequence[Any] = (await session.execute(statement)).all()
+    return {row[0]: _stored(*row) for row in found}
 
 
-def _stored(key: ApiKey, project: Project | None, tenant: Tenant | None) -> StoredKey:
+def _stored(
+    key_id: str,
+    root_id: str | None,
+    secret_hash: bytes,
+    scopes: list[str],
+    allowed_models: list[str] | None,
+    expires_at: datetime | None,
+    revoked_at: datetime | None,
+    project_id: str | None,
+    tenant_id: str | None,
+    tenant_name: str | None,
+    tenant_status: str | None,
+    service_class: str | None,
+    weight: float | None,
+) -> StoredKey:
     return StoredKey(
-        key_id=key.id,
-        root_id=key.root_id or key.id,
-        secret_hash=key.secret_hash,
-        scopes=frozenset(key.scopes),
-        allowed_models=None if key.allowed_models is None else frozenset(key.allowed_models),
-        expires_at=key.expires_at,
-        revoked_at=key.revoked_at,
-        project_id=project.id if project else "",
-        tenant_id=tenant.id if tenant else "",
-        tenant_name=tenant.name if tenant else "",
-        tenant_status=tenant.status if tenant else "",
-        service_class=tenant.service_class if tenant else "",
-        weight=tenant.weight if tenant else 1.0,
+        key_id=key_id,
+        root_id=root_id or key_id,
+        secret_hash=secret_hash,
+        scopes=frozenset(scopes),
+        allowed_models=None if allowed_models is None else frozenset(allowed_models),
+        expires_at=expires_at,
+        revoked_at=revoked_at,
+        project_id=project_id or "",
+        tenant_id=tenant_id or "",
+        tenant_name=tenant_name or "",
+        tenant_status=tenant_status or "",
+        service_class=service_class or "",
+        weight=1.0 if weight is None else weight,
     )

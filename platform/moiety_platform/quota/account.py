@@ -48,7 +48,7 @@ class Account:
         """So little of the limit that it does no harm to keep it, while there is plenty: it spares requests that come
         now and then the way to the store."""
         cap = self.limit.cap
-        return cap // TRIFLE if self.remaining is not None and self.remaining >= cap // PLENTY else 0
+        return cap // TRIFLE if self.remaining is None or self.remaining >= cap // PLENTY else 0
 
     def learn(self, stored: Stored) -> None:
         """What the store says counts; of what was settled, only at first, since booking lags behind. Of a rate the
