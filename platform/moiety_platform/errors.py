@@ -16,6 +16,8 @@ PlatformError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 from moiety_wire.messages import Reason
@@ -79,6 +81,9 @@ class TooLarge(PlatformError):
 
 
 class RateLimited(PlatformError):
+    """`headers` say where the limits stand, if one of them refused."""
+
+    headers: Mapping[str, str] = MappingProxyType({})
     status = 429
     type = "rate_limit_error"
     default_code = "rate_limit_exceeded"

@@ -10,7 +10,7 @@ import structlog
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
-from moiety_platform.errors import Overloaded, PlatformError
+from moiety_platform.errors import Overloaded, PlatformError, RateLimited
 
 DEFAULT_RETRY_AFTER_S = 1
 REASON_HEADER = "x-moiety-reason"
@@ -43,6 +43,8 @@ def error_headers(error: PlatformError) -> dict[str, str]:
     headers = {"Retry-After": str(max(1, math.ceil(wait_s)))}
     if isinstance(error, Overloaded):
         headers[REASON_HEADER] = error.reason.value
+    if isinstance(error, RateLimited):
+        headers |= error.headers
     return headers
 
 

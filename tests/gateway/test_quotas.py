@@ -146,8 +146,17 @@ async def test_a_rate_lets_its_worth_through_and_refills(limited):
         assert 18 <= len(refused) <= 20  # one may have come back while they were asked
         assert refused[0].json()["error"]["code"] == "rate_limit_exceeded"
         assert int(refused[0].headers["retry-after"]) <= 3
+        assert refused[0].headers["x-ratelimit-limit-requests"] == "30"
+        assert refused[0].headers["x-ratelimit-remaining-requests"] == "0"
         await asyncio.sleep(2.5)
         assert (await ask(gateway)).choices[0].finish_reason == "length"
+
+
+async def test_a_request_that_never_fits_is_told_so(limited):
+    async with limited() as gateway:
+        await limit(gateway, "tenant", 20, "tokens_per_minute")
+        with pytest.raises(openai.RateLimitError, match="This request alone needs more"):
+            await ask(gateway)
 
 
 async def test_requests_that_are_refused_do_not_count_as_requests(limited):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -66,6 +67,16 @@ async def test_changes_at_once_make_one_chain(admin: Any) -> None:
     count, head = verify(entries)
     assert count == len(entries) >= 12
     assert head == entries[-1]["hash"]
+
+
+async def test_what_was_before_is_right_where_several_change_one_thing_at_once(admin: Any, demo: Any) -> None:
+    quota = {"level": "tenant", "scope_id": demo.tenant_id, "kind": "tokens_per_day"}
+    caps, earlier_entries = [5, 10, 20, 30, 40], len(await log(admin))
+    await asyncio.gather(*(admin.call("PUT", "quotas", 200, json={**quota, "cap": cap}) for cap in caps))
+    told = (await log(admin))[earlier_entries:]
+    assert [entry["action"] for entry in told] == ["create"] + ["change"] * 4
+    for earlier, later in pairwise(told):
+        assert later["before"]["cap"] == earlier["after"]["cap"]
 
 
 async def test_what_is_done_to_the_log_shows(admin: Any, database: Database) -> None:

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import select
 
-from moiety_platform.clock import SystemClock
+from moiety_platform.clock import ManualClock, SystemClock
 from moiety_platform.db.session import Database
 from moiety_platform.quota.bucket import Bucket
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import Kind, Level, Scope, Unit
+from moiety_platform.quota.lease import Hold
 from moiety_platform.quota.models import Quota, QuotaLease, QuotaWindow
 from moiety_platform.quota.standing import Standing, duration, headers
 from moiety_platform.quota.store import LeaseStore
@@ -59,6 +60,13 @@ def test_a_bucket_gives_what_was_put_back_and_bears_a_clock_that_goes_back() -> 
     assert bucket.at(1_000_999).remaining == 0
     assert bucket.at(1_001_000).remaining == 1
     assert bucket.at(9_000_000).remaining == 60
+
+
+def test_a_lowered_cap_lets_something_through_within_a_minute() -> None:
+    full = Bucket(1_000_000).at(1_000_000).take(1_000_000)
+    lowered = Bucket(1_000, full.debt, full.at_ms)
+    assert lowered.at(1_000_000).remaining == 0
+    assert lowered.at(1_060_000).remaining == 1_000
 
 
 async def test_replicas_draw_from_one_bucket(database: Database) -> None:
@@ -139,6 +147,56 @@ async def test_the_slots_of_a_replica_that_is_gone_are_free_again(database: Data
     hold = await other.hold([TENANT], ONE)
     hold.settle({Unit.REQUESTS: 1})
     await other.stop()
+
+
+async def test_slots_that_were_swept_are_not_given_back_again(database: Database) -> None:
+    await set_limit(database, Kind.CONCURRENT_REQUESTS, 10)
+    leases = [LeaseStore("cut off", 0.05), LeaseStore("other", 20.0)]
+    cut_off, other = (QuotaKeeper(database, store, SystemClock(), tick_s=60.0) for store in leases)
+
+    async def hold(keeper: QuotaKeeper) -> Hold:
+        waiting = asyncio.create_task(keeper.hold([TENANT], ONE))
+        while not waiting.done():
+            await asyncio.wait({waiting}, timeout=0.01)
+            await keeper.transact(asked_only=True, renew_all=False)
+        return await waiting
+
+    streams = [await hold(cut_off) for _ in range(6)]
+    await asyncio.sleep(0.1)
+    async with database.write() as session:
+        await leases[1].release_expired(session)
+    for _ in range(10):
+        await hold(other)
+    for stream in streams[:4]:
+        stream.settle({Unit.REQUESTS: 1})
+    await cut_off.transact()
+    async with database.read() as session:
+        window = (await session.scalars(select(QuotaWindow))).one()
+    assert window.granted == 10
+    assert cut_off.extend_now(streams[5], ONE), "a running stream asks for no slot again"
+    with pytest.raises(QuotaExceeded):
+        await hold(cut_off)
+
+
+async def test_a_lease_of_which_a_running_request_holds_nothing_is_not_forgotten(database: Database) -> None:
+    await set_limit(database, Kind.MONEY_PER_DAY, 1_000)
+    clock = ManualClock(datetime(2026, 1, 1, tzinfo=UTC))
+    keeper = QuotaKeeper(database, LeaseStore("r", 20.0), clock)
+    free = {Unit.MONEY: 0}
+    waiting = asyncio.create_task(keeper.hold([TENANT], free))
+    while not waiting.done():
+        await asyncio.wait({waiting}, timeout=0.01)
+        await keeper.transact()
+    hold = await waiting
+    for _ in range(20):
+        clock.advance(10.0)
+        await keeper.transact()
+    assert keeper.extend_now(hold, free)
+    hold.settle(free)
+    for _ in range(20):
+        clock.advance(10.0)
+        await keeper.transact()
+    assert not keeper._accounts
 
 
 def test_headers_name_the_tightest_of_each_kind() -> None:

@@ -55,6 +55,7 @@ class AuditedStore:
     async def write(self) -> AsyncIterator[AsyncSession]:
         """A transaction whose changes are logged, or rolled back together with the log."""
         async with self.database.write() as session:
+            await _lock(session)  # first, so that what is logged as it was before is what it was
             changes: list[Change] = []
             session.info[_CHANGES] = changes
             event.listen(session.sync_session, "after_flush", _collect)
@@ -70,11 +71,9 @@ def note(session: AsyncSession, change: Change) -> None:
 
 
 async def append(session: AsyncSession, changes: list[Change], actor: str, now: datetime) -> None:
-    """Add to the end of the chain; others who would do so wait until this transaction ends."""
+    """Add to the end of the chain, which is locked."""
     if not changes:
         return
-    if session.get_bind().dialect.name == "postgresql":
-        await session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
     last = (await session.scalars(select(AuditEntry).order_by(AuditEntry.seq.desc()).limit(1))).first()
     seq, previous = (0, GENESIS) if last is None else (last.seq, last.hash)
     for change in changes:
@@ -92,6 +91,12 @@ async def append(session: AsyncSession, changes: list[Change], actor: str, now: 
         previous = entry_hash(previous, fields)
         session.add(AuditEntry(**{name: fields[name] for name in FIELDS if name != "at"}, at=now, hash=previous))
     await session.flush()
+
+
+async def _lock(session: AsyncSession) -> None:
+    """Nobody else changes anything that is logged until this transaction ends. On SQLite nobody writes anyway."""
+    if session.get_bind().dialect.name == "postgresql":
+        await session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
 
 
 def row_of(record: Base) -> dict[str, Any]:

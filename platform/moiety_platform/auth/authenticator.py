@@ -21,6 +21,7 @@ from moiety_platform.auth.store import StoredKey, find_keys
 from moiety_platform.clock import Clock
 from moiety_platform.db.failures import RETRY_AFTER_S
 from moiety_platform.db.session import Database
+from moiety_platform.edits import Edits
 from moiety_platform.errors import Forbidden, Unauthenticated, Unavailable
 from moiety_platform.tenants.models import TenantStatus
 
@@ -68,6 +69,7 @@ class Authenticator:
         self._max_cached_keys = max_cached_keys
         self._known: OrderedDict[str, _Entry] = OrderedDict()
         self._unknown: OrderedDict[str, _Entry] = OrderedDict()
+        self._edits = Edits()  # of keys, through this process
         self._used_s: dict[str, float] = {}  # when keys were last used
         self._refreshing: asyncio.Task[None] | None = None
         self._lookups: dict[str, asyncio.Task[_Entry]] = {}
@@ -95,9 +97,10 @@ class Authenticator:
         return entry.principal
 
     def forget(self, key_id: str) -> None:
-        """Drop what is cached of a key, so that a change made through this process counts here at once."""
-        self._known.pop(key_id, None)
-        self._unknown.pop(key_id, None)
+        """Drop what is cached of a key, so that a change made through this process counts here at once; what is being
+        read just now may be older than the change, and is not kept."""
+        self._drop(key_id)
+        self._edits.note(key_id)
 
     @property
     def num_cached(self) -> int:
@@ -168,7 +171,7 @@ class Authenticator:
 
     async def _read(self, key_ids: Sequence[str]) -> dict[str, _Entry]:
         """What the database says of these keys now. Raises Unavailable."""
-        asked_at_s = self._clock.monotonic()
+        asked_at_s, seen = self._clock.monotonic(), self._edits.now
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
                 found = await find_keys(self._database, key_ids)
@@ -187,18 +190,24 @@ class Authenticator:
         for key_id in key_ids:
             stored = found.get(key_id)
             entries[key_id] = _Entry(stored, self._to_principal(stored), asked_at_s)
-            self._remember(key_id, entries[key_id])
+            if not self._edits.since(seen, key_id):
+                self._remember(key_id, entries[key_id])
         return entries
 
+    def _drop(self, key_id: str) -> None:
+        self._known.pop(key_id, None)
+        self._unknown.pop(key_id, None)
+
     def _remember(self, key_id: str, entry: _Entry) -> None:
-        self.forget(key_id)
+        self._drop(key_id)
         cache = self._unknown if entry.stored is None else self._known
         cache[key_id] = entry
         while len(cache) > self._max_cached_keys:
             cache.popitem(last=False)
 
     def _touch(self, key_id: str, now_s: float) -> None:
-        self._used_s[key_id] = now_s
+        if key_id in self._known:
+            self._used_s[key_id] = now_s
         for cache in (self._known, self._unknown):
             if key_id in cache:
                 cache.move_to_end(key_id)

@@ -92,7 +92,7 @@ class Account:
         """Whether forgetting it would lose something that the store does not know."""
         lease = self.lease
         booked = lease.meter is not Meter.STOCK or lease.settled == stored.settled
-        return bool(self.waiters or lease.held or lease.free > 0 or not booked)
+        return bool(self.waiters or lease.num_holds or lease.free > 0 or not booked)
 
     def left(self, now_s: float) -> int | None:
         """About how much of the limit is left for all; None before the store was asked."""

@@ -22,9 +22,11 @@ class Bucket:
     at_ms: int = 0
 
     def at(self, now_ms: int) -> Bucket:
-        """The same at a later moment; a clock that is behind changes nothing."""
+        """The same at a later moment; a clock that is behind changes nothing. What was taken under a higher cap weighs
+        a minute's worth at most."""
         passed_ms = max(0, now_ms - self.at_ms)
-        return Bucket(self.cap, max(0, self.debt - passed_ms * self.cap), max(now_ms, self.at_ms))
+        debt = min(self.debt, self.cap * _SCALE)
+        return Bucket(self.cap, max(0, debt - passed_ms * self.cap), max(now_ms, self.at_ms))
 
     @property
     def remaining(self) -> int:

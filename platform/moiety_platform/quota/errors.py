@@ -24,8 +24,8 @@ class QuotaExceeded(RateLimited):
         self.room = room
 
 
-def exceeded(limit: Limit, window: WindowId, room: int, lacking: int, now: datetime) -> QuotaExceeded:
-    """The refusal of a request that needs `lacking` more, where there is `room` for so much."""
+def exceeded(limit: Limit, window: WindowId, *, room: int, short: int, needed: int, now: datetime) -> QuotaExceeded:
+    """The refusal of a request that needs so much in all, where there is `room` for some, `short` of it."""
     kind, whose = limit.kind, f"The {limit.scope.level}'s limit of {shown(limit)}"
     if kind.meter is Meter.SLOTS:
         return QuotaExceeded(
@@ -33,9 +33,9 @@ def exceeded(limit: Limit, window: WindowId, room: int, lacking: int, now: datet
             unit=kind.unit, room=room, code="concurrency_limit_exceeded", retry_after_s=SLOT_RETRY_S,
         )  # fmt: skip
     if kind.meter is Meter.RATE:
-        wait_s = max(1.0, (lacking - room) * 60 / limit.cap) if limit.cap else 60.0
+        wait_s = max(1.0, short * 60 / limit.cap) if limit.cap else 60.0
         advice = f"Try again in {wait_s:.0f} s, or have the limit raised"
-        if lacking > limit.cap:
+        if needed > limit.cap:
             advice = "This request alone needs more than that: make it smaller, or have the limit raised"
         return QuotaExceeded(
             f"{whose} does not allow this request now. {advice}",

@@ -25,6 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.clock import Clock
 from moiety_platform.db.failures import RETRY_AFTER_S
 from moiety_platform.db.session import Database
+from moiety_platform.edits import Edits
 from moiety_platform.errors import Unavailable
 from moiety_platform.quota.account import Account
 from moiety_platform.quota.errors import QuotaExceeded, exceeded
@@ -33,7 +34,7 @@ from moiety_platform.quota.lease import Hold, Lease, WindowId
 from moiety_platform.quota.limits import Limit, load_limits
 from moiety_platform.quota.rates import RateStore
 from moiety_platform.quota.slices import slice_size
-from moiety_platform.quota.standing import Standing
+from moiety_platform.quota.standing import Standing, headers
 from moiety_platform.quota.store import Grant, LeaseStore, Stored, Want
 
 LEASE_S = 20.0
@@ -52,15 +53,17 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A limit that has not so much left as a hold lacks; `room` is how much more the hold might have."""
+    """A limit that has not so much left as a hold lacks: `short` of it; `room` is how much more the hold might have,
+    and `needed` what it was to have in all."""
 
     limit: Limit
     window: WindowId
     room: int
-    lacking: int
+    short: int
+    needed: int
 
     def error(self, now: datetime) -> QuotaExceeded:
-        return exceeded(self.limit, self.window, self.room, self.lacking, now)
+        return exceeded(self.limit, self.window, room=self.room, short=self.short, needed=self.needed, now=now)
 
 
 @dataclass(slots=True)
@@ -86,6 +89,7 @@ class QuotaKeeper:
         self._tick_s = tick_s
         self._scopes: dict[Scope, _Scope] = {}
         self._accounts: dict[WindowId, Account] = {}
+        self._edits = Edits()  # of scopes' limits, here
         self._asked: set[Account] = set()  # with requests that wait
         self._work = asyncio.Event()
         self._stopping = False
@@ -108,7 +112,9 @@ class QuotaKeeper:
         hold = Hold([account.lease for account in accounts])
         refusal = await self.extend(hold, amounts)
         if refusal is not None:
-            raise refusal.error(self._clock.now())
+            error = refusal.error(self._clock.now())
+            error.headers = headers(self.standings(hold))
+            raise error
         return hold
 
     async def extend(self, hold: Hold, amounts: Mapping[Unit, int]) -> Refusal | None:
@@ -123,7 +129,9 @@ class QuotaKeeper:
                     hold.drop(window)
                 elif amount > 0 and grant.amount == 0:
                     account = self._accounts[window]
-                    return Refusal(account.limit, window, max(0, account.lease.free) + grant.remaining, amount)
+                    room = max(0, account.lease.free) + grant.remaining
+                    needed = amounts.get(account.lease.unit, 0)
+                    return Refusal(account.limit, window, room, amount - grant.remaining, needed)
         return None
 
     def standings(self, hold: Hold) -> list[Standing]:
@@ -148,8 +156,10 @@ class QuotaKeeper:
         return all(now_s < lease.good_until_s for lease in hold.leases) and hold.reserve(amounts)
 
     def forget(self, scope: Scope) -> None:
-        """A limit of the scope was edited here: read again before its next request is served."""
+        """A limit of the scope was edited here: read again before its next request is served; what is being read just
+        now may be older than the edit, and is not kept."""
         self._scopes.pop(scope, None)
+        self._edits.note(scope)
 
     # ── its own life ──
 
@@ -180,6 +190,7 @@ class QuotaKeeper:
         returned = {} if asked_only else self._set_aside(give_back or (lambda account: account.idle_part(sent_s)))
         wants = [Want(a.lease.window, min(a.wanted), sum(a.wanted), a.ahead) for a in asked]
         renewed = self._leased(self._accounts if renew_all else [*returned, *(want.window for want in wants)])
+        seen = self._edits.now
         stale = [] if asked_only else self._stale_scopes(sent_s)
         waiters = {account: account.waiters for account in asked}
         for account in asked:
@@ -196,7 +207,7 @@ class QuotaKeeper:
                 _fail(futures, error)
             raise
         self._learn(renewed, stored, [*returned, *grants], sent_s)
-        self._learn_limits(limits, sent_s)
+        self._learn_limits(limits, sent_s, seen)
         for account, futures in waiters.items():
             account.take(grants.get(account.lease.window), sent_s)
             for future in futures:
@@ -280,12 +291,13 @@ class QuotaKeeper:
     def _stale_scopes(self, now_s: float) -> list[Scope]:
         return [scope for scope, known in self._scopes.items() if now_s - known.read_s >= LIMITS_FRESH_S]
 
-    def _learn_limits(self, limits: Mapping[Scope, list[Limit]], now_s: float) -> None:
+    def _learn_limits(self, limits: Mapping[Scope, list[Limit]], now_s: float, seen: int) -> None:
+        """What was read at `now_s`, when so many edits had been made here."""
         now_known = {limit.quota_id: limit for of_scope in limits.values() for limit in of_scope}
         for account in self._accounts.values():
             account.learn_limit(now_known.get(account.limit.quota_id, account.limit))
         for scope, of_scope in limits.items():
-            if scope in self._scopes:
+            if scope in self._scopes and not self._edits.since(seen, scope):
                 self._scopes[scope].limits, self._scopes[scope].read_s = of_scope, now_s
 
     def _ask(self, account: Account, lacking: int) -> asyncio.Future[Grant]:
@@ -306,17 +318,19 @@ class QuotaKeeper:
 
     async def _limits(self, scopes: Sequence[Scope]) -> list[Limit]:
         """Of all the scopes; read once for a scope that is new, then kept fresh by every round."""
-        now_s = self._clock.monotonic()
+        now_s, seen = self._clock.monotonic(), self._edits.now
         known = [self._scopes[scope] for scope in scopes if scope in self._scopes]
         unknown = [scope for scope in scopes if scope not in self._scopes]
         if unknown:
             async with self._database.read() as session:
                 found = await load_limits(session, unknown)
-            known += [self._scopes.setdefault(scope, _Scope(limits, now_s, now_s)) for scope, limits in found.items()]
-            self._learn_limits(found, now_s)
-        for scope in known:
-            scope.used_s = now_s
-        return [limit for scope in known for limit in scope.limits]
+            read = {scope: _Scope(limits, now_s, now_s) for scope, limits in found.items()}
+            known += read.values()
+            self._scopes = {s: one for s, one in read.items() if not self._edits.since(seen, s)} | self._scopes
+            self._learn_limits(found, now_s, seen)
+        for one in known:
+            one.used_s = now_s
+        return [limit for one in known for limit in one.limits]
 
     def _account(self, limit: Limit) -> Account:
         window = WindowId(limit.quota_id, window_start(limit.kind.period, self._clock.now()))
@@ -331,8 +345,10 @@ class QuotaKeeper:
         """What goes back, out of reach of new holds from now on."""
         returned = {}
         for window, account in self._accounts.items():
+            if account.waiters:
+                continue
             amount = min(account.lease.free, part(account))
-            if amount > 0 and not account.waiters:
+            if amount > 0:
                 account.lease.granted -= amount
                 returned[window] = amount
         return returned

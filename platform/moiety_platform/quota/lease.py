@@ -36,6 +36,7 @@ class Lease:
     granted: int = 0
     settled: int = 0
     held: int = 0
+    num_holds: int = 0  # that have it, also such as have reserved nothing of it
     meter: Meter = Meter.STOCK
     good_until_s: float = float("-inf")  # by the replica's monotonic clock
 
@@ -55,11 +56,12 @@ class Charge(msgspec.Struct, frozen=True):
 class Hold:
     """What one request has reserved. Made empty; `reserve` more, then `settle` once."""
 
-    __slots__ = ("_reserved", "is_over", "leases")
+    __slots__ = ("_has_begun", "_reserved", "is_over", "leases")
 
     def __init__(self, leases: Sequence[Lease]) -> None:
         self.leases = tuple(leases)
         self._reserved: dict[Unit, int] = dict.fromkeys(Unit, 0)
+        self._has_begun = False
         self.is_over = False
 
     def lacking(self, amounts: Mapping[Unit, int]) -> dict[Lease, int]:
@@ -67,7 +69,7 @@ class Hold:
         short = {}
         for lease in self.leases:
             more = amounts.get(lease.unit, 0) - self._reserved[lease.unit]
-            if more > lease.free:
+            if more > 0 and more > lease.free:
                 short[lease] = more - lease.free
         return short
 
@@ -77,6 +79,10 @@ class Hold:
         assert not self.is_over, "a hold that was settled takes no more"
         if self.lacking(amounts):
             return False
+        if not self._has_begun:
+            self._has_begun = True
+            for lease in self.leases:
+                lease.num_holds += 1
         for unit, wanted in amounts.items():
             more = wanted - self._reserved[unit]
             if more > 0:
@@ -91,6 +97,7 @@ class Hold:
         for lease in self.leases:
             if lease.window == window:
                 lease.held -= self._reserved[lease.unit]
+                lease.num_holds -= self._has_begun
         self.leases = tuple(lease for lease in self.leases if lease.window != window)
 
     def charges(self, used: Mapping[Unit, int]) -> tuple[Charge, ...]:
@@ -113,6 +120,7 @@ class Hold:
         self.is_over = True
         for lease in self.leases:
             lease.held -= self._reserved[lease.unit]
+            lease.num_holds -= self._has_begun
             if lease.meter is not Meter.SLOTS:
                 lease.settled += used.get(lease.unit, 0)
         return self.charges(used)

@@ -45,6 +45,8 @@ class Stored:
     settled: int = 0
 
 
+WINDOWS_AT_ONCE = 1_000
+
 Change = tuple[dict[str, Any], int]  # (the row's key, what is added)
 Slice = Callable[[int, int, int, int], int]  # (lacking, ahead, remaining, replicas) → how much to take
 
@@ -72,6 +74,7 @@ class LeaseStore:
             [{"quota_id": w.quota_id, "start": w.start, "granted": 0, "settled": 0} for w in windows],
         )
         state = await self._lock(session, windows)
+        returned = await self._still_ours(session, returned)
         grants: dict[WindowId, Grant] = {}
         for window, want in asked.items():
             if window not in state:
@@ -89,6 +92,12 @@ class LeaseStore:
 
     async def renew(self, session: AsyncSession, windows: Iterable[WindowId]) -> dict[WindowId, Stored]:
         """Put off the expiry of the leases on these windows; what the store has of each."""
+        found: dict[WindowId, Stored] = {}
+        for some in _in_order(windows):
+            found |= await self._renew(session, some)
+        return found
+
+    async def _renew(self, session: AsyncSession, windows: Sequence[WindowId]) -> dict[WindowId, Stored]:
         keys = (QuotaLease.quota_id, QuotaLease.start)
         wanted = tuple_(*keys).in_([(window.quota_id, window.start) for window in windows])
         mine = QuotaLease.replica_id == self.replica_id, wanted
@@ -129,6 +138,8 @@ class LeaseStore:
         of_these = QuotaWindow.start == ALWAYS, QuotaWindow.quota_id.in_(affected)
         locked = select(QuotaWindow.quota_id).where(*of_these).order_by(QuotaWindow.quota_id).with_for_update()
         await session.execute(locked)
+        leases = select(QuotaLease.quota_id).where(*expired, QuotaLease.quota_id.in_(affected))
+        await session.execute(leases.order_by(QuotaLease.quota_id, QuotaLease.replica_id).with_for_update())
         ended = delete(QuotaLease).where(*expired, QuotaLease.quota_id.in_(affected))
         rows = (await session.execute(ended.returning(QuotaLease.quota_id, QuotaLease.granted))).all()
         freed: dict[WindowId, int] = defaultdict(int)
@@ -137,8 +148,28 @@ class LeaseStore:
         await _add(session, QuotaWindow, "granted", _by_window(freed))
         return len(rows)
 
-    async def _lock(self, session: AsyncSession, windows: list[WindowId]) -> dict[WindowId, tuple[int, int]]:
+    async def _still_ours(self, session: AsyncSession, returned: Mapping[WindowId, int]) -> dict[WindowId, int]:
+        """As much of what is to be given back as the store still has down to this replica: what was swept meanwhile was
+        given back then. The windows are locked."""
+        stored: dict[WindowId, int] = {}
+        for some in _in_order(returned):
+            mine = (
+                QuotaLease.replica_id == self.replica_id,
+                tuple_(QuotaLease.quota_id, QuotaLease.start).in_([(w.quota_id, w.start) for w in some]),
+            )
+            columns = (QuotaLease.quota_id, QuotaLease.start, QuotaLease.granted, QuotaLease.settled)
+            rows = await session.execute(select(*columns).where(*mine))
+            stored |= {WindowId(quota_id, start): granted - settled for quota_id, start, granted, settled in rows}
+        return {window: min(amount, stored.get(window, 0)) for window, amount in returned.items()}
+
+    async def _lock(self, session: AsyncSession, windows: Sequence[WindowId]) -> dict[WindowId, tuple[int, int]]:
         """What remains of each window, and how many replicas share it; nobody changes them until the end."""
+        found: dict[WindowId, tuple[int, int]] = {}
+        for some in _in_order(windows):
+            found |= await self._lock_some(session, some)
+        return found
+
+    async def _lock_some(self, session: AsyncSession, windows: Sequence[WindowId]) -> dict[WindowId, tuple[int, int]]:
         sharing = (
             select(func.count())
             .where(
@@ -203,6 +234,12 @@ async def _add(session: AsyncSession, table: type[Base], column: str, changes: S
         update(table.__table__).where(*keys).values({column: columns[column] + bindparam("amount")}),  # type: ignore[arg-type]
         [{f"key_{name}": value for name, value in key.items()} | {"amount": amount} for key, amount in changes],
     )
+
+
+def _in_order(windows: Iterable[WindowId]) -> list[list[WindowId]]:
+    """So many at once as a statement bears, all in the order in which they are locked."""
+    ordered = sorted(windows)
+    return [ordered[first : first + WINDOWS_AT_ONCE] for first in range(0, len(ordered), WINDOWS_AT_ONCE)]
 
 
 def _by_window(amounts: Mapping[WindowId, int]) -> list[Change]:
