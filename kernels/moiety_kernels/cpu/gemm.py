@@ -15,6 +15,7 @@ import torch
 from moiety_kernels.cpu import tiles
 from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32, store_i64
+from moiety_kernels.cpu.team import team
 from moiety_kernels.cpu.tiles import (
     ROWS,
     SUMS_BYTES,
@@ -28,7 +29,8 @@ from moiety_kernels.cpu.tiles import (
     sums_1_2,
     sums_2_1,
     sums_2_2,
-    sums_2_2_ahead,
+    sums_2_2_fetching,
+    sums_2_2_fetching_rest,
     unpack,
 )
 from moiety_kernels.cpu.vectors import TILE_COLS, TILE_ROWS, dot_tile, dot_tiles, widen_row
@@ -36,6 +38,7 @@ from moiety_kernels.cpu.vectors import TILE_COLS, TILE_ROWS, dot_tile, dot_tiles
 if TYPE_CHECKING:
     from torch import Tensor
 
+TASKS_PER_THREAD = 3
 ROW_BLOCK = 96  # rows a task takes at once: with K = 1024 they fill a third of a 1 MiB L2 cache
 TILES_BLOCK_BYTES = 512 << 10  # of packed rows that a task takes at once, to stay in the L2 cache
 WIDEN_ROWS = 2 * TILE_ROWS  # from so many rows on, widening first pays
@@ -49,14 +52,19 @@ MANY_ROWS_CHUNK_BYTES = 1 << 20  # and when rows are many: they, too, have to co
 # how a weight is multiplied
 FLOAT32, BFLOAT16, BFLOAT16_TILES = 0, 1, 2
 
+# of a product on tiles
+TILES_ROWS = 512  # at most so many rows at once
+TILES_DEPTH = 1024  # and so many columns
+TILES_MOST_COLUMNS = 256  # of the weight a task takes, where there are several blocks of columns
+
 # a thread's scratch
 ROWS_AT = 0  # addresses of the rows, up to 1,024
 PADDED_AT = 8 << 10  # those of one panel's rows
 CONFIG_AT = 9 << 10  # the tiles' configuration
-SUMS_AT = 12 << 10  # four tiles of sums
 WIDE_AT = 16 << 10  # a panel of widened weight rows, at least TILE_COLS of them, or rows packed for tiles
-TEMP_AT = WIDE_AT + TILE_COLS * (4 * MAX_WIDTH + PANEL_PAD)
-PACKED_BYTES = TEMP_AT - WIDE_AT
+AREA_AT = WIDE_AT + TILE_COLS * (4 * MAX_WIDTH + PANEL_PAD)  # the tiles' sums of two products
+AREA_BYTES = 2 * 4 * TILES_ROWS * TILES_MOST_COLUMNS
+TEMP_AT = AREA_AT + AREA_BYTES
 
 _wide_tile, _narrow_tile = dot_tiles(TILE_COLS, widen=False), dot_tiles(TILE_COLS, widen=True)
 _wide_single = dot_tile(1, 1, widen=False)
@@ -65,11 +73,9 @@ _narrow_single = dot_tile(1, 1, widen=True)
 
 def product_kind(weight: Tensor) -> int:
     """How a weight of K columns, its last dimension, is multiplied on this machine."""
-    width = weight.shape[-1]
     if weight.dtype is torch.float32:
         return FLOAT32
-    fits = width % tiles.DEPTH == 0 and 2 * ROWS * width <= PACKED_BYTES
-    return BFLOAT16_TILES if fits and tiles.usable() else BFLOAT16
+    return BFLOAT16_TILES if weight.shape[-1] % tiles.DEPTH == 0 and tiles.usable() else BFLOAT16
 
 
 @jit
@@ -116,24 +122,21 @@ def _multiply_narrow(rows: int, m: int, w: int, n: int, k: int, out: int, out_st
 
 
 @jit
-def _pack_rows(rows: int, m: int, k: int, packed: int, scratch: int) -> None:
-    """Write m rows as panels of 16. What a panel holds beyond them is never looked at."""
+def _pack_rows(rows: int, m: int, first_k: int, k: int, packed: int, scratch: int) -> None:
+    """Write k columns of m rows as panels of 16. What a panel holds beyond them is never looked at."""
+    padded = scratch + PADDED_AT
     for first in range(0, m, ROWS):
         start, panel, count = rows + 8 * first, packed + 2 * k * first, min(ROWS, m - first)
+        for i in range(ROWS):
+            store_i64(padded, i, load_i64(start, min(i, count - 1)) + 4 * first_k)
         if count == 1:
-            pack_one(start, k, panel)
-            continue
-        if count < ROWS:
-            padded = scratch + PADDED_AT
-            for i in range(ROWS):
-                store_i64(padded, i, load_i64(start, min(i, count - 1)))
-            start = padded
-        if count <= 4:
-            pack_four(start, k, panel)
+            pack_one(padded, k, panel)
+        elif count <= 4:
+            pack_four(padded, k, panel)
         elif count <= 8:
-            pack_eight(start, k, panel)
+            pack_eight(padded, k, panel)
         else:
-            pack_all(start, k, panel)
+            pack_all(padded, k, panel)
 
 
 @jit
@@ -146,42 +149,54 @@ def _unpack_few(sums: int, height: int, m: int, out: int, out_stride: int) -> No
 
 @jit
 def _tile_sums(
-    num_tiles: int, num_panels: int, ahead: bool, w: int, w_stride: int, panel: int, apart: int, k: int, sums: int
-) -> None:
+    num_tiles: int, num_panels: int, fetching: int, w: int, w_stride: int, panel: int, apart: int, k: int,
+    sums: int, sums_apart: int, is_first: int,
+) -> None:  # fmt: skip
     if num_tiles == 1:
         if num_panels == 1:
-            sums_1_1(w, w_stride, panel, apart, k, sums)
+            sums_1_1(w, w_stride, panel, apart, k, sums, sums_apart, is_first)
         else:
-            sums_1_2(w, w_stride, panel, apart, k, sums)
+            sums_1_2(w, w_stride, panel, apart, k, sums, sums_apart, is_first)
     elif num_panels == 1:
-        sums_2_1(w, w_stride, panel, apart, k, sums)
-    elif ahead:
-        sums_2_2_ahead(w, w_stride, panel, apart, k, sums)
+        sums_2_1(w, w_stride, panel, apart, k, sums, sums_apart, is_first)
+    elif fetching == 0:
+        sums_2_2(w, w_stride, panel, apart, k, sums, sums_apart, is_first)
+    elif fetching == 1:
+        sums_2_2_fetching(w, w_stride, panel, apart, k, sums, sums_apart, is_first)
     else:
-        sums_2_2(w, w_stride, panel, apart, k, sums)
+        sums_2_2_fetching_rest(w, w_stride, panel, apart, k, sums, sums_apart, is_first)
 
 
 @jit
-def _multiply_packed(packed: int, m: int, w: int, n: int, k: int, out: int, out_stride: int, scratch: int) -> None:
-    """out[:m, :n] for bfloat16 w on the matrix tiles, with the rows in panels."""
-    sums, w_stride, apart = scratch + SUMS_AT, 2 * k, 2 * ROWS * k
+def _multiply_block(
+    packed: int, m: int, w: int, w_stride: int, n: int, k: int, is_first: int, is_last: int,
+    out: int, out_stride: int, area: int, scratch: int,
+) -> None:  # fmt: skip
+    """Add k columns' part of out[:m, :n], the rows being in panels. The sums wait in `area` for the next part, all of
+    them; where this is the only one, they are written out at once from the same place."""
+    panels, apart, is_whole = (m + ROWS - 1) // ROWS, 2 * ROWS * k, is_first and is_last
     configure(ROWS, scratch + CONFIG_AT)
     column = 0
     while column < n:
-        num_tiles, height = (2 if n - column >= 2 * ROWS else 1), min(ROWS, n - column)
+        left = n - column
+        num_tiles, height = (2 if left >= 2 * ROWS else 1), min(ROWS, left)
         if height < ROWS:
             configure(height, scratch + CONFIG_AT)
-        for i in range(0, m, 2 * ROWS):
-            num_panels = 2 if m - i > ROWS else 1
-            ahead = i == 2 * ROWS and n - column >= 4 * ROWS
-            _tile_sums(
-                num_tiles, num_panels, ahead, w + column * w_stride, w_stride, packed + i * w_stride, apart, k, sums
-            )
+        for first in range(0, panels, 2):
+            num_panels = min(2, panels - first)
+            sums, sums_apart = area + SUMS_BYTES * (column // ROWS * panels + first), SUMS_BYTES * panels
+            if is_whole:
+                sums, sums_apart = area, SUMS_BYTES * 2
+            fetching = first // 2 + 1 if is_whole and panels > 2 and first <= 2 and left >= 4 * ROWS else 0
+            start, panel = w + column * w_stride, packed + first * apart
+            _tile_sums(num_tiles, num_panels, fetching, start, w_stride, panel, apart, k, sums, sums_apart, is_first)
+            if not is_last:
+                continue
             for tile in range(num_tiles):
                 for p in range(num_panels):
-                    row = i + p * ROWS
+                    row = (first + p) * ROWS
                     target = out + row * out_stride + 4 * (column + tile * ROWS)
-                    part = sums + SUMS_BYTES * (tile * num_panels + p)
+                    part = sums + tile * sums_apart + SUMS_BYTES * p
                     if height == ROWS:
                         unpack(part, min(ROWS, m - row), target, out_stride)
                     else:
@@ -194,14 +209,27 @@ def _multiply_packed(packed: int, m: int, w: int, n: int, k: int, out: int, out_
 def _multiply_tiles(
     rows: int, m: int, w: int, other_w: int, n: int, k: int, out: int, other_out: int, out_stride: int, scratch: int
 ) -> None:
-    """The same for rows anywhere, and for one or two weights; no second one is 0."""
-    packed, at_once = scratch + WIDE_AT, PACKED_BYTES // (2 * ROWS * k) * ROWS
-    for first in range(0, m, at_once):
-        count, below = min(at_once, m - first), first * out_stride
-        _pack_rows(rows + 8 * first, count, k, packed, scratch)
-        _multiply_packed(packed, count, w, n, k, out + below, out_stride, scratch)
-        if other_w:
-            _multiply_packed(packed, count, other_w, n, k, other_out + below, out_stride, scratch)
+    """out[:m, :n] for bfloat16 w on the matrix tiles, and for a second weight if there is one (else 0). Columns are
+    taken a block at a time, so that rows and weight stay in the cache; a row's sums run over them in one order all the
+    same."""
+    packed, area = scratch + WIDE_AT, scratch + AREA_AT
+    other_area = area + AREA_BYTES // 2
+    for first in range(0, m, TILES_ROWS):
+        count, below = min(TILES_ROWS, m - first), first * out_stride
+        for first_k in range(0, k, TILES_DEPTH):
+            depth = min(TILES_DEPTH, k - first_k)
+            is_first, is_last = int(first_k == 0), int(first_k + depth == k)
+            _pack_rows(rows + 8 * first, count, first_k, depth, packed, scratch)
+            start = w + 2 * first_k
+            _multiply_block(
+                packed, count, start, 2 * k, n, depth, is_first, is_last, out + below, out_stride, area, scratch
+            )
+            if other_w:
+                start = other_w + 2 * first_k
+                _multiply_block(
+                    packed, count, start, 2 * k, n, depth, is_first, is_last, other_out + below, out_stride,
+                    other_area, scratch,
+                )  # fmt: skip
 
 
 @jit
@@ -259,13 +287,20 @@ def row_block(kind: int, width: int) -> int:
     """How many rows a task takes at once."""
     if kind != BFLOAT16_TILES:
         return ROW_BLOCK
-    return min(1024, max(ROW_BLOCK, TILES_BLOCK_BYTES // (2 * width) // ROWS * ROWS))
+    return min(TILES_ROWS, max(ROW_BLOCK, TILES_BLOCK_BYTES // (2 * min(width, TILES_DEPTH)) // ROWS * ROWS))
 
 
-def chunk_rows(kind: int, row_bytes: int, num_rows: int, rows_at_once: int) -> int:
-    """How many of a weight's `num_rows` rows a task takes that multiplies `rows_at_once` rows: a multiple of 16."""
+def chunk_rows(kind: int, width: int, row_bytes: int, num_rows: int, rows_at_once: int, num_items: int) -> int:
+    """How many of a weight's `num_rows` rows, of `width` columns, a task takes that multiplies `rows_at_once` rows: a
+    multiple of 16. There are `num_items` such weights or blocks of rows; every thread should have some tasks."""
     if rows_at_once >= WIDEN_ROWS:
         most = MANY_ROWS_CHUNK_BYTES
     else:
         most = TILES_CHUNK_BYTES if kind == BFLOAT16_TILES else CHUNK_BYTES
-    return min(max(16, most // row_bytes // 16 * 16), -(-num_rows // 16) * 16)
+    chunk = max(16, most // row_bytes // 16 * 16)
+    if kind == BFLOAT16_TILES:
+        if width > TILES_DEPTH:
+            chunk = TILES_MOST_COLUMNS
+        while chunk > 2 * ROWS and num_items * -(-num_rows // chunk) < TASKS_PER_THREAD * team().num_threads:
+            chunk = chunk // 2 // 16 * 16
+    return min(chunk, -(-num_rows // 16) * 16)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
+from numba.core.registry import cpu_target
 
-from moiety_kernels.cpu.emitter import I8, I64, LANES, PTR, VF, VI32, VOID, Emitter, function
+from moiety_kernels.cpu.emitter import I8, I64, LANES, PTR, VF, VI32, VOID, WIDE, Emitter, function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +28,9 @@ DEPTH = 32  # columns that one instruction multiplies
 CONFIG_BYTES = 64
 SUMS_BYTES = 4 * ROWS * ROWS  # of one tile
 
-_IN_HARDWARE = bool(llvm.get_host_cpu_features().get("amx-bf16"))
+_NEEDED = {"+amx-tile", "+amx-bf16", "+avx512f", "+avx512bf16"}
+_COMPILED_FOR = cpu_target.target_context.codegen().magic_tuple()[2].split(",")  # numba's settings may say less than
+_IN_HARDWARE = WIDE and {*_COMPILED_FOR} >= _NEEDED  # the processor has
 if _IN_HARDWARE:
     llvm.initialize_native_asmparser()  # for the one instruction that has no portable intrinsic
 _SUMS, _PANELS, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
@@ -86,27 +89,37 @@ def _pack(e: Emitter, rows: int) -> None:
     e.loop(count, DEPTH, [], body)
 
 
-def _sums(e: Emitter, tiles: int, panels: int, ahead: bool = False) -> None:
-    """Tiles of weight rows times panels; the sums go to out[tile][panel][16][16], a row of them being one weight row's.
-    `ahead`: meanwhile the weight rows below are fetched. Arguments: w, w stride, panel, bytes between panels, k, out.
-    """
-    w, w_stride, panel, apart, count, out = e.function.args
+def _sums(e: Emitter, tiles: int, panels: int, fetched: range = range(0)) -> None:
+    """Tiles of weight rows times panels, added to out[tile][panel][16][16] unless they are the first; a row of the sums
+    is one weight row's. `fetched`: of the cache lines of the weight rows below, as many a step as there are rows, those
+    that are asked for meanwhile. Arguments: w, w stride, panel, bytes between panels, k, out, bytes between its tiles,
+    whether these are the first."""
+    w, w_stride, panel, apart, count, out, out_apart, is_first = e.function.args
     builder = e.builder
 
     def tile(name: str, kinds: Sequence[ir.Type], *args: ir.Value) -> None:
         e.intrinsic(f"llvm.x86.{name}", VOID, kinds, *args)
 
+    sums = [
+        (t * panels + p, builder.add(builder.mul(out_apart, I64(t)), I64(p * SUMS_BYTES)))
+        for t in range(tiles)
+        for p in range(panels)
+    ]
     starts = [builder.add(w, builder.mul(w_stride, I64(ROWS * index))) for index in range(tiles)]
     below = builder.add(w, builder.mul(w_stride, I64(ROWS * tiles)))
-    for index in range(tiles * panels):
-        tile("tilezero", [I8], I8(_SUMS[index]))
+    with builder.if_else(builder.icmp_signed("!=", is_first, I64(0))) as (first, later):
+        with first:
+            for index, _ in sums:
+                tile("tilezero", [I8], I8(_SUMS[index]))
+        with later:
+            for index, offset in sums:
+                tile("tileloadd64", [I8, PTR, I64], I8(_SUMS[index]), e.pointer(out, offset), I64(4 * ROWS))
 
     def body(i: ir.Value) -> list[ir.Value]:
         across, down = builder.mul(i, I64(2)), builder.mul(i, I64(2 * ROWS))
-        if ahead:
-            first = builder.add(below, builder.mul(i, I64(2 * ROWS * tiles)))
-            for line in range(ROWS * tiles):
-                e.prefetch(first, I64(2 * DEPTH * line), locality=2)
+        following = builder.add(below, builder.mul(i, I64(2 * ROWS * tiles)))
+        for line in fetched:
+            e.prefetch(following, I64(2 * DEPTH * line), locality=2)
         for p in range(panels):
             at = e.pointer(panel, builder.add(down, builder.mul(apart, I64(p))))
             tile("tileloadd64", [I8, PTR, I64], I8(_PANELS[p]), at, I64(4 * ROWS))
@@ -118,8 +131,8 @@ def _sums(e: Emitter, tiles: int, panels: int, ahead: bool = False) -> None:
         return []
 
     e.loop(count, DEPTH, [], body)
-    for index in range(tiles * panels):
-        tile("tilestored64", [I8, PTR, I64], I8(_SUMS[index]), e.pointer(out, index * SUMS_BYTES), I64(4 * ROWS))
+    for index, offset in sums:
+        tile("tilestored64", [I8, PTR, I64], I8(_SUMS[index]), e.pointer(out, offset), I64(4 * ROWS))
 
 
 def _unpack(e: Emitter) -> None:
@@ -165,11 +178,16 @@ pack_one, pack_four, pack_eight, pack_all = (
     _tile_function(f"pack_{rows}", 3, partial(_pack, rows=rows)) for rows in (1, 4, 8, ROWS)
 )
 sums_1_1, sums_1_2, sums_2_1, sums_2_2 = (
-    _tile_function(f"sums_{tiles}_{panels}", 6, partial(_sums, tiles=tiles, panels=panels))
+    _tile_function(f"sums_{tiles}_{panels}", 8, partial(_sums, tiles=tiles, panels=panels))
     for tiles in (1, 2)
     for panels in (1, 2)
 )
-sums_2_2_ahead = _tile_function("sums_2_2_ahead", 6, partial(_sums, tiles=2, panels=2, ahead=True))
+sums_2_2_fetching, sums_2_2_fetching_rest = (
+    _tile_function(
+        f"sums_2_2_{part}", 8, partial(_sums, tiles=2, panels=2, fetched=range(ROWS * part, ROWS * (part + 1)))
+    )
+    for part in (0, 1)
+)
 unpack = _tile_function("unpack", 4, _unpack)
 configure = _tile_function("configure", 2, _configure)
 release = _tile_function("release", 0, _release)

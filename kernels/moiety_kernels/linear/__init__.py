@@ -23,7 +23,7 @@ def _cpu() -> ModuleType:
 
 def linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """x · weightᵀ + bias, in x's dtype. Where the processor has matrix tiles, float32 rows are rounded to a bfloat16
-    weight's dtype first; products and sums are float32 everywhere."""
+    weight's dtype first, and what is too small for a normal number counts as zero; products and sums are float32."""
     require_shape("weight", weight_ND, (-1, x_TD.shape[-1]))
     if x_TD.is_cpu and _cpu().fits(x_TD, weight_ND):
         fast: Tensor = _cpu().linear(x_TD, weight_ND, bias_N)

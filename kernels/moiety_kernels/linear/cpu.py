@@ -50,8 +50,8 @@ def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     if m == 0 or n == 0:
         return out_MN
     kind = product_kind(weight_NK)
-    chunk = chunk_rows(kind, k * weight_NK.element_size(), n, m)
     block = row_block(kind, k)
+    chunk = chunk_rows(kind, k, k * weight_NK.element_size(), n, m, -(-m // block))
     tasks = -(-m // block) * -(-n // chunk)
     bias = 0 if bias_N is None else bias_N.data_ptr()
     team().run(

@@ -66,6 +66,7 @@ def experts(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w_gate_up_E2FD: 
     num_experts, width, hidden = w_down_EDF.shape
     rows, size = tokens * top_k, w_down_EDF.element_size()
     up_kind, down_kind = product_kind(w_gate_up_E2FD), product_kind(w_down_EDF)
+    items = min(num_experts, rows)
     floats = torch.empty(rows * (hidden + width))
     max_items = num_experts + rows // ROW_BLOCK
     sizes = (num_experts + 1, rows, rows, rows, 3 * max_items)
@@ -92,8 +93,8 @@ def experts(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w_gate_up_E2FD: 
         4 * x_TD.stride(0),
         up_kind,
         down_kind,
-        min(chunk_rows(up_kind, 2 * width * size, hidden, rows // num_experts), _MAX_CHUNK),
-        chunk_rows(down_kind, hidden * size, width, rows // num_experts),
+        min(chunk_rows(up_kind, width, 2 * width * size, hidden, rows // num_experts, items), _MAX_CHUNK),
+        chunk_rows(down_kind, hidden, hidden * size, width, rows // num_experts, items),
         floats.data_ptr(),
         floats.data_ptr() + 4 * rows * hidden,
         starts,
