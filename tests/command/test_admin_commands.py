@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import socket
@@ -103,6 +104,36 @@ def test_a_key_is_made_used_rotated_and_revoked(moiety: Callable[..., Any], serv
     assert {one["status"] for one in listed} == {"expired", "revoked"}
 
 
+def test_prices_and_limits_on_money_are_given_in_dollars(moiety: Callable[..., Any]) -> None:
+    made = json.loads(moiety("price", "set", "large", "--input", "0.15", "--output", "0.6", "--json").stdout)
+    assert (made["input"], made["cached_input"], made["service_class"]) == ("0.15", "0.15", None)
+    assert "0.15" in moiety("price", "list").stdout
+    assert moiety("price", "set", "large", "--input", "cheap", "--output", "1").returncode == 1
+    assert moiety("price", "delete", "large").returncode == 0
+    moiety("tenant", "create", "spender")
+    arguments = ("--tenant", "spender", "--dollars-per-day", "12.5", "--requests-per-minute", "60")
+    limits = json.loads(moiety("quota", "set", *arguments, "--json").stdout)["data"]
+    assert {limit["kind"]: limit["cap"] for limit in limits} == {
+        "requests_per_minute": 60,
+        "money_per_day": 12_500_000_000,
+    }
+    assert "$ 12.5" in moiety("quota", "list", "--tenant", "spender").stdout
+    assert moiety("quota", "set", "--tenant", "spender", "--dollars-per-day", "much").returncode == 2
+
+
+def test_the_audit_log_is_shown_and_verified(moiety: Callable[..., Any]) -> None:
+    tenant = json.loads(moiety("tenant", "create", "watched", "--json").stdout)
+    moiety("tenant", "change", "watched", "--weight", "5")
+    shown = moiety("audit", "list", "--object", tenant["id"]).stdout
+    assert "weight: 1.0 → 5.0" in shown
+    head = json.loads(moiety("audit", "verify", "--json").stdout)["head"]
+    moiety("tenant", "suspend", "watched")
+    assert moiety("audit", "verify", "--expect", head).returncode == 0
+    cut = moiety("audit", "verify", "--expect", f"999:{'0' * 64}")
+    assert cut.returncode == 1
+    assert "cut off or made anew" in cut.stderr
+
+
 def test_usage_is_summed_by_tenant(moiety: Callable[..., Any], serve: Any) -> None:
     body = {"model": "moiety-demo", "messages": [{"role": "user", "content": "hello"}]}
     headers = {"Authorization": f"Bearer {serve.tenant_key}"}
@@ -118,6 +149,10 @@ def test_usage_is_summed_by_tenant(moiety: Callable[..., Any], serve: Any) -> No
             break
     assert used() == tokens
     assert "demo" in moiety("usage").stdout
+    (exported,) = csv.DictReader(moiety("usage", "--tenant", "demo", "--csv").stdout.splitlines())
+    assert (exported["tenant_name"], int(exported["output_tokens"])) == ("demo", tokens)
+    assert int(exported["cost_nanodollars"]) == 0
+    assert moiety("usage", "--csv", "--json").returncode == 2
     by_class = moiety("usage", "--by", "service_class").stdout
     assert "SLA kept" in by_class
     assert "standard" in by_class

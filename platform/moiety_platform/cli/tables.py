@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,14 @@ def make_console() -> Console:
 
 def show_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def show_csv(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The fields of the first row as the header; nothing for no rows. What is null is empty."""
+    writer = csv.DictWriter(sys.stdout, list(rows[0]) if rows else [], lineterminator="\n")
+    if rows:
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def show_value(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moiety_platform.cli.admin_command import Admin, admin_command
-from moiety_platform.cli.tables import show_json
+from moiety_platform.cli.tables import show_csv, show_json
 from moiety_platform.prices.terms import dollars
 
 TOTALS = {
@@ -52,17 +52,23 @@ def usage(
     hours: Annotated[float, typer.Option(min=0.001, help="How far back.")] = 24,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant (name or id).")] = None,
     requests: Annotated[int, typer.Option(min=0, max=500, help="Show the last so many single requests instead.")] = 0,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table, with every field.")] = False,
 ) -> None:
-    """Show what was used: requests, tokens and times."""
+    """Show what was used: requests, tokens, times and money."""
+    if as_csv and admin.as_json:
+        raise typer.BadParameter("give --csv or --json, not both")
     tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
     since = (datetime.now(UTC) - timedelta(hours=hours)).isoformat()
     if requests:
         page = admin.client.get("/usage/requests", limit=requests, since=since, tenant_id=tenant_id)
-        admin.show_rows(page["data"], REQUESTS)
+        show_csv(page["data"]) if as_csv else admin.show_rows(page["data"], REQUESTS)
         return
     report = admin.client.get("/usage", group_by=by, since=since, tenant_id=tenant_id)
     if admin.as_json:
         show_json(report)
+        return
+    if as_csv:
+        show_csv([{**one["group"], **one["totals"]} for one in report["data"]])
         return
     rows: list[dict[str, Any]] = [
         {**named(one["group"]), **one["totals"], "attainment": percent(one["totals"]), "cost": cost(one["totals"])}
