@@ -187,6 +187,21 @@ async def test_a_limit_that_is_taken_away_cuts_no_stream(database: Database) -> 
     await keeper.stop()
 
 
+async def test_a_limit_that_only_a_later_release_knows_breaks_no_other(database: Database) -> None:
+    await set_caps(database, {WHOLE: 100})
+    async with database.write() as session:
+        later = Quota(id="later", level=WHOLE.level, scope_id=WHOLE.id, kind="tokens_per_century", cap=1)
+        later.created_at = datetime.now(UTC)
+        session.add(later)
+    keeper = QuotaKeeper(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
+    await keeper.start()
+    hold = await keeper.hold([WHOLE], {Unit.TOKENS: 30})
+    assert [charge.window.quota_id for charge in hold.settle({Unit.TOKENS: 25})] == [WHOLE.id]
+    with pytest.raises(QuotaExceeded):
+        await keeper.hold([WHOLE], {Unit.TOKENS: 100})
+    await keeper.stop()
+
+
 async def test_a_limit_set_by_several_at_once_is_one_limit(database: Database, demo: Any) -> None:
     async def set_to(cap: int) -> str:
         async with database.write() as session:
