@@ -47,11 +47,6 @@ class AuditedStore:
     clock: Clock
 
     @asynccontextmanager
-    async def read(self) -> AsyncIterator[AsyncSession]:
-        async with self.database.read() as session:
-            yield session
-
-    @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncSession]:
         """A transaction whose changes are logged, or rolled back together with the log."""
         async with self.database.write() as session:

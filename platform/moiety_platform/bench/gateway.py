@@ -154,7 +154,9 @@ def _spread_ms(tally: Tally) -> dict[str, float]:
 
 @contextmanager
 def _running(folder: Path) -> Iterator[_Running]:
-    """The engine and the gateway, ready, the latter on a core of its own."""
+    """The engine and the gateway, ready, the latter on a core of its own. Raises BenchFailed."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise BenchFailed("this system cannot give the gateway a core of its own; run it on Linux")
     socket, data_dir = f"ipc://{folder / 'engine'}", folder / "data"
     port = claim_port("127.0.0.1", 0, "--port")
     keys_path = data_dir / KEYS_FILE

@@ -197,8 +197,9 @@ class QuotaKeeper:
             account.waiters, account.wanted = [], []
         if not (wants or returned or renewed or stale):
             return
+        begin = self._database.write if wants or returned or renewed else self._database.read
         try:
-            async with self._database.write() as session:
+            async with begin() as session:
                 grants = await self._exchange(session, returned, wants)
                 stored = await self._store.renew(session, renewed) if renewed else {}
                 limits = await load_limits(session, stale)
