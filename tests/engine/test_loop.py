@@ -16,6 +16,7 @@ from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
+from moiety_kernels.cpu.team import Program, Team
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FailureCode, FinishReason, Sampling
 
@@ -73,6 +74,23 @@ def test_greedy_output_is_that_of_transformers(loops: Any, checkpoint: Path) -> 
     prompt = prompt_of(60, 5)
     expected = oracle.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
     assert tokens(loops.make(), [make_submit(0, prompt)])[0] == expected[0, 60:].tolist()
+
+
+def test_a_dozen_that_decode_together_get_the_tokens_they_get_alone_and_their_steps_are_replayed(
+    loops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submits = [make_submit(key, prompt_of(5 + key, key)) for key in range(12)]
+    alone = {key: one for submit in submits for key, one in tokens(loops.make(), [submit]).items()}
+    replayed: list[Program] = []
+    replay = Team.replay
+
+    def note(self: Team, program: Program) -> None:
+        replayed.append(program)
+        replay(self, program)
+
+    monkeypatch.setattr(Team, "replay", note)
+    assert tokens(loops.make(), submits) == alone
+    assert len(replayed) >= 12
 
 
 @pytest.mark.parametrize("batching", list(Batching))

@@ -1,12 +1,14 @@
-"""Replaying decode steps of few sequences on a CPU without Python between the operations.
+"""Replaying decode steps on a CPU without Python between the operations.
 
-At a handful of rows the interpreter would take a good part of a step. So the jobs that the layers run for a number of
-sequences are recorded once, on buffers that stay, and then replayed in one call, like a GPU's graph. A pass that does
-anything beside our kernels cannot be recorded and runs as before.
+At a handful of rows the interpreter would take a good part of a step, and at some dozens a few hundredths. So the jobs
+that the layers run for a number of sequences are recorded once, on buffers that stay, and then replayed in one call,
+like a GPU's graph: at once for a handful, for more once a number of sequences has come back often enough to pay for it.
+A pass that does anything beside our kernels cannot be recorded and runs as before.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
 
     from moiety_engine.model.batch import Batch, KvCache
 
-MAX_SEQUENCES = 8
+MAX_SEQUENCES = 64
+FEW_SEQUENCES = 8  # up to which a step is recorded when it is first seen
+STEPS_TO_PAY = 4  # that come before, where there are more: each recording keeps its own buffers
 MIN_TABLE_WIDTH = 64  # blocks; a wider table is recorded anew, at twice the width
 
 _ALLOCATIONS = {"empty", "empty_like"}
@@ -64,11 +68,18 @@ class DecodePrograms:
         self._layers = layers
         self._cache: KvCache | None = None
         self._recorded: dict[int, _Recorded] = {}
+        self._times_seen: Counter[int] = Counter()  # number of sequences, where it is not recorded yet
         self._recordable = True
 
     def takes(self, batch: Batch) -> bool:
-        """Whether this is a step of few sequences with one token each."""
-        return self._recordable and batch.num_decode == batch.token_ids_T.shape[0] <= MAX_SEQUENCES
+        """Whether this is a step of few sequences with one token each, and recorded or worth it."""
+        sequences = batch.num_decode
+        if not self._recordable or sequences != batch.token_ids_T.shape[0] or sequences > MAX_SEQUENCES:
+            return False
+        if sequences <= FEW_SEQUENCES or sequences in self._recorded:
+            return True
+        self._times_seen[sequences] += 1
+        return self._times_seen[sequences] > STEPS_TO_PAY
 
     def run(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         """What the layers make of x; valid until the next run."""
@@ -95,14 +106,15 @@ class DecodePrograms:
             max_context=wide * kv.block_size,
         )
         _refill(own, batch)
-        self._layers(x_TD.clone(), own, kv)  # whatever is computed once, tables and machine code, is there after this
-        own_x_TD = x_TD.clone()
-        with team().recording() as jobs, _Watch() as watch:
-            output_TD = self._layers(own_x_TD, own, kv)
-        self._recordable = watch.only_kernels
-        if self._recordable:
-            recorded = _Recorded(Program(jobs), own_x_TD, own, output_TD, watch.tensors)
-            self._recorded[sequences] = recorded
+        for _ in range(2):  # the first time there may be tables to compute once, and code to compile
+            own_x_TD = x_TD.clone()
+            with team().recording() as jobs, _Watch() as watch:
+                output_TD = self._layers(own_x_TD, own, kv)
+            if watch.only_kernels:
+                recorded = _Recorded(Program(jobs), own_x_TD, own, output_TD, watch.tensors)
+                self._recorded[sequences] = recorded
+                return output_TD
+        self._recordable = False
         return output_TD
 
 

@@ -15,7 +15,7 @@ from moiety_kernels.cpu.compiling import jit, task_address
 from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.memory import load_f32, load_f64, load_i64, store_f32
 from moiety_kernels.cpu.team import team
-from moiety_kernels.cpu.vectors import sum_squares, weigh_row
+from moiety_kernels.cpu.vectors import copy_row, rotate_row, sum_squares, weigh_row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,6 +93,9 @@ def _normalize(row: int, count: int, weight: int, width: int, eps: float) -> Non
 def _rotate(row: int, heads: int, width: int, pairs: int, cos: int, sin: int) -> None:
     for head in range(heads):
         start = row + 4 * head * width
+        if pairs % LANES == 0:
+            rotate_row(start, pairs, cos, sin)
+            continue
         for i in range(pairs):
             a, b = load_f32(start, i), load_f32(start, i + pairs)
             c, s = load_f32(cos, i), load_f32(sin, i)
@@ -122,7 +125,6 @@ def _task(args: int, task: int, scratch: int) -> None:
         slot = load_i64(slots, t)
         place = (slot // places * kv_heads * places + slot % places) * width
         for head in range(kv_heads):
-            source, target = head * width, place + head * places * width
-            for i in range(width):
-                store_f32(k_cache, target + i, load_f32(k, source + i))
-                store_f32(v_cache, target + i, load_f32(k, kv_heads * width + source + i))
+            source, target = k + 4 * head * width, 4 * (place + head * places * width)
+            copy_row(source, width, k_cache + target)
+            copy_row(source + 4 * kv_heads * width, width, v_cache + target)

@@ -13,6 +13,7 @@ from moiety_kernels.cpu.emitter import F32, I32, I64, LANES, VOID, WIDE, Emitter
 TILE_ROWS = 6 if WIDE else 3  # rows of the largest dot tile: TILE_ROWS × TILE_COLS accumulators fill the registers
 TILE_COLS = 4
 AXPY_ROWS = 4 if WIDE else 2
+_LINE, _LINES_AT_ONCE = 64, 4  # bytes of a cache line, and how many are asked for in one turn
 
 
 def _dot(e: Emitter, rows: int, cols: int, widen: bool) -> None:
@@ -181,6 +182,47 @@ def _add_scaled(e: Emitter) -> None:
     e.loop(count, LANES, [], body)
 
 
+def _rotate(e: Emitter) -> None:
+    """Turn each pair (row[i], row[i + count]) by its angle; arguments: row, count of pairs, cos, sin."""
+    row, count, cos, sin = e.function.args
+    builder = e.builder
+    half = builder.mul(count, I64(4))
+
+    def body(i: ir.Value) -> list[ir.Value]:
+        offset = builder.mul(i, I64(4))
+        upper = builder.add(offset, half)
+        a, b, c, s = e.load(row, offset), e.load(row, upper), e.load(cos, offset), e.load(sin, offset)
+        e.store(builder.fsub(builder.fmul(a, c), builder.fmul(b, s)), row, offset)
+        e.store(builder.fadd(builder.fmul(b, c), builder.fmul(a, s)), row, upper)
+        return []
+
+    e.loop(count, LANES, [], body)
+
+
+def _copy(e: Emitter) -> None:
+    """out[i] = row[i]; arguments: row, count, out."""
+    row, count, out = e.function.args
+
+    def body(i: ir.Value) -> list[ir.Value]:
+        offset = e.builder.mul(i, I64(4))
+        e.store(e.load(row, offset), out, offset)
+        return []
+
+    e.loop(count, LANES, [], body)
+
+
+def _fetch(e: Emitter) -> None:
+    """Ask for `count` bytes from an address on, which will be read soon, into the second level of the cache."""
+    address, count = e.function.args
+
+    def body(i: ir.Value) -> list[ir.Value]:
+        for line in range(_LINES_AT_ONCE):
+            e.prefetch(address, e.builder.add(i, I64(_LINE * line)), locality=2)
+        return []
+
+    e.loop(count, _LINE * _LINES_AT_ONCE, [], body)
+
+
 def dot_tile(rows: int, cols: int, *, widen: bool) -> Any:
     """(row pointers, w, w stride, k, out, out stride): out[m, n] = Σ_k row_m[k] · w[n, k]; `widen`: w is bfloat16."""
     return function(f"moiety_dot_{rows}_{cols}_{widen}", [I64] * 6, partial(_dot, rows=rows, cols=cols, widen=widen))
@@ -220,3 +262,6 @@ scale_row = function("moiety_scale", [I64, I64, F32], _scale)
 sum_squares = function("moiety_sum_squares", [I64] * 2, _sum_squares, F32)
 weigh_row = function("moiety_weigh", [I64, I64, F32, I64, I64], _weigh)
 add_scaled_row = function("moiety_add_scaled", [I64, I64, I64, F32, I64], _add_scaled)
+rotate_row = function("moiety_rotate", [I64] * 4, _rotate)
+copy_row = function("moiety_copy", [I64] * 3, _copy)
+fetch = function("moiety_fetch", [I64] * 2, _fetch)

@@ -20,7 +20,7 @@ from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.gemm import ROWS_AT, TEMP_AT, multiply_wide
 from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, store_f32, store_i64
 from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, parallel, team
-from moiety_kernels.cpu.vectors import AXPY_ROWS, axpy_tile, scale_row, softmax_step
+from moiety_kernels.cpu.vectors import AXPY_ROWS, axpy_tile, fetch, scale_row, softmax_step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +29,7 @@ ROWS_AT_ONCE = 48
 CHUNK = 128  # positions
 _LAYOUT = struct.Struct("18qd")
 _AXPY_VECTORS = 4
+_FETCH_AHEAD = 2  # blocks: each lies by itself, so the processor does not foresee the next
 _MAX_SHARING = 256  # query heads a key-value head
 
 # arguments
@@ -123,14 +124,19 @@ def _drive(state: int, scratch: int, function: int, args: int, num_tasks: int) -
 
 @jit
 def _scores(args: int, table: int, head: int, start: int, count: int, num_rows: int, rows: int, scores: int) -> None:
-    """scores[row, j] = q_row · k[start + j] for j < count."""
+    """scores[row, j] = q_row · k[start + j] for j < count. Their values, wanted next, are asked for meanwhile."""
     places, width, kv_heads = load_i64(args, PLACES), load_i64(args, WIDTH), load_i64(args, KV_HEADS)
-    cache, stride = load_i64(args, K_CACHE), 4 * width
+    cache, values, stride = load_i64(args, K_CACHE), load_i64(args, V_CACHE), 4 * width
     j = 0
     while j < count:
         block, place = (start + j) // places, (start + j) % places
         run = min(places - place, count - j)
-        key = cache + ((load_i32(table, block) * kv_heads + head) * places + place) * stride
+        at = ((load_i32(table, block) * kv_heads + head) * places + place) * stride
+        key = cache + at
+        if j + _FETCH_AHEAD * places < count:
+            ahead = (load_i32(table, block + _FETCH_AHEAD) * kv_heads + head) * places * stride
+            fetch(cache + ahead, places * stride)
+        fetch(values + at, run * stride)
         multiply_wide(rows, num_rows, key, stride, run, width, scores + 4 * j, 4 * CHUNK)
         j += run
 

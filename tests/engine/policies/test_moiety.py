@@ -51,6 +51,17 @@ def test_a_prompt_that_has_begun_goes_on_first_if_little_of_it_is_left(
     replica.run()
 
 
+def test_a_step_is_short_only_while_somebody_was_promised_a_first_token(make_replica: MakeReplica) -> None:
+    replica = make_replica("moiety", budget=512)  # which would take half a second
+    replica.add(2048, service=BATCH)
+    replica.step()
+    assert replica.prefill_rows == [512]
+    replica.add(4, service=PRIORITY)
+    replica.step()
+    assert 0 < replica.prefill_rows[-1] < 256
+    replica.run()
+
+
 def test_a_tenant_may_have_twice_the_places_that_are_left_in_the_queue(make_replica: MakeReplica) -> None:
     replica = make_replica("moiety", max_waiting=12)
     greedy = [replica.add(4, tenant="greedy", service=FLEX) for _ in range(12)]

@@ -31,6 +31,9 @@ class Pace:
 
     @property
     def longest_step_s(self) -> float:
+        """Of a step's time, as much as a request that comes meanwhile can wait."""
+        if self.ttft_s == math.inf == self.tpot_s:
+            return self._tuning.unpromised_step_s
         shortest_s, longest_s = self._tuning.step_range_s
         return min(longest_s, max(shortest_s, self._tuning.ttft_part * self.ttft_s))
 

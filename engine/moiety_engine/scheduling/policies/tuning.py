@@ -17,6 +17,7 @@ class Tuning:
     slack_used: float = 0.35  # of the time until the next token is due
     slack_used_if_urgent: float = 0.5  # the same, while prompts of the best rank are at risk
     step_range_s: tuple[float, float] = (0.15, 0.2)  # of the longest step; but decoding alone may take half of one
+    unpromised_step_s: float = 1.0  # the longest step while nobody was promised a first token or a pace of late
     ttft_part: float = 0.06  # of the shortest TTFT promised of late, that a step may take within that range
     decode_part: float = 0.75  # of the shortest pace promised of late, that decoding alone may take
     floor_tokens: int = 16  # prompt tokens a step whatever the slack
