@@ -39,6 +39,7 @@ class GatewaySettings(BaseSettings):
     credit_window_tokens: int = Field(default=128, ge=1)
     inline_tokenize_bytes: int = Field(default=8192, ge=0)  # longer prompts are tokenized off the event loop
     send_timeout_s: float = Field(default=60, gt=0)  # a client that takes nothing for so long is hung up on
+    failover_wait_s: float = Field(default=1, ge=0)  # how long a sequence waits for an engine when its own is lost
     drain_s: int = Field(default=30, ge=0)  # how long a stop waits for running answers
 
     otlp_endpoint: str | None = Field(  # e.g. http://collector:4318; None: no spans leave the process

@@ -18,7 +18,7 @@ class ScriptedRequest:
         self.answer = list(script.tokens) if script.tokens else submit.prompt_ids
         self.credit_tokens = submit.credit_tokens
         self.credit_is_last = False
-        self.num_output = 0
+        self.num_output = len(submit.resumed_ids or ())
         self.num_blocks = -(-(len(submit.prompt_ids) + submit.max_tokens) // script.block_size)
         self.scheduled_unix_ns = 0
         self.first_token_unix_ns = 0

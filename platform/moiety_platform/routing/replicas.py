@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Self
 
-from moiety_platform.engine_client.base import EngineClient, EngineState
+from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
 from moiety_platform.routing.choose import choose
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import Card, ClassLoad
+from moiety_wire.messages import Card
 
 
 class Replicas:
@@ -18,8 +19,11 @@ class Replicas:
 
     def __init__(self, clients: Sequence[EngineClient]) -> None:
         self._clients = {client.address: client for client in clients}
+        self._changed = asyncio.Event()  # replaced by a new one each time that it is set
 
     async def __aenter__(self) -> Self:
+        for client in self._clients.values():
+            client.watch(self._note_change)
         await asyncio.gather(*(client.start() for client in self._clients.values()))
         return self
 
@@ -31,11 +35,23 @@ class Replicas:
     def states(self) -> list[EngineState]:
         return [client.state for client in self._clients.values()]
 
-    def choose(self, model: str, service: ServiceClass) -> tuple[EngineClient, ClassLoad | None]:
-        """The client to submit a request of that class to, and what its engine said of the class lately. Raises
-        NotFound or Unavailable."""
-        state = choose(self.states(), model, service)
-        return self._clients[state.address], state.class_load(service.name)
+    def choose(
+        self, model: str, service: ServiceClass, prefix: Sequence[bytes] = (), avoid: Collection[Connection] = ()
+    ) -> tuple[EngineClient, EngineState]:
+        """The client to submit a request of that class and prefix to, none of those to be avoided, and its state.
+        Raises NotFound or Unavailable."""
+        states = self.states()
+        if avoid:
+            states = [state for state in states if state.connection not in avoid]
+        state = choose(states, model, service, prefix)
+        return self._clients[state.address], state
+
+    async def wait_change(self, timeout_s: float) -> None:
+        """Return when an engine has come or gone, or after the timeout."""
+        changed = self._changed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
 
     def card(self, model: str) -> Card:
         """The card of an engine that can take a request. Raises NotFound or Unavailable."""
@@ -56,3 +72,7 @@ class Replicas:
         if not states:
             return ["no engine is configured; set MOIETY_ENGINES to the address of an engine front"]
         return [f"engine {state.address}: {state.reason or 'draining'}" for state in states]
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
