@@ -264,7 +264,7 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     served_class: str = ""
     events: list[Event] = []
     num_recomputed_tokens: int = 0  # computed again after preemptions; metered, not billed
-    detail: str = ""  # the stop string that matched; max_tokens, context, credit_refused; silent_gateway
+    detail: str = ""  # the stop string that matched; max_tokens, context, credit_refused; silent_gateway, draining
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):

@@ -44,7 +44,7 @@ class ScriptedRequest:
     def end_after(self, token_id: int) -> tuple[FinishReason, str] | None:
         """Why this token, which has been counted, ends the request; None if it does not."""
         if token_id in self.submit.stop_token_ids and self.num_output > self.submit.min_tokens:
-            return FinishReason.STOP, ""
+            return FinishReason.STOP, "stop_token"
         if self.num_output >= self.submit.max_tokens:
             return FinishReason.LENGTH, "max_tokens"
         return None

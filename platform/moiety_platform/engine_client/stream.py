@@ -144,7 +144,7 @@ class EngineStream:
         self.finished = message
         self._end()
         if message.reason is FinishReason.ABORT and not self._aborted:
-            self.inbox.put(self, EngineFailed(f"the engine ended the request by itself: {message.detail or 'abort'}"))
+            self.inbox.put(self, _unasked_end(message))
         else:
             self.inbox.put(self, message)
 
@@ -161,6 +161,13 @@ class EngineStream:
         seq = self._next_seq_out
         self._next_seq_out += 1
         return seq
+
+
+def _unasked_end(finished: Finished) -> PlatformError:
+    """What an end is that this gateway did not ask for: of an engine that shuts down, or that took us for dead."""
+    if finished.detail == FailureCode.DRAINING:
+        return Unavailable("the engine was shut down; send the request again", code="engine_draining", retry_after_s=1)
+    return EngineFailed(f"the engine ended the request by itself: {finished.detail or 'abort'}")
 
 
 def error_of(failed: Failed) -> PlatformError:
