@@ -12,6 +12,7 @@ from pydantic import AliasChoices, Field, SecretStr, field_validator, model_vali
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from moiety_platform.config_file import read_config_section
+from moiety_platform.engine_addresses import check_address
 
 SECTION = "gateway"
 
@@ -27,7 +28,7 @@ class GatewaySettings(BaseSettings):
     database_url: str | None = None  # None: SQLite in data_dir
     key_pepper: SecretStr | None = None  # mixed into the hash of every API key; lives outside the database
 
-    engines: Annotated[tuple[str, ...], NoDecode] = ()  # ZeroMQ addresses of engine fronts
+    engines: Annotated[tuple[str, ...], NoDecode] = ()  # of engine fronts: ZeroMQ addresses, or names of several
     curve_server_key: str | None = None  # the engines' public key; set all three or none
     curve_public_key: str | None = None
     curve_secret_key: SecretStr | None = None
@@ -60,8 +61,7 @@ class GatewaySettings(BaseSettings):
     @classmethod
     def _check_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for address in value:
-            if not address.startswith(("tcp://", "ipc://")):
-                raise ValueError(f"engine address {address!r} must start with tcp:// or ipc://")
+            check_address(address)
         if len(set(value)) != len(value):
             raise ValueError("an engine address is listed twice")
         return value

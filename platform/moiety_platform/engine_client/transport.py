@@ -180,6 +180,7 @@ class _Session:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, self._id.encode())
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)  # as well as IPv4
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for an engine that is not there
         self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the silence limit
         self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by credit
