@@ -59,10 +59,13 @@ async def text_of(stream) -> str:
     return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
 
-async def test_a_stream_goes_on_at_another_engine_without_a_token_missing_or_twice(start_gateway, new_card):
+@pytest.mark.parametrize("credit_window_tokens", [1, 128])  # 1: it is paused for want of credit again and again
+async def test_a_stream_goes_on_at_another_engine_without_a_token_missing_or_twice(
+    start_gateway, new_card, credit_window_tokens
+):
     engines = engines_of(new_card, 3, verdict=lambda submit: Verdict("standard", num_cached_tokens=7))
     dies_at(engines, 10, 30)
-    async with start_gateway(engines) as gateway:
+    async with start_gateway(engines, credit_window_tokens=credit_window_tokens) as gateway:
         stream = await gateway.client.chat.completions.create(**ASK, stream=True)
         assert await text_of(stream) == WHOLE
         (row,) = await gateway.rows.wait_for(1)

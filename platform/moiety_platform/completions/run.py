@@ -140,6 +140,7 @@ class Run:
             Failover(error.code, failed_address, sequence.connection[0], sequence.num_relayed),
             sequence.num_prompt_tokens + sequence.num_relayed if sequence.num_relayed else 0,
         )
+        await self._extend(sequence)  # what was granted while the engine died went to nobody
 
     async def _submit_elsewhere(self, sequence: Sequence, failure: PlatformError) -> None:
         while True:
@@ -171,10 +172,7 @@ class Run:
         more = target - stream.credit_tokens
         if stream.ended or more <= 0 or stream.credit_tokens - stream.num_output_tokens > window // 2:
             return
-        reserved = self.usage().prompt_tokens + sum(
-            other.num_output_tokens if other.ended else other.credit_tokens
-            for other in (sequence.stream for sequence in self._sequences)
-        )
+        reserved = self.usage().prompt_tokens + sum(other.num_claimed_tokens for other in self._sequences)
         spending = self._record.spending
         if stream.credit_tokens > stream.num_output_tokens:
             try:

@@ -14,7 +14,7 @@ from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import EngineFailed, PlatformError, Unavailable
 from moiety_platform.routing.affinity import prefix_keys
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import Accepted, Submit, Tokens
+from moiety_wire.messages import Accepted, FinishReason, Submit, Tokens
 
 
 class Sequence:
@@ -50,6 +50,15 @@ class Sequence:
     def num_tokens(self) -> int:
         """Output tokens so far, exact once the stream has ended."""
         return self.stream.num_output_tokens
+
+    @property
+    def num_claimed_tokens(self) -> int:
+        """Output tokens for which limits must have room: its credit, until it has come to its end."""
+        finished = self.stream.finished
+        has_come = (
+            finished is not None and finished.reason is not FinishReason.ABORT
+        )  # which another engine goes on from
+        return self.num_tokens if has_come else self.stream.credit_tokens
 
     @property
     def num_relayed(self) -> int:
@@ -94,11 +103,10 @@ class Sequence:
 
     def fail(self, error: PlatformError) -> bool:
         """Take note of what its engine ended with; whether another engine may take it. `failure` is then what made it
-        move, and not what engines said since."""
-        if self.failure is not None:
-            return True
-        self.failure = error
-        return isinstance(error, EngineFailed | Unavailable)
+        move, and not what engines said since: one that was admitted is not answered with another engine's refusal."""
+        is_moving = self.failure is not None and self.accepted is not None
+        self.failure = self.failure or error
+        return is_moving or isinstance(error, EngineFailed | Unavailable)
 
     async def close(self) -> None:
         """End it at its engine."""
