@@ -31,6 +31,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     deadline_unix_ns: int | None = None
     tenant_weight: float = 1.0
     fallback: ServiceClass | None = None  # where `service` says downgrade at overload
+    resumed_ids: list[int] | None = None  # output of another engine, which had admitted it; fewer than max_tokens
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -92,12 +93,14 @@ class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CoreOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What one step brought for one request: new tokens, and possibly its end."""
+    """What one step brought for one request: new tokens, and possibly its end. With the first tokens comes how much of
+    the prompt the prefix cache held."""
 
     key: int
     token_ids: list[int]
     logprobs: list[CoreLogprob] | None = None
     finish: CoreFinish | None = None
+    num_cached_tokens: int = 0
 
 
 class CoreFailure(msgspec.Struct, frozen=True, array_like=True):

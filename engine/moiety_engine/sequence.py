@@ -60,6 +60,7 @@ class Sequence:
         "num_prompt",
         "num_recomputed",
         "num_reserved",
+        "num_resumed",
         "num_sealed",
         "num_uncached",
         "on_time",
@@ -87,10 +88,11 @@ class Sequence:
         self.arrival_s = min(queued_unix_ns, trusted_ns) / 1e9  # where its deadlines count from
         self.service = submit.service  # the class it is served in
         self.tenant = submit.tenant_id
-        self.tokens = list(submit.prompt_ids)
+        self.tokens = [*submit.prompt_ids, *(submit.resumed_ids or ())]
         self.num_prompt = len(submit.prompt_ids)
+        self.num_resumed = len(self.tokens) - self.num_prompt  # output tokens that it came with, from another engine
         self.num_computed = 0
-        self.num_uncached = self.num_prompt  # prompt tokens that no cache held when it came
+        self.num_uncached = len(self.tokens)  # tokens to prefill that no cache held when it came
         self.num_cached = 0  # prompt tokens taken from the prefix cache when first scheduled
         self.blocks: list[int] = []
         self.host_blocks: list[int] = []  # while swapped out: they hold the first `num_computed` tokens

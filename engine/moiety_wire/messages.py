@@ -11,6 +11,10 @@ output tokens from 0 without gap or repeat, so a receiver can prove that it miss
 of one request in one direction from 0. Credit is the *total* number of output tokens the engine may emit for the
 request; `Extend` raises it (being a total, a repeated message does no harm). At the end of its credit a request pauses
 in place.
+
+A request whose engine was lost is submitted to another one with `resumed_ids`, the output that its gateway has. All
+counts of that request go on being totals: the first `position` is the number of resumed tokens, credit, max_tokens,
+min_tokens and `num_output_tokens` count them, penalties and stop strings see them.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import msgspec
 
 from moiety_wire.classes import ServiceClass
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HEARTBEAT_INTERVAL_S = 0.5
 SILENCE_LIMIT_S = 5.0
 
@@ -49,6 +53,7 @@ class Reason(StrEnum):
     # admitted, started
     IN_TIME = "in_time"  # the promise is predicted to be kept
     ACCEPTED_LATE = "accepted_late"  # it is not, but the class waits
+    FAILED_OVER = "failed_over"  # another engine had admitted it and was lost
     # downgraded, rejected
     PREDICTED_LATE = "predicted_late"  # the class's promise is predicted to be missed
     KV_PEAK = "kv_peak"  # the predicted peak of KV memory does not fit
@@ -130,6 +135,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     tenant_weight: float = 1.0
     fallback: ServiceClass | None = None  # the class to be served in where `service` says downgrade at overload
     traceparent: str = ""  # W3C trace context
+    resumed_ids: list[int] | None = None  # the output so far of a request that another engine had admitted
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
@@ -198,7 +204,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
     """Output tokens from `position` on, with the text that they complete (possibly none: the text of an unfinished code
-    point, or of what may become a stop string, comes with a later message)."""
+    point, or of what may become a stop string, comes with a later message). The first ones say how much of the prompt
+    the prefix cache held."""
 
     request_id: str
     seq: int
@@ -206,6 +213,7 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
     token_ids: list[int]
     text: str
     logprobs: list[TokenLogprob] | None = None
+    num_cached_tokens: int = 0
 
 
 class EventKind(StrEnum):
@@ -256,7 +264,7 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     served_class: str = ""
     events: list[Event] = []
     num_recomputed_tokens: int = 0  # computed again after preemptions; metered, not billed
-    detail: str = ""  # the stop string that matched; max_tokens, context, credit_refused; silent_gateway
+    detail: str = ""  # the stop string that matched; max_tokens, context, credit_refused; silent_gateway, draining
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):

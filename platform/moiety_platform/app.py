@@ -65,6 +65,7 @@ def create_app(settings: GatewaySettings, services: Services) -> Litestar:
         services.clock,
         credit_window=settings.credit_window_tokens,
         max_sequences=settings.max_sequences,
+        failover_wait_s=settings.failover_wait_s,
     )
     services.metrics.registry.register(EngineCollector(services.replicas.states))
     limits: dict[str, int] = {"max_body_bytes": settings.max_body_bytes, "max_json_depth": settings.max_json_depth}

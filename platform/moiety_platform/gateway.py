@@ -28,6 +28,7 @@ from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.completions.reply import ABORT_CONNECTION
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import Database
+from moiety_platform.engine_addresses import is_name
 from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
 from moiety_platform.logs import configure_logging
 from moiety_platform.metrics import Metrics
@@ -35,6 +36,7 @@ from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.routing.controller import engine_routes
+from moiety_platform.routing.discovery import DnsWatch
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing, build_provider, shut_down
@@ -171,7 +173,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
 
 @asynccontextmanager
 async def _connect(settings: GatewaySettings, clock: SystemClock) -> AsyncIterator[Replicas]:
-    """Links to all engines of the settings."""
+    """Links to all engines of the settings, and to those that their names stand for."""
     curve = None
     if settings.curve_server_key and settings.curve_public_key and settings.curve_secret_key:
         curve = CurveKeys(
@@ -180,8 +182,20 @@ async def _connect(settings: GatewaySettings, clock: SystemClock) -> AsyncIterat
             settings.curve_secret_key.get_secret_value().encode(),
         )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def client_of(address: str) -> ZmqEngineClient:
+        return ZmqEngineClient(address, context, clock, curve)
+
+    names = [address for address in settings.engines if is_name(address)]
+    watches: list[asyncio.Task[None]] = []
     try:
-        async with Replicas([ZmqEngineClient(address, context, clock, curve) for address in settings.engines]) as links:
-            yield links
+        async with Replicas([client_of(address) for address in settings.engines if address not in names]) as links:
+            watches += [asyncio.create_task(DnsWatch(name, links, client_of).run(), name=name) for name in names]
+            try:
+                yield links
+            finally:
+                for watch in watches:
+                    watch.cancel()
+                await asyncio.gather(*watches, return_exceptions=True)
     finally:
         context.destroy(linger=0)

@@ -55,6 +55,12 @@ class Metrics:
             ("class", "outcome", "reason"),
             registry=self.registry,
         )
+        self._failovers = Counter(
+            "moiety_failovers",
+            "Sequences that went on at another engine, by the error code of the one that failed them.",
+            ("model", "cause"),
+            registry=self.registry,
+        )
         self._promises = Counter(
             "moiety_sla",
             "Ended requests with a promise, by whether it was kept.",
@@ -87,6 +93,9 @@ class Metrics:
     def observe_admission(self, service_class: str, outcome: str, reason: str) -> None:
         """Count one verdict: by the class that was asked for, admitted, downgraded or rejected, and why."""
         self._admissions.labels(service_class, outcome, reason).inc()
+
+    def observe_failover(self, served_model: str, cause: str) -> None:
+        self._failovers.labels(served_model, cause).inc()
 
     def observe_refusal(self, status: int) -> None:
         self._refused.labels(str(status)).inc()

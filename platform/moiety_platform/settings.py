@@ -12,6 +12,7 @@ from pydantic import AliasChoices, Field, SecretStr, field_validator, model_vali
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from moiety_platform.config_file import read_config_section
+from moiety_platform.engine_addresses import check_address
 
 SECTION = "gateway"
 
@@ -27,7 +28,7 @@ class GatewaySettings(BaseSettings):
     database_url: str | None = None  # None: SQLite in data_dir
     key_pepper: SecretStr | None = None  # mixed into the hash of every API key; lives outside the database
 
-    engines: Annotated[tuple[str, ...], NoDecode] = ()  # ZeroMQ addresses of engine fronts
+    engines: Annotated[tuple[str, ...], NoDecode] = ()  # of engine fronts: ZeroMQ addresses, or names of several
     curve_server_key: str | None = None  # the engines' public key; set all three or none
     curve_public_key: str | None = None
     curve_secret_key: SecretStr | None = None
@@ -39,6 +40,7 @@ class GatewaySettings(BaseSettings):
     credit_window_tokens: int = Field(default=128, ge=1)
     inline_tokenize_bytes: int = Field(default=8192, ge=0)  # longer prompts are tokenized off the event loop
     send_timeout_s: float = Field(default=60, gt=0)  # a client that takes nothing for so long is hung up on
+    failover_wait_s: float = Field(default=1, ge=0)  # how long a sequence waits for an engine when its own is lost
     drain_s: int = Field(default=30, ge=0)  # how long a stop waits for running answers
 
     otlp_endpoint: str | None = Field(  # e.g. http://collector:4318; None: no spans leave the process
@@ -59,8 +61,7 @@ class GatewaySettings(BaseSettings):
     @classmethod
     def _check_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for address in value:
-            if not address.startswith(("tcp://", "ipc://")):
-                raise ValueError(f"engine address {address!r} must start with tcp:// or ipc://")
+            check_address(address)
         if len(set(value)) != len(value):
             raise ValueError("an engine address is listed twice")
         return value

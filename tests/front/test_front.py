@@ -78,7 +78,7 @@ async def test_a_request_is_accepted_streamed_without_gap_and_finished(bench: An
         end = answer.end
         assert (end.reason, end.detail, end.num_prompt_tokens) == (
             FinishReason.STOP,
-            "",
+            "stop_token",
             len("naïve 東京 🙂!".encode()),
         )
         phases = end.phases

@@ -199,7 +199,7 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
         )
         listener = bind("127.0.0.1", 0)
         started = asyncio.Event()
-        chosen = GatewaySettings(**{"drain_s": 2, **settings})
+        chosen = GatewaySettings(**{"drain_s": 2, "failover_wait_s": 0.1, **settings})
         server = GatewayServer(create_app(chosen, services), chosen.drain_s, started.set)
         task = asyncio.create_task(server.serve([listener]))
         await started.wait()

@@ -62,7 +62,9 @@ def test_a_missing_file_is_refused_with_what_to_check():
     [
         ({"prot": 1}, "prot"),
         ({"port": 70_000}, "port"),
-        ({"engines": "http://x"}, "must start with tcp:// or ipc://"),
+        ({"engines": "http://x"}, "must start with tcp://, ipc:// or dns"),
+        ({"engines": "dns+tcp://engines"}, "NAME:PORT"),
+        ({"engines": "dns+tcp://engines:99999"}, "NAME:PORT"),
         ({"engines": "tcp://a:1,tcp://a:1"}, "listed twice"),
         ({"curve_server_key": "k"}, "together"),
     ],

@@ -14,9 +14,9 @@ import structlog
 from moiety_engine.front.request import OpenRequest, TokenTable
 from moiety_engine.front.sessions import GatewaySession
 from moiety_engine.front.validation import ModelLimits, find_refusal, to_core
-from moiety_engine.messages import CoreAbort, CoreExtend, CoreFailure, CoreFinish, CoreStep, ToCore
+from moiety_engine.messages import CoreAbort, CoreAdmission, CoreExtend, CoreFailure, CoreFinish, CoreStep, ToCore
 from moiety_text.tokenizer import Tokenizer
-from moiety_wire.messages import Abort, Extend, Failed, FailureCode, Finished, FinishReason, Submit, ToGateway
+from moiety_wire.messages import Abort, Extend, Failed, FailureCode, Finished, FinishReason, Reason, Submit, ToGateway
 
 log = structlog.get_logger()
 
@@ -82,7 +82,13 @@ class RequestDesk:
         )
         self._open[key] = (request, session)
         session.open_keys[submit.request_id] = key
-        self._commands.append(command)
+        ended = request.resume(submit.resumed_ids or [], command.stop_token_ids)
+        if ended is None:
+            self._commands.append(command)
+        else:
+            admission = CoreAdmission(key, submit.service.name, Reason.FAILED_OVER, None)
+            self._post(session, request.accept(admission))
+            self._finish(request, session, ended)
 
     def _refuse(self, session: GatewaySession, submit: Submit) -> tuple[FailureCode, str] | None:
         if self.limits is None:

@@ -5,7 +5,7 @@ Owns the request's detokenizer, stop finder and counters. It knows no sockets an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput
 from moiety_text.detokenizer import Detokenizer
@@ -62,12 +62,31 @@ class OpenRequest:
         self.stopped_by: str | None = None  # the stop string; the core is then told, and only its finish still counts
         self.abort_detail = ""
         self.served_class = ""  # until the core has admitted it
+        self._max_tokens = max_tokens
         self._is_clipped = max_tokens < submit.stopping.max_tokens
         self._min_tokens = submit.stopping.min_tokens
         self._detokenizer = Detokenizer(tokenizer)
         self._finder = StopFinder(submit.stopping.stop) if submit.stopping.stop else None
         self._table = table
         self._seq = 0
+
+    def resume(self, token_ids: list[int], stop_token_ids: Container[int]) -> CoreFinish | None:
+        """Take in the output that another engine has sent: text and stop strings go on after it. How the request ends,
+        if that output was all of it and only the end was lost."""
+        if not token_ids:
+            return None
+        ends_by_token = token_ids[-1] in stop_token_ids and len(token_ids) > self._min_tokens
+        shown = token_ids[:-1] if ends_by_token else token_ids
+        if self._finder is None:
+            self._detokenizer.add(shown)
+        else:
+            self._search(shown)
+        self.num_output = len(token_ids)
+        if ends_by_token or self.stopped_by is not None:
+            return self._ended(FinishReason.STOP, "stop_token")
+        if len(token_ids) >= self._max_tokens:
+            return self._ended(FinishReason.LENGTH, "max_tokens")
+        return None
 
     def accept(self, admission: CoreAdmission) -> Accepted:
         self.served_class = admission.served_class
@@ -98,7 +117,7 @@ class OpenRequest:
         if output.logprobs is not None:
             pairs = zip(token_ids, output.logprobs, strict=False)  # shorter where a stop string cut the tokens
             logprobs = [self._table.logprob(token_id, logprob) for token_id, logprob in pairs]
-        return Tokens(self.request_id, self._next_seq(), position, token_ids, text, logprobs)
+        return Tokens(self.request_id, self._next_seq(), position, token_ids, text, logprobs, output.num_cached_tokens)
 
     def finish(self, finish: CoreFinish, name_of: Callable[[int], str]) -> Finished:
         """The last message. `name_of` tells the request id of a key, for the events."""
@@ -138,6 +157,11 @@ class OpenRequest:
             failure.reason,
             failure.retry_after_s,
         )
+
+    def _ended(self, reason: FinishReason, detail: str) -> CoreFinish:
+        """As the core would tell it, of a request that it never saw."""
+        now_ns = self.received_unix_ns
+        return CoreFinish(reason, detail, 0, self.num_output, 0, 0, now_ns, self.submit.service.name, [], 0)
 
     def _search(self, token_ids: list[int]) -> tuple[str, int]:
         """(text, tokens used up to and including the one that completes a stop string, or all of them)."""

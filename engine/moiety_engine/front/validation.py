@@ -43,6 +43,7 @@ def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
         return Refusal(FailureCode.CONTEXT_LENGTH_EXCEEDED, message)
     complaint = (
         _prompt_complaint(submit, limits)
+        or _resumed_complaint(submit, limits)
         or _service_complaint(submit)
         or _sampling_complaint(submit.sampling, limits)
         or _stopping_complaint(submit.stopping, limits)
@@ -71,6 +72,7 @@ def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
         deadline_unix_ns=submit.deadline_unix_ns,
         tenant_weight=submit.tenant_weight,
         fallback=submit.fallback,
+        resumed_ids=submit.resumed_ids,
     )
 
 
@@ -84,6 +86,18 @@ def _prompt_complaint(submit: Submit, limits: ModelLimits) -> str:
         return f"credit_tokens must be 0 or more, not {submit.credit_tokens}"
     if not (math.isfinite(submit.tenant_weight) and submit.tenant_weight > 0):
         return f"tenant_weight must be above 0, not {submit.tenant_weight}"
+    return ""
+
+
+def _resumed_complaint(submit: Submit, limits: ModelLimits) -> str:
+    ids = submit.resumed_ids
+    if not ids:
+        return ""
+    if min(ids) < 0 or max(ids) >= limits.vocab_size:
+        return f"a resumed token id is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    longest = min(submit.stopping.max_tokens, limits.max_context_tokens - len(submit.prompt_ids))
+    if len(ids) > longest:
+        return f"{len(ids)} tokens of output are to be resumed, but this engine allows {longest} in all"
     return ""
 
 

@@ -104,12 +104,12 @@ class Filling:
         self._places.run(sequence)
         if sequence.scheduled_unix_ns == 0:
             sequence.scheduled_unix_ns = now_ns
-            sequence.num_cached = sequence.num_computed
+            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
             self.cached_tokens_total += sequence.num_cached
             self.prompt_tokens_total += sequence.num_prompt
             if sequence.delay is not None:
                 sequence.note(now_ns, EventKind.DELAYED, sequence.delay)
-            self._policy.started(sequence, sequence.num_prompt - sequence.num_computed, now_ns / 1e9)
+            self._policy.started(sequence, sequence.num_uncomputed, now_ns / 1e9)
         elif sequence.num_preemptions:
             again = Reason.RECOMPUTE if sequence.num_computed < sequence.peak_computed else Reason.SWAP
             sequence.note(now_ns, EventKind.RESUMED, again)

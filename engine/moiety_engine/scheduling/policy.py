@@ -137,7 +137,7 @@ class Policy:
         """A request was let in."""
 
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
-        """The sequence joined the batch for the first time, with so many prompt tokens to compute."""
+        """The sequence joined the batch for the first time, with so many tokens to prefill."""
 
     def decoded(self, sequences: list[Sequence]) -> None:
         """Each of these got an output token."""

@@ -19,7 +19,7 @@ from moiety_engine.scheduling.places import Places
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.planner import Planner
 from moiety_engine.scheduling.policies import make_policy
-from moiety_engine.scheduling.policy import BatchView, Policy, PolicyContext
+from moiety_engine.scheduling.policy import BatchView, Policy, PolicyContext, Verdict
 from moiety_engine.scheduling.room import Room, SwapCost
 from moiety_engine.scheduling.steptime import StepTimeModel
 from moiety_engine.scheduling.strategies import QueueView, Strategy
@@ -92,9 +92,9 @@ class Scheduler:
         the pool."""
         sequence = Sequence(submit, order=self._num_seen, seed=seed, queued_unix_ns=now_ns)
         self._num_seen += 1
-        sequence.num_uncached = sequence.num_prompt - len(self.kv.find_prefix(sequence)) * self.kv.block_size
+        sequence.num_uncached = len(sequence.tokens) - len(self.kv.find_prefix(sequence)) * self.kv.block_size
         self._set_class(sequence)
-        verdict = self.policy.admit(sequence, now_ns / 1e9)
+        verdict = self._judge(sequence, now_ns / 1e9)
         service = verdict.service
         if service is not None and len(self.places.waiting) >= self.limits.max_waiting and not self._shed(service.rank):
             service, verdict = None, self.policy.overflow(sequence)
@@ -186,8 +186,9 @@ class Scheduler:
                 sequence.tokens.append(token_id)
                 sequence.token_came(now_s)
                 got_token.append(sequence)
+                num_cached = 0
                 if sequence.first_token_unix_ns == 0:
-                    sequence.first_token_unix_ns = now_ns
+                    sequence.first_token_unix_ns, num_cached = now_ns, sequence.num_cached
                 finish = None
                 num_output, submit = len(sequence.tokens) - sequence.num_prompt, sequence.submit
                 if (
@@ -199,7 +200,8 @@ class Scheduler:
                     if finish is None and not sequence.has_credit:
                         self.places.park(sequence)
                         self.tally.of(sequence.service.name).num_running -= 1
-                outputs.append(CoreOutput(sequence.key, [token_id], None if logprob is None else [logprob], finish))
+                row_logprobs = None if logprob is None else [logprob]
+                outputs.append(CoreOutput(sequence.key, [token_id], row_logprobs, finish, num_cached))
         for chunk in plan.chunks[plan.num_decode :]:
             if self.places.computed(chunk.sequence):
                 self.policy.discard(chunk.sequence)  # it wants no more prefill
@@ -248,6 +250,12 @@ class Scheduler:
         return allocated, sum(sequence.num_computed for sequence in self.places.running)
 
     # ── within ──
+
+    def _judge(self, sequence: Sequence, now_s: float) -> Verdict:
+        """Whom another engine has admitted is let in: a promise to a client is not judged twice."""
+        if sequence.submit.resumed_ids is not None:
+            return Verdict(sequence.service, Reason.FAILED_OVER)
+        return self.policy.admit(sequence, now_s)
 
     def _plan_into(self, planner: Planner, now_ns: int) -> None:
         """Decodes, then as much prefill as may join them."""

@@ -128,11 +128,14 @@ class ScriptedEngine:
             self._reject(submit, Verdict(reason=Reason.KV_PEAK), message)
             return
         asked = submit.service.name
-        verdict = next((v for v in self.script.verdicts if v.applies(asked, submit.tenant_id)), None)
+        verdict = None
+        if submit.resumed_ids is None:  # whom another engine has admitted is let in
+            verdict = next((v for v in self.script.verdicts if v.applies(asked, submit.tenant_id)), None)
         if verdict is not None and not verdict.downgrades:
             self._reject(submit, verdict, f"the engine cannot keep the promise of {asked!r} now; try again later")
             return
-        request.served_class, reason, kind = asked, Reason.IN_TIME, EventKind.ADMITTED
+        request.served_class, kind = asked, EventKind.ADMITTED
+        reason = Reason.IN_TIME if submit.resumed_ids is None else Reason.FAILED_OVER
         if verdict is not None:
             reason = Reason.ACCEPTED_LATE
             if submit.fallback is not None:

@@ -18,7 +18,7 @@ class ScriptedRequest:
         self.answer = list(script.tokens) if script.tokens else submit.prompt_ids
         self.credit_tokens = submit.credit_tokens
         self.credit_is_last = False
-        self.num_output = 0
+        self.num_output = len(submit.resumed_ids or ())
         self.num_blocks = -(-(len(submit.prompt_ids) + submit.max_tokens) // script.block_size)
         self.scheduled_unix_ns = 0
         self.first_token_unix_ns = 0
@@ -44,7 +44,7 @@ class ScriptedRequest:
     def end_after(self, token_id: int) -> tuple[FinishReason, str] | None:
         """Why this token, which has been counted, ends the request; None if it does not."""
         if token_id in self.submit.stop_token_ids and self.num_output > self.submit.min_tokens:
-            return FinishReason.STOP, ""
+            return FinishReason.STOP, "stop_token"
         if self.num_output >= self.submit.max_tokens:
             return FinishReason.LENGTH, "max_tokens"
         return None

@@ -31,7 +31,8 @@ def gateway(
     host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 if not set.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; 8000 if not set.")] = None,
     engine: Annotated[
-        list[str] | None, typer.Option(help="Address of an engine, tcp://HOST:PORT or ipc://PATH; repeatable.")
+        list[str] | None,
+        typer.Option(help="tcp://HOST:PORT or ipc://PATH of an engine, dns+tcp://NAME:PORT of several; repeatable."),
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Where the key pepper, the usage journal and SQLite are kept.")

@@ -158,7 +158,7 @@ async def _tell(reply: Reply, error: PlatformError) -> None:
 
 async def _collect(body: GenerationBody, run: Run, record: RequestRecord, echoes: Sequence[str]) -> dict[str, Any]:
     """Wait for all choices; the whole answer."""
-    choices = [Choice() for _ in run.streams]
+    choices = [Choice() for _ in range(run.num_sequences)]
     async for index, message in run:
         choice = choices[index]
         choice.text.append(message.text)
@@ -177,7 +177,7 @@ async def _relay(body: GenerationBody, run: Run, record: RequestRecord, reply: R
     """Stream all choices as they come; returns what is to be sent last. The answer starts with the first tokens, so
     that a request which an engine refuses still gets its proper status."""
     chunks = _chunks(body, run, record, echoes)
-    opened = [False] * len(run.streams)
+    opened = [False] * run.num_sequences
     async for index, message in run:
         parts: list[bytes] = []
         if not opened[index]:
@@ -216,7 +216,7 @@ def _head(run: Run, record: RequestRecord) -> AnswerHead:
 async def _echoes(body: GenerationBody, run: Run) -> Sequence[str]:
     """The prompt's text for each choice if the request wants it, else empty strings."""
     if not isinstance(body, CompletionBody) or not body.echo:
-        return [""] * len(run.streams)
+        return [""] * run.num_sequences
     prompts = [
         prompt if isinstance(prompt, str) else await run.text.decode(token_ids)
         for prompt, token_ids in zip(body.generation().prompts, run.prompts, strict=True)

@@ -1,7 +1,7 @@
 """The life of a request, from what is asked to its last token. Knows no HTTP and no API's field names.
 
-choose a class → pass the gate → tokenize → check the context → reserve under the limits → choose a replica → submit
-every sequence → wait for the verdicts → merge what comes, reserving ahead of it → settle the counts
+choose a class → pass the gate → tokenize → check the context → reserve under the limits → choose a replica for every
+sequence and submit it → wait for the verdicts → merge what comes, reserving ahead of it → settle the counts
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.clock import Clock
 from moiety_platform.completions.generation import Generation, seed_of_choice
+from moiety_platform.completions.placement import Placement
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.spending import Tariff
 from moiety_platform.completions.text import ModelTexts
-from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.errors import BadRequest, ContextTooLong, NotFound, Overloaded
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found
@@ -43,6 +43,7 @@ class Pipeline:
         *,
         credit_window: int,
         max_sequences: int,
+        failover_wait_s: float,
     ) -> None:
         self._replicas = replicas
         self._texts = texts
@@ -52,6 +53,7 @@ class Pipeline:
         self._clock = clock
         self._credit_window = credit_window
         self._max_sequences = max_sequences
+        self._failover_wait_s = failover_wait_s
 
     @asynccontextmanager
     async def run(self, record: RequestRecord, generation: Generation) -> AsyncIterator[Run]:
@@ -69,14 +71,13 @@ class Pipeline:
 
     async def _admit(self, record: RequestRecord, generation: Generation, stack: AsyncExitStack) -> Run:
         """Submit every sequence and wait for the verdicts; what is held goes on the stack."""
-        client, run, submits = await self._prepare(record, generation, stack)
+        run, submits = await self._prepare(record, generation, stack)
         stack.callback(run.settle)
         num_prompt_tokens = sum(map(len, run.prompts))
         try:
             for submit in submits:
-                stream = await stack.enter_async_context(client.open(submit, run.inbox))
+                await run.submit(submit, stack)
                 record.submitted(num_prompt_tokens)
-                run.add(stream, len(submit.prompt_ids), submit.stopping.max_tokens)
             await run.wait_admitted()
         except BaseException:  # all are ended at once, before any is waited for
             run.abort()
@@ -85,7 +86,7 @@ class Pipeline:
 
     async def _prepare(
         self, record: RequestRecord, generation: Generation, stack: AsyncExitStack
-    ) -> tuple[EngineClient, Run, list[Submit]]:
+    ) -> tuple[Run, list[Submit]]:
         """Everything before the first message to an engine; the tenant's place at the gate goes on the stack."""
         card = self._card(record, generation.model)
         self._check_limits(generation, card)
@@ -94,8 +95,8 @@ class Pipeline:
         chosen = catalogue.choose(cap, generation.service_tier)
         record.chose(catalogue, chosen.service)
         stack.enter_context(self._gate.hold(record.principal.tenant_id, generation.num_sequences))
-        _, class_load = self._replicas.choose(generation.model, chosen.service)
-        refusal = refuse_hopeless(chosen.service, class_load)
+        _, state = self._replicas.choose(generation.model, chosen.service)
+        refusal = refuse_hopeless(chosen.service, state.class_load(chosen.service.name))
         if refusal is not None:
             raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)
         text = await self._texts.get(card)
@@ -112,8 +113,8 @@ class Pipeline:
             for number, (prompt_ids, max_tokens) in enumerate(zip(prompts, longest, strict=True))
             for submit in self._submits(record, generation, chosen, number, prompt_ids, max_tokens, credit)
         ]
-        client, _ = self._replicas.choose(generation.model, chosen.service)
-        return client, Run(record, chosen, prompts, text, self._clock, self._credit_window), submits
+        placement = Placement(self._replicas, generation.model, chosen.service, self._failover_wait_s)
+        return Run(record, chosen, prompts, text, placement, self._clock, self._credit_window), submits
 
     async def _tariff(self, model: str, catalogue: Catalogue, chosen: ChosenClass) -> Tariff:
         prices = await self._prices.current()

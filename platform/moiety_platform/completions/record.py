@@ -19,6 +19,16 @@ from moiety_wire.messages import Reason
 CLIENT_CLOSED_REQUEST = 499
 
 
+@dataclass(frozen=True, slots=True)
+class Failover:
+    """A sequence that went from one engine to another, with how many of its output tokens had come."""
+
+    cause: str  # the error's code
+    from_address: str
+    to_address: str
+    num_relayed: int
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """Owned by the controller that opened it; the pipeline fills in what it learns."""
@@ -51,6 +61,7 @@ class RequestRecord:
     progress: list[Progress] = field(default_factory=list)  # of each sequence
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    failovers: list[Failover] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     was_cut_by_limit: bool = False  # a sequence ended because a limit had nothing left
     answered_status: int | None = None  # what the client has been sent already
@@ -92,6 +103,20 @@ class RequestRecord:
         self.served = served
         self.admission_outcome = "downgraded" if is_downgraded else "admitted"
         self.admission_reason = reason.value
+
+    def failed_over(self, failover: Failover, num_recomputed_tokens: int) -> None:
+        """A sequence goes on at another engine, which computes so many tokens again; they are metered, not billed."""
+        self.failovers.append(failover)
+        self.num_recomputed_tokens += num_recomputed_tokens
+        self.span.note(
+            "moiety.failed_over",
+            {
+                "moiety.reason": failover.cause,
+                "moiety.engine.from": failover.from_address,
+                "moiety.engine.to": failover.to_address,
+                "moiety.relayed_tokens": failover.num_relayed,
+            },
+        )
 
     def completed(self) -> None:
         """All choices came to their end."""

@@ -114,6 +114,8 @@ class RequestRecorder:
         row = self._row(record, record.spending.settle(record.used))
         self._usage.record(row)
         self._metrics.observe(row, record.served_model, _tpot_s(record))
+        for failover in record.failovers:
+            self._metrics.observe_failover(record.served_model, failover.cause)
         if record.admission_outcome and record.chosen is not None:
             self._metrics.observe_admission(record.chosen.name, record.admission_outcome, record.admission_reason)
         _describe_span(record, row)
@@ -132,6 +134,7 @@ class RequestRecorder:
             reason=record.admission_reason or None,
             prompt_tokens=row.prompt_tokens,
             output_tokens=row.output_tokens,
+            failovers=len(record.failovers) or None,
             ms=round(row.duration_ms, 1),
         )
 
@@ -199,6 +202,7 @@ def _describe_span(record: RequestRecord, row: UsageRow) -> None:
             "moiety.reason": record.admission_reason or None,
             "moiety.preemptions": row.num_preemptions,
             "moiety.recomputed_tokens": record.num_recomputed_tokens,
+            "moiety.failovers": len(record.failovers) or None,
             "moiety.sla_attained": row.sla_attained,
             "moiety.cost_nanodollars": row.cost_nanodollars,
             "moiety.outcome": record.outcome,

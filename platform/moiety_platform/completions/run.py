@@ -1,21 +1,24 @@
-"""A submitted request: its streams, what comes from them, and what they cost. Knows no HTTP."""
+"""A submitted request: its sequences, what comes of them, and what they cost. Knows no HTTP."""
 
 from __future__ import annotations
 
 from collections import deque
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Self
 
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.clock import Clock
-from moiety_platform.completions.promise import Progress
-from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.placement import Placement
+from moiety_platform.completions.record import Failover, RequestRecord
+from moiety_platform.completions.sequence import Sequence
 from moiety_platform.completions.spending import Throttled
 from moiety_platform.completions.text import ModelText
 from moiety_platform.engine_client.inbox import Delivery, Inbox
 from moiety_platform.engine_client.stream import EngineStream
-from moiety_platform.errors import Unavailable
-from moiety_wire.messages import Accepted, EventKind, Finished, Tokens
+from moiety_platform.errors import PlatformError, Unavailable
+from moiety_wire.classes import ServiceClass
+from moiety_wire.messages import Accepted, EventKind, Finished, Submit, Tokens
 
 CREDIT_REFUSED = "credit_refused"  # the detail of an end for want of credit
 
@@ -33,7 +36,10 @@ class Run:
     """A submitted request: iterate for (index of the sequence, message) until every sequence has finished.
 
     Credit is extended when the reader comes back for more, that is after it has relayed what it got; so a client that
-    reads slowly pauses its sequences instead of filling memory."""
+    reads slowly pauses its sequences instead of filling memory.
+
+    A sequence whose engine fails it is submitted to another with the output that has come, and goes on after it; the
+    reader sees nothing of it. Raises what the engine failed with where there is no other."""
 
     def __init__(
         self,
@@ -41,6 +47,7 @@ class Run:
         chosen: ChosenClass,
         prompts: list[list[int]],
         text: ModelText,
+        placement: Placement,
         clock: Clock,
         credit_window: int,
     ) -> None:
@@ -50,30 +57,41 @@ class Run:
         self._chosen = chosen
         self._clock = clock
         self._credit_window = credit_window
-        self.inbox = Inbox[EngineStream]()
-        self.streams: list[EngineStream] = []
-        self._index: dict[EngineStream, int] = {}
-        self._progress: list[Progress] = []
-        self._early: deque[tuple[EngineStream, Delivery]] = deque()  # came before the last verdict
+        self._placement = placement
+        self._inbox = Inbox[EngineStream]()
+        self._sequences: list[Sequence] = []
+        self._of_stream: dict[EngineStream, Sequence] = {}
+        self._early: deque[tuple[Sequence, Delivery]] = deque()  # came before the last verdict
         self._num_open = 0
-        self._max_tokens: list[int] = []
-        self._relaying: EngineStream | None = None
+        self._relaying: Sequence | None = None
 
-    def add(self, stream: EngineStream, num_prompt_tokens: int, max_tokens: int) -> None:
-        self._index[stream] = len(self.streams)
-        self.streams.append(stream)
-        self._max_tokens.append(max_tokens)
+    @property
+    def num_sequences(self) -> int:
+        return len(self._sequences)
+
+    async def submit(self, submit: Submit, stack: AsyncExitStack) -> None:
+        """Give a sequence to an engine; that it is ended there in the end goes on the stack. Raises NotFound or
+        Unavailable."""
+        sequence = Sequence(len(self._sequences), submit)
+        stack.push_async_callback(sequence.close)
+        place = self._placement.choose(sequence.prefix)
+        try:
+            await sequence.submit_to(place, self._inbox, self._chosen.service)
+        except Unavailable as error:  # gone since it was last heard
+            self._placement.leave(place.connection, error)
+            await self._submit_elsewhere(sequence, error)
+        self._sequences.append(sequence)
+        self._of_stream[sequence.stream] = sequence
         self._num_open += 1
-        self._progress.append(Progress(num_prompt_tokens))
 
     async def wait_admitted(self) -> None:
         """Return when every sequence is admitted; what comes meanwhile is kept for the reader. Raises what an engine
         turns one of them away with: then none is to be answered."""
-        while any(stream.accepted is None or stream.has_failed for stream in self.streams):
-            self._early.append(await self.inbox.get())
-        for stream in self.streams:
-            assert stream.accepted is not None
-            self._record.admitted(self._chosen.served(stream.accepted.served_class), stream.accepted.reason)
+        while not all(sequence.is_admitted for sequence in self._sequences):
+            self._early.append(await self._receive())
+        for sequence in self._sequences:
+            assert sequence.accepted is not None
+            self._record.admitted(self._served(sequence), sequence.accepted.reason)
 
     def __aiter__(self) -> Self:
         return self
@@ -84,39 +102,77 @@ class Run:
             self._relaying = None
         if self._num_open == 0:
             raise StopAsyncIteration
-        stream, message = await self._next()
-        index = self._index[stream]
+        sequence, message = await self._next()
         if isinstance(message, Finished):
             self._num_open -= 1
         else:
-            self._relaying = stream
-            self._note_tokens(self._progress[index], len(message.token_ids))
-        return index, message
+            self._relaying = sequence
+            self._note_tokens(sequence, len(message.token_ids))
+        return sequence.index, message
 
-    async def _next(self) -> tuple[EngineStream, Tokens | Finished]:
+    async def _next(self) -> tuple[Sequence, Tokens | Finished]:
         while True:
-            stream, message = self._early.popleft() if self._early else await self.inbox.get()
+            sequence, message = self._early.popleft() if self._early else await self._receive()
             if not isinstance(message, Accepted):
-                return stream, message
+                return sequence, message
 
-    def _note_tokens(self, progress: Progress, num_tokens: int) -> None:
+    async def _receive(self) -> tuple[Sequence, Delivery]:
+        """The next that comes of any sequence, from whichever engine."""
+        while True:
+            stream, message = await self._inbox.get_any()
+            sequence = self._of_stream[stream]
+            if not isinstance(message, PlatformError):
+                sequence.take(message)
+                return sequence, message
+            await self._fail_over(sequence, message)
+
+    async def _fail_over(self, sequence: Sequence, error: PlatformError) -> None:
+        """Submit a sequence that its engine has ended with that error to another. Raises the error where it is not
+        the engine's, and what made the sequence move where no other engine takes it."""
+        if not sequence.fail(error):
+            raise error
+        del self._of_stream[sequence.stream]
+        self._placement.leave(sequence.connection, error)
+        failed_address, _ = sequence.connection
+        await self._submit_elsewhere(sequence, sequence.failure or error)
+        self._of_stream[sequence.stream] = sequence
+        self._record.failed_over(
+            Failover(error.code, failed_address, sequence.connection[0], sequence.num_relayed),
+            sequence.num_prompt_tokens + sequence.num_relayed if sequence.num_relayed else 0,
+        )
+        await self._extend(sequence)  # what was granted while the engine died went to nobody
+
+    async def _submit_elsewhere(self, sequence: Sequence, failure: PlatformError) -> None:
+        while True:
+            place = await self._placement.choose_again(sequence.prefix, failure)
+            try:
+                await sequence.submit_to(place, self._inbox, self._served(sequence))
+            except Unavailable as error:
+                self._placement.leave(place.connection, error)
+            else:
+                return
+
+    def _served(self, sequence: Sequence) -> ServiceClass:
+        """The class that the sequence was admitted to, or else the chosen one."""
+        accepted = sequence.accepted
+        return self._chosen.service if accepted is None else self._chosen.served(accepted.served_class)
+
+    def _note_tokens(self, sequence: Sequence, num_tokens: int) -> None:
         record = self._record
         record.last_token_s = now_s = self._clock.monotonic()
         if record.first_token_s is None:
             record.first_token_s = now_s
-        progress.take(num_tokens, now_s - record.started_s)
+        sequence.progress.take(num_tokens, now_s - record.started_s)
 
-    async def _extend(self, stream: EngineStream) -> None:
+    async def _extend(self, sequence: Sequence) -> None:
         """Keep a window of credit ahead of what was relayed; renewed by halves, so that few messages are needed. Where
         a limit has nothing left, the sequence ends with the credit that it has."""
-        window = self._credit_window
-        target = min(self._max_tokens[self._index[stream]], stream.num_output_tokens + window)
+        window, stream = self._credit_window, sequence.stream
+        target = min(sequence.max_tokens, stream.num_output_tokens + window)
         more = target - stream.credit_tokens
         if stream.ended or more <= 0 or stream.credit_tokens - stream.num_output_tokens > window // 2:
             return
-        reserved = self.usage().prompt_tokens + sum(
-            other.num_output_tokens if other.ended else other.credit_tokens for other in self.streams
-        )
+        reserved = self.usage().prompt_tokens + sum(other.num_claimed_tokens for other in self._sequences)
         spending = self._record.spending
         if stream.credit_tokens > stream.num_output_tokens:
             try:
@@ -129,29 +185,29 @@ class Run:
 
     def usage(self) -> Usage:
         """What has been generated so far; exact when every stream has ended."""
-        ends = [stream.finished for stream in self.streams[:: max(1, len(self.streams) // len(self.prompts))]]
+        first_choices = self._sequences[:: max(1, len(self._sequences) // len(self.prompts))]
         return Usage(
             prompt_tokens=sum(map(len, self.prompts)),
-            cached_tokens=sum(end.num_cached_tokens for end in ends if end is not None),
-            output_tokens=sum(stream.num_output_tokens for stream in self.streams),
+            cached_tokens=sum(sequence.num_cached_tokens for sequence in first_choices),
+            output_tokens=sum(sequence.num_tokens for sequence in self._sequences),
         )
 
     def abort(self) -> None:
         """End every sequence at its engine, where it has not ended."""
-        for stream in self.streams:
-            stream.abort()
+        for sequence in self._sequences:
+            sequence.stream.abort()
 
     def settle(self) -> None:
-        """Put what the streams counted into the record."""
+        """Put what the sequences came to into the record."""
         record, usage = self._record, self.usage()
         record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
-        record.progress = self._progress
+        record.progress = [sequence.progress for sequence in self._sequences]
         queues_ns = []
-        for stream, progress in zip(self.streams, self._progress, strict=True):
-            finished = stream.finished
+        for sequence in self._sequences:
+            sequence.progress.num_cached_tokens = sequence.num_cached_tokens
+            finished = sequence.stream.finished
             if finished is None:
                 continue
-            progress.num_cached_tokens = finished.num_cached_tokens
             record.finish_reasons.append(finished.reason.value)
             record.was_cut_by_limit |= finished.detail == CREDIT_REFUSED
             record.num_preemptions += sum(event.kind is EventKind.PREEMPTED for event in finished.events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,6 +11,8 @@ from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_wire.messages import Card, ClassLoad, Load, Submit
 
+Connection = tuple[str, int]  # an engine's address, and the number of the connection to it
+
 LOAD_FRESH_S = 2.0  # four heartbeats; what is older says nothing of now
 
 
@@ -17,7 +20,7 @@ LOAD_FRESH_S = 2.0  # four heartbeats; what is older says nothing of now
 class EngineState:
     """One engine at one moment. `card` is the last known and outlives the connection; `reason` says why it is not
     healthy, and is empty when it is. `num_inflight` counts this gateway's own requests there. `load_age_s` is None
-    where it is not known."""
+    where it is not known. `num_connections` counts the connections to the address, this one included."""
 
     address: str
     healthy: bool
@@ -26,6 +29,12 @@ class EngineState:
     load: Load | None
     num_inflight: int
     load_age_s: float | None = None
+    num_connections: int = 0
+
+    @property
+    def connection(self) -> Connection:
+        """Which engine this is: one that was restarted, or lost for a while, has another."""
+        return self.address, self.num_connections
 
     @property
     def draining(self) -> bool:
@@ -50,6 +59,10 @@ class EngineClient(Protocol):
 
     @property
     def state(self) -> EngineState: ...
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Call that whenever the engine has come or gone."""
+        ...
 
     async def start(self) -> None: ...
 

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 
 from moiety_platform.clock import Clock, SystemClock
 from moiety_platform.engine_client.base import EngineState
@@ -95,6 +96,8 @@ class FakeEngineClient:
         self._running: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._alive = False
+        self._num_connections = 0
+        self._on_change: Callable[[], None] = lambda: None
         self._num_output_tokens = 0
         self._num_prompt_tokens = 0
 
@@ -106,11 +109,23 @@ class FakeEngineClient:
     def state(self) -> EngineState:
         reason = "" if self._alive else "stopped"
         return EngineState(
-            self.address, self._alive, reason, self.card, self._load(), len(self._running), self.load_age_s
+            self.address,
+            self._alive,
+            reason,
+            self.card,
+            self._load(),
+            len(self._running),
+            self.load_age_s,
+            self._num_connections,
         )
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
 
     async def start(self) -> None:
         self._alive = True
+        self._num_connections += 1
+        self._on_change()
 
     async def close(self) -> None:
         self.die()
@@ -122,13 +137,15 @@ class FakeEngineClient:
             task.cancel()
         for run in list(self._running.values()):
             run.stream.fail(EngineFailed("the engine was lost while it answered; send the request again"))
+        self._on_change()
 
     @asynccontextmanager
     async def open(self, submit: Submit, inbox: Inbox[EngineStream] | None = None) -> AsyncIterator[EngineStream]:
         if not self._alive:
             raise Unavailable(f"the engine for {submit.model!r} is not there; try again shortly", retry_after_s=1)
         stream = EngineStream(submit, inbox, self._take)
-        run = self._running[submit.request_id] = _Running(submit, stream, submit.credit_tokens)
+        num_resumed = len(submit.resumed_ids or ())
+        run = self._running[submit.request_id] = _Running(submit, stream, submit.credit_tokens, num_emitted=num_resumed)
         self.submits.append(submit)
         self._num_prompt_tokens += len(submit.prompt_ids)
         task = asyncio.create_task(self._answer(run))
@@ -171,7 +188,7 @@ class FakeEngineClient:
             run.stream.deliver(script)
             return
         reason, detail = FinishReason.STOP, ""
-        for token_id, text in script:
+        for token_id, text in islice(script, run.num_emitted, None):  # what was resumed is not said again
             await asyncio.sleep(self._token_s)
             while run.num_emitted >= run.credit_tokens and not run.aborted and not run.credit_last:
                 run.changed.clear()
@@ -182,7 +199,15 @@ class FakeEngineClient:
                 reason, detail = FinishReason.LENGTH, "credit_refused"
                 break
             logprobs = _logprobs(text, run.submit.sampling.num_logprobs)
-            tokens = Tokens(run.submit.request_id, run.take_seq(), run.num_emitted, [token_id], text, logprobs)
+            tokens = Tokens(
+                run.submit.request_id,
+                run.take_seq(),
+                run.num_emitted,
+                [token_id],
+                text,
+                logprobs,
+                verdict.num_cached_tokens,
+            )
             run.num_emitted += 1
             self._num_output_tokens += 1
             run.stream.deliver(tokens)

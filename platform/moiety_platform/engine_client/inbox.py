@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from typing import Generic, TypeVar
 
+from moiety_platform.errors import PlatformError
 from moiety_wire.messages import Accepted, Finished, Tokens
 
 Sender = TypeVar("Sender")
@@ -16,23 +17,27 @@ class Inbox(Generic[Sender]):
     """Deliveries in order of arrival. What may stand in it is bounded by the credit of the streams that share it."""
 
     def __init__(self) -> None:
-        self._deliveries: deque[tuple[Sender, Delivery | Exception]] = deque()
+        self._deliveries: deque[tuple[Sender, Delivery | PlatformError]] = deque()
         self._reader: asyncio.Future[None] | None = None
 
-    def put(self, stream: Sender, message: Delivery | Exception) -> None:
+    def put(self, stream: Sender, message: Delivery | PlatformError) -> None:
         self._deliveries.append((stream, message))
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     async def get(self) -> tuple[Sender, Delivery]:
         """The next delivery; raises what a stream failed with."""
+        stream, message = await self.get_any()
+        if isinstance(message, Exception):
+            raise message
+        return stream, message
+
+    async def get_any(self) -> tuple[Sender, Delivery | PlatformError]:
+        """The next delivery, or what a stream failed with, which is the last of that stream."""
         while not self._deliveries:
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader
             finally:
                 self._reader = None
-        stream, message = self._deliveries.popleft()
-        if isinstance(message, Exception):
-            raise message
-        return stream, message
+        return self._deliveries.popleft()

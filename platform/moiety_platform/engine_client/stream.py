@@ -35,7 +35,7 @@ ABORT_WAIT_S = 6.0  # longer than an engine's step, and than the silence after w
 
 
 class EngineStream:
-    """Its owner is whoever opened it; `num_output_tokens` is exact once `ended`."""
+    """Its owner is whoever opened it; `num_output_tokens`, resumed ones included, is exact once `ended`."""
 
     def __init__(
         self, submit: Submit, inbox: Inbox[EngineStream] | None, send: Callable[[Extend | Abort], None]
@@ -43,8 +43,9 @@ class EngineStream:
         self.request_id = submit.request_id
         self.inbox = inbox if inbox is not None else Inbox[EngineStream]()
         self.credit_tokens = submit.credit_tokens
-        self._credit_last = False
-        self.num_output_tokens = 0
+        self.credit_is_last = False  # no more will come
+        self.num_output_tokens = len(submit.resumed_ids or ())
+        self.num_cached_tokens = 0
         self.accepted: Accepted | None = None
         self.finished: Finished | None = None
         self.ended = False
@@ -61,9 +62,9 @@ class EngineStream:
 
     def extend(self, credit_tokens: int, *, last: bool = False) -> None:
         """Raise the total of output tokens that the engine may emit; with `last` it ends where that is used up."""
-        if self.ended or self._credit_last or (credit_tokens <= self.credit_tokens and not last):
+        if self.ended or self.credit_is_last or (credit_tokens <= self.credit_tokens and not last):
             return
-        self.credit_tokens, self._credit_last = credit_tokens, last
+        self.credit_tokens, self.credit_is_last = credit_tokens, last
         self._send(Extend(self.request_id, self._take_seq(), credit_tokens, last))
 
     def abort(self) -> None:
@@ -132,17 +133,18 @@ class EngineStream:
             self._break(f"tokens from position {message.position} came where {self.num_output_tokens} was due")
             return
         self.num_output_tokens += len(message.token_ids)
+        self.num_cached_tokens = self.num_cached_tokens or message.num_cached_tokens
         if self.num_output_tokens > self.credit_tokens:
             self._break(f"{self.num_output_tokens} tokens came for a credit of {self.credit_tokens}")
             return
         self.inbox.put(self, message)
 
     def _take_finished(self, message: Finished) -> None:
-        self.num_output_tokens = message.num_output_tokens
+        self.num_output_tokens, self.num_cached_tokens = message.num_output_tokens, message.num_cached_tokens
         self.finished = message
         self._end()
         if message.reason is FinishReason.ABORT and not self._aborted:
-            self.inbox.put(self, EngineFailed(f"the engine ended the request by itself: {message.detail or 'abort'}"))
+            self.inbox.put(self, _unasked_end(message))
         else:
             self.inbox.put(self, message)
 
@@ -159,6 +161,13 @@ class EngineStream:
         seq = self._next_seq_out
         self._next_seq_out += 1
         return seq
+
+
+def _unasked_end(finished: Finished) -> PlatformError:
+    """What an end is that this gateway did not ask for: of an engine that shuts down, or that took us for dead."""
+    if finished.detail == FailureCode.DRAINING:
+        return Unavailable("the engine was shut down; send the request again", code="engine_draining", retry_after_s=1)
+    return EngineFailed(f"the engine ended the request by itself: {finished.detail or 'abort'}")
 
 
 def error_of(failed: Failed) -> PlatformError:

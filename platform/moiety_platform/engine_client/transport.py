@@ -64,13 +64,13 @@ class ZmqEngineClient:
         context: zmq.Context[zmq.Socket[bytes]],
         clock: Clock,
         curve: CurveKeys | None = None,
-        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._address = address
         self._context = context
         self._clock = clock
         self._curve = curve
-        self._on_change = on_change
+        self._on_change: Callable[[], None] = lambda: None
+        self._num_connections = 0
         self._session: _Session | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._last_card: Card | None = None
@@ -84,7 +84,9 @@ class ZmqEngineClient:
     def state(self) -> EngineState:
         session = self._session
         if session is None or session.card is None:
-            return EngineState(self._address, False, self._reason, self._last_card, None, 0)
+            return EngineState(
+                self._address, False, self._reason, self._last_card, None, 0, num_connections=self._num_connections
+            )
         return EngineState(
             self._address,
             not session.refusal,
@@ -93,7 +95,11 @@ class ZmqEngineClient:
             session.load,
             len(session.streams),
             self._clock.monotonic() - session.load_at_s,
+            self._num_connections,
         )
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
 
     async def start(self) -> None:
         self._keeper = asyncio.create_task(self._keep_connected(), name=f"engine link {self._address}")
@@ -129,8 +135,8 @@ class ZmqEngineClient:
 
     async def _keep_connected(self) -> None:
         while True:
+            self._num_connections += 1
             self._session = session = _Session(self._address, self._context, self._clock, self._curve, self._notice)
-            self._on_change()
             try:
                 lost = await session.run()
                 self._reason = lost
@@ -174,6 +180,7 @@ class _Session:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, self._id.encode())
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)  # as well as IPv4
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for an engine that is not there
         self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the silence limit
         self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by credit

@@ -1,4 +1,8 @@
-"""The choice of a replica: a pure function of what is known of the engines."""
+"""The choice of a replica: a pure function of what is known of the engines and of the prompt's prefix.
+
+Bounded loads (Mirrokni, Thorup, Zadimoghaddam: Consistent hashing with bounded loads, 2018), by what engines predict:
+a prompt goes to the engine that its prefix prefers unless that one has clearly more to do than the least loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,43 @@ from collections.abc import Sequence
 
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import NotFound, Unavailable
+from moiety_platform.routing.affinity import weight
 from moiety_wire.classes import ServiceClass
 
 MODEL_NOT_FOUND = "model_not_found"
 WAIT_GRAIN = 0.25  # of the promised wait: predictions that differ by less are the same
+SPARE_REQUESTS = 4  # so many requests more than the least loaded engine has …
+SPARE_SHARE = 0.25  # … or such a part more is worth a prefix hit
 
 
-def choose(engines: Sequence[EngineState], model: str, service: ServiceClass | None = None) -> EngineState:
-    """The healthy engine of that model with the shortest predicted wait in the class, then with the least to do; the
-    earliest listed wins a tie.
+def choose(
+    engines: Sequence[EngineState],
+    model: str,
+    service: ServiceClass | None = None,
+    prefix: Sequence[bytes] = (),
+) -> EngineState:
+    """The healthy engine of that model that the prefix (keys by depth, the shallowest first) prefers, among those that
+    have not much more to do than the least loaded. Where one depth's engine has, the next depth is asked; in the end,
+    and for a prompt without a prefix, it is the least loaded: the shortest predicted wait in the class, then the least
+    to do, then the earliest listed.
     Raises NotFound if no engine has that model, Unavailable if none of those that have it can take a request."""
+    able = _able(engines, model)
+    least = min(able, key=lambda engine: (_wait(engine, service), *_work(engine)))
+    if not prefix or len(able) == 1:
+        return least
+    for key in prefix:
+        preferred = max(able, key=lambda engine: weight(key, engine.address))
+        if _is_near(preferred, least, service):
+            return preferred
+    return least
+
+
+def model_not_found(model: str, served: Sequence[str]) -> str:
+    """What a client is told that asked for a model it cannot have."""
+    return f"the model {model!r} does not exist or your key may not use it; available: {', '.join(served) or 'none'}"
+
+
+def _able(engines: Sequence[EngineState], model: str) -> list[EngineState]:
     candidates = [engine for engine in engines if engine.card is not None and engine.card.model == model]
     if not candidates:
         served = sorted({engine.card.model for engine in engines if engine.card is not None})
@@ -28,12 +59,14 @@ def choose(engines: Sequence[EngineState], model: str, service: ServiceClass | N
         raise Unavailable(
             f"no engine for {model!r} can take a request now; try again shortly", code="no_engine", retry_after_s=1
         )
-    return min(able, key=lambda engine: (_wait(engine, service), *_work(engine)))
+    return able
 
 
-def model_not_found(model: str, served: Sequence[str]) -> str:
-    """What a client is told that asked for a model it cannot have."""
-    return f"the model {model!r} does not exist or your key may not use it; available: {', '.join(served) or 'none'}"
+def _is_near(engine: EngineState, least: EngineState, service: ServiceClass | None) -> bool:
+    if _wait(engine, service) > _wait(least, service) + 1:
+        return False
+    num_least = _work(least)[0]
+    return _work(engine)[0] <= num_least + max(SPARE_REQUESTS, SPARE_SHARE * num_least)
 
 
 def _wait(engine: EngineState, service: ServiceClass | None) -> float:

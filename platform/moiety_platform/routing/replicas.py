@@ -3,39 +3,80 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Self
 
-from moiety_platform.engine_client.base import EngineClient, EngineState
+from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
 from moiety_platform.routing.choose import choose
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import Card, ClassLoad
+from moiety_wire.messages import Card
 
 
 class Replicas:
-    """All configured engines, connected or not, in the order of the settings."""
+    """All configured engines, connected or not, in the order of the settings, then those that have joined.
+    `missing` says of names, whose engines are not known, why not."""
 
     def __init__(self, clients: Sequence[EngineClient]) -> None:
+        self.missing: dict[str, str] = {}
         self._clients = {client.address: client for client in clients}
+        self._retired: dict[str, EngineClient] = {}
+        self._changed = asyncio.Event()  # replaced by a new one each time that it is set
 
     async def __aenter__(self) -> Self:
+        for client in self._clients.values():
+            client.watch(self._note_change)
         await asyncio.gather(*(client.start() for client in self._clients.values()))
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await asyncio.gather(*(client.close() for client in self._clients.values()))
+        await asyncio.gather(*(client.close() for client in (*self._clients.values(), *self._retired.values())))
+
+    async def join(self, address: str, connect: Callable[[str], EngineClient]) -> bool:
+        """Take an engine in. False: it is there already."""
+        if address in self._clients:
+            return False
+        client = self._retired.pop(address, None)
+        if client is None:
+            client = connect(address)
+            client.watch(self._note_change)
+            await client.start()
+        self._clients[address] = client
+        self._note_change()
+        return True
+
+    def retire(self, address: str) -> None:
+        """Give an engine no more requests; those that it has go on."""
+        self._retired[address] = self._clients.pop(address)
+
+    async def close_retired(self) -> None:
+        """Close the links to retired engines that have none of our requests any more."""
+        for address in [address for address, client in self._retired.items() if not client.state.num_inflight]:
+            await self._retired.pop(address).close()
 
     def states(self) -> list[EngineState]:
         return [client.state for client in self._clients.values()]
 
-    def choose(self, model: str, service: ServiceClass) -> tuple[EngineClient, ClassLoad | None]:
-        """The client to submit a request of that class to, and what its engine said of the class lately. Raises
-        NotFound or Unavailable."""
-        state = choose(self.states(), model, service)
-        return self._clients[state.address], state.class_load(service.name)
+    def choose(
+        self, model: str, service: ServiceClass, prefix: Sequence[bytes] = (), avoid: Collection[Connection] = ()
+    ) -> tuple[EngineClient, EngineState]:
+        """The client to submit a request of that class and prefix to, none of those to be avoided, and its state.
+        Raises NotFound or Unavailable."""
+        states = self.states()
+        if avoid:
+            states = [state for state in states if state.connection not in avoid]
+        state = choose(states, model, service, prefix)
+        return self._clients[state.address], state
+
+    async def wait_change(self, timeout_s: float) -> None:
+        """Return when an engine has come or gone, or after the timeout."""
+        changed = self._changed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
 
     def card(self, model: str) -> Card:
         """The card of an engine that can take a request. Raises NotFound or Unavailable."""
@@ -53,6 +94,11 @@ class Replicas:
         states = self.states()
         if any(state.healthy and not state.draining for state in states):
             return []
-        if not states:
+        if not states and not self.missing:
             return ["no engine is configured; set MOIETY_ENGINES to the address of an engine front"]
-        return [f"engine {state.address}: {state.reason or 'draining'}" for state in states]
+        reasons = [f"engine {state.address}: {state.reason or 'draining'}" for state in states]
+        return reasons + [f"engines {name}: {why}" for name, why in self.missing.items()]
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

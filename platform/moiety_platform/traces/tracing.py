@@ -90,6 +90,11 @@ class RequestSpan:
         finally:
             span.end()
 
+    def note(self, event: str, attributes: Mapping[str, AttributeValue]) -> None:
+        """Something happened now."""
+        if self._recording:
+            self._span.add_event(event, attributes)
+
     def describe(self, name: str, attributes: Mapping[str, AttributeValue | None]) -> None:
         if self._recording:
             self._span.update_name(name)

@@ -141,7 +141,7 @@ class Claims:
         high = self._context.lengths.high(
             sequence.tenant, self._tuning.reserve_quantile, at_most=sequence.submit.max_tokens
         )
-        return sequence.num_prompt + high
+        return sequence.num_prompt + max(high, sequence.num_resumed)
 
 
 def _giving_way(s: Sequence) -> tuple[int, bool, float, int, float, int]:

@@ -179,7 +179,7 @@ class Dlpm(Policy):
     def decoded(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             sequence.account.deficit -= OUTPUT_WEIGHT
-            if sequence.num_output == 1 and self._waiting_for:
+            if sequence.num_output == sequence.num_resumed + 1 and self._waiting_for:
                 self._published(sequence)
 
     def ended(self, sequence: Sequence, now_s: float) -> None:

@@ -71,14 +71,17 @@ class Moiety(Policy):
         self._flow.came(service.rank, sequence.num_uncached, now_s)
         self._pace.demand.came(service, sequence.num_uncached, now_s)
         self._pace.saw(service, now_s)
-        sequence.predicted_output = self.context.lengths.expected(sequence.tenant, at_most=sequence.submit.max_tokens)
+        sequence.predicted_output = self.context.lengths.expected(
+            sequence.tenant, longer_than=sequence.num_resumed, at_most=sequence.submit.max_tokens
+        )
 
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
         account = sequence.account
         account.last_served_s = now_s
         self._waits_no_more(sequence)
-        sequence.charged_tokens = self.tuning.prepaid * sequence.predicted_output
-        self._accounts[sequence.service.rank].charge(account, num_uncached, sequence.charged_tokens)
+        prepaid = self.tuning.prepaid * (sequence.predicted_output - sequence.num_resumed)
+        sequence.charged_tokens = sequence.num_resumed + prepaid
+        self._accounts[sequence.service.rank].charge(account, num_uncached, prepaid)
         self._claims.reserve(sequence)
 
     def decoded(self, sequences: list[Sequence]) -> None:

@@ -1,0 +1,122 @@
+"""One sequence of a request: what is asked, what has come of it, and the engine that it comes from now."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import msgspec
+
+from moiety_platform.completions.placement import Place
+from moiety_platform.completions.promise import Progress
+from moiety_platform.engine_client.base import Connection
+from moiety_platform.engine_client.inbox import Delivery, Inbox
+from moiety_platform.engine_client.stream import EngineStream
+from moiety_platform.errors import EngineFailed, PlatformError, Unavailable
+from moiety_platform.routing.affinity import prefix_keys
+from moiety_wire.classes import ServiceClass
+from moiety_wire.messages import Accepted, FinishReason, Submit, Tokens
+
+
+class Sequence:
+    """Owned by its Run. It may be submitted to one engine after another: each goes on where the last one ended."""
+
+    def __init__(self, index: int, submit: Submit) -> None:
+        self.index = index
+        self.prefix = prefix_keys(submit.cache_salt, submit.prompt_ids)
+        self.progress = Progress(len(submit.prompt_ids))
+        self.max_tokens = submit.stopping.max_tokens
+        self.accepted: Accepted | None = None  # the first verdict
+        self.failure: PlatformError | None = None  # that made it move; until it has been taken in elsewhere
+        self._submit = submit
+        self._output_ids: list[int] = []  # that came, from whichever engine
+        self._stream: EngineStream | None = None
+        self._connection: Connection | None = None
+        self._is_taken_in = False  # by that engine
+        self._cached_tokens: int | None = None  # as the first engine said, if output came from several
+        self._held = AsyncExitStack()
+
+    @property
+    def stream(self) -> EngineStream:
+        assert self._stream is not None, "submitted before it is read"
+        return self._stream
+
+    @property
+    def connection(self) -> Connection:
+        """Of the engine that has it."""
+        assert self._connection is not None, "submitted before it is read"
+        return self._connection
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far, exact once the stream has ended."""
+        return self.stream.num_output_tokens
+
+    @property
+    def num_claimed_tokens(self) -> int:
+        """Output tokens for which limits must have room: its credit, until it has come to its end."""
+        finished = self.stream.finished
+        has_come = (
+            finished is not None and finished.reason is not FinishReason.ABORT
+        )  # which another engine goes on from
+        return self.num_tokens if has_come else self.stream.credit_tokens
+
+    @property
+    def num_relayed(self) -> int:
+        """Output tokens that were taken from the engines."""
+        return len(self._output_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._submit.prompt_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt, as the engine that computed it for the first output found them."""
+        return self.stream.num_cached_tokens if self._cached_tokens is None else self._cached_tokens
+
+    @property
+    def is_admitted(self) -> bool:
+        """By the engine that has it, which has not failed it."""
+        return self._is_taken_in and not self.stream.has_failed
+
+    async def submit_to(self, place: Place, inbox: Inbox[EngineStream], service: ServiceClass) -> None:
+        """Give it to an engine: as a new request, or, once it was admitted, in the class in which it is served and
+        with what came of it. Raises Unavailable if the engine is gone."""
+        await self.close()
+        earlier = self._stream
+        submit = self._submit if earlier is None or self.accepted is None else self._resumed(earlier, service)
+        stream = await self._held.enter_async_context(place.client.open(submit, inbox))
+        self._stream, self._connection, self._is_taken_in = stream, place.connection, False
+        if earlier is None:
+            return
+        if earlier.num_output_tokens and self._cached_tokens is None:
+            self._cached_tokens = earlier.num_cached_tokens
+        if earlier.credit_is_last:
+            stream.extend(stream.credit_tokens, last=True)
+
+    def take(self, message: Delivery) -> None:
+        """Remember what came."""
+        if isinstance(message, Tokens):
+            self._output_ids += message.token_ids
+        elif isinstance(message, Accepted):
+            self.accepted, self.failure, self._is_taken_in = self.accepted or message, None, True
+
+    def fail(self, error: PlatformError) -> bool:
+        """Take note of what its engine ended with; whether another engine may take it. `failure` is then what made it
+        move, and not what engines said since: one that was admitted is not answered with another engine's refusal."""
+        is_moving = self.failure is not None and self.accepted is not None
+        self.failure = self.failure or error
+        return is_moving or isinstance(error, EngineFailed | Unavailable)
+
+    async def close(self) -> None:
+        """End it at its engine."""
+        await self._held.aclose()
+
+    def _resumed(self, earlier: EngineStream, service: ServiceClass) -> Submit:
+        return msgspec.structs.replace(
+            self._submit,
+            service=service,
+            fallback=None,
+            credit_tokens=earlier.credit_tokens,
+            resumed_ids=self._output_ids.copy(),
+        )

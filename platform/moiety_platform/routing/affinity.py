@@ -1,0 +1,33 @@
+"""Which engines a prompt's prefix prefers, so that prompts that begin alike meet in one prefix cache. Pure.
+
+Rendezvous hashing (Thaler, Ravishankar: Using name-based mappings to increase hit rates, 1998): each engine has a
+weight for a prefix, and the prefix belongs to the engine that weighs most. An engine that joins takes only what it now
+weighs most for; one that leaves gives away only what it had.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+BLOCK_TOKENS = 16
+DEPTHS_BLOCKS = (1, 4, 16)  # what many prompts share comes first
+
+
+def prefix_keys(cache_salt: bytes, prompt_ids: Sequence[int]) -> tuple[bytes, ...]:
+    """A key for each depth that the prompt fills, the shallowest first; none for a prompt shorter than a block. The
+    salt is the tenant's, so another tenant's same prompt has other keys."""
+    keys = []
+    for num_blocks in DEPTHS_BLOCKS:
+        num_tokens = num_blocks * BLOCK_TOKENS
+        if len(prompt_ids) < num_tokens:
+            break
+        tokens = array("Q", prompt_ids[:num_tokens]).tobytes()
+        keys.append(blake2b(tokens, digest_size=16, key=blake2b(cache_salt, digest_size=32).digest()).digest())
+    return tuple(keys)
+
+
+def weight(prefix_key: bytes, address: str) -> int:
+    """How much the prefix prefers the engine at that address. The address outlives restarts."""
+    return int.from_bytes(blake2b(address.encode(), digest_size=8, key=prefix_key).digest())

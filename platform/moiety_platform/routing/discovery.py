@@ -1,0 +1,70 @@
+"""Engines behind a DNS name: each of its addresses is an engine, and they come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Collection
+
+import structlog
+
+from moiety_platform.engine_addresses import split_name
+from moiety_platform.engine_client.base import EngineClient
+from moiety_platform.routing.replicas import Replicas
+
+INTERVAL_S = 3.0
+
+Resolve = Callable[[str, int], Awaitable[Collection[str]]]
+
+log = structlog.get_logger(__name__)
+
+
+async def resolve(host: str, port: int) -> set[str]:
+    """The engine addresses of a name: by IPv4, or by IPv6 where it has no other, so that an engine with both is not
+    taken for two. Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    hosts = {family: {address[0] for kind, _, _, _, address in found if kind == family} for family, *_ in found}
+    if socket.AF_INET in hosts:
+        return {f"tcp://{ip}:{port}" for ip in hosts[socket.AF_INET]}
+    return {f"tcp://[{ip}]:{port}" for ip in hosts.get(socket.AF_INET6, ())}
+
+
+class DnsWatch:
+    """Keeps the replicas those of one name. Owns the engines that it has added."""
+
+    def __init__(
+        self, address: str, replicas: Replicas, connect: Callable[[str], EngineClient], resolve: Resolve = resolve
+    ) -> None:
+        self._address = address
+        self._host, self._port = split_name(address)
+        self._replicas = replicas
+        self._connect = connect
+        self._resolve = resolve
+        self._added: set[str] = set()
+
+    async def run(self) -> None:
+        """Look the name up again and again, until cancelled."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(INTERVAL_S)
+
+    async def refresh(self) -> None:
+        """Look the name up once: what is new joins, what is gone gets no more requests and is left when it has none.
+        A name that cannot be resolved changes nothing: its engines are told by their links."""
+        try:
+            found = set(await self._resolve(self._host, self._port))
+        except (OSError, UnicodeError) as error:
+            if not self._added:
+                self._replicas.missing[self._address] = f"the name cannot be resolved: {error}"
+            log.warning("engine_name_unresolved", name=self._address, error=str(error), num_engines=len(self._added))
+        else:
+            self._replicas.missing.pop(self._address, None)
+            for address in self._added - found:
+                self._replicas.retire(address)
+                log.info("engine_left", name=self._address, engine=address)
+            self._added &= found
+            for address in found - self._added:
+                if await self._replicas.join(address, self._connect):
+                    self._added.add(address)
+                    log.info("engine_joined", name=self._address, engine=address)
+        await self._replicas.close_retired()

@@ -1,0 +1,137 @@
+"""Engines that come and go behind one DNS name."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+
+from moiety_engine.front.front import Front
+from moiety_engine.front.settings import FrontSettings
+from moiety_engine.scripted.link import ScriptedCore
+from moiety_engine.scripted.script import Script
+from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_platform.clock import SystemClock
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.engine_client.transport import ZmqEngineClient
+from moiety_platform.routing.discovery import DnsWatch, resolve
+from moiety_platform.routing.replicas import Replicas
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import Sampling, Stopping, Submit
+
+NAME = "dns+tcp://engines.example:5757"
+
+
+class Zone:
+    """What the name has at the moment, and the clients that were made for it."""
+
+    def __init__(self, new_card) -> None:
+        self.addresses: set[str] | None = set()
+        self.made: list[FakeEngineClient] = []
+        self._new_card = new_card
+
+    async def resolve(self, host, port):
+        assert (host, port) == ("engines.example", 5757)
+        if self.addresses is None:
+            raise OSError("not known")
+        return {f"fake://{address}" for address in self.addresses}
+
+    def connect(self, address):
+        self.made.append(FakeEngineClient(self._new_card(address.removeprefix("fake://"))))
+        return self.made[-1]
+
+
+@pytest.fixture
+def zone(new_card):
+    return Zone(new_card)
+
+
+def submit(request_id="r") -> Submit:
+    return Submit(request_id, 0, "tiny", "t", STANDARD, [1], Sampling(), Stopping(100), 1, b"", 0)
+
+
+async def test_engines_join_and_leave_with_the_addresses_of_their_name(zone):
+    async with Replicas([]) as replicas:
+        watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)
+        for addresses in ({"a", "b"}, {"b", "c"}, set(), {"a"}):
+            zone.addresses = addresses
+            await watch.refresh()
+            assert {state.address for state in replicas.states()} == {f"fake://{name}" for name in addresses}
+            assert all(state.healthy for state in replicas.states())
+        assert [one.address for one in zone.made if one.state.healthy] == ["fake://a"]
+
+
+async def test_an_engine_that_left_its_name_finishes_what_it_has(zone):
+    async with Replicas([]) as replicas:
+        watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)
+        zone.addresses = {"a"}
+        await watch.refresh()
+        client, _ = replicas.choose("tiny", STANDARD)
+        zone.addresses = {"b"}
+        async with client.open(submit()) as stream:
+            await watch.refresh()
+            assert replicas.choose("tiny", STANDARD)[0] is not client
+            stream.extend(100)
+            assert len([message async for message in stream.messages()]) == 101
+        assert client.state.healthy
+        await watch.refresh()
+        assert not client.state.healthy
+
+
+async def test_an_address_that_comes_back_while_its_engine_finishes_keeps_its_link(zone):
+    async with Replicas([]) as replicas:
+        watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)
+        zone.addresses = {"a"}
+        await watch.refresh()
+        client, _ = replicas.choose("tiny", STANDARD)
+        async with client.open(submit()):
+            for zone.addresses in (set(), {"a"}):
+                await watch.refresh()
+        assert replicas.choose("tiny", STANDARD)[0] is client
+
+
+async def test_engines_that_are_listed_by_their_address_do_not_leave_with_a_name(zone):
+    listed = zone.connect("fake://a")
+    async with Replicas([listed]) as replicas:
+        watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)
+        for zone.addresses in ({"a", "b"}, set()):
+            await watch.refresh()
+        assert [state.address for state in replicas.states()] == ["fake://a"]
+        assert listed.state.healthy
+
+
+async def test_a_name_that_cannot_be_resolved_changes_nothing_and_is_told_while_nothing_is_known(zone):
+    async with Replicas([]) as replicas:
+        watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)
+        zone.addresses = None
+        await watch.refresh()
+        assert replicas.why_not_ready() == [f"engines {NAME}: the name cannot be resolved: not known"]
+        zone.addresses = {"a"}
+        await watch.refresh()
+        assert replicas.why_not_ready() == []
+        zone.addresses = None
+        await watch.refresh()
+        assert [state.address for state in replicas.states()] == ["fake://a"]
+
+
+async def test_a_real_name_leads_to_a_real_engine(until):
+    context = zmq.Context()
+    front = Front(
+        FrontSettings(model="scripted", listen="tcp://127.0.0.1:0", heartbeat_interval_s=0.05),
+        "engine-1",
+        scripted_text_model(),
+        ScriptedCore(Script()),
+        context,
+    )
+    await front.start()
+    port = int(front.address.rpartition(":")[2])
+    assert await resolve("localhost", port) == {f"tcp://127.0.0.1:{port}"}
+    try:
+        async with Replicas([]) as replicas:
+            clock = SystemClock()
+            name = f"dns+tcp://localhost:{port}"
+            await DnsWatch(name, replicas, lambda address: ZmqEngineClient(address, context, clock)).refresh()
+            await until(lambda: not replicas.why_not_ready())
+            assert replicas.card("scripted").engine_id == "engine-1"
+    finally:
+        await front.close()
+        context.destroy(linger=0)

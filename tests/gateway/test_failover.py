@@ -1,0 +1,241 @@
+"""Engines that are lost in the middle of an answer: it goes on at another one, once, and never at all of them."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+import zmq
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from moiety_engine.front.front import Front
+from moiety_engine.front.settings import FrontSettings
+from moiety_engine.scripted.link import ScriptedCore
+from moiety_engine.scripted.script import Script
+from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_platform.clock import SystemClock
+from moiety_platform.engine_client.fake import FakeEngineClient, Verdict, count_aloud
+from moiety_platform.engine_client.transport import ZmqEngineClient
+from moiety_wire.messages import Failed, FailureCode, Reason
+
+HELLO = [{"role": "user", "content": "hello"}]
+ASK = {"model": "tiny", "messages": HELLO, "max_tokens": 60}
+WHOLE = " ".join(str(1 + i) for i in range(60))
+
+
+def engines_of(new_card, number, **settings) -> list[FakeEngineClient]:
+    return [FakeEngineClient(new_card(f"engine-{i}"), **settings) for i in range(number)]
+
+
+def busy(engines):
+    """The engines that have a request now."""
+    return [engine for engine in engines if engine.state.num_inflight]
+
+
+def submits_of(engines):
+    """In the order of what had come by then."""
+    return sorted((one for engine in engines for one in engine.submits), key=lambda one: len(one.resumed_ids or ()))
+
+
+def dies_at(engines, *positions):
+    """A script: before that position, and once for each, the engine that is at it dies."""
+    left = set(positions)
+
+    def script(submit):
+        for position, piece in enumerate(count_aloud(submit)):
+            if position in left:
+                left.discard(position)
+                busy(engines)[0].die()
+            yield piece
+
+    for engine in engines:
+        engine.script = script
+
+
+async def text_of(stream) -> str:
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+
+@pytest.mark.parametrize("credit_window_tokens", [1, 128])  # 1: it is paused for want of credit again and again
+async def test_a_stream_goes_on_at_another_engine_without_a_token_missing_or_twice(
+    start_gateway, new_card, credit_window_tokens
+):
+    engines = engines_of(new_card, 3, verdict=lambda submit: Verdict("standard", num_cached_tokens=7))
+    dies_at(engines, 10, 30)
+    async with start_gateway(engines, credit_window_tokens=credit_window_tokens) as gateway:
+        stream = await gateway.client.chat.completions.create(**ASK, stream=True)
+        assert await text_of(stream) == WHOLE
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.http_status, row.error_code) == ("length", 200, None)
+        assert (row.prompt_tokens, row.cached_tokens, row.output_tokens) == (gateway.prompt_tokens("hello"), 7, 60)
+        first, second, third = submits_of(engines)
+        assert first.resumed_ids is None
+        assert (len(second.resumed_ids), len(third.resumed_ids)) == (10, 30)
+        assert {len(engine.submits) for engine in engines} == {1}  # none had it twice
+        assert b'moiety_failovers_total{cause="engine_failed",model="tiny"} 2.0' in gateway.metrics.render()
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+async def test_a_whole_answer_with_several_choices_and_logprobs_is_that_of_an_undisturbed_run(
+    start_gateway, new_card, num_choices
+):
+    engines = engines_of(new_card, 2, token_s=0.001)
+    ask = {**ASK, "n": num_choices, "logprobs": True}
+    async with start_gateway(engines) as gateway:
+        expected = await gateway.client.chat.completions.create(**ask)
+        dies_at(engines, 20)
+        got = await gateway.client.chat.completions.create(**ask)
+        assert [choice.model_dump() for choice in got.choices] == [choice.model_dump() for choice in expected.choices]
+        assert got.usage == expected.usage
+        undisturbed, row = await gateway.rows.wait_for(2)
+        assert (row.output_tokens, row.prompt_tokens) == (undisturbed.output_tokens, undisturbed.prompt_tokens)
+
+
+async def test_a_request_that_kills_every_engine_takes_three_and_no_more(start_gateway, new_card):
+    engines = engines_of(new_card, 5)
+
+    def poison(submit):
+        for i, piece in enumerate(count_aloud(submit)):
+            if i == len(submit.resumed_ids or ()) + 3:
+                for engine in busy(engines):
+                    engine.die()
+            yield piece
+
+    for engine in engines:
+        engine.script = poison
+    async with start_gateway(engines) as gateway:
+        stream = await gateway.client.chat.completions.create(**ASK, n=2, stream=True)
+        with pytest.raises(openai.APIError) as caught:
+            await text_of(stream)
+        assert caught.value.code == "engine_failed"
+        assert sum(engine.state.healthy for engine in engines) >= 2
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.http_status, row.error_code) == ("failed", 200, "engine_failed")
+
+
+async def test_an_engine_that_refuses_for_draining_is_no_answer_while_another_is_there(start_gateway, new_card):
+    def drains(submit):
+        return Failed(submit.request_id, 0, FailureCode.DRAINING, "the engine is shutting down")
+
+    engines = [FakeEngineClient(new_card("draining"), drains), FakeEngineClient(new_card("other"))]
+    async with start_gateway(engines) as gateway:
+        for _ in range(3):
+            answer = await gateway.client.chat.completions.create(**ASK)
+            assert answer.choices[0].message.content == WHOLE
+        assert [submit.resumed_ids for submit in engines[1].submits] == [None] * 3  # new to it as to the first
+
+
+async def test_an_engine_that_comes_back_in_time_takes_up_what_it_had(start_gateway, card, until):
+    engine = FakeEngineClient(card)
+    dies_at([engine], 10)
+    async with start_gateway([engine], failover_wait_s=5) as gateway:
+        stream = await gateway.client.chat.completions.create(**ASK, stream=True)
+        await until(lambda: not engine.state.healthy)
+        await engine.start()
+        assert await text_of(stream) == WHOLE
+        assert [len(submit.resumed_ids or ()) > 0 for submit in engine.submits] == [False, True]
+
+
+async def test_a_second_engine_that_refuses_leaves_the_first_one_s_failure_as_the_error(start_gateway, new_card):
+    engines = engines_of(new_card, 2)
+
+    def once_or_never(submit):
+        if submit.resumed_ids is not None:
+            return Failed(submit.request_id, 0, FailureCode.OVERLOADED, "full", reason=Reason.QUEUE_FULL)
+        return dying(submit)
+
+    dies_at(engines, 5)
+    dying = engines[0].script
+    for engine in engines:
+        engine.script = once_or_never
+    async with start_gateway(engines) as gateway:
+        stream = await gateway.client.chat.completions.create(**ASK, stream=True)
+        with pytest.raises(openai.APIError) as caught:
+            await text_of(stream)
+        assert caught.value.code == "engine_failed"
+
+
+async def test_a_downgraded_request_goes_on_in_the_class_that_it_was_served_in(start_gateway, new_card):
+    engines = engines_of(new_card, 2, verdict=lambda submit: Verdict("flex", Reason.PREDICTED_LATE))
+    dies_at(engines, 5)
+    async with start_gateway(engines) as gateway:
+        change = json.dumps({"on_overload": "downgrade", "downgrade_to": "flex"}).encode()
+        assert (await gateway.request("PATCH", "/admin/v1/classes/standard", change, gateway.admin_key))[0] == 200
+        stream = await gateway.client.chat.completions.create(**ASK, stream=True)
+        assert await text_of(stream) == WHOLE
+        first, second = submits_of(engines)
+        assert (first.service.name, first.fallback.name) == ("standard", "flex")
+        assert (second.service.name, second.fallback) == ("flex", None)
+        (row,) = await gateway.rows.wait_for(1)
+        assert row.service_class == "flex"
+
+
+async def test_the_span_tells_of_the_failover(start_gateway, new_card):
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    engines = engines_of(new_card, 2)
+    dies_at(engines, 5)
+    async with start_gateway(engines, provider) as gateway:
+        await text_of(await gateway.client.chat.completions.create(**ASK, stream=True))
+        await gateway.rows.wait_for(1)
+    _, resumed = submits_of(engines)
+    (span,) = [span for span in exporter.get_finished_spans() if span.name == "chat tiny"]
+    assert span.attributes["moiety.failovers"] == 1
+    (event,) = [event for event in span.events if event.name == "moiety.failed_over"]
+    assert event.attributes["moiety.reason"] == "engine_failed"
+    assert {event.attributes["moiety.engine.from"], event.attributes["moiety.engine.to"]} == {
+        engine.address for engine in engines
+    }
+    num_again = len(resumed.prompt_ids) + len(resumed.resumed_ids)
+    assert span.attributes["moiety.recomputed_tokens"] == num_again
+
+
+@pytest.fixture
+async def fronts():
+    """Two fronts of scripted engines, and the context of their sockets."""
+    context = zmq.Context()
+    running = []
+    for number in range(2):
+        settings = FrontSettings(model="tiny", listen="tcp://127.0.0.1:0", heartbeat_interval_s=0.05)
+        core = ScriptedCore(Script(step_delay_s=0.002))
+        running.append(Front(settings, f"engine-{number}", scripted_text_model(), core, context))
+        await running[-1].start()
+    yield running, context
+    for front in running:
+        await front.close()
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("end", ["drained", "core lost", "closed"])
+async def test_an_engine_that_ends_hands_over_what_it_did_not_finish(start_gateway, fronts, until, end):
+    running, context = fronts
+    clients = [ZmqEngineClient(front.address, context, SystemClock()) for front in running]
+    prompt = "naïve 日本語 🙂 "
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 400, "stream": True, "extra_body": {"ignore_eos": True}}
+    async with start_gateway(clients) as gateway:
+        await until(lambda: all(client.state.healthy for client in clients))
+        stream = await gateway.client.completions.create(**body, logprobs=1)
+        text, tokens = "", []
+        async for chunk in stream:
+            (choice,) = chunk.choices
+            text += choice.text
+            tokens += choice.logprobs.tokens if choice.logprobs else []
+            if len(tokens) == 50:
+                (busy_front,) = [front for front in running if front.num_open]
+                match end:
+                    case "drained":
+                        busy_front.begin_drain(0.05)
+                    case "core lost":
+                        busy_front.on_death("killed")
+                    case "closed":
+                        await busy_front.close()
+        spelled = [chr(byte) if byte < 128 else "\N{REPLACEMENT CHARACTER}" for byte in prompt.encode()]
+        assert tokens == (spelled * 400)[:400]
+        assert text == (prompt.encode() * 400)[:400].decode(errors="replace")
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.output_tokens, row.prompt_tokens) == ("length", 400, len(prompt.encode()))
+        rendered = gateway.metrics.render().decode()
+        assert f'cause="{"engine_draining" if end == "drained" else "engine_failed"}",model="tiny"}} 1.0' in rendered
