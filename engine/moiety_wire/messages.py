@@ -11,6 +11,9 @@ output tokens from 0 without gap or repeat, so a receiver can prove that it miss
 of one request in one direction from 0. Credit is the *total* number of output tokens the engine may emit for the
 request; `Extend` raises it (being a total, a repeated message does no harm). At the end of its credit a request pauses
 in place.
+
+An engine remembers what each ended request used until a gateway says `Settled`, which it does once that is stored. What
+a gateway leaves behind when it dies, the engine tells another by `Unsettled`, again and again until it is settled too.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import msgspec
 
 from moiety_wire.classes import ServiceClass
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HEARTBEAT_INTERVAL_S = 0.5
 SILENCE_LIMIT_S = 5.0
 
@@ -100,10 +103,12 @@ class Stopping(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A gateway presents itself; the answer is a Card."""
+    """A gateway presents itself; the answer is a Card. `replica_id` names its process, whatever connections it makes:
+    what it leaves unsettled is told under that name."""
 
     gateway_id: str
     protocol_version: int = PROTOCOL_VERSION
+    replica_id: str = ""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -130,6 +135,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     tenant_weight: float = 1.0
     fallback: ServiceClass | None = None  # the class to be served in where `service` says downgrade at overload
     traceparent: str = ""  # W3C trace context
+    bill: bytes = b""  # whom to charge and at what price, in the gateway's own words; comes back in Metered
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
@@ -149,7 +155,14 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     seq: int
 
 
-ToEngine = Hello | Heartbeat | Submit | Extend | Abort
+class Settled(msgspec.Struct, frozen=True, tag="settled"):
+    """What these requests of that gateway process used is stored; the engine may forget it."""
+
+    replica_id: str
+    request_ids: list[str]
+
+
+ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled
 
 # ── to the gateway ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -271,6 +284,24 @@ class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
     retry_after_s: float | None = None  # when coming back is predicted to succeed
 
 
+class Metered(msgspec.Struct, frozen=True, array_like=True):
+    """What one request used that its gateway has not settled. Tokens are counts as in Finished."""
+
+    replica_id: str
+    request_id: str
+    bill: bytes  # as it came in Submit
+    served_class: str
+    num_cached_tokens: int
+    num_output_tokens: int
+
+
+class Unsettled(msgspec.Struct, frozen=True, tag="unsettled"):
+    """What gateways that are gone have left behind, for the receiver to store and then to settle."""
+
+    engine_id: str
+    records: list[Metered]
+
+
 class ClassLoad(msgspec.Struct, frozen=True, array_like=True):
     """One class's state and counters in an engine."""
 
@@ -310,6 +341,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     swapped_out_blocks_total: int = 0
     swapped_in_blocks_total: int = 0
     classes: list[ClassLoad] = []
+    unsettled_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled
 
 
-ToGateway = Card | Accepted | Tokens | Finished | Failed | Load
+ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled

@@ -33,7 +33,7 @@ from moiety_platform.db.url import redact, to_sync_url
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.models import UsageRecord
 
-QUOTAS = {"quotas", "quota_windows", "quota_leases", "quota_rates", "prices", "audit_log"}
+QUOTAS = {"quotas", "quota_windows", "quota_leases", "quota_rates", "prices", "audit_log", "ledger", "usage_hours"}
 TABLES = {"tenants", "projects", "api_keys", "usage", "service_classes", *QUOTAS}
 
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.db.dialect import insert_into
 from moiety_platform.quota.store import book
+from moiety_platform.usage.ledger import settle
 from moiety_platform.usage.models import UsageRecord
 from moiety_platform.usage.row import UsageRow
 
@@ -23,17 +24,14 @@ _INT32_FIELDS = frozenset({"http_status", "num_choices", "num_preemptions"})
 
 
 async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
-    """Add the rows, each `request_id` once, and book what they charge: what the table has already, or the batch has
-    twice, is left as it is and charges nothing."""
-    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
-    statement = dialect.insert(UsageRecord).on_conflict_do_nothing(index_elements=[UsageRecord.request_id])
-    if not any(row.charges for row in rows):
-        await session.execute(statement, [_to_values(row) for row in rows])
-        return
+    """Add the rows, each `request_id` once, enter them in the ledger, and book what they charge: what the table has
+    already, or the batch has twice, is left as it is and charges nothing."""
+    statement = insert_into(session, UsageRecord).on_conflict_do_nothing(index_elements=[UsageRecord.request_id])
     first = {row.request_id: row for row in reversed(rows)}
     values = [_to_values(row) for row in first.values()]
-    added = await session.execute(statement.returning(UsageRecord.request_id), values)
-    await book(session, [charge for request_id in added.scalars() for charge in first[request_id].charges])
+    new = [first[id_] for id_ in await session.scalars(statement.returning(UsageRecord.request_id), values)]
+    await settle(session, new)
+    await book(session, [charge for row in new for charge in row.charges])
 
 
 def storable(row: UsageRow) -> UsageRow:
