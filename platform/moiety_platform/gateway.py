@@ -38,6 +38,7 @@ from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing, build_provider, shut_down
+from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
 
 LAST_RECORDS_S = 10.0
@@ -148,7 +149,11 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         stack.push_async_callback(quotas.stop)
         recorder = RequestRecorder(usage, quotas, metrics, tracing, clock)
         stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
-        replicas = await stack.enter_async_context(_connect(settings, clock))
+        meter = MeterReader(database)
+        await meter.start()
+        stack.push_async_callback(meter.stop)
+        replicas = await stack.enter_async_context(_connect(settings, clock, quotas.replica_id, meter))
+        quotas.is_proven = replicas.have_settled_for
         authenticator = Authenticator(database, pepper, clock)
         classes, prices = ClassCache(database, clock), PriceCache(database, clock)
         admin = admin_router(
@@ -170,7 +175,9 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
 
 
 @asynccontextmanager
-async def _connect(settings: GatewaySettings, clock: SystemClock) -> AsyncIterator[Replicas]:
+async def _connect(
+    settings: GatewaySettings, clock: SystemClock, replica_id: str, meter: MeterReader
+) -> AsyncIterator[Replicas]:
     """Links to all engines of the settings."""
     curve = None
     if settings.curve_server_key and settings.curve_public_key and settings.curve_secret_key:
@@ -181,7 +188,11 @@ async def _connect(settings: GatewaySettings, clock: SystemClock) -> AsyncIterat
         )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        async with Replicas([ZmqEngineClient(address, context, clock, curve) for address in settings.engines]) as links:
+        clients = [
+            ZmqEngineClient(address, context, clock, curve, replica_id=replica_id, on_unsettled=meter.take)
+            for address in settings.engines
+        ]
+        async with Replicas(clients) as links:
             yield links
     finally:
         context.destroy(linger=0)

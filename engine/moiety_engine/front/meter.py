@@ -43,9 +43,7 @@ class Meter:
         if not submit.bill or not served_class:
             return
         num_cached = end.num_cached_tokens if isinstance(end, Finished) else 0
-        record = Metered(
-            replica_id, submit.request_id, submit.bill, served_class, num_cached, end.num_output_tokens
-        )
+        record = Metered(replica_id, submit.request_id, submit.bill, served_class, num_cached, end.num_output_tokens)
         key = replica_id, submit.request_id
         if key not in self._records:
             self._num_of[replica_id] += 1

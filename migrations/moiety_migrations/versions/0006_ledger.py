@@ -13,8 +13,12 @@ depends_on = None
 _TOTALS = ("prompt_tokens", "cached_tokens", "output_tokens", "cost_nanodollars")
 
 
-def _amount(name: str, kind: type[sa.types.TypeEngine[float]] = sa.BigInteger) -> sa.Column[float]:
-    return sa.Column(name, kind(), nullable=False)
+def _count(name: str) -> sa.Column[int]:
+    return sa.Column(name, sa.BigInteger(), nullable=False)
+
+
+def _time(name: str) -> sa.Column[float]:
+    return sa.Column(name, sa.Double(), nullable=False)
 
 
 def upgrade() -> None:
@@ -26,7 +30,7 @@ def upgrade() -> None:
         sa.Column("sequence", sa.Integer(), primary_key=True, autoincrement=False),
         sa.Column("tenant_id", sa.Text(), nullable=False),
         sa.Column("started_at", sa.DateTime(timezone=True), nullable=False),
-        *(_amount(name) for name in _TOTALS),
+        *(_count(name) for name in _TOTALS),
     )
     op.create_index("ix_ledger_tenant_id_started_at", "ledger", ["tenant_id", "started_at"])
     op.create_table(
@@ -36,11 +40,11 @@ def upgrade() -> None:
             sa.Column(name, sa.Text(), primary_key=True)
             for name in ("tenant_id", "project_id", "key_id", "model", "service_class")
         ),
-        *(_amount(name) for name in ("requests", "failed", "rejected", "disconnected", *_TOTALS[:3])),
-        _amount("ttft_ms", sa.Double),
-        _amount("num_ttft"),
-        _amount("duration_ms", sa.Double),
-        *(_amount(name) for name in ("preemptions", "cost_nanodollars", "num_kept", "num_promised")),
+        *(_count(name) for name in ("requests", "failed", "rejected", "disconnected", *_TOTALS[:3])),
+        _time("ttft_ms"),
+        _count("num_ttft"),
+        _time("duration_ms"),
+        *(_count(name) for name in ("preemptions", "cost_nanodollars", "num_kept", "num_promised")),
     )
     totals = ", ".join(_TOTALS)
     op.execute(

@@ -91,6 +91,7 @@ class FakeEngineClient:
         self.class_loads: list[ClassLoad] = []
         self.load_age_s: float | None = 0.0
         self.submits: list[Submit] = []
+        self.settled_ids: list[str] = []
         self._clock = clock or SystemClock()
         self._running: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,6 +109,9 @@ class FakeEngineClient:
         return EngineState(
             self.address, self._alive, reason, self.card, self._load(), len(self._running), self.load_age_s
         )
+
+    def settled(self, request_id: str) -> None:
+        self.settled_ids.append(request_id)
 
     async def start(self) -> None:
         self._alive = True

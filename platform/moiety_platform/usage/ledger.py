@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.dialect import insert_into
@@ -35,7 +36,7 @@ async def settle(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
         for row in rows
     ]
     connection = await session.connection()
-    await connection.execute(LedgerEntry.__table__.insert(), entries)
+    await connection.execute(insert(LedgerEntry.__table__), entries)  # type: ignore[arg-type]
     await add_to_hours(session, rows)
 
 
