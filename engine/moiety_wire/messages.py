@@ -15,6 +15,9 @@ in place.
 A request whose engine was lost is submitted to another one with `resumed_ids`, the output that its gateway has. All
 counts of that request go on being totals: the first `position` is the number of resumed tokens, credit, max_tokens,
 min_tokens and `num_output_tokens` count them, penalties and stop strings see them.
+
+An engine remembers what each ended request used until a gateway says `Settled`, which it does once that is stored. What
+a gateway leaves behind when it dies, the engine tells another by `Unsettled`, again and again until it is settled too.
 """
 
 from __future__ import annotations
@@ -105,10 +108,12 @@ class Stopping(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A gateway presents itself; the answer is a Card."""
+    """A gateway presents itself; the answer is a Card. `replica_id` names its process, whatever connections it makes:
+    what it leaves unsettled is told under that name."""
 
     gateway_id: str
     protocol_version: int = PROTOCOL_VERSION
+    replica_id: str = ""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -136,6 +141,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     fallback: ServiceClass | None = None  # the class to be served in where `service` says downgrade at overload
     traceparent: str = ""  # W3C trace context
     resumed_ids: list[int] | None = None  # the output so far of a request that another engine had admitted
+    bill: bytes = b""  # whom to charge and at what price, in the gateway's own words; comes back in Metered
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
@@ -155,7 +161,14 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     seq: int
 
 
-ToEngine = Hello | Heartbeat | Submit | Extend | Abort
+class Settled(msgspec.Struct, frozen=True, tag="settled"):
+    """What these requests of that gateway process used is stored; the engine may forget it."""
+
+    replica_id: str
+    request_ids: list[str]
+
+
+ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled
 
 # ── to the gateway ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -279,6 +292,24 @@ class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
     retry_after_s: float | None = None  # when coming back is predicted to succeed
 
 
+class Metered(msgspec.Struct, frozen=True, array_like=True):
+    """What one request used that its gateway has not settled. Tokens are counts as in Finished."""
+
+    replica_id: str
+    request_id: str
+    bill: bytes  # as it came in Submit
+    served_class: str
+    num_cached_tokens: int
+    num_output_tokens: int
+
+
+class Unsettled(msgspec.Struct, frozen=True, tag="unsettled"):
+    """What gateways that are gone have left behind, for the receiver to store and then to settle."""
+
+    engine_id: str
+    records: list[Metered]
+
+
 class ClassLoad(msgspec.Struct, frozen=True, array_like=True):
     """One class's state and counters in an engine."""
 
@@ -318,6 +349,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     swapped_out_blocks_total: int = 0
     swapped_in_blocks_total: int = 0
     classes: list[ClassLoad] = []
+    unsettled_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled
 
 
-ToGateway = Card | Accepted | Tokens | Finished | Failed | Load
+ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled

@@ -40,6 +40,7 @@ from moiety_platform.routing.discovery import DnsWatch
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing, build_provider, shut_down
+from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
 
 LAST_RECORDS_S = 10.0
@@ -150,7 +151,11 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         stack.push_async_callback(quotas.stop)
         recorder = RequestRecorder(usage, quotas, metrics, tracing, clock)
         stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
-        replicas = await stack.enter_async_context(_connect(settings, clock))
+        meter = MeterReader(database)
+        await meter.start()
+        stack.push_async_callback(meter.stop)
+        replicas = await stack.enter_async_context(_connect(settings, clock, quotas.replica_id, meter))
+        quotas.is_proven = replicas.have_settled_for
         authenticator = Authenticator(database, pepper, clock)
         classes, prices = ClassCache(database, clock), PriceCache(database, clock)
         admin = admin_router(
@@ -172,7 +177,9 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
 
 
 @asynccontextmanager
-async def _connect(settings: GatewaySettings, clock: SystemClock) -> AsyncIterator[Replicas]:
+async def _connect(
+    settings: GatewaySettings, clock: SystemClock, replica_id: str, meter: MeterReader
+) -> AsyncIterator[Replicas]:
     """Links to all engines of the settings, and to those that their names stand for."""
     curve = None
     if settings.curve_server_key and settings.curve_public_key and settings.curve_secret_key:
@@ -184,7 +191,7 @@ async def _connect(settings: GatewaySettings, clock: SystemClock) -> AsyncIterat
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def client_of(address: str) -> ZmqEngineClient:
-        return ZmqEngineClient(address, context, clock, curve)
+        return ZmqEngineClient(address, context, clock, curve, replica_id=replica_id, on_unsettled=meter.take)
 
     names = [address for address in settings.engines if is_name(address)]
     watches: list[asyncio.Task[None]] = []

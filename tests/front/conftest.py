@@ -25,6 +25,7 @@ from moiety_wire.messages import (
     Card,
     Failed,
     Finished,
+    Heartbeat,
     Hello,
     Load,
     Sampling,
@@ -33,6 +34,7 @@ from moiety_wire.messages import (
     ToEngine,
     ToGateway,
     Tokens,
+    Unsettled,
 )
 
 DEADLINE_S = 20.0
@@ -114,6 +116,8 @@ class Gateway:
             self.cards.append(message)
         elif isinstance(message, Load):
             self.loads.append(message)
+        elif isinstance(message, Unsettled):
+            pass
         else:
             self.answers.setdefault(message.request_id, Answer()).take(message)
         return message
@@ -121,6 +125,16 @@ class Gateway:
     async def until(self, condition: Callable[[], object]) -> None:
         while not condition():
             await self.receive()
+
+    async def keep_alive_and_receive(self) -> ToGateway:
+        await self.send(Heartbeat(0))
+        return await self.receive()
+
+    async def until_load(self, condition: Callable[[Load], object]) -> Load:
+        """Wait for a Load that is so."""
+        while not (self.loads and condition(self.loads[-1])):
+            await self.keep_alive_and_receive()
+        return self.loads[-1]
 
     async def greet(self) -> Card:
         await self.send(Hello("gateway"))

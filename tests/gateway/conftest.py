@@ -83,8 +83,10 @@ class RowList:
     def opened(self, row) -> None:
         """Only what ends is of interest here."""
 
-    def record(self, row) -> None:
+    def record(self, row, when_stored=None) -> None:
         self.rows.append(row)
+        if when_stored is not None:
+            when_stored()
         self._arrived.set()
 
     async def wait_for(self, count: int):

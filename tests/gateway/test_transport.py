@@ -276,7 +276,7 @@ async def test_what_lies_unread_in_the_socket_is_no_silence(context, card, until
         load = Load(
             **(
                 dict.fromkeys(Load.__struct_fields__, 0)
-                | {"engine_id": card.engine_id, "draining": False, "classes": []}
+                | {"engine_id": card.engine_id, "draining": False, "classes": [], "unsettled_replicas": []}
             )
         )
         engine.send_multipart([identity, encode(load)])

@@ -33,8 +33,8 @@ from moiety_platform.db.url import redact, to_sync_url
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.models import UsageRecord
 
-QUOTAS = {"quotas", "quota_windows", "quota_leases", "quota_rates", "prices", "audit_log"}
-TABLES = {"tenants", "projects", "api_keys", "usage", "service_classes", *QUOTAS}
+QUOTAS = {"quotas", "quota_windows", "quota_leases", "quota_rates", "prices"}
+TABLES = {"tenants", "projects", "api_keys", "usage", "usage_hours", "ledger", "audit_log", "service_classes", *QUOTAS}
 
 
 def table_names(url: str) -> set[str]:
@@ -94,7 +94,7 @@ def test_upgrading_an_upgraded_database_keeps_its_rows(empty_url: str) -> None:
 def test_tenants_of_the_first_schema_come_along_with_their_projects_and_go_back_again(empty_url: str) -> None:
     upgrade(empty_url)
     downgrade(empty_url, "0001")
-    assert table_names(empty_url) == TABLES - {"service_classes", *QUOTAS}
+    assert table_names(empty_url) == TABLES - {"service_classes", "ledger", "usage_hours", "audit_log", *QUOTAS}
     moment = "'2026-01-01 00:00:00'"
     execute(empty_url, f"INSERT INTO tenants VALUES ('t', 'n', 'flex', 1.0, 'active', {moment})")
     execute(empty_url, f"INSERT INTO projects VALUES ('p', 't', 'n', {moment})")
@@ -109,6 +109,10 @@ def test_tenants_of_the_first_schema_come_along_with_their_projects_and_go_back_
         row = connection.execute(sa.text("SELECT num_preemptions, sla_attained FROM usage")).one()
         joined = "SELECT service_class FROM tenants JOIN projects ON projects.tenant_id = tenants.id"
         assert (tuple(row), connection.scalar(sa.text(joined))) == ((0, None), "flex")
+        entry = "SELECT kind, prompt_tokens, output_tokens FROM ledger WHERE request_id = 'r'"
+        assert tuple(connection.execute(sa.text(entry)).one()) == ("settled", 1, 1)
+        hours = "SELECT requests, prompt_tokens, num_ttft FROM usage_hours WHERE hour = '2026-01-01 00:00:00.000000'"
+        assert tuple(connection.execute(sa.text(hours)).one()) == (1, 1, 1)
     with engine.connect() as connection:
         (key,) = sa.inspect(connection).get_foreign_keys("tenants")
         assert (key["constrained_columns"], key["referred_table"]) == (["service_class"], "service_classes")

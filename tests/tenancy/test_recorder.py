@@ -21,7 +21,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.usage import live_log
 from moiety_platform.usage.journal import Journal
-from moiety_platform.usage.models import UsageRecord
+from moiety_platform.usage.models import LedgerEntry, UsageHour, UsageRecord
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.row import UsageRow
 from moiety_platform.usage.store import storable
@@ -57,6 +57,12 @@ def make_row(request_id: str, **changes: object) -> UsageRow:
 async def stored_ids(database: Database) -> list[str]:
     async with database.read() as session:
         return list(await session.scalars(sa.select(UsageRecord.request_id).order_by(UsageRecord.request_id)))
+
+
+async def forget_all(database: Database) -> None:
+    async with database.write() as session:
+        for table in (UsageRecord, LedgerEntry, UsageHour):
+            await session.execute(sa.delete(table))
 
 
 @asynccontextmanager
@@ -97,7 +103,9 @@ async def test_rows_reach_the_database_without_a_flush_and_in_few_statements(
             recorder.record(make_row(f"r{number:03}"))
         await until(lambda: recorder.stats().stored == 300)
     assert len(await stored_ids(database)) == 300
-    assert sum(statement.startswith("INSERT") for statement in statements) <= 2
+    assert sum(statement.startswith("INSERT") for statement in statements) <= 6, (
+        "at most two batches, of requests, entries and sums"
+    )
 
 
 async def test_stopping_stores_all_that_was_recorded(database: Database, tmp_path: Path) -> None:
@@ -113,8 +121,7 @@ async def test_stopping_stores_all_that_was_recorded(database: Database, tmp_pat
 async def test_each_request_counts_once_however_often_and_by_whomever_it_is_recorded(
     database: Database, tmp_path: Path, recorders: list[list[int]], max_pending: int
 ) -> None:
-    async with database.write() as session:
-        await session.execute(sa.delete(UsageRecord))
+    await forget_all(database)
 
     async def run(numbers: list[int]) -> None:
         async with recording(database, tmp_path / "journal", max_pending=max_pending, interval_s=0.001) as recorder:
@@ -254,8 +261,7 @@ async def test_no_content_of_a_row_can_keep_it_from_being_stored(
     database: Database, tmp_path: Path, model: str, tokens: int, status: int, ttft_ms: float | None
 ) -> None:
     row = make_row("r", model=model, prompt_tokens=tokens, http_status=status, ttft_ms=ttft_ms)
-    async with database.write() as session:
-        await session.execute(sa.delete(UsageRecord))
+    await forget_all(database)
     async with recording(database, tmp_path / "journal") as recorder:
         recorder.record(row)
         await recorder.flush()

@@ -102,11 +102,11 @@ def test_a_damaged_message_is_a_message_or_undecodable(data: st.DataObject) -> N
 
 
 def test_a_field_of_a_later_version_does_no_harm() -> None:
-    assert decode_to_engine(encode(Hello("g")).replace(b"\x83", b"\x84", 1) + b"\xa3new\x01") == Hello("g")
+    assert decode_to_engine(encode(Hello("g")).replace(b"\x84", b"\x85", 1) + b"\xa3new\x01") == Hello("g")
 
 
 def test_deep_nesting_is_undecodable_or_skipped_but_never_an_accident() -> None:
     hello = encode(Hello("g"))
-    nested = b"\x84" + hello[1:] + b"\xa3new" + b"\x91" * 200_000 + b"\x01"
+    nested = b"\x85" + hello[1:] + b"\xa3new" + b"\x91" * 200_000 + b"\x01"
     with pytest.raises(UndecodableMessage):
         decode_to_engine(nested)

@@ -9,7 +9,7 @@ from moiety_text.folder import TextModel
 from moiety_wire.messages import Card, Load
 
 
-def make_load(engine_id: str, seq: int, load: CoreLoad, *, draining: bool) -> Load:
+def make_load(engine_id: str, seq: int, load: CoreLoad, *, draining: bool, unsettled_replicas: list[str]) -> Load:
     return Load(
         engine_id=engine_id,
         seq=seq,
@@ -31,6 +31,7 @@ def make_load(engine_id: str, seq: int, load: CoreLoad, *, draining: bool) -> Lo
         swapped_out_blocks_total=load.swapped_out_blocks_total,
         swapped_in_blocks_total=load.swapped_in_blocks_total,
         classes=load.classes,
+        unsettled_replicas=unsettled_replicas,
     )
 
 

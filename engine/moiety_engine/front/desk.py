@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
+from moiety_engine.front.meter import Meter
 from moiety_engine.front.request import OpenRequest, TokenTable
 from moiety_engine.front.sessions import GatewaySession
 from moiety_engine.front.validation import ModelLimits, find_refusal, to_core
@@ -36,6 +37,7 @@ class RequestDesk:
         self,
         tokenizer: Tokenizer,
         post: Post,
+        meter: Meter,
         *,
         on_finished: OnFinished | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
@@ -45,6 +47,7 @@ class RequestDesk:
         self._tokenizer = tokenizer
         self._table = TokenTable(tokenizer)
         self._post = post
+        self._meter = meter
         self._on_finished = on_finished
         self._clock_ns = clock_ns
         self._open: dict[int, tuple[OpenRequest, GatewaySession]] = {}
@@ -159,6 +162,7 @@ class RequestDesk:
     def _finish(self, request: OpenRequest, session: GatewaySession, finish: CoreFinish) -> None:
         self._close(request, session)
         message = request.finish(finish, self._name_of)
+        self._meter.note(session.replica_id, request.submit, message, request.served_class)
         self._post(session, message)
         if self._on_finished is not None:
             self._on_finished(request.submit, message)
@@ -171,7 +175,9 @@ class RequestDesk:
             self._finish(request, session, ended)
             return
         self._close(request, session)
-        self._post(session, request.fail(failure))
+        message = request.fail(failure)
+        self._meter.note(session.replica_id, request.submit, message, request.served_class)
+        self._post(session, message)
 
     def _close(self, request: OpenRequest, session: GatewaySession) -> None:
         del self._open[request.key]

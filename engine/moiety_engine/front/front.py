@@ -18,6 +18,7 @@ import zmq
 from moiety_engine.front.announcements import make_card, make_load
 from moiety_engine.front.core_link import CoreLink
 from moiety_engine.front.desk import OnFinished, RequestDesk
+from moiety_engine.front.meter import Meter
 from moiety_engine.front.sessions import GatewaySession, Sessions
 from moiety_engine.front.settings import FrontSettings
 from moiety_engine.front.validation import ModelLimits
@@ -35,9 +36,11 @@ from moiety_wire.messages import (
     FailureCode,
     Heartbeat,
     Hello,
+    Settled,
     Submit,
     ToEngine,
     ToGateway,
+    Unsettled,
 )
 
 log = structlog.get_logger()
@@ -81,7 +84,9 @@ class Front:
         self._clock = clock
         self._socket = _router(context, settings)
         self._sessions = Sessions(self._socket, max_outbox_messages=settings.max_outbox_messages)
-        self._desk = RequestDesk(Tokenizer.from_json(text.tokenizer_json), self._post, on_finished=on_finished)
+        self._meter = Meter(clock)
+        tokenizer = Tokenizer.from_json(text.tokenizer_json)
+        self._desk = RequestDesk(tokenizer, self._post, self._meter, on_finished=on_finished)
         self._load = LOADING
         self._refusal = ""
         self._drain_until_s: float | None = None
@@ -164,6 +169,8 @@ class Front:
                 self._desk.abort(session, message)
             case Hello():
                 self._greet(session, message)
+            case Settled():
+                self._meter.settle(message.replica_id, message.request_ids)
             case Heartbeat():
                 pass  # being heard is all
 
@@ -172,7 +179,7 @@ class Front:
             self._desk.abort_session(session)  # another process has taken the identity
         if hello.protocol_version != PROTOCOL_VERSION:
             log.warning("gateway_protocol_differs", theirs=hello.protocol_version, ours=PROTOCOL_VERSION)
-        session.gateway_id = hello.gateway_id
+        session.gateway_id, session.replica_id = hello.gateway_id, hello.replica_id
         session.wants_card = True
         if self.card is not None:
             self._send_card(session, self.card)
@@ -255,7 +262,17 @@ class Front:
             else:
                 self._sessions.lose(session, "silent")
         self._send_loads()
+        self._tell_what_was_left()
         self._settle()
+
+    def _tell_what_was_left(self) -> None:
+        """What gateways that are gone have not settled, to one that is there."""
+        sessions = [session for session in self._sessions.all() if session.has_card and not session.outbox]
+        if not sessions:
+            return
+        records = self._meter.left_behind({session.replica_id for session in self._sessions.all()})
+        if records:
+            self._post(sessions[0], Unsettled(self.engine_id, records))
 
     def _send_loads(self) -> None:
         for session in self._sessions.all():
@@ -263,9 +280,18 @@ class Front:
                 self._send_load(session)
 
     def _send_load(self, session: GatewaySession) -> None:
-        message = make_load(self.engine_id, session.num_loads, self._load, draining=self._desk.is_draining)
+        message = make_load(
+            self.engine_id,
+            session.num_loads,
+            self._load,
+            draining=self._desk.is_draining,
+            unsettled_replicas=sorted(self._meter.replicas | self._replicas_with_open()),
+        )
         session.num_loads += 1
         self._post(session, message)
+
+    def _replicas_with_open(self) -> set[str]:
+        return {session.replica_id for session in self._sessions.all() if session.open_keys and session.replica_id}
 
     def _on_drain_time(self, wait_s: float) -> None:
         """Ends the drain if nothing is open; aborts what is open if the time is over; else comes back then."""

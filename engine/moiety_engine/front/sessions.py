@@ -24,6 +24,7 @@ class GatewaySession:
     def __init__(self, identity: bytes, heard_at_s: float) -> None:
         self.identity = identity
         self.gateway_id = ""
+        self.replica_id = ""  # of its process, which may come back by another session
         self.heard_at_s = heard_at_s
         self.open_keys: dict[str, int] = {}  # request id → key
         self.outbox: deque[bytes] = deque()

@@ -73,11 +73,10 @@ class Pipeline:
         """Submit every sequence and wait for the verdicts; what is held goes on the stack."""
         run, submits = await self._prepare(record, generation, stack)
         stack.callback(run.settle)
-        num_prompt_tokens = sum(map(len, run.prompts))
+        record.spending.require_current()
         try:
             for submit in submits:
                 await run.submit(submit, stack)
-                record.submitted(num_prompt_tokens)
             await run.wait_admitted()
         except BaseException:  # all are ended at once, before any is waited for
             run.abort()
@@ -102,14 +101,16 @@ class Pipeline:
         text = await self._texts.get(card)
         prompts = await text.encode(generation.prompts)
         longest = [_max_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
+        num_prompt_tokens = sum(map(len, prompts))
         credit = await record.spending.begin(
-            sum(map(len, prompts)),
+            num_prompt_tokens,
             generation.num_sequences,
             min(max(longest), self._credit_window),
             await self._tariff(card.model, catalogue, chosen),
         )
+        bill = record.reserved(num_prompt_tokens)
         submits = [
-            submit
+            msgspec.structs.replace(submit, bill=bill)
             for number, (prompt_ids, max_tokens) in enumerate(zip(prompts, longest, strict=True))
             for submit in self._submits(record, generation, chosen, number, prompt_ids, max_tokens, credit)
         ]

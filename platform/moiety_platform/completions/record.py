@@ -11,8 +11,11 @@ from moiety_platform.classes.terms import Catalogue
 from moiety_platform.completions.generation import Generation
 from moiety_platform.completions.promise import Progress, is_broken, is_kept
 from moiety_platform.completions.spending import Spending, Used
+from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.errors import Overloaded, PlatformError
 from moiety_platform.traces.tracing import RequestSpan
+from moiety_platform.usage.bill import Bill, encode_bill
+from moiety_platform.usage.row import UsageRow
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Reason
 
@@ -42,8 +45,10 @@ class RequestRecord:
     started_at: datetime
     started_s: float  # monotonic
     arrival_unix_ns: int
-    on_submitted: Callable[[RequestRecord], None]
+    on_submitted: Callable[[UsageRow], None]
+    make_bill: Callable[[RequestRecord, int], Bill]
     spending: Spending
+    bill: Bill | None = None  # once there is something to charge
     generation: Generation | None = None
     chosen: ServiceClass | None = None
     served: ServiceClass | None = None  # the fallback, where an engine has downgraded a sequence
@@ -51,6 +56,7 @@ class RequestRecord:
     admission_outcome: str = ""  # admitted, downgraded, rejected
     admission_reason: str = ""
     served_model: str = "unknown"
+    sequences: list[tuple[EngineClient, str]] = field(default_factory=list)  # given to engines, under these ids
     reached_engine: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -69,12 +75,23 @@ class RequestRecord:
     http_status: int = 0
     error_code: str | None = None
 
-    def submitted(self, num_prompt_tokens: int) -> None:
+    def reserved(self, num_prompt_tokens: int) -> bytes:
+        """All is reserved; what engines are given to be charged by, should this process be killed."""
+        self.bill = self.make_bill(self, num_prompt_tokens)
+        return encode_bill(self.bill)
+
+    def submitted(self, client: EngineClient, sequence_id: str) -> None:
         """A sequence has been given to an engine; from here on the request counts, even if this process is killed."""
-        is_first = not self.reached_engine
-        self.reached_engine, self.prompt_tokens = True, num_prompt_tokens
-        if is_first:
-            self.on_submitted(self)
+        assert self.bill is not None, "reserved before anything is submitted"
+        self.sequences.append((client, sequence_id))
+        if not self.reached_engine:
+            self.reached_engine, self.prompt_tokens = True, self.bill.row.prompt_tokens
+            self.on_submitted(self.bill.row)
+
+    def stored(self) -> None:
+        """Its usage row is in the database, so engines may forget what they counted."""
+        for client, sequence_id in self.sequences:
+            client.settled(sequence_id)
 
     @property
     def service_class(self) -> str:

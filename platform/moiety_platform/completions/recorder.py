@@ -6,24 +6,26 @@ Usage row, metrics, span and log line are written in one place, when the request
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+import msgspec
 import structlog
 
 from moiety_platform.auth.principal import Principal
 from moiety_platform.clock import Clock
 from moiety_platform.completions.disconnect import ClientDisconnected
 from moiety_platform.completions.record import RequestRecord
-from moiety_platform.completions.spending import Spending
+from moiety_platform.completions.spending import Spending, Used
 from moiety_platform.errors import PlatformError, Unavailable
 from moiety_platform.http_errors import internal_error
 from moiety_platform.metrics import Metrics
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.lease import Charge
 from moiety_platform.traces.tracing import Tracing
-from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.bill import Bill
+from moiety_platform.usage.row import UsageRow, killed
 
 PROVIDER = "moiety"
 
@@ -37,7 +39,7 @@ class UsageSink(Protocol):
 
     def opened(self, row: UsageRow) -> None: ...
 
-    def record(self, row: UsageRow) -> None: ...
+    def record(self, row: UsageRow, when_stored: Callable[[], None] | None = None) -> None: ...
 
 
 class RequestRecorder:
@@ -85,7 +87,8 @@ class RequestRecorder:
             started_at=self._clock.now(),
             started_s=self._clock.monotonic(),
             arrival_unix_ns=self._clock.unix_ns(),
-            on_submitted=lambda record: self._usage.opened(self._row(record, record.spending.charges(record.used))),
+            on_submitted=self._usage.opened,
+            make_bill=self._bill,
             spending=Spending(self._quotas, principal),
         )
         self._num_open += 1
@@ -112,7 +115,7 @@ class RequestRecorder:
 
     def _close(self, record: RequestRecord) -> None:
         row = self._row(record, record.spending.settle(record.used))
-        self._usage.record(row)
+        self._usage.record(row, record.stored if record.sequences else None)
         self._metrics.observe(row, record.served_model, _tpot_s(record))
         for failover in record.failovers:
             self._metrics.observe_failover(record.served_model, failover.cause)
@@ -136,6 +139,18 @@ class RequestRecorder:
             output_tokens=row.output_tokens,
             failovers=len(record.failovers) or None,
             ms=round(row.duration_ms, 1),
+        )
+
+    def _bill(self, record: RequestRecord, num_prompt_tokens: int) -> Bill:
+        spending, used = record.spending, Used(record.service_class, num_prompt_tokens, 0, 0)
+        row = killed(self._row(record, spending.charges(used)))
+        generation = record.generation
+        return Bill(
+            msgspec.structs.replace(row, prompt_tokens=num_prompt_tokens, cost_nanodollars=spending.cost(used)),
+            spending.prices,
+            spending.stocks,
+            self._quotas.replica_id,
+            generation.num_choices if generation else 1,
         )
 
     def _row(self, record: RequestRecord, charges: tuple[Charge, ...]) -> UsageRow:

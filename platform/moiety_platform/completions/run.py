@@ -9,7 +9,7 @@ from typing import Self
 
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.clock import Clock
-from moiety_platform.completions.placement import Placement
+from moiety_platform.completions.placement import Place, Placement
 from moiety_platform.completions.record import Failover, RequestRecord
 from moiety_platform.completions.sequence import Sequence
 from moiety_platform.completions.spending import Throttled
@@ -76,7 +76,7 @@ class Run:
         stack.push_async_callback(sequence.close)
         place = self._placement.choose(sequence.prefix)
         try:
-            await sequence.submit_to(place, self._inbox, self._chosen.service)
+            await self._give(sequence, place, self._chosen.service)
         except Unavailable as error:  # gone since it was last heard
             self._placement.leave(place.connection, error)
             await self._submit_elsewhere(sequence, error)
@@ -146,11 +146,15 @@ class Run:
         while True:
             place = await self._placement.choose_again(sequence.prefix, failure)
             try:
-                await sequence.submit_to(place, self._inbox, self._served(sequence))
+                await self._give(sequence, place, self._served(sequence))
             except Unavailable as error:
                 self._placement.leave(place.connection, error)
             else:
                 return
+
+    async def _give(self, sequence: Sequence, place: Place, service: ServiceClass) -> None:
+        await sequence.submit_to(place, self._inbox, service)
+        self._record.submitted(place.client, sequence.request_id)
 
     def _served(self, sequence: Sequence) -> ServiceClass:
         """The class that the sequence was admitted to, or else the chosen one."""

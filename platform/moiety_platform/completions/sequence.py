@@ -41,6 +41,11 @@ class Sequence:
         return self._stream
 
     @property
+    def request_id(self) -> str:
+        """At every engine."""
+        return self._submit.request_id
+
+    @property
     def connection(self) -> Connection:
         """Of the engine that has it."""
         assert self._connection is not None, "submitted before it is read"

@@ -13,7 +13,7 @@ from moiety_platform.prices.terms import MILLION, Price
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
 from moiety_platform.quota.kinds import Level, Meter, Scope, Unit
-from moiety_platform.quota.lease import Charge, Hold
+from moiety_platform.quota.lease import Charge, Hold, WindowId
 from moiety_platform.quota.standing import headers
 
 PAUSE_S = 0.5
@@ -93,6 +93,11 @@ class Spending:
                 self._require_price()
                 return credit_tokens
 
+    def require_current(self) -> None:
+        """Raises Unavailable where what was reserved is not leased any more."""
+        if self._hold is not None:
+            self._keeper.require_current(self._hold)
+
     async def extend(self, tokens: int, more: int) -> int:
         """Reserve so much more than `tokens` in all, or a part of it; how much more. 0: a limit has nothing left.
         Raises Throttled where it will have again, or Unavailable."""
@@ -135,6 +140,18 @@ class Spending:
     def settle(self, used: Used) -> tuple[Charge, ...]:
         """The end: so much was used, of what was reserved."""
         return self._hold.settle(self._spent(used)) if self._hold is not None else ()
+
+    @property
+    def prices(self) -> dict[str, Price]:
+        """By class, of those that it may be served in."""
+        return {name: price for name, price in self._tariff.by_class.items() if price is not None}
+
+    @property
+    def stocks(self) -> list[tuple[WindowId, Unit]]:
+        """The windows that are charged for what is used, and in what."""
+        if self._hold is None:
+            return []
+        return [(lease.window, lease.unit) for lease in self._hold.leases if lease.meter is Meter.STOCK]
 
     def headers(self) -> dict[str, str]:
         """Where its limits stand."""

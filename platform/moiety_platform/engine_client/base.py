@@ -30,6 +30,7 @@ class EngineState:
     num_inflight: int
     load_age_s: float | None = None
     num_connections: int = 0
+    connected_for_s: float = 0.0  # to this very process, without a break
 
     @property
     def connection(self) -> Connection:
@@ -45,6 +46,13 @@ class EngineState:
         if self.load is None or not self.load_is_fresh:
             return None
         return next((load for load in self.load.classes if load.name == name), None)
+
+    def has_settled_for(self, replica_id: str, seconds: float) -> bool:
+        """Whether it is proven that the engine holds nothing of that gateway process, which nobody has heard of for so
+        long: no open request and none that is not settled, nor has it lost any since by a restart."""
+        if not self.healthy or self.load is None or not self.load_is_fresh or self.connected_for_s < seconds:
+            return False
+        return replica_id not in self.load.unsettled_replicas
 
     @property
     def load_is_fresh(self) -> bool:
@@ -62,6 +70,11 @@ class EngineClient(Protocol):
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Call that whenever the engine has come or gone."""
+        ...
+
+    def settled(self, request_id: str) -> None:
+        """What that request used, under the id that it was submitted by, is stored: the engine need not remember it.
+        Told before long, and never raises."""
         ...
 
     async def start(self) -> None: ...

@@ -92,6 +92,7 @@ class FakeEngineClient:
         self.class_loads: list[ClassLoad] = []
         self.load_age_s: float | None = 0.0
         self.submits: list[Submit] = []
+        self.settled_ids: list[str] = []
         self._clock = clock or SystemClock()
         self._running: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -121,6 +122,9 @@ class FakeEngineClient:
 
     def watch(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
+
+    def settled(self, request_id: str) -> None:
+        self.settled_ids.append(request_id)
 
     async def start(self) -> None:
         self._alive = True

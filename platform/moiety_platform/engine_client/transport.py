@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -28,20 +29,24 @@ from moiety_wire.messages import (
     HEARTBEAT_INTERVAL_S,
     PROTOCOL_VERSION,
     SILENCE_LIMIT_S,
-    Accepted,
     Card,
-    Failed,
-    Finished,
     Heartbeat,
     Hello,
     Load,
+    Metered,
+    Settled,
     Submit,
     ToEngine,
-    Tokens,
+    ToGateway,
+    Unsettled,
 )
 
 RECONNECT_PAUSE_S = 0.05
 MESSAGES_A_TURN = 256  # then other tasks of the loop get theirs
+SETTLED_AT_ONCE = 256  # requests in one message
+MAX_SETTLED = 200_000  # that are remembered for an engine that is away
+
+OnUnsettled = Callable[[Sequence[Metered], Callable[[str, list[str]], None]], None]
 
 log = structlog.get_logger(__name__)
 
@@ -64,7 +69,15 @@ class ZmqEngineClient:
         context: zmq.Context[zmq.Socket[bytes]],
         clock: Clock,
         curve: CurveKeys | None = None,
+        *,
+        replica_id: str = "",
+        on_unsettled: OnUnsettled | None = None,
     ) -> None:
+        """`replica_id` names this process to the engine; `on_unsettled` is given what others left unsettled, and how to
+        say that it is stored."""
+        self._replica_id = replica_id
+        self._on_unsettled = on_unsettled
+        self._settled: defaultdict[str, list[str]] = defaultdict(list)  # to be told, by gateway process
         self._address = address
         self._context = context
         self._clock = clock
@@ -96,10 +109,14 @@ class ZmqEngineClient:
             len(session.streams),
             self._clock.monotonic() - session.load_at_s,
             self._num_connections,
+            self._clock.monotonic() - session.since_s,
         )
 
     def watch(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
+
+    def settled(self, request_id: str) -> None:
+        self._note_settled(self._replica_id, [request_id])
 
     async def start(self) -> None:
         self._keeper = asyncio.create_task(self._keep_connected(), name=f"engine link {self._address}")
@@ -133,10 +150,40 @@ class ZmqEngineClient:
             if not stream.ended:
                 log.warning("engine_abort_unanswered", request_id=stream.request_id, engine=self._address)
 
+    def _note_settled(self, replica_id: str, request_ids: list[str]) -> None:
+        """Told with the next heartbeat, or the first one after the engine is back; at once if there are many."""
+        known = self._settled[replica_id]
+        known += request_ids
+        if len(known) >= SETTLED_AT_ONCE:
+            self._tell_settled()
+
+    def _tell_settled(self) -> None:
+        session = self._session
+        if session is None or session.card is None:
+            if sum(map(len, self._settled.values())) > MAX_SETTLED:
+                self._settled.clear()  # an engine that is away for so long has forgotten, or will tell others
+            return
+        settled, self._settled = self._settled, defaultdict(list)
+        for replica_id, request_ids in settled.items():
+            session.send(Settled(replica_id, request_ids))
+
+    def _take_unsettled(self, message: Unsettled) -> None:
+        if self._on_unsettled is not None:
+            self._on_unsettled(message.records, self._note_settled)
+
     async def _keep_connected(self) -> None:
         while True:
             self._num_connections += 1
-            self._session = session = _Session(self._address, self._context, self._clock, self._curve, self._notice)
+            self._session = session = _Session(
+                self._address,
+                self._context,
+                self._clock,
+                self._curve,
+                self._notice,
+                self._replica_id,
+                self._tell_settled,
+                self._take_unsettled,
+            )
             try:
                 lost = await session.run()
                 self._reason = lost
@@ -163,11 +210,18 @@ class _Session:
         clock: Clock,
         curve: CurveKeys | None,
         on_card: Callable[[Card], None],
+        replica_id: str,
+        on_beat: Callable[[], None],
+        on_unsettled: Callable[[Unsettled], None],
     ) -> None:
+        self._replica_id = replica_id
+        self._on_beat = on_beat
+        self._on_unsettled = on_unsettled
         self.streams: dict[str, EngineStream] = {}
         self.card: Card | None = None
         self.load: Load | None = None
         self.load_at_s = clock.monotonic()
+        self.since_s = clock.monotonic()  # the card came
         self.refusal = ""
         self._on_card = on_card
         self._clock = clock
@@ -227,8 +281,9 @@ class _Session:
 
     def _beat(self) -> None:
         if self.card is None:
-            self._try_send(Hello(self._id))
+            self._try_send(Hello(self._id, replica_id=self._replica_id))
         else:
+            self._on_beat()
             self._try_send(Heartbeat(self._num_heartbeats))
             self._num_heartbeats += 1
 
@@ -266,9 +321,11 @@ class _Session:
             self._take(message)
         self._drain_soon()
 
-    def _take(self, message: Card | Accepted | Tokens | Finished | Failed | Load) -> None:
+    def _take(self, message: ToGateway) -> None:
         if isinstance(message, Card):
             self._take_card(message)
+        elif isinstance(message, Unsettled):
+            self._on_unsettled(message)
         elif isinstance(message, Load):
             self.load, self.load_at_s = message, self._heard_at_s
             if self.card is not None and message.engine_id != self.card.engine_id:
@@ -287,6 +344,7 @@ class _Session:
         is_news = self.card is None
         self.card = card
         if is_news:
+            self.since_s = self._clock.monotonic()
             self._on_card(card)
 
     def _drain_monitor(self) -> None:

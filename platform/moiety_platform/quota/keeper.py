@@ -42,6 +42,7 @@ TICK_S = 1.0
 LIMITS_FRESH_S = 1.9
 MARGIN = 0.25  # of the time to live, by which this process believes its leases to end early
 OUTAGE_PAUSE_S = 0.5
+PROOF_MARGIN_S = 5.0  # more than a request takes from its hold to its engine
 _RATE_MEAN_S = 5.0
 _FORGET_AFTER_S = 60.0
 
@@ -97,6 +98,7 @@ class QuotaKeeper:
         self._counted_s = self._swept_s = clock.monotonic()
         self._renewed_s = float("-inf")
         self._away = False
+        self.is_proven: Callable[[str, float], bool] | None = None  # whether engines hold nothing of a replica
 
     @property
     def replica_id(self) -> str:
@@ -133,6 +135,16 @@ class QuotaKeeper:
                     needed = amounts.get(account.lease.unit, 0)
                     return Refusal(account.limit, window, room, amount - grant.remaining, needed)
         return None
+
+    def require_current(self, hold: Hold) -> None:
+        """What was reserved is still leased. Raises Unavailable: the process stood still, and its leases ran out."""
+        now_s = self._clock.monotonic()
+        if any(now_s >= lease.good_until_s for lease in hold.leases):
+            raise Unavailable(
+                "Limits cannot be checked right now; try again shortly.",
+                code="store_unavailable",
+                retry_after_s=RETRY_AFTER_S,
+            )
 
     def standings(self, hold: Hold) -> list[Standing]:
         """Where the limits of a request stand, as far as this process knows."""
@@ -288,6 +300,19 @@ class QuotaKeeper:
                 await self._store.quarantine_expired(session)
             async with self._database.write() as session:
                 await self._store.release_expired(session)
+            await self._release_proven()
+
+    async def _release_proven(self) -> None:
+        """What replicas that died have left, as soon as the engines' own counts prove it unspent."""
+        if self.is_proven is None:
+            return
+        async with self._database.read() as session:
+            silent_s = await self._store.quarantined(session)
+        for replica_id, seconds in silent_s.items():
+            if self.is_proven(replica_id, seconds + PROOF_MARGIN_S):
+                async with self._database.write() as session:
+                    num_leases = await self._store.release_quarantined(session, replica_id)
+                log.info("quarantine_released", of=replica_id, num_leases=num_leases)
 
     def _stale_scopes(self, now_s: float) -> list[Scope]:
         return [scope for scope, known in self._scopes.items() if now_s - known.read_s >= LIMITS_FRESH_S]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, bindparam, delete, func, select, tuple_, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.base import Base
+from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.now import now_ms
 from moiety_platform.quota.kinds import ALWAYS
 from moiety_platform.quota.lease import Charge, WindowId
@@ -128,6 +128,36 @@ class LeaseStore:
         )
         return len((await session.execute(statement)).all())
 
+    async def quarantined(self, session: AsyncSession) -> dict[str, float]:
+        """The replicas whose leases are quarantined with something left, and for how many seconds each has not been
+        heard of, at the least."""
+        statement = (
+            select(QuotaLease.replica_id, self.now() - (func.max(QuotaLease.expires_ms) - self._ttl_ms))
+            .where(QuotaLease.state == LeaseState.QUARANTINED, QuotaLease.granted > QuotaLease.settled)
+            .group_by(QuotaLease.replica_id)
+        )
+        return {replica_id: silent_ms / 1000 for replica_id, silent_ms in await session.execute(statement)}
+
+    async def release_quarantined(self, session: AsyncSession, replica_id: str) -> int:
+        """What this replica's quarantined leases have left is free for others again, since it was proven unspent. The
+        number of leases. In a transaction of its own."""
+        keys = (QuotaLease.quota_id, QuotaLease.start)
+        theirs = (
+            QuotaLease.replica_id == replica_id,
+            QuotaLease.state == LeaseState.QUARANTINED,
+            QuotaLease.granted > QuotaLease.settled,
+        )
+        windows = sorted(WindowId(*row) for row in await session.execute(select(*keys).where(*theirs)))
+        await self._lock(session, windows)
+        rows = await session.execute(
+            select(*keys, QuotaLease.granted - QuotaLease.settled).where(*theirs).order_by(*keys).with_for_update()
+        )
+        left = {WindowId(quota_id, start): amount for quota_id, start, amount in rows}
+        back = _by_window({window: -amount for window, amount in left.items()})
+        await _add(session, QuotaWindow, "granted", back)
+        await _add(session, QuotaLease, "granted", [({**key, "replica_id": replica_id}, n) for key, n in back])
+        return len(left)
+
     async def release_expired(self, session: AsyncSession) -> int:
         """Slots whose replica has not renewed in time are free again: its requests ended with it. The number of leases.
         In a transaction of its own."""
@@ -210,6 +240,15 @@ class LeaseStore:
         return [({**key, "replica_id": self.replica_id}, amount) for key, amount in _by_window(amounts)]
 
 
+async def have_room(session: AsyncSession, charges: Iterable[Charge]) -> bool:
+    """Whether the leases still have what is charged. They have, but for what was proven unspent and released."""
+    for charge in charges:
+        lease = await session.get(QuotaLease, (charge.window.quota_id, charge.window.start, charge.replica_id))
+        if lease is not None and lease.granted - lease.settled < charge.amount:
+            return False
+    return True
+
+
 async def book(session: AsyncSession, charges: Iterable[Charge]) -> None:
     """Add what requests have used to what their windows and leases have settled."""
     of_windows: dict[WindowId, int] = defaultdict(int)
@@ -246,9 +285,3 @@ def _by_window(amounts: Mapping[WindowId, int]) -> list[Change]:
     return [
         ({"quota_id": window.quota_id, "start": window.start}, amount) for window, amount in sorted(amounts.items())
     ]
-
-
-def insert_into(session: AsyncSession, table: type[Base]) -> Any:
-    """An insert in the database's own dialect, which knows what to do on a conflict."""
-    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
-    return dialect.insert(table)

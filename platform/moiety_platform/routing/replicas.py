@@ -89,6 +89,12 @@ class Replicas:
         ordered = sorted(self.states(), key=lambda state: state.healthy)
         return {state.card.model: state.card for state in ordered if state.card is not None}
 
+    def have_settled_for(self, replica_id: str, seconds: float) -> bool:
+        """Whether every engine has proven that it holds nothing of a gateway process that nobody has heard of for so
+        long."""
+        states = self.states()
+        return bool(states) and all(state.has_settled_for(replica_id, seconds) for state in states)
+
     def why_not_ready(self) -> list[str]:
         """Empty if at least one engine can take a request, else a reason an engine."""
         states = self.states()

@@ -1,10 +1,17 @@
-"""The table of usage rows: `UsageRow` as SQL. No foreign keys, since what was used outlives what is deleted."""
+"""The tables of usage. No foreign keys, since what was used outlives what is deleted.
+
+`usage` has one row a request, how it was and how it ended. `ledger` is what was billed: one entry that settles a
+request, and one for each correction, never changed. `usage_hours` are sums, written with what they sum. Of every
+request: its tokens and cost in `usage` are the sum of its entries; and every row of `usage_hours` is the sum of its
+requests.
+"""
 
 from __future__ import annotations
 
 from datetime import datetime
+from enum import StrEnum
 
-from sqlalchemy import BigInteger, Double, Index, Text
+from sqlalchemy import BigInteger, Double, Index, Integer, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from moiety_platform.db.base import Base, UtcDateTime
@@ -42,3 +49,53 @@ class UsageRecord(Base):
     num_preemptions: Mapped[int] = mapped_column(server_default="0")
     sla_attained: Mapped[bool | None]
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger, server_default="0")
+
+
+class EntryKind(StrEnum):
+    SETTLED = "settled"  # the end of the request, as its gateway saw it; sequence 0
+    METERED = "metered"  # what an engine counted of a request whose gateway died; the sequence is that of the answer
+
+
+class LedgerEntry(Base):
+    """What was billed of one request, once each kind and sequence. Only ever added."""
+
+    __tablename__ = "ledger"
+    __table_args__ = (Index(None, "tenant_id", "started_at"),)
+
+    request_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16), primary_key=True)
+    sequence: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    tenant_id: Mapped[str] = mapped_column(Text)
+    started_at: Mapped[datetime] = mapped_column(UtcDateTime)  # of the request
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    output_tokens: Mapped[int] = mapped_column(BigInteger)
+    cost_nanodollars: Mapped[int] = mapped_column(BigInteger)
+
+
+class UsageHour(Base):
+    """Sums over the requests that started in one hour; those of times in milliseconds, over the requests that have
+    them, whose number stands beside."""
+
+    __tablename__ = "usage_hours"
+
+    hour: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    project_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    key_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    model: Mapped[str] = mapped_column(Text, primary_key=True)
+    service_class: Mapped[str] = mapped_column(Text, primary_key=True)
+    requests: Mapped[int] = mapped_column(BigInteger)
+    failed: Mapped[int] = mapped_column(BigInteger)
+    rejected: Mapped[int] = mapped_column(BigInteger)
+    disconnected: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    output_tokens: Mapped[int] = mapped_column(BigInteger)
+    ttft_ms: Mapped[float] = mapped_column(Double)
+    num_ttft: Mapped[int] = mapped_column(BigInteger)
+    duration_ms: Mapped[float] = mapped_column(Double)
+    preemptions: Mapped[int] = mapped_column(BigInteger)
+    cost_nanodollars: Mapped[int] = mapped_column(BigInteger)
+    num_kept: Mapped[int] = mapped_column(BigInteger)  # promises
+    num_promised: Mapped[int] = mapped_column(BigInteger)

@@ -4,30 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, Double, Select, case, cast, func, select
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Double,
+    Select,
+    Subquery,
+    and_,
+    case,
+    cast,
+    func,
+    literal,
+    select,
+    union_all,
+)
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import BadRequest
 from moiety_platform.tenants.checks import check_moment
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
-from moiety_platform.usage.models import UsageRecord
+from moiety_platform.usage.models import UsageHour, UsageRecord
 from moiety_platform.usage.schemas import RequestPage, RequestView, UsageGroup, UsageReport, UsageTotals
 
 MAX_GROUPS = 1000
 DEFAULT_SPAN = timedelta(hours=24)
 GROUPINGS = ("tenant", "project", "key", "model", "service_class", "hour")
 
-_COLUMNS: dict[str, Any] = {
-    "tenant": UsageRecord.tenant_id,
-    "project": UsageRecord.project_id,
-    "key": UsageRecord.key_id,
-    "model": UsageRecord.model,
-    "service_class": UsageRecord.service_class,
-}
+_COLUMNS = {"tenant": "tenant_id", "project": "project_id", "key": "key_id"}
+_KEYS = ("tenant_id", "project_id", "key_id", "model", "service_class")
+_HOUR = timedelta(hours=1)
 _NAMED: dict[str, Any] = {"tenant": Tenant, "project": Project, "key": ApiKey}
 
 
@@ -43,17 +52,17 @@ class UsageFilter:
     model: str | None = None
     outcome: str | None = None
 
-    def conditions(self) -> list[ColumnElement[bool]]:
-        """As SQL."""
-        wanted: list[ColumnElement[bool]] = [
-            UsageRecord.started_at >= self.since,
-            UsageRecord.started_at < self.until,
-        ]
-        for name in ("tenant_id", "project_id", "key_id", "model", "outcome"):
-            value = getattr(self, name)
-            if value is not None:
-                wanted.append(getattr(UsageRecord, name) == value)
-        return wanted
+    def conditions(self, table: type[UsageRecord | UsageHour] = UsageRecord) -> list[ColumnElement[bool]]:
+        """As SQL, but for the time."""
+        names = ("tenant_id", "project_id", "key_id", "model", "outcome")
+        given = {name: getattr(self, name) for name in names}
+        return [getattr(table, name) == value for name, value in given.items() if value is not None]
+
+    @property
+    def whole_hours(self) -> tuple[datetime, datetime]:
+        """From when to when there are whole hours; the two are equal, or not in order, where there is none."""
+        first, last = _floor(self.since), _floor(self.until)
+        return (first if first == self.since else first + _HOUR), last
 
 
 def parse_grouping(text: str | None) -> tuple[str, ...]:
@@ -87,13 +96,16 @@ def parse_filter(now: datetime, since: datetime | None, until: datetime | None, 
 
 
 async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequence[str]) -> UsageReport:
-    """Sums a group, the groups with most output first; by time, if grouped by the hour."""
-    keys = [_hour(session.get_bind().dialect.name) if name == "hour" else _COLUMNS[name] for name in grouping]
-    statement = select(*keys, *_sums()).where(*wanted.conditions())
+    """Sums a group, the groups with most output first; by time, if grouped by the hour. Whole hours come from their
+    sums, so that a long time costs no more than its hours; the rest is added up."""
+    source = _source(session.get_bind().dialect.name, wanted)
+    keys = [source.c[_COLUMNS.get(name, name)] for name in grouping]
+    statement = select(*keys, *_sums(source))
     if keys:
         order = [keys[grouping.index("hour")]] if "hour" in grouping else []
-        output = func.sum(UsageRecord.output_tokens).desc()
+        output = func.sum(source.c.output_tokens).desc()
         statement = statement.group_by(*keys).order_by(*order, output, *keys).limit(MAX_GROUPS + 1)
+        statement = statement.having(func.sum(source.c.requests) > 0)  # an hour's may have gone to another class
     rows = (await session.execute(statement)).all()
     names = await _names(session, grouping, rows[:MAX_GROUPS])
     groups = [
@@ -112,7 +124,8 @@ async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequen
 
 async def list_requests(session: AsyncSession, wanted: UsageFilter, page: PageRequest) -> RequestPage:
     """Single requests, newest first."""
-    statement: Select[Any] = select(UsageRecord).where(*wanted.conditions())
+    in_time = UsageRecord.started_at >= wanted.since, UsageRecord.started_at < wanted.until
+    statement: Select[Any] = select(UsageRecord).where(*in_time, *wanted.conditions())
     statement = after_position(statement, page, UsageRecord.started_at, UsageRecord.request_id, newest_first=True)
     found: Sequence[UsageRecord] = (await session.scalars(statement)).all()
     records, next_cursor = cut_page(found, page, lambda record: Position(record.started_at, record.request_id))
@@ -142,37 +155,86 @@ async def _names(session: AsyncSession, grouping: Sequence[str], rows: Sequence[
     return _Names(by_id)
 
 
-def _hour(dialect: str) -> ColumnElement[str]:
-    """The hour in which a request started, UTC, as text: 2026-01-31T12:00:00Z."""
+def _floor(moment: datetime) -> datetime:
+    return moment.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+
+
+def _source(dialect: str, wanted: UsageFilter) -> Subquery:
+    """What is to be added up: the sums of whole hours, and single requests before and after them."""
+    start, end = wanted.whole_hours
     started = UsageRecord.started_at
+    if start >= end:
+        return _rows(dialect, wanted, and_(started >= wanted.since, started < wanted.until)).subquery()
+    before, after = and_(started >= wanted.since, started < start), and_(started >= end, started < wanted.until)
+    return union_all(
+        _rows(dialect, wanted, before), _rows(dialect, wanted, after), _hours(dialect, wanted, start, end)
+    ).subquery()
+
+
+def _rows(dialect: str, wanted: UsageFilter, in_time: ColumnElement[bool]) -> Select[Any]:
+    """Requests, as they are added to hours."""
+    row = UsageRecord
+
+    def when(condition: ColumnElement[bool]) -> ColumnElement[int]:
+        return case((condition, 1), else_=0)
+
+    return select(
+        _hour(dialect, row.started_at).label("hour"),
+        *(getattr(row, name).label(name) for name in _KEYS),
+        literal(1).label("requests"),
+        *(when(row.outcome == outcome).label(outcome) for outcome in ("failed", "rejected", "disconnected")),
+        row.prompt_tokens.label("prompt_tokens"),
+        row.cached_tokens.label("cached_tokens"),
+        row.output_tokens.label("output_tokens"),
+        func.coalesce(row.ttft_ms, 0.0).label("ttft_ms"),
+        when(row.ttft_ms.is_not(None)).label("num_ttft"),
+        row.duration_ms.label("duration_ms"),
+        row.num_preemptions.label("preemptions"),
+        row.cost_nanodollars.label("cost_nanodollars"),
+        when(row.sla_attained.is_(True)).label("num_kept"),
+        when(row.sla_attained.is_not(None)).label("num_promised"),
+    ).where(in_time, *wanted.conditions())
+
+
+def _hours(dialect: str, wanted: UsageFilter, start: datetime, end: datetime) -> Select[Any]:
+    """Sums of hours, with the same columns."""
+    sums = [column for column in UsageHour.__table__.columns if not column.primary_key]
+    keys = [getattr(UsageHour, name) for name in _KEYS]
+    in_time = UsageHour.hour >= start, UsageHour.hour < end
+    hour = _hour(dialect, UsageHour.hour).label("hour")
+    return select(hour, *keys, *sums).where(*in_time, *wanted.conditions(UsageHour))
+
+
+def _hour(dialect: str, moment: Any) -> ColumnElement[str]:
+    """The hour of a moment, UTC, as text: 2026-01-31T12:00:00Z."""
     if dialect == "postgresql":
-        return func.to_char(func.timezone("UTC", started), 'YYYY-MM-DD"T"HH24:00:00"Z"')
-    return func.strftime("%Y-%m-%dT%H:00:00Z", started)
+        return func.to_char(func.timezone("UTC", moment), 'YYYY-MM-DD"T"HH24:00:00"Z"')
+    return func.strftime("%Y-%m-%dT%H:00:00Z", moment)
 
 
-def _sums() -> list[ColumnElement[Any]]:
+def _sums(source: Subquery) -> list[ColumnElement[Any]]:
     """The fields of UsageTotals, in their order."""
+    of = source.c
 
-    def total(column: Any) -> ColumnElement[int]:
+    def total(column: ColumnElement[Any]) -> ColumnElement[int]:
         return cast(func.coalesce(func.sum(column), 0), BigInteger)
 
-    def count_of(outcome: str) -> ColumnElement[int]:
-        return total(case((UsageRecord.outcome == outcome, 1), else_=0))
+    def mean(column: ColumnElement[Any], count: ColumnElement[Any]) -> ColumnElement[float]:
+        return cast(cast(func.sum(column), Double) / func.nullif(func.sum(count), 0), Double)
 
-    kept = case((UsageRecord.sla_attained.is_(True), 1), (UsageRecord.sla_attained.is_(False), 0))  # else null
     return [
-        func.count(),
-        count_of("failed"),
-        count_of("rejected"),
-        count_of("disconnected"),
-        total(UsageRecord.prompt_tokens),
-        total(UsageRecord.cached_tokens),
-        total(UsageRecord.output_tokens),
-        func.avg(UsageRecord.ttft_ms),
-        func.avg(UsageRecord.duration_ms),
-        total(UsageRecord.num_preemptions),
-        total(UsageRecord.cost_nanodollars),
-        func.avg(cast(kept, Double)),
+        total(of.requests),
+        total(of.failed),
+        total(of.rejected),
+        total(of.disconnected),
+        total(of.prompt_tokens),
+        total(of.cached_tokens),
+        total(of.output_tokens),
+        mean(of.ttft_ms, of.num_ttft),
+        mean(of.duration_ms, of.requests),
+        total(of.preemptions),
+        total(of.cost_nanodollars),
+        mean(of.num_kept, of.num_promised),
     ]
 
 

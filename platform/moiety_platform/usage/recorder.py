@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +68,7 @@ class UsageRecorder:
         self._journal = Journal(journal_dir)
         self._live_log = LiveLog(journal_dir)
         self._running: dict[str, UsageRow] = {}
+        self._when_stored: dict[str, Callable[[], None]] = {}
         self._interval_s = interval_s
         self._max_pending = max_pending
         self._pending: deque[UsageRow] = deque()
@@ -107,9 +108,12 @@ class UsageRecorder:
         self._running[row.request_id] = row
         self._live_log.add(row)
 
-    def record(self, row: UsageRow) -> None:
-        """Take a row; returns at once and never raises. Rows with the same `request_id` count once."""
+    def record(self, row: UsageRow, when_stored: Callable[[], None] | None = None) -> None:
+        """Take a row; returns at once and never raises. Rows with the same `request_id` count once. `when_stored` is
+        called once the row is in the database, should that be in this process's life."""
         self._recorded += 1
+        if when_stored is not None:
+            self._when_stored[row.request_id] = when_stored
         row = storable(row)
         self._live_log.add(row)
         self._running.pop(row.request_id, None)
@@ -199,6 +203,10 @@ class UsageRecorder:
             await asyncio.to_thread(self._journal.set_aside, rows[0])
         else:
             self._stored += len(rows)
+            for row in rows:
+                when_stored = self._when_stored.pop(row.request_id, None)
+                if when_stored is not None:
+                    when_stored()
 
     async def _spill_pending(self) -> None:
         rows = list(self._pending)

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.quota.store import book
+from moiety_platform.db.dialect import insert_into
+from moiety_platform.quota.store import book, have_room
+from moiety_platform.usage.ledger import settle
 from moiety_platform.usage.models import UsageRecord
-from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow
 
 MAX_TEXT_LENGTH = 256
 
 _FIELDS = tuple(name for name in UsageRow.__struct_fields__ if name != "charges")
-_INT64_MAX = 2**63 - 1
+_MOST = 2**48  # so that sums of such, too, are what a database takes
 _INT32_MAX = 2**31 - 1
 _INT32_FIELDS = frozenset({"http_status", "num_choices", "num_preemptions"})
 
 
 async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
-    """Add the rows, each `request_id` once, and book what they charge: what the table has already, or the batch has
-    twice, is left as it is and charges nothing."""
-    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
-    statement = dialect.insert(UsageRecord).on_conflict_do_nothing(index_elements=[UsageRecord.request_id])
-    if not any(row.charges for row in rows):
-        await session.execute(statement, [_to_values(row) for row in rows])
-        return
+    """Add the rows, each `request_id` once, enter them in the ledger, and book what they charge: what the table has
+    already, or the batch has twice, is left as it is and charges nothing."""
+    rows = [await _unless_released(session, row) if row.error_code == GATEWAY_KILLED else row for row in rows]
+    statement = insert_into(session, UsageRecord).on_conflict_do_nothing(index_elements=[UsageRecord.request_id])
     first = {row.request_id: row for row in reversed(rows)}
     values = [_to_values(row) for row in first.values()]
-    added = await session.execute(statement.returning(UsageRecord.request_id), values)
-    await book(session, [charge for request_id in added.scalars() for charge in first[request_id].charges])
+    new = [first[id_] for id_ in await session.scalars(statement.returning(UsageRecord.request_id), values)]
+    await settle(session, new)
+    await book(session, [charge for row in new for charge in row.charges])
+
+
+async def _unless_released(session: AsyncSession, row: UsageRow) -> UsageRow:
+    """What a killed gateway wrote down of a request before it was served. Where its leases were released meanwhile,
+    the engines have proven that none of them ever had the request, so it costs nothing."""
+    if await have_room(session, row.charges):
+        return row
+    return msgspec.structs.replace(row, prompt_tokens=0, cost_nanodollars=0, charges=())
 
 
 def storable(row: UsageRow) -> UsageRow:
@@ -48,6 +54,11 @@ def storable(row: UsageRow) -> UsageRow:
     return msgspec.structs.replace(row, **changes) if changes else row
 
 
+def row_of(record: UsageRecord) -> UsageRow:
+    """What the table says, without charges."""
+    return UsageRow(**{name: getattr(record, name) for name in _FIELDS})
+
+
 def _to_values(row: UsageRow) -> dict[str, Any]:
     return {name: getattr(row, name) for name in _FIELDS}
 
@@ -58,9 +69,9 @@ def _clean(name: str, value: Any) -> Any:
             return value
         whole = value[:MAX_TEXT_LENGTH].encode("utf-8", "replace").decode()
         return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in whole)
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float) and not abs(value) <= _MOST:  # nor a number
         return 0.0 if name == "duration_ms" else None
     if isinstance(value, int):
-        bound = _INT32_MAX if name in _INT32_FIELDS else _INT64_MAX
+        bound = _INT32_MAX if name in _INT32_FIELDS else _MOST
         return value if -bound <= value <= bound else min(max(value, -bound), bound)
     return value

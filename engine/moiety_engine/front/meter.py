@@ -1,0 +1,86 @@
+"""What ended requests used, kept until a gateway has stored it.
+
+The engine's own count is the proof of what a gateway that died has left unsaid: what it neither settled nor will, since
+nothing was heard of it for a while, is told to another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+
+import structlog
+
+from moiety_wire.messages import Failed, Finished, Metered, Submit
+
+MAX_RECORDS = 200_000
+RECORDS_AT_ONCE = 256  # in one message
+GRACE_S = 10.0  # after a gateway was last heard of; it may come back and settle by itself
+REPEAT_S = 5.0
+
+log = structlog.get_logger()
+
+
+class Meter:
+    """Owns the records, by gateway process and request. One thread. Without a `bill` nothing is kept."""
+
+    def __init__(self, clock: Callable[[], float], *, max_records: int = MAX_RECORDS) -> None:
+        self._clock = clock
+        self._max_records = max_records
+        self._records: dict[tuple[str, str], Metered] = {}
+        self._num_of: defaultdict[str, int] = defaultdict(int)  # records of each process
+        self._heard_at_s: dict[str, float] = {}  # of processes with records
+        self._told_at_s: dict[tuple[str, str], float] = {}
+        self.num_lost = 0
+
+    @property
+    def replicas(self) -> set[str]:
+        """The processes that have something unsettled."""
+        return set(self._num_of)
+
+    def note(self, replica_id: str, submit: Submit, end: Finished | Failed, served_class: str) -> None:
+        """A request that was let in has ended."""
+        if not submit.bill or not served_class:
+            return
+        num_cached = end.num_cached_tokens if isinstance(end, Finished) else 0
+        record = Metered(replica_id, submit.request_id, submit.bill, served_class, num_cached, end.num_output_tokens)
+        key = replica_id, submit.request_id
+        if key not in self._records:
+            self._num_of[replica_id] += 1
+        self._records[key] = record
+        self._heard_at_s.setdefault(replica_id, self._clock())
+        if len(self._records) > self._max_records:
+            lost = self._records[next(iter(self._records))]
+            self.num_lost += 1
+            log.error("usage_forgotten", request_id=lost.request_id, replica_id=lost.replica_id)
+            self.settle(lost.replica_id, [lost.request_id])
+
+    def settle(self, replica_id: str, request_ids: Iterable[str]) -> None:
+        """What these used is stored. What is not known does no harm."""
+        for request_id in request_ids:
+            key = replica_id, request_id
+            if self._records.pop(key, None) is None:
+                continue
+            self._told_at_s.pop(key, None)
+            self._num_of[replica_id] -= 1
+            if self._num_of[replica_id] == 0:
+                del self._num_of[replica_id]
+                self._heard_at_s.pop(replica_id, None)
+
+    def left_behind(self, connected: Collection[str]) -> list[Metered]:
+        """What is to be told to another gateway now, given the processes that are connected."""
+        now_s = self._clock()
+        for replica_id in connected:
+            if replica_id in self._heard_at_s:
+                self._heard_at_s[replica_id] = now_s
+        gone = {replica_id for replica_id, at_s in self._heard_at_s.items() if now_s - at_s > GRACE_S}
+        if not gone:
+            return []
+        found = []
+        for key, record in self._records.items():
+            if record.replica_id in gone and now_s - self._told_at_s.get(key, -REPEAT_S) >= REPEAT_S:
+                self._told_at_s[key] = now_s
+                found.append(record)
+                if len(found) == RECORDS_AT_ONCE:
+                    break
+        return found

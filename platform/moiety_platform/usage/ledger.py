@@ -1,0 +1,97 @@
+"""What was billed, entry by entry, and its sums by the hour. Within the caller's transaction."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sqlalchemy import insert
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.db.dialect import insert_into
+from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour
+from moiety_platform.usage.row import UsageRow
+
+_KEYS = tuple(column.name for column in UsageHour.__table__.primary_key)
+_SUMS = tuple(column.name for column in UsageHour.__table__.columns if column.name not in _KEYS)
+
+
+async def settle(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
+    """Enter these requests, none of which was entered before, and add them to the sums."""
+    if not rows:
+        return
+    entries = [
+        {
+            "request_id": row.request_id,
+            "kind": EntryKind.SETTLED,
+            "sequence": 0,
+            "tenant_id": row.tenant_id,
+            "started_at": row.started_at,
+            "prompt_tokens": row.prompt_tokens,
+            "cached_tokens": row.cached_tokens,
+            "output_tokens": row.output_tokens,
+            "cost_nanodollars": row.cost_nanodollars,
+        }
+        for row in rows
+    ]
+    connection = await session.connection()
+    await connection.execute(insert(LedgerEntry.__table__), entries)  # type: ignore[arg-type]
+    await add_to_hours(session, rows)
+
+
+async def correct(session: AsyncSession, sequence: int, change: UsageRow) -> bool:
+    """Enter what an engine counted beyond what was settled; False, and nothing is changed, if it was entered before.
+    `change` has differences for tokens and cost."""
+    entry = insert_into(session, LedgerEntry).values(
+        request_id=change.request_id,
+        kind=EntryKind.METERED,
+        sequence=sequence,
+        tenant_id=change.tenant_id,
+        started_at=change.started_at,
+        prompt_tokens=change.prompt_tokens,
+        cached_tokens=change.cached_tokens,
+        output_tokens=change.output_tokens,
+        cost_nanodollars=change.cost_nanodollars,
+    )
+    added = await session.execute(entry.on_conflict_do_nothing().returning(LedgerEntry.request_id))
+    return added.scalar() is not None
+
+
+async def add_to_hours(session: AsyncSession, rows: Iterable[UsageRow], *, sign: int = 1) -> None:
+    """Add the requests to the sums of their hours, or take them away. Sums are locked in order."""
+    sums: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0] * len(_SUMS))
+    for row in rows:
+        hour = row.started_at.replace(minute=0, second=0, microsecond=0)
+        key = (hour, row.tenant_id, row.project_id, row.key_id, row.model, row.service_class)
+        total = sums[key]
+        for index, amount in enumerate(_amounts(row)):
+            total[index] += sign * amount
+    values = [dict(zip((*_KEYS, *_SUMS), (*key, *total), strict=True)) for key, total in sorted(sums.items())]
+    if not values:
+        return
+    statement = insert_into(session, UsageHour)
+    columns = UsageHour.__table__.c
+    raised = {name: columns[name] + statement.excluded[name] for name in _SUMS}
+    connection = await session.connection()
+    await connection.execute(statement.on_conflict_do_update(index_elements=list(_KEYS), set_=raised), values)
+
+
+def _amounts(row: UsageRow) -> tuple[float, ...]:
+    """What a request adds to each sum, in the order of the columns."""
+    return (
+        1,
+        row.outcome == "failed",
+        row.outcome == "rejected",
+        row.outcome == "disconnected",
+        row.prompt_tokens,
+        row.cached_tokens,
+        row.output_tokens,
+        row.ttft_ms or 0.0,
+        row.ttft_ms is not None,
+        row.duration_ms,
+        row.num_preemptions,
+        row.cost_nanodollars,
+        row.sla_attained is True,
+        row.sla_attained is not None,
+    )

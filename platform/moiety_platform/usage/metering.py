@@ -1,0 +1,115 @@
+"""Charging what an engine counted and no gateway has stored, since the one that asked for it died."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import msgspec
+import structlog
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.db.session import Database
+from moiety_platform.errors import Unavailable
+from moiety_platform.quota.kinds import Unit
+from moiety_platform.quota.store import book
+from moiety_platform.usage.bill import Bill, decode_bill, sequence_of
+from moiety_platform.usage.ledger import add_to_hours, correct
+from moiety_platform.usage.models import UsageRecord
+from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow
+from moiety_platform.usage.store import insert_rows, row_of
+from moiety_wire.messages import Metered
+
+MAX_WAITING = 64  # messages; an engine tells what was not settled again
+
+log = structlog.get_logger(__name__)
+
+Tell = Callable[[str, list[str]], None]  # (gateway process, its requests): they are settled
+
+
+class MeterReader:
+    """Takes what engines tell of gateways that are gone, stores it, and says so. Made in the process's event loop."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._waiting: asyncio.Queue[tuple[Sequence[Metered], Tell]] = asyncio.Queue(MAX_WAITING)
+        self._task: asyncio.Task[None] | None = None
+        self.num_charged = 0
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="meter-reader")
+
+    async def stop(self) -> None:
+        """What waits is left to the engines, which tell it to another."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            self._task = None
+
+    def take(self, records: Sequence[Metered], tell: Tell) -> None:
+        """Records of one engine, and whom to tell when they are stored. Never waits."""
+        if not self._waiting.full():
+            self._waiting.put_nowait((records, tell))
+
+    async def _run(self) -> None:
+        while True:
+            records, tell = await self._waiting.get()
+            for record in records:
+                try:
+                    async with self._database.write() as session:
+                        self.num_charged += await charge(session, record)
+                except Unavailable as error:
+                    log.warning("metered_usage_waits", reason=str(error), num_records=len(records))
+                    break
+                except Exception:  # the root of a task: said, and the engine keeps the record
+                    log.exception("metered_usage_not_stored", request_id=record.request_id)
+                    continue
+                tell(record.replica_id, [record.request_id])
+
+
+async def charge(session: AsyncSession, record: Metered) -> bool:
+    """See to it that the request is billed, once, for what the engine counted. False where its gateway had stored it
+    after all, or the record is known. Raises msgspec.MsgspecError for a bill that is none."""
+    try:
+        bill = decode_bill(record.bill)
+    except msgspec.MsgspecError:
+        log.error("bill_undecodable", request_id=record.request_id, num_bytes=len(record.bill))
+        raise
+    await insert_rows(session, [bill.row])
+    found = select(UsageRecord).where(UsageRecord.request_id == bill.row.request_id).with_for_update()
+    stored = (await session.scalars(found)).one()
+    if stored.error_code != GATEWAY_KILLED:
+        return False
+    before = row_of(stored)
+    sequence = sequence_of(record.request_id)
+    after = _with_count(before, bill, record, has_prompt=sequence % bill.num_choices == 0)
+    change = msgspec.structs.replace(
+        before,
+        prompt_tokens=0,
+        cached_tokens=after.cached_tokens - before.cached_tokens,
+        output_tokens=record.num_output_tokens,
+        cost_nanodollars=after.cost_nanodollars - before.cost_nanodollars,
+    )
+    if not await correct(session, sequence, change):
+        return False
+    stored.service_class = after.service_class
+    stored.cached_tokens, stored.output_tokens = after.cached_tokens, after.output_tokens
+    stored.cost_nanodollars = after.cost_nanodollars
+    await add_to_hours(session, [before], sign=-1)
+    await add_to_hours(session, [after])
+    await book(session, bill.charges({Unit.TOKENS: change.output_tokens, Unit.MONEY: change.cost_nanodollars}))
+    return True
+
+
+def _with_count(row: UsageRow, bill: Bill, record: Metered, *, has_prompt: bool) -> UsageRow:
+    """The request with one answer's tokens added. Of several answers to a prompt the first has its cache hits."""
+    cached = row.cached_tokens + (record.num_cached_tokens if has_prompt else 0)
+    output = row.output_tokens + record.num_output_tokens
+    return msgspec.structs.replace(
+        row,
+        service_class=record.served_class,
+        cached_tokens=cached,
+        output_tokens=output,
+        cost_nanodollars=bill.cost(record.served_class, row.prompt_tokens, cached, output),
+    )
