@@ -124,7 +124,8 @@ def clean_postgres(migrated_postgres: str) -> str:
     """The same, emptied: far cheaper than a new one."""
     with contextlib.closing(psycopg.connect(migrated_postgres, autocommit=True)) as connection:
         connection.execute(
-            "TRUNCATE tenants, projects, api_keys, usage, service_classes, quotas, quota_windows, quota_leases"
+            "TRUNCATE tenants, projects, api_keys, usage, service_classes, prices, audit_log, "
+            "quotas, quota_windows, quota_leases, quota_rates"
         )
         connection.execute("INSERT INTO service_classes SELECT * FROM classes_as_shipped")
     return migrated_postgres
