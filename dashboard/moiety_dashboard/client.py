@@ -52,9 +52,8 @@ class AdminClient:
         except httpx.HTTPError as exc:
             raise GatewayAway(f"the gateway at {self._client.base_url} does not answer ({type(exc).__name__})") from exc
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            raise (RoleRefused if read_error(response, "code") == "missing_role" else KeyRefused)(
-                read_message(response)
-            )
+            known = read_error(response, "code") == "missing_role"
+            raise (RoleRefused if known else KeyRefused)(read_message(response))
         if response.is_error:
             raise ApiRefused(f"{path} answered {response.status_code}: {read_message(response)}")
         try:
