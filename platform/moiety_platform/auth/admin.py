@@ -17,6 +17,7 @@ from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.controller import KeyController
 from moiety_platform.auth.guard import action_of, admin_guard
+from moiety_platform.auth.oidc import OidcVerifier
 from moiety_platform.auth.overview import OverviewController
 from moiety_platform.auth.pepper import Pepper
 from moiety_platform.auth.reach import criteria_of, reach_of, tenant_of
@@ -45,6 +46,7 @@ def admin_router(
     pepper: bytes,
     clock: Clock,
     *,
+    oidc: OidcVerifier | None = None,
     more: Sequence[ControllerRouterHandler] = (),
 ) -> Router:
     """Routes under /admin/v1; `more` are handlers that others add behind the same door. Each names its action (see
@@ -65,7 +67,7 @@ def admin_router(
 
     return Router(
         path=ADMIN_PATH,
-        guards=[admin_guard(authenticator)],
+        guards=[admin_guard(authenticator, oidc)],
         before_request=_check_body,
         dependencies={
             "caller": Provide(caller, sync_to_thread=False),

@@ -11,6 +11,8 @@ from litestar.handlers import BaseRouteHandler
 from moiety_platform.access.caller import Caller
 from moiety_platform.access.table import ACTION, Action
 from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.keys import PREFIX
+from moiety_platform.auth.oidc import OidcVerifier
 from moiety_platform.auth.principal import Principal
 from moiety_platform.errors import Forbidden
 
@@ -21,11 +23,17 @@ class UnguardedRoute(Exception):
     """A defect of ours: a route of the admin API does not say what its caller does."""
 
 
-def admin_guard(authenticator: Authenticator) -> AsyncGuard:
-    """A guard that leaves the caller in `connection.state.caller`. Raises Unauthenticated, Forbidden or Unavailable."""
+def admin_guard(authenticator: Authenticator, oidc: OidcVerifier | None = None) -> AsyncGuard:
+    """A guard that leaves the caller in `connection.state.caller`. With `oidc`, a bearer that is no key of ours is a
+    token. Raises Unauthenticated, Forbidden or Unavailable."""
 
     async def guard(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
-        caller = caller_of(await authenticator.authenticate(connection.headers.get("authorization")))
+        authorization = connection.headers.get("authorization")
+        scheme, _, token = (authorization or "").partition(" ")
+        if oidc is not None and scheme.lower() == "bearer" and not token.strip().startswith(PREFIX):
+            caller = await oidc.authenticate(token.strip())
+        else:
+            caller = caller_of(await authenticator.authenticate(authorization))
         caller.require(action_of(handler))
         connection.state.caller = caller
 
