@@ -7,7 +7,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from moiety_dashboard.client import AdminClient, ApiRefused, GatewayAway, KeyRefused
+from moiety_dashboard.client import AdminClient, ApiRefused, GatewayAway, KeyRefused, RoleRefused
 from moiety_dashboard.settings import DashboardSettings, read_settings
 from moiety_dashboard.views import overview
 
@@ -48,7 +48,7 @@ def show(settings: DashboardSettings, admin_key: str) -> None:
         except KeyRefused as exc:
             st.error(f"The gateway refused the admin key: {exc}", icon=":material/key_off:")
             ask_for_key("Enter another admin key.")
-        except ApiRefused as exc:
+        except (ApiRefused, RoleRefused) as exc:
             st.error(str(exc), icon=":material/error:")
         finally:
             client.close()

@@ -3,6 +3,7 @@
 ApiError
 ├── GatewayAway   it does not answer
 ├── KeyRefused    it does not know the key, or the key is no administrator's
+├── RoleRefused   this administrator may not see that
 └── ApiRefused    any other refusal; the message is the gateway's
 """
 
@@ -29,6 +30,10 @@ class KeyRefused(ApiError):
     pass
 
 
+class RoleRefused(ApiError):
+    pass
+
+
 class ApiRefused(ApiError):
     pass
 
@@ -47,7 +52,8 @@ class AdminClient:
         except httpx.HTTPError as exc:
             raise GatewayAway(f"the gateway at {self._client.base_url} does not answer ({type(exc).__name__})") from exc
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            raise KeyRefused(read_message(response))
+            known = read_error(response, "code") == "missing_role"
+            raise (RoleRefused if known else KeyRefused)(read_message(response))
         if response.is_error:
             raise ApiRefused(f"{path} answered {response.status_code}: {read_message(response)}")
         try:
@@ -73,7 +79,12 @@ class AdminClient:
 
 def read_message(response: httpx.Response) -> str:
     """The message of an error answer in the gateway's form."""
+    return read_error(response, "message") or f"HTTP {response.status_code}"
+
+
+def read_error(response: httpx.Response, field: str) -> str | None:
+    """A field of an error answer in the gateway's form; None of any other answer."""
     try:
-        return str(response.json()["error"]["message"])
+        return str(response.json()["error"][field])
     except (ValueError, KeyError, TypeError):
-        return f"HTTP {response.status_code}"
+        return None

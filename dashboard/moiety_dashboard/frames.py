@@ -76,7 +76,7 @@ def keys_frame(keys: Rows, projects: Rows, tenants: Rows) -> pd.DataFrame:
         {
             "key": f"…{key['hint']}",
             "name": key["name"],
-            "owner": owners.get(key["project_id"], "–") if key["project_id"] else "administrators",
+            "owner": owners.get(key["project_id"], "–") if key["project_id"] else name_of_role(key, tenant_names),
             "status": key["status"],
             "created": show_time(key["created_at"]),
             "expires": show_time(key["expires_at"]) or "never",
@@ -85,6 +85,11 @@ def keys_frame(keys: Rows, projects: Rows, tenants: Rows) -> pd.DataFrame:
     ]
     frame = pd.DataFrame(rows, columns=["key", "name", "owner", "status", "created", "expires"])
     return frame.sort_values("status", kind="stable", ignore_index=True)
+
+
+def name_of_role(key: Mapping[str, Any], tenant_names: Mapping[str, str]) -> str:
+    """`owner`, or `viewer of acme`: whose an administrator's key is."""
+    return f"{key['role']} of {tenant_names.get(key['tenant_id'], '–')}" if key["tenant_id"] else str(key["role"])
 
 
 def requests_frame(requests: Rows, tenants: Rows) -> pd.DataFrame:

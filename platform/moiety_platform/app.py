@@ -13,6 +13,7 @@ from litestar.openapi import OpenAPIConfig
 from litestar.types import ControllerRouterHandler
 
 from moiety_platform.admission.gate import AdmissionGate
+from moiety_platform.auth.admin import check_actions
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import Clock
@@ -78,7 +79,7 @@ def create_app(settings: GatewaySettings, services: Services) -> Litestar:
         send_timeout_s=settings.send_timeout_s,
     )
     models = ModelServices(services.authenticator, services.replicas, texts, **limits)
-    return Litestar(
+    app = Litestar(
         route_handlers=[
             *completion_routes(completions),
             *model_routes(models),
@@ -96,6 +97,8 @@ def create_app(settings: GatewaySettings, services: Services) -> Litestar:
         request_max_body_size=settings.max_body_bytes,
         logging_config=None,
     )
+    check_actions(app)
+    return app
 
 
 def _answer_nobody(_request: Request[Any, Any, Any], _error: ClientDisconnected) -> Response[None]:

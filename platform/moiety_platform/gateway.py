@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import httpx
 import structlog
 import uvicorn
 import uvloop
@@ -21,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from moiety_platform.app import Services, create_app
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.oidc import FETCH_TIMEOUT_S, OidcTerms, OidcVerifier
 from moiety_platform.auth.pepper import resolve_pepper
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import SystemClock
@@ -158,9 +160,9 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         quotas.is_proven = replicas.have_settled_for
         authenticator = Authenticator(database, pepper, clock)
         classes, prices = ClassCache(database, clock), PriceCache(database, clock)
-        admin = admin_router(
-            database, authenticator, classes, prices, quotas, pepper, clock, more=engine_routes(replicas)
-        )
+        oidc = await stack.enter_async_context(_verify_tokens(settings, database, clock))
+        more = engine_routes(replicas)
+        admin = admin_router(database, authenticator, classes, prices, quotas, pepper, clock, oidc=oidc, more=more)
         yield Services(
             authenticator=authenticator,
             usage=usage,
@@ -174,6 +176,21 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             admin_routes=[admin],
             store=store,
         )
+
+
+@asynccontextmanager
+async def _verify_tokens(
+    settings: GatewaySettings, database: Database, clock: SystemClock
+) -> AsyncIterator[OidcVerifier | None]:
+    """What checks the tokens of the settings' issuer; None where there is none."""
+    if settings.oidc_issuer is None or settings.oidc_audience is None:
+        yield None
+        return
+    terms = OidcTerms(
+        settings.oidc_issuer, settings.oidc_audience, settings.oidc_roles_claim, settings.oidc_tenant_claim
+    )
+    async with httpx.AsyncClient(timeout=FETCH_TIMEOUT_S) as http:
+        yield OidcVerifier(terms, database, http, clock)
 
 
 @asynccontextmanager

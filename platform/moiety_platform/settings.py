@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -15,6 +16,7 @@ from moiety_platform.config_file import read_config_section
 from moiety_platform.engine_addresses import check_address
 
 SECTION = "gateway"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class GatewaySettings(BaseSettings):
@@ -32,6 +34,11 @@ class GatewaySettings(BaseSettings):
     curve_server_key: str | None = None  # the engines' public key; set all three or none
     curve_public_key: str | None = None
     curve_secret_key: SecretStr | None = None
+
+    oidc_issuer: str | None = None  # whose tokens the admin API takes beside keys; set the audience too
+    oidc_audience: str | None = None  # which the tokens must name
+    oidc_roles_claim: str = "moiety_roles"  # a role or a list of them; a claim inside another with dots
+    oidc_tenant_claim: str = "moiety_tenant"  # the id of the one tenant that the token is for, if any
 
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     max_json_depth: int = Field(default=64, ge=4, le=128)
@@ -65,6 +72,21 @@ class GatewaySettings(BaseSettings):
         if len(set(value)) != len(value):
             raise ValueError("an engine address is listed twice")
         return value
+
+    @field_validator("oidc_issuer")
+    @classmethod
+    def _check_issuer(cls, value: str | None) -> str | None:
+        if value is not None:
+            url = urlsplit(value)
+            if not url.hostname or (url.scheme != "https" and not (url.scheme == "http" and url.hostname in LOOPBACK)):
+                raise ValueError(f"the issuer {value!r} must be an https:// address, or http:// on this machine")
+        return value
+
+    @model_validator(mode="after")
+    def _check_oidc(self) -> Self:
+        if (self.oidc_issuer is None) != (self.oidc_audience is None):
+            raise ValueError("set oidc_issuer and oidc_audience together, or neither of them")
+        return self
 
     @model_validator(mode="after")
     def _check_curve(self) -> Self:

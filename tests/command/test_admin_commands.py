@@ -104,6 +104,32 @@ def test_a_key_is_made_used_rotated_and_revoked(moiety: Callable[..., Any], serv
     assert {one["status"] for one in listed} == {"expired", "revoked"}
 
 
+def test_administrators_have_roles_and_one_of_a_tenant_reaches_no_other(moiety: Callable[..., Any]) -> None:
+    for tenant in ("north", "south"):
+        moiety("tenant", "create", tenant)
+        moiety("key", "create", "app", "--tenant", tenant)
+    made = json.loads(moiety("key", "create", "boss", "--role", "tenant-admin", "--tenant", "north", "--json").stdout)
+    viewer = moiety("key", "create", "watch", "--role", "viewer").stdout.strip()
+    north = {"MOIETY_ADMIN_KEY": made["secret"]}
+    listed = moiety("key", "list", "--role", "tenant-admin").stdout
+    assert made["key"]["id"] in listed
+    assert made["key"]["tenant_id"] in listed
+    assert [one["name"] for one in json.loads(moiety("tenant", "list", "--json", **north).stdout)["data"]] == ["north"]
+    assert moiety("key", "create", "more", "--tenant", "north", **north).returncode == 0
+    assert moiety("tenant", "show", "south", **north).returncode == 1
+    for refused in (
+        moiety("key", "create", "x", "--role", "owner", **north),
+        moiety("tenant", "change", "north", "--class", "priority", **north),
+        moiety("quota", "set", "--tenant", "north", "--tokens-per-day", "5", **north),
+        moiety("key", "create", "x", "--tenant", "north", MOIETY_ADMIN_KEY=viewer),
+    ):
+        assert (refused.returncode, "needs the role 'owner'" in refused.stderr) == (4, True), refused.stderr
+    assert "tenant-admin" in moiety("audit", "list", **north).stdout
+    unverified = moiety("audit", "verify", **north)
+    assert (unverified.returncode, "owner's key" in unverified.stderr) == (1, True)
+    assert moiety("audit", "verify").returncode == 0
+
+
 def test_prices_and_limits_on_money_are_given_in_dollars(moiety: Callable[..., Any]) -> None:
     made = json.loads(moiety("price", "set", "large", "--input", "0.15", "--output", "0.6", "--json").stdout)
     assert (made["input"], made["cached_input"], made["service_class"]) == ("0.15", "0.15", None)
@@ -192,7 +218,10 @@ def test_the_load_generator_reports_its_figures_in_one_object(
         (("class", "set", "standard", "--on-overload", "downgrade"), 1, "choose one of: batch, flex"),
         (("class", "show", "gold"), 1, "no class"),
         (("class", "delete", "flex"), 1, "change it instead"),
-        (("key", "create", "x"), 2, "--tenant or --admin"),
+        (("key", "create", "x"), 2, "--tenant, --role or both"),
+        (("key", "create", "x", "--role", "tenant-admin"), 2, "is for one tenant"),
+        (("key", "create", "x", "--role", "owner", "--tenant", "demo"), 2, "is for all tenants"),
+        (("key", "create", "x", "--role", "king"), 2, "tenant-admin"),
         (("key", "list", "--admin-key", "mty_wrong"), 4, "key"),
         (("usage", "--url", "http://127.0.0.1:9"), 3, "is it running?"),
         (("tenant", "list", "--data-dir", "/nonexistent"), 1, "--admin-key"),

@@ -63,11 +63,15 @@ def test_keys_are_shown_by_their_owner_and_never_whole() -> None:
         "status": "active",
         "created_at": created,
         "expires_at": None,
+        "role": None,
+        "tenant_id": None,
     }
+    owner = {**key, "project_id": None, "role": "owner"}
     projects = [{"id": "p1", "tenant_id": "t1"}]
-    frame = frames.keys_frame([{**key, "project_id": "p1"}, {**key, "project_id": None}], projects, TENANTS)
-    assert list(frame["owner"]) == ["acme", "administrators"]
-    assert list(frame["expires"]) == ["never", "never"]
+    keys = [{**key, "project_id": "p1"}, owner, {**owner, "role": "viewer", "tenant_id": "t1"}]
+    frame = frames.keys_frame(keys, projects, TENANTS)
+    assert list(frame["owner"]) == ["acme", "owner", "viewer of acme"]
+    assert set(frame["expires"]) == {"never"}
     assert "secretid" not in frame.to_string()
 
 

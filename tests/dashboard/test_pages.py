@@ -52,6 +52,20 @@ def test_the_page_shows_requests_engine_tenant_and_keys(serve: Any, monkeypatch:
     assert len(keys) == 2
 
 
+def test_a_tenants_administrator_sees_its_tenant_and_no_engines(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with httpx.Client(base_url=f"{serve.url}/admin/v1", headers={"Authorization": f"Bearer {serve.admin_key}"}) as http:
+        tenant = http.post("/tenants", json={"name": "acme"}).json()
+        new = {"name": "boss", "role": "tenant-admin", "tenant_id": tenant["id"]}
+        made = http.post("/keys", json=new).json()
+        page = open_page(monkeypatch, serve.url, made["secret"])
+        assert not page.exception
+        assert not page.error
+        assert [heading.value for heading in page.subheader] == ["Tenants", "Keys"]
+        tenants, keys = (table.value for table in page.dataframe)
+        assert (list(tenants["tenant"]), list(keys["owner"])) == (["acme"], ["tenant-admin of acme"])
+        http.post(f"/keys/{made['key']['id']}/revoke")
+
+
 def test_without_a_key_the_page_asks_for_one_and_takes_it(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     page = open_page(monkeypatch, serve.url, None)
     assert not page.metric

@@ -110,7 +110,10 @@ async def test_a_reasonable_request_id_is_echoed_and_any_other_replaced(gateway,
         assert headers["x-request-id"]
 
 
-async def test_headers_that_claim_a_tenant_a_class_or_a_cache_salt_change_nothing(gateway):
+@pytest.mark.parametrize(
+    ("path", "plain_body"), [(CHAT, BODY), ("/v1/completions", {"model": "tiny", "prompt": SECRET, "max_tokens": 4})]
+)
+async def test_headers_that_claim_a_tenant_a_class_or_a_cache_salt_change_nothing(gateway, path, plain_body):
     claims = {
         "X-Tenant-Id": "other",
         "X-Moiety-Tenant": "other",
@@ -119,9 +122,9 @@ async def test_headers_that_claim_a_tenant_a_class_or_a_cache_salt_change_nothin
         "X-Cache-Salt": "AAAA",
         "X-Forwarded-User": "root",
     }
-    body = BODY | {"cache_salt": "AAAA", "priority": 0, "tenant_id": "other", "service_class": "priority"}
-    await gateway.post(CHAT, BODY)
-    await gateway.post(CHAT, body, headers=claims)
+    body = plain_body | {"cache_salt": "AAAA", "priority": 0, "tenant_id": "other", "service_class": "priority"}
+    await gateway.post(path, plain_body)
+    await gateway.post(path, body, headers=claims)
     plain, claimed = gateway.engine.submits
     for field in ("tenant_id", "service", "fallback", "cache_salt", "tenant_weight"):
         assert getattr(plain, field) == getattr(claimed, field)

@@ -19,6 +19,8 @@ from litestar.exceptions import HTTPException
 from psycopg import sql
 
 from moiety_migrations import upgrade
+from moiety_platform.access.roles import Role
+from moiety_platform.access.table import Action, needs
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.schemas import NewKey
@@ -150,7 +152,7 @@ async def make_demo(database: Database, clock: ManualClock) -> Demo:
         tenant = await create_tenant(session, NewTenant(name="acme", weight=2.0), clock.now())
         project = await create_project(session, NewProject(tenant_id=tenant.id, name="web"), clock.now())
         key, text = await create_key(session, NewKey(name="k", project_id=project.id), PEPPER, clock.now())
-        admin, admin_text = await create_key(session, NewKey(name="root"), PEPPER, clock.now())
+        admin, admin_text = await create_key(session, NewKey(name="root", role=Role.OWNER), PEPPER, clock.now())
     return Demo(tenant.id, project.id, key.id, text.text, admin.id, admin_text.text)
 
 
@@ -159,7 +161,7 @@ async def demo(database: Database, clock: ManualClock) -> Demo:
     return await make_demo(database, clock)
 
 
-@get("/extra")
+@get("/extra", opt=needs(Action.READ_ENGINES))
 async def extra() -> dict[str, str]:
     return {"from": "elsewhere"}
 

@@ -112,11 +112,13 @@ async def test_administrators_cannot_lock_themselves_out(admin: Admin, demo: Dem
     soon = (clock.now() + timedelta(hours=1)).isoformat()
     refused = await admin.call("POST", f"keys/{demo.admin_key_id}/revoke", 409)
     assert refused["error"]["code"] == "last_admin_key"
-    second = await admin.call("POST", "keys", 201, json={"name": "second", "expires_at": soon})
-    assert second["key"]["scopes"] == ["admin"]
+    second = await admin.call("POST", "keys", 201, json={"name": "second", "role": "owner", "expires_at": soon})
+    assert (second["key"]["scopes"], second["key"]["role"]) == (["admin"], "owner")
     clock.advance(7200)
     await admin.call("POST", f"keys/{demo.admin_key_id}/revoke", 409)
-    await admin.call("POST", "keys", 201, json={"name": "third"})
+    await admin.call("POST", "keys", 201, json={"name": "third", "role": "operator"})
+    await admin.call("POST", f"keys/{demo.admin_key_id}/revoke", 409)  # operators cannot make owners
+    await admin.call("POST", "keys", 201, json={"name": "fourth", "role": "owner"})
     await admin.call("POST", f"keys/{demo.admin_key_id}/revoke", 200)
 
 
@@ -170,11 +172,21 @@ BAD_REQUESTS: list[tuple[str, str, Any, int]] = [
     ("GET", "projects/nobody", None, 404),
     ("POST", "keys", {"name": "k", "project_id": "nobody"}, 404),
     ("POST", "keys", {"name": "k", "project_id": "{project}", "scopes": ["admin"]}, 400),
-    ("POST", "keys", {"name": "k", "scopes": ["inference"]}, 400),
-    ("POST", "keys", {"name": "k", "scopes": []}, 400),
-    ("POST", "keys", {"name": "k", "expires_at": "2020-01-01T00:00:00Z"}, 400),
-    ("POST", "keys", {"name": "k", "expires_at": "2030-01-01T00:00:00"}, 400),
-    ("POST", "keys", {"name": "k", "expires_at": "tomorrow"}, 400),
+    ("POST", "keys", {"name": "k"}, 400),
+    ("POST", "keys", {"name": "k", "role": "king"}, 400),
+    ("POST", "keys", {"name": "k", "role": "owner", "tenant_id": "{tenant}"}, 400),
+    ("POST", "keys", {"name": "k", "role": "operator", "tenant_id": "{tenant}"}, 400),
+    ("POST", "keys", {"name": "k", "role": "tenant-admin"}, 400),
+    ("POST", "keys", {"name": "k", "role": "viewer", "tenant_id": "nobody"}, 404),
+    ("POST", "keys", {"name": "k", "role": "viewer", "project_id": "{project}"}, 400),
+    ("POST", "keys", {"name": "k", "tenant_id": "{tenant}", "project_id": "{project}"}, 400),
+    ("POST", "keys", {"name": "k", "role": "owner", "scopes": ["inference"]}, 400),
+    ("POST", "keys", {"name": "k", "role": "owner", "scopes": []}, 400),
+    ("POST", "keys", {"name": "k", "role": "viewer", "scopes": ["admin"]}, 400),
+    ("POST", "keys", {"name": "k", "role": "owner", "expires_at": "2020-01-01T00:00:00Z"}, 400),
+    ("POST", "keys", {"name": "k", "role": "owner", "expires_at": "2030-01-01T00:00:00"}, 400),
+    ("POST", "keys", {"name": "k", "role": "owner", "expires_at": "tomorrow"}, 400),
+    ("GET", "keys?role=king", None, 400),
     ("POST", "keys", {"name": "k", "project_id": "{project}", "allowed_models": []}, 400),
     ("POST", "keys", {"name": "k", "project_id": "{project}", "allowed_models": ["\x00"]}, 400),
     ("POST", "keys", {"name": "k", "project_id": "{project}", "allowed_models": ["m"] * 101}, 400),
@@ -352,7 +364,7 @@ async def test_a_time_that_utc_cannot_hold_is_refused(admin: Admin, question: st
 
 
 async def test_an_end_of_a_key_that_utc_cannot_hold_is_refused(admin: Admin) -> None:
-    body = {"name": "k", "expires_at": "9999-12-31T23:59:59-14:00"}
+    body = {"name": "k", "role": "owner", "expires_at": "9999-12-31T23:59:59-14:00"}
     answer = await admin.call("POST", "keys", 400, json=body)
     assert answer["error"]["param"] == "expires_at"
 

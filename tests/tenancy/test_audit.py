@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, select, update
 
-from moiety_platform.audit.chain import BrokenChain, entry_hash, verify
+from moiety_platform.audit.chain import FIELDS, GENESIS, BrokenChain, entry_hash, verify
 from moiety_platform.audit.models import AuditEntry
 from moiety_platform.db.session import Database
 
@@ -59,6 +59,21 @@ async def test_a_change_that_fails_is_not_logged(admin: Any) -> None:
     earlier = await log(admin)
     await admin.call("POST", "tenants", 409, json={"name": "acme"})
     assert await log(admin) == earlier
+
+
+async def test_the_chain_covers_the_role_of_who_acted_and_entries_from_before_roles_verify(
+    admin: Any,
+) -> None:
+    await admin.call("POST", "tenants", 201, json={"name": "initech"})
+    (entry,) = await log(admin)
+    assert entry["actor_role"] == "owner"
+    verify([entry])
+    for role in ("viewer", None):
+        with pytest.raises(BrokenChain):
+            verify([{**entry, "actor_role": role}])
+    earlier = {**entry, "actor_role": None}
+    written = {name: earlier[name] for name in FIELDS}  # all that there was
+    verify([{**earlier, "hash": entry_hash(GENESIS, written)}])
 
 
 async def test_changes_at_once_make_one_chain(admin: Any) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from sqlalchemy import select
 
+from moiety_platform.auth.reach import criteria_of
 from moiety_platform.db.session import Database
 from moiety_platform.prices.terms import Price
 from moiety_platform.quota.kinds import Kind, Level, Unit
@@ -230,3 +231,19 @@ async def test_sums_are_those_of_the_requests_wherever_the_time_is_cut(
     promised = [row.sla_attained for row in inside if row.sla_attained is not None]
     assert totals.mean_ttft_ms == (pytest.approx(sum(ttft) / len(ttft)) if ttft else None)
     assert totals.attainment == (pytest.approx(sum(promised) / len(promised)) if promised else None)
+
+
+async def test_who_reaches_one_tenant_has_only_its_requests_in_sums_of_whole_hours_and_of_parts(
+    database: Database,
+) -> None:
+    rows = [
+        make_row(request_id=f"{tenant}{n}", tenant_id=tenant, started_at=NOON + timedelta(minutes=30 * n))
+        for tenant in ("own", "other")
+        for n in range(8)
+    ]
+    async with database.write() as session:
+        await insert_rows(session, rows)
+    wanted = UsageFilter(NOON, NOON + timedelta(hours=10))
+    async with database.restricted(criteria_of("own")).read() as session:
+        groups = (await sum_usage(session, wanted, ("tenant",))).data
+    assert [(group.group["tenant_id"], group.totals.requests) for group in groups] == [("own", 8)]

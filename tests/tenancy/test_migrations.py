@@ -129,6 +129,45 @@ def test_tenants_of_the_first_schema_come_along_with_their_projects_and_go_back_
         assert connection.scalar(sa.text("SELECT service_class FROM tenants")) == "standard"
 
 
+def test_administrators_from_before_there_were_roles_become_owners_and_the_log_says_whose_things_were_changed(
+    empty_url: str,
+) -> None:
+    upgrade(empty_url)
+    downgrade(empty_url, "0005")
+    moment = "'2026-01-01 00:00:00'"
+    columns = "INSERT INTO api_keys (id, project_id, name, secret_hash, hint, scopes, created_at)"
+    execute(empty_url, f"INSERT INTO tenants VALUES ('t', 'n', 'flex', 1.0, 'active', {moment})")
+    execute(empty_url, f"INSERT INTO projects VALUES ('p', 't', 'n', {moment})")
+    for key, project in (("admin", "NULL"), ("client", "'p'")):
+        execute(empty_url, f"{columns} VALUES ('{key}', {project}, 'n', '', '', '[]', {moment})")
+    limits = {"tenant": "t", "project": "p", "key": "client"}
+    changed = [("tenants", "t", {}), ("projects", "p", {}), ("api_keys", "client", {}), ("api_keys", "admin", {})]
+    changed += [("quotas", "gone", {"level": level, "scope_id": scope}) for level, scope in limits.items()]
+    changed += [("service_classes", "flex", {})]
+    for seq, (kind, object_id, row) in enumerate(changed, 1):
+        before = json.dumps(row).replace(":", r"\:")
+        values = f"({seq}, {moment}, 'admin', 'delete', '{kind}', '{object_id}', '{before}', NULL, '')"
+        execute(empty_url, f"INSERT INTO audit_log VALUES {values}")
+    upgrade(empty_url)
+    columns = f"{columns[:-1]}, role, tenant_id)"
+    execute(empty_url, f"{columns} VALUES ('v', NULL, 'n', '', '', '[]', {moment}, 'viewer', 't')")
+    wrong = (("owner", "'t'", "NULL"), ("tenant-admin", "NULL", "NULL"), ("viewer", "NULL", "'p'"))
+    for role, tenant, project in wrong:
+        values = f"('x', {project}, 'n', '', '', '[]', {moment}, '{role}', {tenant})"
+        with pytest.raises(sa.exc.IntegrityError):
+            execute(empty_url, f"{columns} VALUES {values}")
+    engine = sa.create_engine(to_sync_url(empty_url), poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        keys = connection.execute(sa.text("SELECT id, role, tenant_id FROM api_keys ORDER BY id")).all()
+        owners = connection.scalars(sa.text("SELECT tenant_id FROM audit_log ORDER BY seq")).all()
+    assert [tuple(key) for key in keys] == [("admin", "owner", None), ("client", None, None), ("v", "viewer", "t")]
+    assert owners == ["t", "t", "t", None, "t", "t", "t", None]
+    downgrade(empty_url, "0005")
+    with engine.connect() as connection:
+        revoked = connection.scalars(sa.text("SELECT id FROM api_keys WHERE revoked_at IS NOT NULL")).all()
+    assert revoked == ["v"]  # without its role it could do everything
+
+
 def test_processes_that_upgrade_at_the_same_time_all_succeed(empty_url: str) -> None:
     racers = [
         subprocess.Popen(

@@ -11,7 +11,7 @@ import pandas as pd
 import streamlit as st
 
 from moiety_dashboard import charts, frames
-from moiety_dashboard.client import AdminClient
+from moiety_dashboard.client import AdminClient, RoleRefused
 
 LIVE_SPAN, LIVE_STEP = timedelta(minutes=15), timedelta(seconds=15)
 DAY_SPAN, DAY_STEP = timedelta(hours=24), timedelta(hours=1)
@@ -21,11 +21,12 @@ ENDINGS = {"stop": "served", "length": "served"}  # the rest are named as they a
 
 @dataclass(frozen=True, slots=True)
 class OverviewData:
-    """All that the page shows, asked for at one moment."""
+    """All that the page shows, asked for at one moment; `engines` is None for administrators of one tenant, who do not
+    see them."""
 
     now: datetime
     overview: Mapping[str, Any]
-    engines: list[dict[str, Any]]
+    engines: list[dict[str, Any]] | None
     tenants: list[dict[str, Any]]
     projects: list[dict[str, Any]]
     keys: list[dict[str, Any]]
@@ -38,12 +39,20 @@ def load(client: AdminClient) -> OverviewData:
     return OverviewData(
         now=datetime.now(UTC),
         overview=overview,
-        engines=client.get("/admin/v1/engines")["data"],
+        engines=load_engines(client),
         tenants=client.list("/admin/v1/tenants"),
         projects=client.list("/admin/v1/projects"),
         keys=client.list("/admin/v1/keys"),
         by_tenant=client.get("/admin/v1/usage", group_by="tenant")["data"],
     )
+
+
+def load_engines(client: AdminClient) -> list[dict[str, Any]] | None:
+    try:
+        engines: list[dict[str, Any]] = client.get("/admin/v1/engines")["data"]
+    except RoleRefused:
+        return None
+    return engines
 
 
 def draw(client: AdminClient) -> None:
@@ -52,19 +61,20 @@ def draw(client: AdminClient) -> None:
     draw_state(data)
     draw_figures(data.overview)
     draw_charts(client, data)
-    draw_engines(data)
+    if data.engines is not None:
+        draw_engines(data.engines)
     draw_tenants(data)
     draw_keys(data)
 
 
 def draw_state(data: OverviewData) -> None:
-    ready = [engine for engine in data.engines if engine["healthy"] and not engine["draining"]]
+    ready = [engine for engine in data.engines or [] if engine["healthy"] and not engine["draining"]]
     models = ", ".join(sorted({engine["card"]["model"] for engine in ready if engine["card"]}))
     left, right = st.columns([3, 1], vertical_alignment="center")
     with left:
         if ready:
             st.badge(f"serving {models}", icon=":material/check_circle:", color="green")
-        else:
+        elif data.engines is not None:
             st.badge("no engine is ready: requests are refused", icon=":material/error:", color="red")
     right.caption(f"as of {data.now.astimezone():%H:%M:%S}", text_alignment="right")
 
@@ -130,9 +140,9 @@ def read_day(client: AdminClient) -> tuple[pd.DataFrame, pd.DataFrame]:
     return by_outcome[by_outcome["amount"] > 0], hours.rename(columns={"output_tokens": "amount"})
 
 
-def draw_engines(data: OverviewData) -> None:
+def draw_engines(engines: list[dict[str, Any]]) -> None:
     st.subheader("Engines")
-    if not data.engines:
+    if not engines:
         st.caption("The gateway knows no engine.")
         return
     share_of_memory: dict[str, Any] = {"min_value": 0.0, "max_value": 1.0, "format": "percent"}
@@ -150,7 +160,7 @@ def draw_engines(data: OverviewData) -> None:
         "prompt_tokens": None,
         "cached_tokens": None,
     }
-    st.dataframe(frames.engines_frame(data.engines), column_config=columns, hide_index=True, width="stretch")
+    st.dataframe(frames.engines_frame(engines), column_config=columns, hide_index=True, width="stretch")
 
 
 def draw_tenants(data: OverviewData) -> None:

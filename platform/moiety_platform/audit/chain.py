@@ -10,6 +10,7 @@ from typing import Any
 
 GENESIS = "0" * 64
 FIELDS = ("seq", "at", "actor", "action", "object_kind", "object_id", "before", "after")
+OPTIONAL_FIELDS = ("actor_role",)  # hashed where they are not null, so that entries from before them still verify
 
 
 class BrokenChain(Exception):
@@ -19,6 +20,7 @@ class BrokenChain(Exception):
 def entry_hash(previous: str, entry: Mapping[str, Any]) -> str:
     """SHA-256 of the previous hash and the entry's fields as canonical JSON (sorted keys, no spaces, UTF-8)."""
     content = {name: entry[name] for name in FIELDS}
+    content |= {name: entry[name] for name in OPTIONAL_FIELDS if entry.get(name) is not None}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(f"{previous}\n{text}".encode()).hexdigest()
 

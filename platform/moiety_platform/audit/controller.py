@@ -1,4 +1,4 @@
-"""/admin/v1/audit. Maps HTTP to the log; who may call is the router's affair."""
+"""/admin/v1/audit. Maps HTTP to the log; who may call, and sees which entries, is the router's affair."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from litestar.di import NamedDependency
 from litestar.params import FromQuery, QueryParameter
 from sqlalchemy import select
 
+from moiety_platform.access.caller import Caller
+from moiety_platform.access.table import Action, needs
 from moiety_platform.audit.models import AuditEntry
 from moiety_platform.audit.schemas import AuditPage, AuditView
 from moiety_platform.db.paging import parse_page
@@ -24,10 +26,11 @@ class AuditController(Controller):
     path = "/audit"
     tags = ("audit",)
 
-    @get()
+    @get(opt=needs(Action.READ_AUDIT))
     async def list_entries(
         self,
         database: NamedDependency[Database],
+        caller: NamedDependency[Caller],
         limit: Limit = None,
         after: After = 0,
         object_id: FromQuery[str | None] = None,
@@ -40,4 +43,5 @@ class AuditController(Controller):
         async with database.read() as session:
             found = (await session.scalars(statement)).all()
         entries = found[:size]
-        return AuditPage([AuditView.of(e) for e in entries], entries[-1].seq if len(found) > size else None)
+        next_after = entries[-1].seq if len(found) > size else None
+        return AuditPage([AuditView.of(e) for e in entries], next_after, whole=caller.tenant_id is None)

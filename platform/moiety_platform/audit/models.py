@@ -11,20 +11,26 @@ from sqlalchemy.orm import Mapped, mapped_column
 from moiety_platform.db.base import Base, UtcDateTime
 
 ACTOR_LENGTH = 64
+ROLE_LENGTH = 16
+TENANT_LENGTH = 32
 
 
 class AuditEntry(Base):
-    """One change. `before` is null of what was made, `after` of what was deleted; hashes of keys are in neither."""
+    """One change. `before` is null of what was made, `after` of what was deleted; hashes of keys are in neither.
+    `actor_role` is null where the platform itself is the actor, and in entries from before there were roles.
+    `tenant_id` says whose the changed thing is, null if nobody's; it follows from the rest, so no hash covers it."""
 
     __tablename__ = "audit_log"
-    __table_args__ = (Index(None, "object_id"),)
+    __table_args__ = (Index(None, "object_id"), Index(None, "tenant_id", "seq"))
 
     seq: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     at: Mapped[datetime] = mapped_column(UtcDateTime)
     actor: Mapped[str] = mapped_column(String(ACTOR_LENGTH))
+    actor_role: Mapped[str | None] = mapped_column(String(ROLE_LENGTH))
     action: Mapped[str] = mapped_column(String(16))
     object_kind: Mapped[str] = mapped_column(String(32))
     object_id: Mapped[str] = mapped_column(String(300))
     before: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     after: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    tenant_id: Mapped[str | None] = mapped_column(String(TENANT_LENGTH))
     hash: Mapped[str] = mapped_column(String(64))

@@ -10,12 +10,14 @@ from moiety_platform.audit.models import AuditEntry
 
 
 class AuditView(msgspec.Struct, frozen=True):
-    """One change. `actor` is the id of the key that made it. `hash` is the SHA-256 of the hash before (64 zeros for the
-    first), a line feed, and the other fields as JSON with sorted keys and without spaces."""
+    """One change. `actor` is the id of the key that made it, `actor_role` what that key was then. `hash` is the SHA-256
+    of the hash before (64 zeros for the first), a line feed, and the other fields as JSON with sorted keys and without
+    spaces, `actor_role` only where it is not null."""
 
     seq: int
     at: str
     actor: str
+    actor_role: str | None
     action: str
     object_kind: str
     object_id: str
@@ -29,6 +31,7 @@ class AuditView(msgspec.Struct, frozen=True):
             seq=entry.seq,
             at=entry.at.isoformat(),
             actor=entry.actor,
+            actor_role=entry.actor_role,
             action=entry.action,
             object_kind=entry.object_kind,
             object_id=entry.object_id,
@@ -39,7 +42,9 @@ class AuditView(msgspec.Struct, frozen=True):
 
 
 class AuditPage(msgspec.Struct, frozen=True):
-    """Some entries, oldest first; `next_after` is null on the last page."""
+    """Some entries, oldest first; `next_after` is null on the last page. `whole` says whether all entries may be read:
+    an administrator of one tenant reads only those of that tenant, whose chain cannot be verified alone."""
 
     data: list[AuditView]
     next_after: int | None
+    whole: bool

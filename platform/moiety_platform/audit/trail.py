@@ -6,7 +6,7 @@ the session's objects tells of itself with `note`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,11 +16,12 @@ from sqlalchemy import event, inspect, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, UOWTransaction
 
-from moiety_platform.audit.chain import FIELDS, GENESIS, entry_hash
+from moiety_platform.access.roles import Role
+from moiety_platform.audit.chain import FIELDS, GENESIS, OPTIONAL_FIELDS, entry_hash
 from moiety_platform.audit.models import AuditEntry
 from moiety_platform.clock import Clock
 from moiety_platform.db.base import Base
-from moiety_platform.db.session import Database
+from moiety_platform.db.session import UNRESTRICTED, Database
 
 _CHANGES = "moiety_audit_changes"
 _SECRET = frozenset({"secret_hash"})
@@ -38,12 +39,17 @@ class Change:
     after: Mapping[str, Any] | None
 
 
+TenantOf = Callable[[AsyncSession, Change], Awaitable[str | None]]  # whose the changed thing is; None: nobody's
+
+
 @dataclass(frozen=True, slots=True)
 class AuditedStore:
-    """The database as one administrator changes it."""
+    """The database as one administrator changes it; `role` is what it was then, None for the platform itself."""
 
     database: Database
     actor: str
+    role: Role | None
+    tenant_of: TenantOf
     clock: Clock
 
     @asynccontextmanager
@@ -57,35 +63,39 @@ class AuditedStore:
             yield session
             await session.flush()
             event.remove(session.sync_session, "after_flush", _collect)
-            await append(session, changes, self.actor, self.clock.now())
+            await self._append(session, changes)
+
+    async def _append(self, session: AsyncSession, changes: list[Change]) -> None:
+        """Add to the end of the chain, which is locked."""
+        if not changes:
+            return
+        newest = select(AuditEntry).order_by(AuditEntry.seq.desc()).limit(1).execution_options(**UNRESTRICTED)
+        last = (await session.scalars(newest)).first()
+        seq, previous = (0, GENESIS) if last is None else (last.seq, last.hash)
+        now = self.clock.now()
+        for change in changes:
+            seq += 1
+            fields = {
+                "seq": seq,
+                "at": now.isoformat(),
+                "actor": self.actor,
+                "actor_role": self.role,
+                "action": change.action,
+                "object_kind": change.object_kind,
+                "object_id": change.object_id,
+                "before": _plain(change.before),
+                "after": _plain(change.after),
+            }
+            previous = entry_hash(previous, fields)
+            columns = {name: fields[name] for name in (*FIELDS, *OPTIONAL_FIELDS) if name != "at"}
+            tenant_id = await self.tenant_of(session, change)
+            session.add(AuditEntry(**columns, at=now, tenant_id=tenant_id, hash=previous))
+        await session.flush()
 
 
 def note(session: AsyncSession, change: Change) -> None:
     """Tell of a change that the session's objects do not know of. Without effect where nothing is logged."""
     session.info.get(_CHANGES, []).append(change)
-
-
-async def append(session: AsyncSession, changes: list[Change], actor: str, now: datetime) -> None:
-    """Add to the end of the chain, which is locked."""
-    if not changes:
-        return
-    last = (await session.scalars(select(AuditEntry).order_by(AuditEntry.seq.desc()).limit(1))).first()
-    seq, previous = (0, GENESIS) if last is None else (last.seq, last.hash)
-    for change in changes:
-        seq += 1
-        fields = {
-            "seq": seq,
-            "at": now.isoformat(),
-            "actor": actor,
-            "action": change.action,
-            "object_kind": change.object_kind,
-            "object_id": change.object_id,
-            "before": _plain(change.before),
-            "after": _plain(change.after),
-        }
-        previous = entry_hash(previous, fields)
-        session.add(AuditEntry(**{name: fields[name] for name in FIELDS if name != "at"}, at=now, hash=previous))
-    await session.flush()
 
 
 async def _lock(session: AsyncSession) -> None:

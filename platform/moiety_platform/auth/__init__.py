@@ -1,1 +1,1 @@
-"""Who is calling: API keys and the guard that turns one into a Principal."""
+"""Who is calling: keys, tokens of an issuer, and the door of the admin API."""

@@ -1,22 +1,26 @@
-"""The admin API as one router: every route of it behind the administrators' door."""
+"""The admin API as one router: every route of it behind the administrators' door, and with the store as far as its
+caller reaches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from litestar import Request, Router
+from litestar import Litestar, Request, Router
 from litestar.di import Provide
+from litestar.routes import HTTPRoute
 from litestar.types import ControllerRouterHandler
 
+from moiety_platform.access.caller import Caller
 from moiety_platform.audit.controller import AuditController
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.controller import KeyController
-from moiety_platform.auth.guard import scope_guard
+from moiety_platform.auth.guard import action_of, admin_guard
+from moiety_platform.auth.oidc import OidcVerifier
 from moiety_platform.auth.overview import OverviewController
 from moiety_platform.auth.pepper import Pepper
-from moiety_platform.auth.scopes import ADMIN_SCOPE
+from moiety_platform.auth.reach import criteria_of, reach_of, tenant_of
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
@@ -42,21 +46,32 @@ def admin_router(
     pepper: bytes,
     clock: Clock,
     *,
+    oidc: OidcVerifier | None = None,
     more: Sequence[ControllerRouterHandler] = (),
 ) -> Router:
-    """Routes under /admin/v1 for keys with the scope `admin`; `more` are handlers that others add behind the same
-    door."""
+    """Routes under /admin/v1; `more` are handlers that others add behind the same door. Each names its action (see
+    access/table.py)."""
     wrapped = Pepper(pepper)
+    criteria_of("")  # says now, and not at the first request of a tenant's administrator, what a table lacks
+
+    def caller(request: Request[Any, Any, Any]) -> Caller:
+        found: Caller = request.state.caller
+        return found
+
+    def reached(request: Request[Any, Any, Any]) -> Database:
+        return reach_of(caller(request), database)
 
     def store(request: Request[Any, Any, Any]) -> AuditedStore:
-        return AuditedStore(database, request.state.principal.key_id, clock)
+        who = caller(request)
+        return AuditedStore(reach_of(who, database), who.actor, who.role, tenant_of, clock)
 
     return Router(
         path=ADMIN_PATH,
-        guards=[scope_guard(authenticator, ADMIN_SCOPE)],
+        guards=[admin_guard(authenticator, oidc)],
         before_request=_check_body,
         dependencies={
-            "database": Provide(lambda: database, sync_to_thread=False),
+            "caller": Provide(caller, sync_to_thread=False),
+            "database": Provide(reached, sync_to_thread=False),
             "store": Provide(store, sync_to_thread=False),
             "authenticator": Provide(lambda: authenticator, sync_to_thread=False),
             "classes": Provide(lambda: classes, sync_to_thread=False),
@@ -78,6 +93,15 @@ def admin_router(
             *more,
         ],
     )
+
+
+def check_actions(app: Litestar) -> None:
+    """Raises UnguardedRoute for a route of the admin API that does not say what its caller does."""
+    for route in app.routes:
+        if isinstance(route, HTTPRoute) and route.path.startswith(ADMIN_PATH):
+            for method, (handler, _) in route.route_handler_map.items():
+                if method != "OPTIONS":  # the framework's own, which say no more than the methods that there are
+                    action_of(handler)
 
 
 async def _check_body(request: Request[Any, Any, Any]) -> None:

@@ -224,6 +224,7 @@ class Authenticator:
             service_class=stored.service_class,
             weight=stored.weight,
             cache_salt=derive_cache_salt(stored.tenant_id, self._pepper),
+            role=stored.role,
             scopes=stored.scopes,
             allowed_models=stored.allowed_models,
         )

@@ -1,4 +1,4 @@
-"""The first run: an administrator's key, and a demo tenant to try with. Done once, whoever else starts at the same
+"""The first run: an owner's key, and a demo tenant to try with. Done once, whoever else starts at the same
 time."""
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from sqlalchemy import exists, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.access.roles import Role
 from moiety_platform.audit.trail import AuditedStore
+from moiety_platform.auth.reach import tenant_of
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
 from moiety_platform.clock import Clock
@@ -39,7 +41,7 @@ async def ensure_bootstrap(
 ) -> BootstrapResult | None:
     """Fill an empty store; None if it is not empty. `reissue` makes new keys beside the old ones even so, for when the
     first ones were lost. Raises Unavailable when the store is away."""
-    async with AuditedStore(database, ACTOR, clock).write() as session:
+    async with AuditedStore(database, ACTOR, None, tenant_of, clock).write() as session:
         if database.dialect == "postgresql":
             await session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
         used = await session.scalar(select(exists(select(ApiKey.id)) | exists(select(Tenant.id))))
@@ -56,7 +58,7 @@ async def _make_keys(session: AsyncSession, pepper: bytes, clock: Clock) -> Boot
     project = await session.scalar(select(Project).where(Project.tenant_id == tenant.id, Project.name == DEMO_PROJECT))
     if project is None:
         project = await create_project(session, NewProject(tenant_id=tenant.id, name=DEMO_PROJECT), now)
-    _, admin_text = await create_key(session, NewKey(name="first administrator"), pepper, now)
+    _, admin_text = await create_key(session, NewKey(name="first administrator", role=Role.OWNER), pepper, now)
     _, tenant_text = await create_key(session, NewKey(name="first key", project_id=project.id), pepper, now)
     return BootstrapResult(
         tenant_id=tenant.id, tenant_name=tenant.name, admin_key=admin_text.text, tenant_key=tenant_text.text

@@ -5,7 +5,11 @@ from __future__ import annotations
 from litestar import Controller, get, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
+from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.access.caller import Caller
+from moiety_platform.access.roles import Role
+from moiety_platform.access.table import Action, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth import service
 from moiety_platform.auth.authenticator import Authenticator
@@ -25,20 +29,23 @@ class KeyController(Controller):
     path = "/keys"
     tags = ("keys",)
 
-    @post()
+    @post(opt=needs(Action.WRITE_KEYS))
     async def create_key(
         self,
         store: NamedDependency[AuditedStore],
         clock: NamedDependency[SkipValidation[Clock]],
         pepper: NamedDependency[Pepper],
+        caller: NamedDependency[Caller],
         data: JSONBody[NewKey],
     ) -> MadeKey:
-        """Make a key; its text is shown in this answer only."""
+        """Make a key; its text is shown in this answer only. Only owners make administrators' keys."""
+        if data.project_id is None:
+            caller.require(Action.WRITE_ADMIN_KEYS)
         async with store.write() as session:
             made = await service.create_key(session, data, pepper.value, clock.now())
         return _made(*made, clock)
 
-    @get()
+    @get(opt=needs(Action.READ_KEYS))
     async def list_keys(
         self,
         database: NamedDependency[Database],
@@ -47,13 +54,16 @@ class KeyController(Controller):
         cursor: Cursor = None,
         tenant_id: FromQuery[str | None] = None,
         project_id: FromQuery[str | None] = None,
+        role: FromQuery[Role | None] = None,
     ) -> KeyPage:
-        """Keys, oldest first; of one tenant or project if given."""
+        """Keys, oldest first; of one tenant, project or role if given."""
         page = parse_page(limit, cursor)
         async with database.read() as session:
-            return await service.list_keys(session, page, clock.now(), tenant_id=tenant_id, project_id=project_id)
+            return await service.list_keys(
+                session, page, clock.now(), tenant_id=tenant_id, project_id=project_id, role=role
+            )
 
-    @get("/{key_id:str}")
+    @get("/{key_id:str}", opt=needs(Action.READ_KEYS))
     async def get_key(
         self, database: NamedDependency[Database], clock: NamedDependency[SkipValidation[Clock]], key_id: FromPath[str]
     ) -> KeyView:
@@ -61,36 +71,46 @@ class KeyController(Controller):
         async with database.read() as session:
             return KeyView.of(await service.get_key(session, key_id), clock.now())
 
-    @post("/{key_id:str}/revoke", status_code=200)
+    @post("/{key_id:str}/revoke", status_code=200, opt=needs(Action.WRITE_KEYS))
     async def revoke_key(
         self,
         store: NamedDependency[AuditedStore],
         clock: NamedDependency[SkipValidation[Clock]],
         authenticator: NamedDependency[Authenticator],
+        caller: NamedDependency[Caller],
         key_id: FromPath[str],
     ) -> KeyView:
         """Make a key useless, here at once and at every other gateway within seconds."""
         async with store.write() as session:
+            await _check_may_change(session, caller, key_id)
             key = await service.revoke_key(session, key_id, clock.now())
         authenticator.forget(key.id)
         return KeyView.of(key, clock.now())
 
-    @post("/{key_id:str}/rotate")
+    @post("/{key_id:str}/rotate", opt=needs(Action.WRITE_KEYS))
     async def rotate_key(
         self,
         store: NamedDependency[AuditedStore],
         clock: NamedDependency[SkipValidation[Clock]],
         pepper: NamedDependency[Pepper],
         authenticator: NamedDependency[Authenticator],
+        caller: NamedDependency[Caller],
         key_id: FromPath[str],
         data: JSONBody[Rotation | None] = None,
     ) -> MadeKey:
         """Make a key's successor; the old key works on for `grace_s`, a day if not given."""
         grace_s = (data or Rotation()).grace_s
         async with store.write() as session:
+            await _check_may_change(session, caller, key_id)
             made = await service.rotate_key(session, key_id, grace_s, pepper.value, clock.now())
         authenticator.forget(key_id)
         return _made(*made, clock)
+
+
+async def _check_may_change(session: AsyncSession, caller: Caller, key_id: str) -> None:
+    """Raises NotFound, or Forbidden for an administrator's key, which only owners change."""
+    if (await service.get_key(session, key_id)).role is not None:
+        caller.require(Action.WRITE_ADMIN_KEYS)
 
 
 def _made(key: ApiKey, text: KeyText, clock: NamedDependency[SkipValidation[Clock]]) -> MadeKey:

@@ -1,4 +1,4 @@
-"""The door of guarded routes: a Litestar guard that lets keys with the right scope through."""
+"""The door of the admin API: a Litestar guard that lets in whoever may do what the route does, and nobody else."""
 
 from __future__ import annotations
 
@@ -8,21 +8,51 @@ from typing import Any
 from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 
+from moiety_platform.access.caller import Caller
+from moiety_platform.access.table import ACTION, Action
 from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.scopes import ADMIN_SCOPE, INFERENCE_SCOPE, require_scope
-
-__all__ = ["ADMIN_SCOPE", "INFERENCE_SCOPE", "AsyncGuard", "require_scope", "scope_guard"]
+from moiety_platform.auth.keys import PREFIX
+from moiety_platform.auth.oidc import OidcVerifier
+from moiety_platform.auth.principal import Principal
+from moiety_platform.errors import Forbidden
 
 AsyncGuard = Callable[[ASGIConnection[Any, Any, Any, Any], BaseRouteHandler], Awaitable[None]]
 
 
-def scope_guard(authenticator: Authenticator, scope: str = ADMIN_SCOPE) -> AsyncGuard:
-    """A guard for routes that need `scope`; leaves the caller in `connection.state.principal`. Raises
-    Unauthenticated, Forbidden or Unavailable."""
+class UnguardedRoute(Exception):
+    """A defect of ours: a route of the admin API does not say what its caller does."""
 
-    async def guard(connection: ASGIConnection[Any, Any, Any, Any], _handler: BaseRouteHandler) -> None:
-        principal = await authenticator.authenticate(connection.headers.get("authorization"))
-        require_scope(principal, scope)
-        connection.state.principal = principal
+
+def admin_guard(authenticator: Authenticator, oidc: OidcVerifier | None = None) -> AsyncGuard:
+    """A guard that leaves the caller in `connection.state.caller`. With `oidc`, a bearer that is no key of ours is a
+    token. Raises Unauthenticated, Forbidden or Unavailable."""
+
+    async def guard(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+        authorization = connection.headers.get("authorization")
+        scheme, _, token = (authorization or "").partition(" ")
+        if oidc is not None and scheme.lower() == "bearer" and not token.strip().startswith(PREFIX):
+            caller = await oidc.authenticate(token.strip())
+        else:
+            caller = caller_of(await authenticator.authenticate(authorization))
+        caller.require(action_of(handler))
+        connection.state.caller = caller
 
     return guard
+
+
+def action_of(handler: BaseRouteHandler) -> Action:
+    """What whoever calls the route does. Raises UnguardedRoute."""
+    action = handler.opt.get(ACTION)
+    if not isinstance(action, Action):
+        raise UnguardedRoute(f"{handler} names no action; give it opt=needs(Action.…) of access/table.py")
+    return action
+
+
+def caller_of(principal: Principal) -> Caller:
+    """Raises Forbidden for a key that is no administrator's."""
+    if principal.role is None:
+        raise Forbidden(
+            "This endpoint is for administrators, and this key has no role; use an administrator's key.",
+            code="missing_scope",
+        )
+    return Caller(principal.key_id, principal.role, principal.tenant_id or None)

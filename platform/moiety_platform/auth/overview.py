@@ -10,6 +10,7 @@ from litestar.di import NamedDependency
 from litestar.params import SkipValidation
 from sqlalchemy import func, or_, select
 
+from moiety_platform.access.table import Action, needs
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.tenants.models import ApiKey, Project, Tenant, TenantStatus
@@ -36,7 +37,7 @@ class OverviewController(Controller):
     path = "/overview"
     tags = ("overview",)
 
-    @get()
+    @get(opt=needs(Action.READ_OVERVIEW))
     async def get_overview(
         self,
         database: NamedDependency[Database],

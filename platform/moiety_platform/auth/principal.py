@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moiety_platform.access.roles import Role
+
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """A tenant's key, resolved. `cache_salt` is derived on the server from the tenant and starts its prefix-cache
-    chain; `allowed_models` None means every served model; `scopes` are e.g. `inference`, `admin`."""
+    """A key, resolved. `cache_salt` is derived on the server from the tenant and starts its prefix-cache chain;
+    `allowed_models` None means every served model; `scopes` are e.g. `inference`, `admin`. `role` is an
+    administrator's, None for a key that clients use; an administrator of all tenants has an empty `tenant_id`."""
 
     key_id: str
     root_key_id: str  # the key whose limits hold: of those that were rotated to it, the first
@@ -19,4 +22,5 @@ class Principal:
     weight: float
     cache_salt: bytes
     scopes: frozenset[str]
+    role: Role | None = None
     allowed_models: frozenset[str] | None = None

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 
+from moiety_platform.access.roles import Role
 from moiety_platform.tenants.models import ApiKey
 
 AwareTime = Annotated[datetime, msgspec.Meta(tz=True)]
@@ -15,11 +16,13 @@ DEFAULT_GRACE_S = 24 * 3600
 
 
 class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A key to be made: for inference with a `project_id`, for administration without one. `allowed_models` null means
-    every model."""
+    """A key to be made: with a `project_id` for inference, with a `role` for administration, of the tenant `tenant_id`
+    alone if that is given. `allowed_models` null means every model."""
 
     name: str
     project_id: str | None = None
+    role: Role | None = None
+    tenant_id: str | None = None
     scopes: list[str] | None = None
     allowed_models: list[str] | None = None
     expires_at: AwareTime | None = None
@@ -32,10 +35,13 @@ class Rotation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyView(msgspec.Struct, frozen=True):
-    """A key as the API shows it. `status` is active, expired or revoked; `hint` the key's last four characters."""
+    """A key as the API shows it. `status` is active, expired or revoked; `hint` the key's last four characters. `role`
+    and `tenant_id` are an administrator's: null in keys for inference, which have their tenant through the project."""
 
     id: str
     project_id: str | None
+    role: str | None
+    tenant_id: str | None
     name: str
     hint: str
     scopes: list[str]
@@ -51,6 +57,8 @@ class KeyView(msgspec.Struct, frozen=True):
         return cls(
             id=key.id,
             project_id=key.project_id,
+            role=key.role,
+            tenant_id=key.tenant_id,
             name=key.name,
             hint=key.hint,
             scopes=list(key.scopes),

@@ -7,9 +7,10 @@ from datetime import datetime, timedelta
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.access.roles import Role, tenant_complaint
 from moiety_platform.auth.keys import KeyText, generate_key, hash_key
 from moiety_platform.auth.schemas import KeyPage, KeyView, NewKey
-from moiety_platform.auth.scopes import ADMIN_SCOPE, INFERENCE_SCOPE
+from moiety_platform.auth.scopes import INFERENCE_SCOPE, scope_of
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import BadRequest, Conflict, NotFound
 from moiety_platform.tenants.checks import check_moment, check_name, is_id
@@ -22,15 +23,19 @@ MAX_GRACE_S = 90 * 24 * 3600
 
 
 async def create_key(session: AsyncSession, new: NewKey, pepper: bytes, now: datetime) -> tuple[ApiKey, KeyText]:
-    """A new key and its text, which nothing keeps. Raises BadRequest, or NotFound for an unknown project."""
+    """A new key and its text, which nothing keeps. Raises BadRequest, or NotFound for an unknown project or tenant."""
     expires_at = None if new.expires_at is None else check_moment(new.expires_at, "expires_at")
     if expires_at is not None and expires_at <= now:
         raise BadRequest("'expires_at' must lie in the future.", param="expires_at")
+    _check_purpose(new)
     project_id = None if new.project_id is None else (await get_project(session, new.project_id)).id
+    tenant_id = None if new.tenant_id is None else (await get_tenant(session, new.tenant_id)).id
     key = ApiKey(
         project_id=project_id,
+        role=new.role,
+        tenant_id=tenant_id,
         name=check_name(new.name),
-        scopes=_check_scopes(new.scopes, for_project=project_id is not None),
+        scopes=_check_scopes(new.scopes, new.role),
         allowed_models=_check_models(new.allowed_models),
         created_at=now,
         expires_at=expires_at,
@@ -53,14 +58,18 @@ async def list_keys(
     *,
     tenant_id: str | None = None,
     project_id: str | None = None,
+    role: Role | None = None,
 ) -> KeyPage:
-    """Keys, oldest first, of one tenant or project if given. Raises NotFound for an unknown one."""
+    """Keys, oldest first, of one tenant, project or role if given. Raises NotFound for an unknown one."""
     statement = select(ApiKey)
     if tenant_id is not None:
         tenant = await get_tenant(session, tenant_id)
-        statement = statement.join(Project, Project.id == ApiKey.project_id).where(Project.tenant_id == tenant.id)
+        statement = statement.outerjoin(Project, Project.id == ApiKey.project_id)
+        statement = statement.where(or_(Project.tenant_id == tenant.id, ApiKey.tenant_id == tenant.id))
     if project_id is not None:
         statement = statement.where(ApiKey.project_id == (await get_project(session, project_id)).id)
+    if role is not None:
+        statement = statement.where(ApiKey.role == role)
     statement = after_position(statement, page, ApiKey.created_at, ApiKey.id, newest_first=False)
     found = (await session.scalars(statement)).all()
     keys, next_cursor = cut_page(found, page, lambda key: Position(key.created_at, key.id))
@@ -69,11 +78,11 @@ async def list_keys(
 
 async def revoke_key(session: AsyncSession, key_id: str, now: datetime) -> ApiKey:
     """Make a key useless, for good. Revoking it again changes nothing. Raises NotFound, or Conflict for the last
-    working administrator's key."""
+    working owner's key."""
     key = await get_key(session, key_id)
     if key.revoked_at is None:
-        if ADMIN_SCOPE in key.scopes:
-            await _check_not_last_admin(session, key, now)
+        if key.role == Role.OWNER:
+            await _check_not_last_owner(session, key, now)
         key.revoked_at = now
         await session.flush()
     return key
@@ -93,6 +102,8 @@ async def rotate_key(
         raise Conflict(f"This key was rotated already; rotate its successor {old.replaced_by}.", code="key_rotated")
     successor = ApiKey(
         project_id=old.project_id,
+        role=old.role,
+        tenant_id=old.tenant_id,
         name=old.name,
         scopes=list(old.scopes),
         allowed_models=old.allowed_models,
@@ -116,12 +127,12 @@ async def _add_with_text(session: AsyncSession, key: ApiKey, pepper: bytes) -> K
     return text
 
 
-async def _check_not_last_admin(session: AsyncSession, key: ApiKey, now: datetime) -> None:
-    """Locks the administrators' keys, so that two who revoke each other's cannot both succeed."""
+async def _check_not_last_owner(session: AsyncSession, key: ApiKey, now: datetime) -> None:
+    """Locks the owners' keys, so that two who revoke each other's cannot both succeed."""
     statement = (
         select(ApiKey)
         .where(
-            ApiKey.project_id.is_(None),
+            ApiKey.role == Role.OWNER,
             ApiKey.revoked_at.is_(None),
             or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > now),
         )
@@ -130,20 +141,32 @@ async def _check_not_last_admin(session: AsyncSession, key: ApiKey, now: datetim
         .execution_options(populate_existing=True)
     )
     working = (await session.scalars(statement)).all()
-    if not any(other.id != key.id and ADMIN_SCOPE in other.scopes for other in working):
+    if not any(other.id != key.id for other in working):
         raise Conflict(
-            "This is the last working administrator's key; make another one before you revoke it.",
+            "This is the last working key of an owner; make another one before you revoke it.",
             code="last_admin_key",
         )
 
 
-def _check_scopes(scopes: list[str] | None, *, for_project: bool) -> list[str]:
-    allowed = INFERENCE_SCOPE if for_project else ADMIN_SCOPE
-    if scopes is None:
-        return [allowed]
-    if set(scopes) != {allowed}:
-        kind = "A project's key" if for_project else "A key without a project"
-        raise BadRequest(f"{kind} must have exactly the scope '{allowed}'.", param="scopes")
+def _check_purpose(new: NewKey) -> None:
+    """Either of a project, or with a role, and of a tenant where the role belongs to one."""
+    if new.role is None:
+        if new.project_id is None:
+            raise BadRequest(
+                "Give 'project_id' for a key that clients use, or 'role' for an administrator's.", param="project_id"
+            )
+        if new.tenant_id is not None:
+            raise BadRequest("A project's key has the project's tenant; leave 'tenant_id' out.", param="tenant_id")
+    elif new.project_id is not None:
+        raise BadRequest("A project's key has no role; leave one of 'project_id' and 'role' out.", param="role")
+    elif complaint := tenant_complaint(new.role, new.tenant_id):
+        raise BadRequest(complaint, param="tenant_id")
+
+
+def _check_scopes(scopes: list[str] | None, role: Role | None) -> list[str]:
+    allowed = INFERENCE_SCOPE if role is None else scope_of(role)
+    if scopes is not None and set(scopes) != {allowed}:
+        raise BadRequest(f"This key must have exactly the scope '{allowed}'; leave 'scopes' out.", param="scopes")
     return [allowed]
 
 

@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 
+from moiety_platform.access.roles import Role
 from moiety_platform.db.session import Database
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """A key as the database has it. Without a project it is an administrator's, and the tenant's fields are empty."""
+    """A key as the database has it. Without a project it is an administrator's; without a tenant that of the whole
+    deployment, and the tenant's fields are empty."""
 
     key_id: str
     root_id: str  # of the keys that were rotated to it, the first
     secret_hash: bytes
+    role: Role | None
     scopes: frozenset[str]
     allowed_models: frozenset[str] | None
     expires_at: datetime | None
@@ -36,6 +39,7 @@ _COLUMNS = (
     ApiKey.id,
     ApiKey.root_id,
     ApiKey.secret_hash,
+    ApiKey.role,
     ApiKey.scopes,
     ApiKey.allowed_models,
     ApiKey.expires_at,
@@ -55,7 +59,7 @@ async def find_keys(database: Database, key_ids: Sequence[str]) -> dict[str, Sto
         select(*_COLUMNS)
         .select_from(ApiKey)
         .outerjoin(Project, Project.id == ApiKey.project_id)
-        .outerjoin(Tenant, Tenant.id == Project.tenant_id)
+        .outerjoin(Tenant, Tenant.id == func.coalesce(Project.tenant_id, ApiKey.tenant_id))
         .where(ApiKey.id.in_(key_ids))
     )
     async with database.read() as session:
@@ -67,6 +71,7 @@ def _stored(
     key_id: str,
     root_id: str | None,
     secret_hash: bytes,
+    role: str | None,
     scopes: list[str],
     allowed_models: list[str] | None,
     expires_at: datetime | None,
@@ -82,6 +87,7 @@ def _stored(
         key_id=key_id,
         root_id=root_id or key_id,
         secret_hash=secret_hash,
+        role=Role.of(role),
         scopes=frozenset(scopes),
         allowed_models=None if allowed_models is None else frozenset(allowed_models),
         expires_at=expires_at,

@@ -6,6 +6,7 @@ from litestar import Controller, delete, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, JSONBody
 
+from moiety_platform.access.table import Action, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.classes import service
 from moiety_platform.classes.cache import ClassCache
@@ -19,20 +20,20 @@ class ClassController(Controller):
     path = "/classes"
     tags = ("classes",)
 
-    @get()
+    @get(opt=needs(Action.READ_CLASSES))
     async def list_classes(self, database: NamedDependency[Database]) -> ClassList:
         """All classes, best first."""
         async with database.read() as session:
             found = await service.load_classes(session)
         return ClassList([ClassView.of(terms) for terms in found.values()])
 
-    @get("/{name:str}")
+    @get("/{name:str}", opt=needs(Action.READ_CLASSES))
     async def get_class(self, database: NamedDependency[Database], name: FromPath[str]) -> ClassView:
         """One class."""
         async with database.read() as session:
             return ClassView.of(await service.get_class(session, name))
 
-    @post()
+    @post(opt=needs(Action.WRITE_CLASSES))
     async def create_class(
         self, store: NamedDependency[AuditedStore], classes: NamedDependency[ClassCache], data: JSONBody[NewClass]
     ) -> ClassView:
@@ -42,7 +43,7 @@ class ClassController(Controller):
         classes.forget()
         return ClassView.of(made)
 
-    @patch("/{name:str}")
+    @patch("/{name:str}", opt=needs(Action.WRITE_CLASSES))
     async def change_class(
         self,
         store: NamedDependency[AuditedStore],
@@ -56,7 +57,7 @@ class ClassController(Controller):
         classes.forget()
         return ClassView.of(changed)
 
-    @delete("/{name:str}", status_code=200)
+    @delete("/{name:str}", status_code=200, opt=needs(Action.WRITE_CLASSES))
     async def delete_class(
         self, store: NamedDependency[AuditedStore], classes: NamedDependency[ClassCache], name: FromPath[str]
     ) -> ClassView:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moiety_platform.access.roles import Role, tenant_complaint
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.tables import show_json
@@ -15,7 +16,8 @@ COLUMNS = {
     "id": "id",
     "name": "name",
     "hint": "ends in",
-    "scopes": "scopes",
+    "role": "role",
+    "belongs_to": "of",
     "status": "status",
     "allowed_models": "models",
     "created_at": "created",
@@ -33,10 +35,13 @@ KeyId = Annotated[str, typer.Argument(help="Id of the key: what stands between m
 def list_keys(
     admin: Admin,
     tenant: Annotated[str | None, typer.Option(help="Only those of this tenant (name or id).")] = None,
+    role: Annotated[Role | None, typer.Option(help="Only administrators' keys of this role.")] = None,
 ) -> None:
-    """Keys, oldest first, without their secrets."""
+    """Keys, oldest first, without their secrets. Those with a role are administrators'."""
     tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
-    admin.show_rows(list(admin.client.pages("/keys", tenant_id=tenant_id)), COLUMNS)
+    rows = list(admin.client.pages("/keys", tenant_id=tenant_id, role=role))
+    shown = [{**row, "belongs_to": row["project_id"] or row["tenant_id"]} for row in rows]
+    admin.show_rows(rows if admin.as_json else shown, COLUMNS)
 
 
 @app.command("create")
@@ -44,18 +49,27 @@ def list_keys(
 def create_key(
     admin: Admin,
     name: Annotated[str, typer.Argument(help="What the key is for.")],
-    tenant: Annotated[str | None, typer.Option(help="Whose key it is (name or id).")] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Whose key it is, or the one tenant that the administrator is for (name or id).")
+    ] = None,
     project: Annotated[str, typer.Option(help="The tenant's project; `default` is made if missing.")] = DEFAULT_PROJECT,
-    for_admin: Annotated[bool, typer.Option("--admin", help="An administrator's key, of no tenant.")] = False,
+    role: Annotated[
+        Role | None, typer.Option(help="Make an administrator's key; tenant-admin needs --tenant, viewer may have it.")
+    ] = None,
     model: Annotated[list[str] | None, typer.Option(help="A model it may use; repeatable; all if not given.")] = None,
     expires_in_days: Annotated[float | None, typer.Option(min=0.0001, help="Never, if not given.")] = None,
 ) -> None:
-    """Make a key for a tenant, or with --admin one for an administrator."""
-    if for_admin == (tenant is not None):
-        raise typer.BadParameter("give either --tenant or --admin")
+    """Make a key for a tenant's clients, or with --role one for an administrator, which only owners may."""
     body: dict[str, Any] = {"name": name, "allowed_models": model or None}
-    if tenant is not None:
+    if role is not None:
+        if complaint := tenant_complaint(role, tenant):
+            raise typer.BadParameter(complaint)
+        tenant_id = None if tenant is None else admin.client.find_tenant(tenant)["id"]
+        body |= {"role": role, "tenant_id": tenant_id}
+    elif tenant is not None:
         body["project_id"] = find_or_make_project(admin.client, admin.client.find_tenant(tenant)["id"], project)
+    else:
+        raise typer.BadParameter("give --tenant, --role or both")
     if expires_in_days is not None:
         body["expires_at"] = (datetime.now(UTC) + timedelta(days=expires_in_days)).isoformat()
     show_made(admin.client.call("POST", "/keys", body), admin.as_json)

@@ -7,13 +7,16 @@ block talks to the store and does nothing else; any time-out or broken connectio
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import copy
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Self
 
 from sqlalchemy import Connection, event, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import ORMExecuteState
+from sqlalchemy.orm.interfaces import ORMOption
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from moiety_platform.db.failures import unavailable_when_away
@@ -23,6 +26,8 @@ SQLITE_BUSY_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 STATEMENT_TIMEOUT_S = 15.0
 POOL_SIZE = 10
+
+UNRESTRICTED = {"moiety_unrestricted": True}  # execution options of a statement that a restriction does not touch
 
 _BEGIN_OPTION = "moiety_sqlite_begin"
 
@@ -64,6 +69,7 @@ class Database:
         self._read = async_sessionmaker(engine, expire_on_commit=False, autoflush=False)
         writer = engine.execution_options(**{_BEGIN_OPTION: "BEGIN IMMEDIATE"})
         self._write = async_sessionmaker(writer, expire_on_commit=False)
+        self._criteria: tuple[ORMOption, ...] = ()
 
     def _count(self, *_: object) -> None:
         self.num_statements += 1
@@ -72,6 +78,13 @@ class Database:
     def open(cls, url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S) -> Self:
         """A database by its URL; nothing is connected yet. Raises BadDatabaseUrl."""
         return cls(create_engine(url, busy_timeout_s=busy_timeout_s))
+
+    def restricted(self, criteria: Sequence[ORMOption]) -> Self:
+        """The same store as if it held only the rows that meet the criteria (of `with_loader_criteria`): others are
+        neither found nor counted, changed or deleted. What is inserted is not looked at."""
+        narrow = copy.copy(self)
+        narrow._criteria = (*self._criteria, *criteria)
+        return narrow
 
     @property
     def dialect(self) -> str:
@@ -83,6 +96,7 @@ class Database:
         """A transaction that only reads. Raises Unavailable when the store is away."""
         with unavailable_when_away():
             async with self._read() as session:
+                self._restrict(session)
                 yield session
 
     @asynccontextmanager
@@ -91,7 +105,17 @@ class Database:
         the store is away."""
         with unavailable_when_away():
             async with self._write.begin() as session:
+                self._restrict(session)
                 yield session
+
+    def _restrict(self, session: AsyncSession) -> None:
+        if self._criteria:
+            event.listen(session.sync_session, "do_orm_execute", self._add_criteria)
+
+    def _add_criteria(self, state: ORMExecuteState) -> None:
+        reads_or_changes = state.is_select or state.is_update or state.is_delete
+        if reads_or_changes and not state.execution_options.keys() & UNRESTRICTED.keys():
+            state.statement = state.statement.options(*self._criteria)
 
     async def ping(self) -> None:
         """Raises Unavailable unless the store answers."""

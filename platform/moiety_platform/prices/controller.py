@@ -6,6 +6,7 @@ from litestar import Controller, delete, get, put
 from litestar.di import NamedDependency
 from litestar.params import FromQuery, JSONBody
 
+from moiety_platform.access.table import Action, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.db.session import Database
 from moiety_platform.prices import service
@@ -19,13 +20,13 @@ class PriceController(Controller):
     path = "/prices"
     tags = ("prices",)
 
-    @get()
+    @get(opt=needs(Action.READ_PRICES))
     async def list_prices(self, database: NamedDependency[Database]) -> PriceViews:
         """All prices, by model and class."""
         async with database.read() as session:
             return PriceViews([PriceView.of(record) for record in await service.list_prices(session)])
 
-    @put()
+    @put(opt=needs(Action.WRITE_PRICES))
     async def set_price(
         self, store: NamedDependency[AuditedStore], prices: NamedDependency[PriceCache], data: JSONBody[NewPrice]
     ) -> PriceView:
@@ -35,7 +36,7 @@ class PriceController(Controller):
         prices.forget()
         return view
 
-    @delete(status_code=200)
+    @delete(status_code=200, opt=needs(Action.WRITE_PRICES))
     async def delete_price(
         self,
         store: NamedDependency[AuditedStore],

@@ -6,6 +6,8 @@ from litestar import Controller, delete, get, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 
+from moiety_platform.access.caller import Caller
+from moiety_platform.access.table import Action, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import parse_page
@@ -23,21 +25,23 @@ class QuotaController(Controller):
     path = "/quotas"
     tags = ("quotas",)
 
-    @put()
+    @put(opt=needs(Action.WRITE_QUOTAS))
     async def set_quota(
         self,
         store: NamedDependency[AuditedStore],
         clock: NamedDependency[SkipValidation[Clock]],
         quotas: NamedDependency[QuotaKeeper],
+        caller: NamedDependency[Caller],
         data: JSONBody[NewQuota],
     ) -> QuotaView:
         """Set a limit, or change its cap; it holds here from the next request on, elsewhere within seconds."""
+        _check_may_change(caller, data.level)
         async with store.write() as session:
             view = await service.set_quota(session, data, clock.now())
         quotas.forget(Scope(Level(view.level), view.scope_id))
         return view
 
-    @get()
+    @get(opt=needs(Action.READ_QUOTAS))
     async def list_quotas(
         self,
         database: NamedDependency[Database],
@@ -50,7 +54,7 @@ class QuotaController(Controller):
         async with database.read() as session:
             return await service.list_quotas(session, parse_page(limit, cursor), clock.now(), scope_id=scope_id)
 
-    @get("/{quota_id:str}")
+    @get("/{quota_id:str}", opt=needs(Action.READ_QUOTAS))
     async def get_quota(
         self,
         database: NamedDependency[Database],
@@ -61,16 +65,24 @@ class QuotaController(Controller):
         async with database.read() as session:
             return await service.get_quota(session, quota_id, clock.now())
 
-    @delete("/{quota_id:str}", status_code=200)
+    @delete("/{quota_id:str}", status_code=200, opt=needs(Action.WRITE_QUOTAS))
     async def delete_quota(
         self,
         store: NamedDependency[AuditedStore],
         clock: NamedDependency[SkipValidation[Clock]],
         quotas: NamedDependency[QuotaKeeper],
+        caller: NamedDependency[Caller],
         quota_id: FromPath[str],
     ) -> QuotaView:
         """Take a limit away; returns what it was."""
         async with store.write() as session:
             view = await service.delete_quota(session, quota_id, clock.now())
+            _check_may_change(caller, Level(view.level))
         quotas.forget(Scope(Level(view.level), view.scope_id))
         return view
+
+
+def _check_may_change(caller: Caller, level: Level) -> None:
+    """Raises Forbidden where a tenant would set what it may use itself as a whole."""
+    if level is Level.TENANT:
+        caller.require(Action.WRITE_TENANT_QUOTAS)

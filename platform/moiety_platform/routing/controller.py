@@ -8,6 +8,7 @@ import msgspec
 from litestar import get
 from litestar.handlers import HTTPRouteHandler
 
+from moiety_platform.access.table import Action, needs
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.routing.replicas import Replicas
 
@@ -15,7 +16,7 @@ from moiety_platform.routing.replicas import Replicas
 def engine_routes(replicas: Replicas) -> list[HTTPRouteHandler]:
     """The handlers, for the admin router to take in."""
 
-    @get("/engines", name="list_engines")
+    @get("/engines", name="list_engines", opt=needs(Action.READ_ENGINES))
     async def list_engines() -> dict[str, Any]:
         return {"data": [_describe(state) for state in replicas.states()]}
 

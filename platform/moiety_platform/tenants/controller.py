@@ -6,6 +6,7 @@ from litestar import Controller, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 
+from moiety_platform.access.table import Action, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import parse_page
@@ -29,7 +30,7 @@ class TenantController(Controller):
     path = "/tenants"
     tags = ("tenants",)
 
-    @post()
+    @post(opt=needs(Action.WRITE_TENANTS))
     async def create_tenant(
         self,
         store: NamedDependency[AuditedStore],
@@ -40,7 +41,7 @@ class TenantController(Controller):
         async with store.write() as session:
             return TenantView.of(await service.create_tenant(session, data, clock.now()))
 
-    @get()
+    @get(opt=needs(Action.READ_TENANTS))
     async def list_tenants(
         self,
         database: NamedDependency[Database],
@@ -52,13 +53,13 @@ class TenantController(Controller):
         async with database.read() as session:
             return await service.list_tenants(session, parse_page(limit, cursor), name=name)
 
-    @get("/{tenant_id:str}")
+    @get("/{tenant_id:str}", opt=needs(Action.READ_TENANTS))
     async def get_tenant(self, database: NamedDependency[Database], tenant_id: FromPath[str]) -> TenantView:
         """One tenant."""
         async with database.read() as session:
             return TenantView.of(await service.get_tenant(session, tenant_id))
 
-    @patch("/{tenant_id:str}")
+    @patch("/{tenant_id:str}", opt=needs(Action.WRITE_TENANTS))
     async def change_tenant(
         self, store: NamedDependency[AuditedStore], tenant_id: FromPath[str], data: JSONBody[TenantChange]
     ) -> TenantView:
@@ -73,7 +74,7 @@ class ProjectController(Controller):
     path = "/projects"
     tags = ("projects",)
 
-    @post()
+    @post(opt=needs(Action.WRITE_PROJECTS))
     async def create_project(
         self,
         store: NamedDependency[AuditedStore],
@@ -84,7 +85,7 @@ class ProjectController(Controller):
         async with store.write() as session:
             return ProjectView.of(await service.create_project(session, data, clock.now()))
 
-    @get()
+    @get(opt=needs(Action.READ_PROJECTS))
     async def list_projects(
         self,
         database: NamedDependency[Database],
@@ -97,7 +98,7 @@ class ProjectController(Controller):
         async with database.read() as session:
             return await service.list_projects(session, parse_page(limit, cursor), tenant_id=tenant_id, name=name)
 
-    @get("/{project_id:str}")
+    @get("/{project_id:str}", opt=needs(Action.READ_PROJECTS))
     async def get_project(self, database: NamedDependency[Database], project_id: FromPath[str]) -> ProjectView:
         """One project."""
         async with database.read() as session:

@@ -1,4 +1,4 @@
-"""The tables of tenancy: tenant → project → key. A key without a project is an administrator's."""
+"""The tables of tenancy: tenant → project → key. A key without a project is an administrator's, and has a role."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from moiety_platform.db.base import Base, UtcDateTime
 
 MAX_NAME_LENGTH = 100
 ID_LENGTH = 32
+ROLE_LENGTH = 16
 
 
 class TenantStatus(StrEnum):
@@ -53,10 +54,22 @@ class Project(Base):
 
 class ApiKey(Base):
     """A key, by the keyed hash of its text; `hint` is the last four characters. A rotated key names its successor, and
-    that the first of them all, whose limits are those of each."""
+    that the first of them all, whose limits are those of each. `role` and `tenant_id` are an administrator's; a
+    project's key has its tenant through the project."""
 
     __tablename__ = "api_keys"
-    __table_args__ = (Index(None, "project_id"), Index(None, "created_at", "id"))
+    __table_args__ = (
+        CheckConstraint("role IN ('owner', 'operator', 'tenant-admin', 'viewer')", name="role_known"),
+        CheckConstraint("(project_id IS NULL) = (role IS NOT NULL)", name="project_or_role"),
+        CheckConstraint(
+            "CASE role WHEN 'tenant-admin' THEN tenant_id IS NOT NULL WHEN 'viewer' THEN 1 = 1 "
+            "ELSE tenant_id IS NULL END",
+            name="tenant_by_role",
+        ),
+        Index(None, "project_id"),
+        Index(None, "tenant_id"),
+        Index(None, "created_at", "id"),
+    )
 
     id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
     project_id: Mapped[str | None] = mapped_column(ForeignKey("projects.id"))
@@ -69,4 +82,6 @@ class ApiKey(Base):
     expires_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
     revoked_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
     replaced_by: Mapped[str | None] = mapped_column(String(ID_LENGTH))
+    role: Mapped[str | None] = mapped_column(String(ROLE_LENGTH))
+    tenant_id: Mapped[str | None] = mapped_column(ForeignKey("tenants.id"))
     root_id: Mapped[str | None] = mapped_column(String(ID_LENGTH))

@@ -8,6 +8,7 @@ from litestar import Controller, get
 from litestar.di import NamedDependency
 from litestar.params import FromQuery, SkipValidation
 
+from moiety_platform.access.table import Action, needs
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
@@ -22,7 +23,7 @@ class UsageController(Controller):
     path = "/usage"
     tags = ("usage",)
 
-    @get()
+    @get(opt=needs(Action.READ_USAGE))
     async def sum_usage(
         self,
         database: NamedDependency[Database],
@@ -44,7 +45,7 @@ class UsageController(Controller):
         async with database.read() as session:
             return await sum_usage(session, wanted, grouping)
 
-    @get("/requests")
+    @get("/requests", opt=needs(Action.READ_USAGE))
     async def list_requests(
         self,
         database: NamedDependency[Database],

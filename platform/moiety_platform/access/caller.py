@@ -1,0 +1,41 @@
+"""The administrator behind a request of the admin API, and the one decision over what it may do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moiety_platform.access.roles import Role
+from moiety_platform.access.table import RULES, Action, Rule
+from moiety_platform.errors import Forbidden
+
+MISSING_ROLE = "missing_role"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """`actor` is what the audit log names it by; `tenant_id` the tenant that it belongs to, None for the whole
+    deployment."""
+
+    actor: str
+    role: Role
+    tenant_id: str | None
+
+    def may(self, action: Action) -> bool:
+        rule = RULES[action]
+        return self.role in (rule.anyone if self.tenant_id is None else rule.own)
+
+    def require(self, action: Action) -> None:
+        """Raises Forbidden, which says which roles may."""
+        if not self.may(action):
+            mine = f"'{self.role}'" if self.tenant_id is None else f"'{self.role}' of one tenant"
+            raise Forbidden(
+                f"This needs the role {_roles(RULES[action])}; yours is {mine}. Use another key, or ask an owner.",
+                code=MISSING_ROLE,
+            )
+
+
+def _roles(rule: Rule) -> str:
+    """Those that may, such as `'owner', 'operator' or 'tenant-admin'`; of whole deployments first."""
+    names = [f"'{role}'" for role in Role if role in rule.anyone]
+    names += [f"'{role}' of one tenant" for role in Role if role in rule.own]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

@@ -1,0 +1,83 @@
+"""The one table of who may do what.
+
+Every route of the admin API names its action in its `opt`; a route that names none is not served. What a request
+contains may need a second action, such as a limit on a tenant as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from moiety_platform.access.roles import Role
+
+ACTION = "action"  # its name in a route's `opt`
+
+
+class Action(StrEnum):
+    """What can be done through the admin API."""
+
+    READ_TENANTS = "tenants.read"
+    WRITE_TENANTS = "tenants.write"
+    READ_PROJECTS = "projects.read"
+    WRITE_PROJECTS = "projects.write"
+    READ_KEYS = "keys.read"
+    WRITE_KEYS = "keys.write"
+    WRITE_ADMIN_KEYS = "admin_keys.write"
+    READ_QUOTAS = "quotas.read"
+    WRITE_QUOTAS = "quotas.write"
+    WRITE_TENANT_QUOTAS = "tenant_quotas.write"
+    READ_USAGE = "usage.read"
+    READ_OVERVIEW = "overview.read"
+    READ_AUDIT = "audit.read"
+    READ_CLASSES = "classes.read"
+    WRITE_CLASSES = "classes.write"
+    READ_PRICES = "prices.read"
+    WRITE_PRICES = "prices.write"
+    READ_ENGINES = "engines.read"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Who may do something: administrators of the whole deployment to `anyone`'s objects, those of one tenant to
+    objects of their `own` tenant and to what belongs to no tenant. Nobody where no role stands."""
+
+    anyone: frozenset[Role]
+    own: frozenset[Role] = frozenset()
+
+
+_OWNER = frozenset({Role.OWNER})
+_OPERATORS = frozenset({Role.OWNER, Role.OPERATOR})
+_READERS = frozenset({Role.OWNER, Role.OPERATOR, Role.VIEWER})
+_OWN_WRITERS = frozenset({Role.TENANT_ADMIN})
+_OWN_READERS = frozenset({Role.TENANT_ADMIN, Role.VIEWER})
+
+RULES: Mapping[Action, Rule] = MappingProxyType(
+    {
+        Action.READ_TENANTS: Rule(anyone=_READERS, own=_OWN_READERS),
+        Action.WRITE_TENANTS: Rule(anyone=_OPERATORS),
+        Action.READ_PROJECTS: Rule(anyone=_READERS, own=_OWN_READERS),
+        Action.WRITE_PROJECTS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
+        Action.READ_KEYS: Rule(anyone=_READERS, own=_OWN_READERS),
+        Action.WRITE_KEYS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
+        Action.WRITE_ADMIN_KEYS: Rule(anyone=_OWNER),
+        Action.READ_QUOTAS: Rule(anyone=_READERS, own=_OWN_READERS),
+        Action.WRITE_QUOTAS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
+        Action.WRITE_TENANT_QUOTAS: Rule(anyone=_OPERATORS),
+        Action.READ_USAGE: Rule(anyone=_READERS, own=_OWN_READERS),
+        Action.READ_OVERVIEW: Rule(anyone=_READERS, own=_OWN_READERS),
+        Action.READ_AUDIT: Rule(anyone=_OWNER, own=_OWN_READERS),
+        Action.READ_CLASSES: Rule(anyone=_READERS, own=_OWN_READERS),
+        Action.WRITE_CLASSES: Rule(anyone=_OPERATORS),
+        Action.READ_PRICES: Rule(anyone=_READERS, own=_OWN_READERS),
+        Action.WRITE_PRICES: Rule(anyone=_OPERATORS),
+        Action.READ_ENGINES: Rule(anyone=_READERS),
+    }
+)
+
+
+def needs(action: Action) -> dict[str, Action]:
+    """A route's `opt`: what whoever calls it does."""
+    return {ACTION: action}

@@ -1,0 +1,440 @@
+"""Who may do what to whose objects: every endpoint of the admin API × every role × an object of either tenant.
+
+The routes are the application's own: one that the table below does not know fails the test.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from litestar import Litestar, get
+from litestar.routes import HTTPRoute
+
+from moiety_platform.access.roles import Role
+from moiety_platform.app import Services, create_app
+from moiety_platform.auth.admin import ADMIN_PATH, admin_router
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.guard import UnguardedRoute
+from moiety_platform.auth.schemas import NewKey
+from moiety_platform.auth.service import create_key
+from moiety_platform.classes.cache import ClassCache
+from moiety_platform.clock import ManualClock
+from moiety_platform.completions.recorder import RequestRecorder
+from moiety_platform.db.session import Database
+from moiety_platform.metrics import Metrics
+from moiety_platform.prices.cache import PriceCache
+from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.kinds import Kind, Level
+from moiety_platform.quota.schemas import NewQuota
+from moiety_platform.quota.service import set_quota
+from moiety_platform.quota.store import LeaseStore
+from moiety_platform.routing.controller import engine_routes
+from moiety_platform.routing.replicas import Replicas
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.tenants.schemas import NewProject, NewTenant
+from moiety_platform.tenants.service import create_project, create_tenant
+from moiety_platform.traces.tracing import Tracing, build_provider
+from moiety_platform.usage.recorder import UsageRecorder
+from moiety_platform.usage.store import insert_rows
+
+from .conftest import PEPPER, Admin
+from .test_recorder import make_row
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of the admin API. `{…}` in it stands for an object of one tenant (a field of `Side`); `{new}` for a
+    name that nothing has. `expect` has the status for an object of A and of B, by the columns of CALLERS."""
+
+    route: str
+    expect: str
+    path: dict[str, str] = field(default_factory=dict)
+    query: dict[str, str] = field(default_factory=dict)
+    body: dict[str, Any] | None = None
+
+
+CALLERS = ("owner", "operator", "tenant-admin of A", "viewer", "viewer of A")
+EVERYBODY = "200 200   200 200   200 200   200 200   200 200"
+OWN_ONLY = "200 200   200 200   200 404   200 200   200 404"
+ALL_READERS = "200 200   200 200   403 403   200 200   403 403"
+OPERATORS = "200 200   200 200   403 403   403 403   403 403"
+OPERATORS_MAKE = "201 201   201 201   403 403   403 403   403 403"
+WRITERS = "200 200   200 200   200 404   403 403   403 403"
+WRITERS_MAKE = "201 201   201 201   201 404   403 403   403 403"
+OWNERS_MAKE = "201 201   403 403   403 403   403 403   403 403"
+OWNERS_CHANGE = "200 200   403 403   403 404   403 403   403 403"  # what is not theirs to see does not exist for them
+OWNERS_ROTATE = "201 201   403 403   403 404   403 403   403 403"
+OPERATORS_CHANGE = "200 200   200 200   403 404   403 403   403 403"
+USES_UP = ("DELETE", "POST /keys/{key_id}")
+LIMIT = {"kind": "tokens_per_day", "cap": 9}
+CLASS = {"rank": 7, "ttft_s": 1.0}
+
+ASKS = [
+    Ask("GET /tenants", EVERYBODY, query={"name": "{tenant_name}"}),
+    Ask("POST /tenants", OPERATORS_MAKE, body={"name": "{new}"}),
+    Ask("GET /tenants/{tenant_id}", OWN_ONLY),
+    Ask("PATCH /tenants/{tenant_id}", OPERATORS, body={"service_class": "priority", "weight": 9}),
+    Ask("GET /projects", OWN_ONLY, query={"tenant_id": "{tenant_id}"}),
+    Ask("GET /projects", EVERYBODY, query={"name": "{project_name}"}),
+    Ask("POST /projects", WRITERS_MAKE, body={"tenant_id": "{tenant_id}", "name": "{new}"}),
+    Ask("GET /projects/{project_id}", OWN_ONLY),
+    Ask("GET /keys", OWN_ONLY, query={"tenant_id": "{tenant_id}"}),
+    Ask("GET /keys", OWN_ONLY, query={"project_id": "{project_id}"}),
+    Ask("POST /keys", WRITERS_MAKE, body={"name": "k", "project_id": "{project_id}"}),
+    Ask("POST /keys", OWNERS_MAKE, body={"name": "k", "role": "owner"}),
+    Ask("POST /keys", OWNERS_MAKE, body={"name": "k", "role": "operator"}),
+    Ask("POST /keys", OWNERS_MAKE, body={"name": "k", "role": "tenant-admin", "tenant_id": "{tenant_id}"}),
+    Ask("POST /keys", OWNERS_MAKE, body={"name": "k", "role": "viewer", "tenant_id": "{tenant_id}"}),
+    Ask("GET /keys/{key_id}", OWN_ONLY),
+    Ask("GET /keys/{key_id}", OWN_ONLY, path={"key_id": "{admin_key_id}"}),
+    Ask("POST /keys/{key_id}/revoke", WRITERS),
+    Ask("POST /keys/{key_id}/rotate", WRITERS_MAKE),
+    Ask("POST /keys/{key_id}/revoke", OWNERS_CHANGE, path={"key_id": "{admin_key_id}"}),
+    Ask("POST /keys/{key_id}/rotate", OWNERS_ROTATE, path={"key_id": "{admin_key_id}"}),
+    Ask("GET /quotas", EVERYBODY, query={"scope_id": "{tenant_id}"}),
+    Ask("GET /quotas", EVERYBODY, query={"scope_id": "{key_id}"}),
+    Ask("PUT /quotas", OPERATORS, body={"level": "tenant", "scope_id": "{tenant_id}", **LIMIT}),
+    Ask("PUT /quotas", WRITERS, body={"level": "project", "scope_id": "{project_id}", **LIMIT}),
+    Ask("PUT /quotas", WRITERS, body={"level": "key", "scope_id": "{key_id}", **LIMIT}),
+    Ask("GET /quotas/{quota_id}", OWN_ONLY, path={"quota_id": "{tenant_quota_id}"}),
+    Ask("GET /quotas/{quota_id}", OWN_ONLY, path={"quota_id": "{key_quota_id}"}),
+    Ask("DELETE /quotas/{quota_id}", OPERATORS_CHANGE, path={"quota_id": "{tenant_quota_id}"}),
+    Ask("DELETE /quotas/{quota_id}", WRITERS, path={"quota_id": "{project_quota_id}"}),
+    Ask("DELETE /quotas/{quota_id}", WRITERS, path={"quota_id": "{key_quota_id}"}),
+    Ask("GET /usage", EVERYBODY, query={"tenant_id": "{tenant_id}", "group_by": "tenant,project,key"}),
+    Ask("GET /usage/requests", EVERYBODY, query={"key_id": "{key_id}"}),
+    Ask("GET /overview", EVERYBODY),
+    Ask("GET /audit", "200 200   403 403   200 200   403 403   200 200", query={"object_id": "{project_id}"}),
+    Ask("GET /engines", ALL_READERS),
+    Ask("GET /classes", EVERYBODY),
+    Ask("GET /classes/{name}", EVERYBODY, path={"name": "flex"}),
+    Ask("POST /classes", OPERATORS_MAKE, body={"name": "{new}", **CLASS}),
+    Ask("PATCH /classes/{name}", OPERATORS, path={"name": "flex"}, body={"max_queue_s": 5}),
+    Ask("DELETE /classes/{name}", OPERATORS, path={"name": "{class_name}"}),
+    Ask("GET /prices", EVERYBODY),
+    Ask("PUT /prices", OPERATORS, body={"model": "m", "input": "1", "output": "1"}),
+    Ask("DELETE /prices", OPERATORS, query={"model": "{priced_model}"}),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one tenant has. The ids of things that requests use up are those of the newest ones."""
+
+    tenant_id: str
+    tenant_name: str
+    project_id: str
+    project_name: str
+    request_id: str
+    key_id: str = ""
+    admin_key_id: str = ""
+    tenant_quota_id: str = ""
+    project_quota_id: str = ""
+    key_quota_id: str = ""
+    class_name: str = ""
+    priced_model: str = ""
+    secrets: tuple[str, ...] = ()
+
+    def ids(self) -> set[str]:
+        """What is nobody else's business."""
+        names = ("tenant_id", "tenant_name", "project_id", "project_name", "request_id", "key_id", "admin_key_id")
+        quotas = ("tenant_quota_id", "project_quota_id", "key_quota_id")
+        return {getattr(self, name) for name in (*names, *quotas)}
+
+
+NOBODY = Side(
+    *("ten_nobodynobodynobodyno", "ghost", "prj_nobodynobodynobodyno", "nothing", "r-none", "n" * 16, "m" * 16),
+    *("quo_nonenonenonenonenon1", "quo_nonenonenonenonenon2", "quo_nonenonenonenonenon3"),
+)
+_numbers = count()
+
+
+@dataclass
+class World:
+    """Two tenants, and a caller of every kind."""
+
+    app: Litestar
+    database: Database
+    clock: ManualClock
+    a: Side
+    b: Side
+    keys: dict[str, str]
+
+    async def restock(self, side: Side) -> Side:
+        """The side with keys, limits, a class and a price that no request has used up."""
+        new, now = f"x-{next(_numbers)}", self.clock.now()
+        async with self.database.write() as session:
+            key, text = await create_key(session, NewKey(name=new, project_id=side.project_id), PEPPER, now)
+            viewer = NewKey(name=new, role=Role.VIEWER, tenant_id=side.tenant_id)
+            admin_key, admin_text = await create_key(session, viewer, PEPPER, now)
+            scopes = {Level.TENANT: side.tenant_id, Level.PROJECT: side.project_id, Level.KEY: key.id}
+            quotas = [
+                (await set_quota(session, NewQuota(level, scope_id, Kind.REQUESTS_PER_MINUTE, 5), now)).id
+                for level, scope_id in scopes.items()
+            ]
+        owner = Admin(self.app, self.keys["owner"])
+        async with owner.http:
+            await owner.call("POST", "classes", 201, json={"name": new, **CLASS})
+            await owner.call("PUT", "prices", 200, json={"model": new, "input": "1", "output": "1"})
+        secrets = (*side.secrets, text.secret, admin_text.secret)
+        return replace(
+            side,
+            key_id=key.id,
+            admin_key_id=admin_key.id,
+            tenant_quota_id=quotas[0],
+            project_quota_id=quotas[1],
+            key_quota_id=quotas[2],
+            class_name=new,
+            priced_model=new,
+            secrets=secrets,
+        )
+
+
+def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -> Litestar:
+    """The gateway's own application, without an engine."""
+    authenticator = Authenticator(database, PEPPER, clock)
+    classes, prices = ClassCache(database, clock), PriceCache(database, clock)
+    quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
+    usage, metrics, tracing = UsageRecorder(database, folder), Metrics(), Tracing(build_provider(None))
+    replicas = Replicas([])
+    handlers = [*engine_routes(replicas), *more]
+    router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=handlers)
+    services = Services(
+        authenticator=authenticator,
+        usage=usage,
+        replicas=replicas,
+        classes=classes,
+        prices=prices,
+        metrics=metrics,
+        tracing=tracing,
+        clock=clock,
+        recorder=RequestRecorder(usage, quotas, metrics, tracing, clock),
+        admin_routes=[router],
+    )
+    return create_app(GatewaySettings(), services)
+
+
+async def make_side(database: Database, clock: ManualClock, name: str) -> Side:
+    now = clock.now()
+    async with database.write() as session:
+        tenant = await create_tenant(session, NewTenant(name=name), now)
+        project = await create_project(session, NewProject(tenant.id, f"{name}-project"), now)
+        row = make_row(f"r-{name}", tenant_id=tenant.id, project_id=project.id, started_at=now, model=f"{name}-model")
+        await insert_rows(session, [row])
+    return Side(tenant.id, name, project.id, project.name, row.request_id)
+
+
+@pytest.fixture
+async def world(database: Database, clock: ManualClock, tmp_path: Path) -> World:
+    a, b = [await make_side(database, clock, name) for name in ("acme", "globex")]
+    made = {
+        "owner": NewKey("owner", role=Role.OWNER),
+        "operator": NewKey("operator", role=Role.OPERATOR),
+        "tenant-admin of A": NewKey("admin", role=Role.TENANT_ADMIN, tenant_id=a.tenant_id),
+        "viewer": NewKey("viewer", role=Role.VIEWER),
+        "viewer of A": NewKey("viewer", role=Role.VIEWER, tenant_id=a.tenant_id),
+        "inference key of A": NewKey("client", project_id=a.project_id),
+    }
+    async with database.write() as session:
+        keys = {who: (await create_key(session, new, PEPPER, clock.now()))[1].text for who, new in made.items()}
+    built = World(real_app(database, clock, tmp_path), database, clock, a, b, keys)
+    built.a, built.b = await built.restock(a), await built.restock(b)
+    return built
+
+
+@pytest.fixture
+async def call(world: World) -> AsyncIterator[Any]:
+    """`await call(who, ask, side)`: the answer to the request about that side's objects."""
+    transport = httpx.ASGITransport(app=world.app)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://gateway{ADMIN_PATH}") as http:
+
+        async def send(who: str, ask: Ask, side: Side) -> httpx.Response:
+            method, path = ask.route.split(" ")
+            values = {**side.__dict__, "new": f"x-{next(_numbers)}"}
+            for name in re.findall(r"{(\w+)}", path):
+                path = path.replace(f"{{{name}}}", fill(ask.path.get(name, f"{{{name}}}"), values))
+            key = world.keys.get(who)
+            return await http.request(
+                method,
+                path,
+                params={name: fill(value, values) for name, value in ask.query.items()},
+                json=None if ask.body is None else {name: fill(value, values) for name, value in ask.body.items()},
+                headers={} if key is None else {"Authorization": f"Bearer {key}"},
+            )
+
+        yield send
+
+
+def fill(value: Any, values: dict[str, Any]) -> Any:
+    return value.format(**values) if isinstance(value, str) else value
+
+
+def routes_of(app: Litestar) -> Iterator[str]:
+    for route in app.routes:
+        if isinstance(route, HTTPRoute) and route.path.startswith(ADMIN_PATH):
+            for method in route.route_handler_map:
+                if method != "OPTIONS":
+                    yield f"{method} {re.sub(r':[a-z]+}', '}', route.path.removeprefix(ADMIN_PATH))}"
+
+
+def test_every_route_of_the_admin_api_is_in_the_table(world: World) -> None:
+    assert sorted(set(routes_of(world.app))) == sorted({ask.route for ask in ASKS})
+
+
+def test_an_endpoint_that_does_not_say_who_may_call_it_is_not_served(
+    database: Database, clock: ManualClock, tmp_path: Path
+) -> None:
+    @get("/open")
+    async def anyone() -> None:
+        return None
+
+    with pytest.raises(UnguardedRoute, match="names no action"):
+        real_app(database, clock, tmp_path, anyone)
+
+
+@pytest.mark.parametrize("who", CALLERS)
+async def test_every_endpoint_answers_every_role_as_the_table_says(world: World, call: Any, who: str) -> None:
+    wrong = []
+    bound = who.endswith("of A")
+    for ask in ASKS:
+        statuses = ask.expect.split()
+        for index, name in enumerate("ab"):
+            side = getattr(world, name)
+            answer = await call(who, ask, side)
+            expected = int(statuses[2 * CALLERS.index(who) + index])
+            if answer.is_success and ask.route.startswith(USES_UP):
+                setattr(world, name, await world.restock(side))
+            if answer.status_code != expected:
+                wrong.append(f"{ask} {name}: {answer.status_code} {answer.text}")
+            if expected == 403 and answer.json()["error"]["code"] != "missing_role":
+                wrong.append(f"{ask} {name}: {answer.text}")
+            if expected == 404 and hidden(answer, side) != hidden(await call(who, ask, NOBODY), NOBODY):
+                wrong.append(f"{ask}: what is another's is not answered as what does not exist")
+            if bound and (seen := [thing for thing in world.b.ids() if thing in answer.text and name == "a"]):
+                wrong.append(f"{ask}: shows {seen} of the other tenant")
+            if ask.route.startswith("GET") and any(secret in answer.text for secret in (*world.a.secrets, "secret_")):
+                wrong.append(f"{ask}: shows a secret")
+    assert wrong == []
+
+
+def hidden(answer: httpx.Response, side: Side) -> str:
+    """The answer without the ids that were asked for, and without its request id."""
+    text = answer.text
+    for thing in side.ids():
+        text = text.replace(thing, "…")
+    return text
+
+
+@pytest.mark.parametrize(
+    ("who", "status", "code"),
+    [
+        ("inference key of A", 403, "missing_scope"),
+        ("no key", 401, "missing_api_key"),
+    ],
+)
+async def test_nobody_else_gets_in(world: World, call: Any, who: str, status: int, code: str) -> None:
+    for ask in ASKS:
+        answer = await call(who, ask, world.a)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), ask
+
+
+@pytest.mark.parametrize("who", ["tenant-admin of A", "viewer of A"])
+async def test_lists_hold_only_the_own_tenants_objects_whatever_is_asked(world: World, call: Any, who: str) -> None:
+    first = await call("owner", Ask("GET /tenants", "", query={"limit": "1"}), world.b)
+    filters = {
+        "tenant_id": world.b.tenant_id, "project_id": world.b.project_id, "key_id": world.b.key_id,
+        "scope_id": world.b.tenant_id, "object_id": world.b.project_id, "name": "globex", "model": "globex-model",
+        "cursor": first.json()["next_cursor"], "after": "0", "limit": "500", "role": "viewer", "outcome": "stop",
+        "group_by": "tenant,project,key,model", "since": "2020-01-01T00:00:00Z", "until": "2030-01-01T00:00:00Z",
+    }  # fmt: skip
+    for route, names in filters_of(world.app):
+        own = {name: filters[name] for name in names}  # one that is not known here fails the test
+        for query in [{}, own, *({name: value} for name, value in own.items())]:
+            answer = await call(who, Ask(f"GET {route}", "", query=query), world.b)
+            assert answer.status_code in ((403,) if route == "/engines" else (200, 404)), (route, query, answer.text)
+            shown = [thing for thing in (*world.b.ids(), *world.b.secrets, "globex") if thing in answer.text]
+            assert shown == [], (route, query)
+    everything = await call(who, Ask("GET /usage", "", query={"group_by": "tenant"}), world.a)
+    assert [group["group"]["tenant_id"] for group in everything.json()["data"]] == [world.a.tenant_id]
+    overview = (await call(who, Ask("GET /overview", ""), world.a)).json()
+    assert (overview["tenants_active"], overview["projects"], overview["last_hour"]["requests"]) == (1, 1, 1)
+
+
+def filters_of(app: Litestar) -> Iterator[tuple[str, list[str]]]:
+    """The lists of the admin API, and what each of them can be asked by."""
+    for path, item in (app.openapi_schema.paths or {}).items():
+        if path.startswith(ADMIN_PATH) and "{" not in path and item.get is not None:
+            yield path.removeprefix(ADMIN_PATH), [one.name for one in item.get.parameters or []]  # type: ignore[union-attr]
+
+
+async def test_a_refusal_says_which_role_is_needed(world: World, call: Any) -> None:
+    make_owner = Ask("POST /keys", "", body={"name": "k", "role": "owner"})
+    told = {who: (await call(who, make_owner, world.a)).json()["error"]["message"] for who in CALLERS[1:]}
+    assert "needs the role 'owner'; yours is 'operator'." in told["operator"]
+    assert "'tenant-admin' of one tenant" in told["tenant-admin of A"]
+    refused = await call("viewer", Ask("POST /projects", "", body={"tenant_id": "{tenant_id}", "name": "n"}), world.a)
+    assert "'owner', 'operator' or 'tenant-admin' of one tenant" in refused.json()["error"]["message"]
+
+
+async def test_a_key_keeps_its_tenant_through_rotation_and_rotates_to_no_more_than_it_was(
+    world: World, call: Any
+) -> None:
+    rotated = await call("owner", Ask("POST /keys/{key_id}/rotate", "", path={"key_id": "{admin_key_id}"}), world.a)
+    key = rotated.json()["key"]
+    assert (key["role"], key["tenant_id"], key["scopes"]) == ("viewer", world.a.tenant_id, ["admin:viewer"])
+    world.keys["rotated"] = rotated.json()["secret"]
+    assert (await call("rotated", Ask("GET /tenants/{tenant_id}", ""), world.b)).status_code == 404
+    assert (await call("rotated", Ask("POST /tenants", "", body={"name": "{new}"}), world.a)).status_code == 403
+
+
+async def test_a_tenants_administrator_reads_its_tenants_audit_entries_and_no_others(world: World, call: Any) -> None:
+    for who, side in (("tenant-admin of A", world.a), ("operator", world.a), ("owner", world.b)):
+        made = await call(who, Ask("POST /keys", "", body={"name": "k", "project_id": "{project_id}"}), side)
+        limit = {"level": "key", "scope_id": made.json()["key"]["id"], **LIMIT}
+        set_up = await call(who, Ask("PUT /quotas", "", body=limit), side)
+        await call(who, Ask(f"DELETE /quotas/{set_up.json()['id']}", ""), side)
+    await call("owner", Ask("PATCH /classes/flex", "", body={"max_queue_s": 5}), world.a)
+    own = (await call("tenant-admin of A", Ask("GET /audit", ""), world.a)).json()
+    everything = (await call("owner", Ask("GET /audit", ""), world.a)).json()
+    told = [(entry["actor_role"], entry["action"], entry["object_kind"]) for entry in own["data"]]
+    steps = [("create", "api_keys"), ("create", "quotas"), ("delete", "quotas")]
+    assert told == [(role, *step) for role in ("tenant-admin", "operator") for step in steps]
+    assert [entry for entry in everything["data"] if entry["seq"] in {e["seq"] for e in own["data"]}] == own["data"]
+    assert (own["whole"], everything["whole"]) == (False, True)
+    assert {entry["actor_role"] for entry in everything["data"]} == {"owner", "operator", "tenant-admin"}
+
+
+async def test_a_suspended_tenants_administrators_are_refused_too(world: World, call: Any) -> None:
+    suspend = Ask("PATCH /tenants/{tenant_id}", "", body={"status": "suspended"})
+    assert (await call("operator", suspend, world.a)).status_code == 200
+    refused = await call("tenant-admin of A", Ask("GET /tenants", ""), world.a)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "tenant_suspended")
+    assert (await call("viewer", Ask("GET /tenants", ""), world.a)).status_code == 200
+
+
+async def test_a_revoked_key_is_refused_by_every_replica_within_two_seconds(
+    world: World, database_url: str, tmp_path: Path
+) -> None:
+    other = Database.open(database_url)
+    replica = real_app(other, world.clock, tmp_path / "other")
+    keys = ("viewer", "tenant-admin of A", "inference key of A")
+    for who in keys:
+        async with Admin(world.app, world.keys[who]).http as here, Admin(replica, world.keys[who]).http as there:
+            path = "/v1/models" if "inference" in who else "tenants"
+            path = f"http://gateway{path}" if path.startswith("/") else path
+            assert [(await one.get(path)).status_code for one in (here, there)] == [200, 200]
+            owner = Admin(world.app, world.keys["owner"])
+            async with owner.http:
+                await owner.call("POST", f"keys/{world.keys[who][4:20]}/revoke", 200)
+            assert (await here.get(path)).status_code == 401
+            world.clock.advance(2.0)
+            refused = await there.get(path)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "key_revoked")
+    await other.close()
