@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import tokenizers
 from openai import AsyncOpenAI
 
-from moiety_platform.app import Services, create_app
+from moiety_platform.app import Services, create_app, create_pipeline
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.bootstrap import ensure_bootstrap
+from moiety_platform.batches.assembly import Batches
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.schemas import NewClass
 from moiety_platform.classes.service import create_class
@@ -181,6 +183,9 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
         quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock, ttl_s=20.0)
         await quotas.start()
         stack.push_async_callback(quotas.stop)
+        chosen = GatewaySettings(**{"drain_s": 2, **settings})
+        worker_id = f"worker-{secrets.token_hex(8)}"
+        batches = Batches(worker_id, database, authenticator, quotas, metrics, tracing, clock, chosen, poll_s=0.05)
         services = Services(
             authenticator=authenticator,
             usage=rows,
@@ -196,16 +201,19 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
                     database, authenticator, classes, prices, quotas, PEPPER, clock, more=engine_routes(replicas)
                 )
             ],
+            batches=batches,
         )
         listener = bind("127.0.0.1", 0)
         started = asyncio.Event()
-        chosen = GatewaySettings(**{"drain_s": 2, **settings})
-        server = GatewayServer(create_app(chosen, services), chosen.drain_s, started.set)
+        pipeline = create_pipeline(chosen, services)
+        server = GatewayServer(create_app(chosen, services, pipeline), chosen.drain_s, started.set)
+        await stack.enter_async_context(batches.working(pipeline))
         task = asyncio.create_task(server.serve([listener]))
         await started.wait()
         running = RunningGateway(f"http://127.0.0.1:{listener.getsockname()[1]}", keys, engines, rows, metrics)
         running.stop = server.request_exit
         running.forget_keys = lambda: authenticator.forget(keys.tenant_key.removeprefix("mty_").partition(".")[0])
+        running.database = database
         running.num_connections = lambda: len(server.server_state.connections)
         try:
             yield running

@@ -45,7 +45,7 @@ class Pipeline:
         max_sequences: int,
     ) -> None:
         self._replicas = replicas
-        self._texts = texts
+        self.texts = texts
         self._classes = classes
         self._prices = prices
         self._gate = gate
@@ -98,7 +98,7 @@ class Pipeline:
         refusal = refuse_hopeless(chosen.service, class_load)
         if refusal is not None:
             raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)
-        text = await self._texts.get(card)
+        text = await self.texts.get(card)
         prompts = await text.encode(generation.prompts)
         longest = [_max_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
         credit = await record.spending.begin(

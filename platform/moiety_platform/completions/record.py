@@ -34,6 +34,7 @@ class RequestRecord:
     arrival_unix_ns: int
     on_submitted: Callable[[RequestRecord], None]
     spending: Spending
+    bills_failures: bool = True  # whether what was generated before a failure is billed
     generation: Generation | None = None
     chosen: ServiceClass | None = None
     served: ServiceClass | None = None  # the fallback, where an engine has downgraded a sequence
@@ -111,7 +112,7 @@ class RequestRecord:
         self.error_code = error.code
         if isinstance(error, Overloaded):
             self.admission_outcome, self.admission_reason = "rejected", error.reason.value
-        if is_refusal:  # nothing of it is sent or billed, not even what its other sequences had begun
+        if is_refusal or not self.bills_failures:  # nothing of it is sent, not even what other sequences had begun
             self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
 
     def sla_attained(self, now_s: float) -> bool | None:

@@ -73,8 +73,11 @@ class RequestRecorder:
         endpoint: str,
         traceparent: str | None,
         tracestate: str | None,
+        bills_failures: bool = True,
     ) -> AsyncIterator[RequestRecord]:
-        """A record for an authenticated request. Leaving it writes the one usage row; errors pass through."""
+        """A record for an authenticated request. Leaving it writes the one usage row; errors pass through. Without
+        `bills_failures` only an answer counts, and what was generated before a failure is neither billed nor
+        charged."""
         record = RequestRecord(
             request_id=request_id,
             client_request_id=client_request_id,
@@ -87,6 +90,7 @@ class RequestRecorder:
             arrival_unix_ns=self._clock.unix_ns(),
             on_submitted=lambda record: self._usage.opened(self._row(record, record.spending.charges(record.used))),
             spending=Spending(self._quotas, principal),
+            bills_failures=bills_failures,
         )
         self._num_open += 1
         self._idle.clear()
