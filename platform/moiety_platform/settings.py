@@ -44,6 +44,7 @@ class GatewaySettings(BaseSettings):
     max_batch_lines: int = Field(default=50_000, ge=1)
     max_open_batches_per_tenant: int = Field(default=100, ge=1)  # that have not ended
     batch_concurrency: int = Field(default=32, ge=0, le=4096)  # lines at a time; 0: other gateways do the work
+    batch_lease_s: float = Field(default=30, ge=1, le=3600)  # after which the lines of a killed gateway are others'
     drain_s: int = Field(default=30, ge=0)  # how long a stop waits for running answers
 
     otlp_endpoint: str | None = Field(  # e.g. http://collector:4318; None: no spans leave the process

@@ -13,7 +13,7 @@ from moiety_platform.batches.execution import HeldRows, LineRunner
 from moiety_platform.batches.lines import Limits
 from moiety_platform.batches.results import BatchFiles
 from moiety_platform.batches.tending import Tending
-from moiety_platform.batches.worker import LEASE_S, POLL_S, BatchWorker
+from moiety_platform.batches.worker import POLL_S, BatchWorker
 from moiety_platform.clock import Clock
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.recorder import RequestRecorder
@@ -43,7 +43,6 @@ class Batches:
         clock: Clock,
         settings: GatewaySettings,
         *,
-        lease_s: float = LEASE_S,
         poll_s: float = POLL_S,
         now: Now = now_ms,
     ) -> None:
@@ -52,7 +51,6 @@ class Batches:
         self._authenticator = authenticator
         self._clock = clock
         self._settings = settings
-        self._lease_s = lease_s
         self._poll_s = poll_s
         self._now = now
         self._rows = HeldRows()
@@ -93,7 +91,7 @@ class Batches:
             Tending(database, self._files, limits, self._clock, now=self._now),
             self._clock,
             concurrency=settings.batch_concurrency,
-            lease_s=self._lease_s,
+            lease_s=settings.batch_lease_s,
             poll_s=self._poll_s,
             now=self._now,
         )

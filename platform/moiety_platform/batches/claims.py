@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Select, case, func, select, tuple_, update
+from sqlalchemy import Integer, Select, case, cast, func, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.batches.models import OPEN, Batch, BatchLine, BatchStatus, LineState
@@ -124,7 +124,8 @@ def _texts(batch: OpenBatch, numbers: Sequence[int]) -> Select[int, str, int, in
     """The lines, cut out of the file's chunks: a row for each chunk that a line lies in, in their order."""
     begin = case((BatchLine.start > FileChunk.start, BatchLine.start), else_=FileChunk.start)
     end = BatchLine.start + BatchLine.num_bytes
-    part = func.substr(FileChunk.data, begin - FileChunk.start + 1, end - begin, type_=FileChunk.data.type)
+    first, length = cast(begin - FileChunk.start + 1, Integer), cast(end - begin, Integer)
+    part = func.substr(FileChunk.data, first, length, type_=FileChunk.data.type)
     return (
         select(BatchLine.number, BatchLine.custom_id, BatchLine.num_refusals, BatchLine.num_failures, part)
         .join(FileChunk, (FileChunk.start < end) & (FileChunk.stop > BatchLine.start))

@@ -35,7 +35,6 @@ from moiety_platform.errors import Unavailable
 from moiety_platform.files.store import Now
 
 POLL_S = 1.0
-LEASE_S = 30.0
 STOP_GRACE_S = 3.0
 OUTAGE_PAUSE_S = 1.0
 
@@ -63,7 +62,7 @@ class BatchWorker:
         clock: Clock,
         *,
         concurrency: int,
-        lease_s: float = LEASE_S,
+        lease_s: float,
         poll_s: float = POLL_S,
         now: Now = now_ms,
     ) -> None:
