@@ -16,12 +16,14 @@ from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.bootstrap import ensure_bootstrap
 from moiety_platform.batches.assembly import Batches
+from moiety_platform.batches.backoff import Backoff
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.schemas import NewClass
-from moiety_platform.classes.service import create_class
+from moiety_platform.classes.service import create_class, load_classes
 from moiety_platform.clock import SystemClock
 from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.db.base import Base
+from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.gateway import GatewayServer, bind
@@ -97,6 +99,16 @@ class RowList:
         return self.rows
 
 
+class StoreClock:
+    """The database's clock, which may be put ahead."""
+
+    def __init__(self) -> None:
+        self.ahead_ms = 0
+
+    def __call__(self):
+        return now_ms() + self.ahead_ms
+
+
 class RunningGateway:
     """What tests hold of a gateway that listens."""
 
@@ -169,9 +181,9 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
         async with database.engine.begin() as connection:
             await connection.run_sync(Base.metadata.create_all)
         async with database.write() as session:
-            for service in SHIPPED:
+            for service in SHIPPED if not await load_classes(session) else ():
                 await create_class(session, NewClass.of(service))
-        keys = await ensure_bootstrap(database, PEPPER, clock)
+        keys = await ensure_bootstrap(database, PEPPER, clock, reissue=True)
         replicas = await stack.enter_async_context(Replicas(engines))
         tracing = Tracing(provider or build_provider(None))
         authenticator = Authenticator(database, PEPPER, clock)
@@ -185,7 +197,9 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
         stack.push_async_callback(quotas.stop)
         chosen = GatewaySettings(**{"drain_s": 2, **settings})
         worker_id = f"worker-{secrets.token_hex(8)}"
-        batches = Batches(worker_id, database, authenticator, quotas, metrics, tracing, clock, chosen, poll_s=0.05)
+        store_clock = StoreClock()
+        parts = (database, authenticator, quotas, metrics, tracing, clock, chosen)
+        batches = Batches(worker_id, *parts, poll_s=0.05, backoff=Backoff(0.02), now=store_clock)
         services = Services(
             authenticator=authenticator,
             usage=rows,
@@ -214,6 +228,7 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
         running.stop = server.request_exit
         running.forget_keys = lambda: authenticator.forget(keys.tenant_key.removeprefix("mty_").partition(".")[0])
         running.database = database
+        running.store_clock = store_clock
         running.num_connections = lambda: len(server.server_state.connections)
         try:
             yield running

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from litestar.handlers import HTTPRouteHandler
 
 from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.batches.backoff import Backoff
 from moiety_platform.batches.controller import BatchServices, batch_routes
 from moiety_platform.batches.execution import HeldRows, LineRunner
 from moiety_platform.batches.lines import Limits
@@ -44,6 +45,7 @@ class Batches:
         settings: GatewaySettings,
         *,
         poll_s: float = POLL_S,
+        backoff: Backoff | None = None,
         now: Now = now_ms,
     ) -> None:
         self._worker_id = worker_id
@@ -52,6 +54,7 @@ class Batches:
         self._clock = clock
         self._settings = settings
         self._poll_s = poll_s
+        self._backoff = backoff or Backoff()
         self._now = now
         self._rows = HeldRows()
         self._recorder = RequestRecorder(self._rows, quotas, metrics, tracing, clock)
@@ -87,12 +90,13 @@ class Batches:
         worker = self._worker = BatchWorker(
             self._worker_id,
             database,
-            LineRunner(self._authenticator, self._recorder, self._rows, pipeline, settings.max_json_depth),
+            self._runner(pipeline),
             Tending(database, self._files, limits, self._clock, now=self._now),
             self._clock,
             concurrency=settings.batch_concurrency,
             lease_s=settings.batch_lease_s,
             poll_s=self._poll_s,
+            backoff=self._backoff,
             now=self._now,
         )
         await worker.start()
@@ -100,6 +104,10 @@ class Batches:
             yield
         finally:
             await worker.stop()
+
+    def _runner(self, pipeline: Pipeline) -> LineRunner:
+        depth = self._settings.max_json_depth
+        return LineRunner(self._authenticator, self._recorder, self._rows, pipeline, depth, self._backoff)
 
     def _wake(self) -> None:
         if self._worker is not None:

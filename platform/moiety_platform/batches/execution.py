@@ -7,7 +7,6 @@ the answer. Only an answer is billed; an attempt that is followed by another, or
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 
 import structlog
@@ -16,6 +15,7 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.batches.answers import answered, line_key, refused
+from moiety_platform.batches.backoff import Backoff
 from moiety_platform.batches.claims import ClaimedLine
 from moiety_platform.batches.endpoints import ENDPOINTS
 from moiety_platform.batches.lines import body_of
@@ -30,8 +30,6 @@ from moiety_platform.routing.choose import MODEL_NOT_FOUND
 from moiety_platform.usage.row import UsageRow
 
 MAX_FAILURES = 6  # attempts that fail otherwise than by being told to come back
-FIRST_WAIT_S = 0.5
-MAX_WAIT_S = 60.0
 MAX_RETRY_AFTER_S = 300.0  # a limit may be raised before it is renewed
 
 log = structlog.get_logger(__name__)
@@ -75,12 +73,14 @@ class LineRunner:
         rows: HeldRows,
         pipeline: Pipeline,
         max_json_depth: int,
+        backoff: Backoff,
     ) -> None:
         self._authenticator = authenticator
         self._recorder = recorder
         self._rows = rows
         self._pipeline = pipeline
         self._max_json_depth = max_json_depth
+        self._backoff = backoff
 
     async def run(self, line: ClaimedLine) -> Outcome:
         """What comes of one attempt. Raises nothing but CancelledError."""
@@ -92,7 +92,7 @@ class LineRunner:
             except Unauthenticated as exc:
                 return KeyLost(line, exc)
             except Forbidden as exc:  # the tenant is suspended, which may end
-                return _wait(line, exc)
+                return self._wait(line, exc)
             answer = await self._answer(principal, line, request_id)
             return Answered(line, LineState.COMPLETED, answer, self._rows.take(request_id))
         except PlatformError as exc:
@@ -124,20 +124,15 @@ class LineRunner:
     def _judge(self, line: ClaimedLine, request_id: str, error: PlatformError) -> Outcome:
         """Whether an error is worth another try."""
         if error.status in (429, 503):
-            return _wait(line, error)
+            return self._wait(line, error)
         is_passing = error.status >= 500 or error.code == MODEL_NOT_FOUND  # an engine may be on its way up
         if is_passing and line.num_failures + 1 < MAX_FAILURES:
-            return PutBack(line, backoff_s(line.num_failures), line.num_refusals, line.num_failures + 1)
+            return PutBack(line, self._backoff.after(line.num_failures), line.num_refusals, line.num_failures + 1)
         answer = refused(*line.key, line.custom_id, request_id, error)
         return Answered(line, LineState.FAILED, answer, self._rows.take(request_id))
 
-
-def backoff_s(num_tries: int) -> float:
-    """How long to wait after so many: twice as long each time, and never quite the same."""
-    return float(min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** min(num_tries, 16))) * random.uniform(0.75, 1.25)
-
-
-def _wait(line: ClaimedLine, error: PlatformError) -> PutBack:
-    """Told to come back: for as long as the batch lasts, and not before the time that was told."""
-    wait_s = max(min(error.retry_after_s or 0.0, MAX_RETRY_AFTER_S), backoff_s(line.num_refusals))
-    return PutBack(line, wait_s, line.num_refusals + 1, line.num_failures)
+    def _wait(self, line: ClaimedLine, error: PlatformError) -> PutBack:
+        """Told to come back: for as long as the batch lasts, and not before the time that was told."""
+        told_s = min(error.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
+        wait_s = max(told_s, self._backoff.after(line.num_refusals))
+        return PutBack(line, wait_s, line.num_refusals + 1, line.num_failures, by_limit=error.status == 429)

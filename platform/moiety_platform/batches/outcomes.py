@@ -44,6 +44,7 @@ class PutBack:
     wait_s: float
     num_refusals: int
     num_failures: int
+    by_limit: bool = False  # a limit of its key refused it
 
 
 async def store_outcomes(

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from dataclasses import dataclass
 
 import structlog
 
+from moiety_platform.batches.backoff import Backoff
 from moiety_platform.batches.claims import (
     ClaimedLine,
     LineKey,
@@ -23,9 +23,10 @@ from moiety_platform.batches.claims import (
     renew_lines,
 )
 from moiety_platform.batches.closing import begin_closing
-from moiety_platform.batches.execution import KeyLost, LineRunner, Outcome, backoff_s
+from moiety_platform.batches.execution import KeyLost, LineRunner, Outcome
 from moiety_platform.batches.models import BatchStatus
 from moiety_platform.batches.outcomes import Answered, PutBack, store_outcomes
+from moiety_platform.batches.pace import Pace
 from moiety_platform.batches.sharing import next_batch, share
 from moiety_platform.batches.tending import Tending
 from moiety_platform.clock import Clock
@@ -39,14 +40,6 @@ STOP_GRACE_S = 3.0
 OUTAGE_PAUSE_S = 1.0
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True)
-class _Pause:
-    """A batch was told to come back later, so many times on end."""
-
-    until_s: float
-    num_refusals: int
 
 
 class BatchWorker:
@@ -63,6 +56,7 @@ class BatchWorker:
         *,
         concurrency: int,
         lease_s: float,
+        backoff: Backoff,
         poll_s: float = POLL_S,
         now: Now = now_ms,
     ) -> None:
@@ -73,12 +67,13 @@ class BatchWorker:
         self._clock = clock
         self._concurrency = concurrency
         self._lease_s = lease_s
+        self._backoff = backoff
         self._poll_s = poll_s
         self._now = now
         self._running: dict[LineKey, tuple[ClaimedLine, asyncio.Task[None]]] = {}
         self._outcomes: list[Outcome] = []
         self._batches: list[OpenBatch] = []  # as they were when last looked at
-        self._pauses: dict[str, _Pause] = {}
+        self._paces: dict[str, Pace] = {}
         self._dry: set[str] = set()  # batches that had no more lines to claim when last looked at
         self._work = asyncio.Event()
         self._looked_s = self._renewed_s = float("-inf")
@@ -193,20 +188,19 @@ class BatchWorker:
             if batch_id not in going_on:
                 task.cancel()
         self._dry.clear()
-        self._pauses = {batch_id: pause for batch_id, pause in self._pauses.items() if batch_id in going_on}
+        self._paces = {batch_id: pace for batch_id, pace in self._paces.items() if batch_id in going_on}
         self._tending.tend(self._batches, self.wake)
 
     async def _claim(self) -> None:
         """Fill the free places, the tenants' evenly."""
-        now_s = self._clock.monotonic()
-        candidates = [batch for batch in self._batches if self._may_go_on(batch, now_s)]
+        candidates = [batch for batch in self._batches if self._may_begin(batch) > 0]
         num_running = Counter(line.batch.tenant_id for line, _ in self._running.values())
         free = self._concurrency - len(self._running)
         while free > 0 and not self._is_stopping:
             batch = next_batch(candidates, num_running)
             if batch is None:
                 return
-            wanted = share(free, candidates, num_running, batch.tenant_id)
+            wanted = min(share(free, candidates, num_running, batch.tenant_id), self._may_begin(batch))
             async with self._database.write() as session:
                 lines = await claim_lines(session, batch, self._id, wanted, round(self._lease_s * 1000), self._now)
             for line in lines:
@@ -214,13 +208,21 @@ class BatchWorker:
             free -= len(lines)
             num_running[batch.tenant_id] += len(lines)
             if len(lines) < wanted:
-                candidates.remove(batch)
                 self._dry.add(batch.id)
+            if self._may_begin(batch) == 0:
+                candidates.remove(batch)
 
-    def _may_go_on(self, batch: OpenBatch, now_s: float) -> bool:
-        pause = self._pauses.get(batch.id)
-        is_running = batch.status == BatchStatus.IN_PROGRESS and not batch.is_due and batch.id not in self._dry
-        return is_running and (pause is None or now_s >= pause.until_s)
+    def _may_begin(self, batch: OpenBatch) -> int:
+        """How many more lines of a batch may begin now."""
+        if batch.status != BatchStatus.IN_PROGRESS or batch.is_due or batch.id in self._dry:
+            return 0
+        return self._pace(batch.id).may_begin(self._num_running(batch.id), self._clock.monotonic())
+
+    def _pace(self, batch_id: str) -> Pace:
+        return self._paces.setdefault(batch_id, Pace.full(self._concurrency))
+
+    def _num_running(self, batch_id: str) -> int:
+        return sum(running_id == batch_id for running_id, _ in self._running)
 
     def _begin(self, line: ClaimedLine) -> None:
         if line.key not in self._running:  # else its lease had run out, and it is ours again
@@ -237,13 +239,14 @@ class BatchWorker:
         self._outcomes.append(outcome)
 
     def _note(self, batch_id: str, outcome: Outcome) -> None:
-        """Where one line of a batch was told to come back, the others would be told the same."""
-        now_s = self._clock.monotonic()
-        pause = self._pauses.setdefault(batch_id, _Pause(float("-inf"), 0))
-        if now_s < pause.until_s:
-            return
-        if isinstance(outcome, PutBack) and outcome.num_refusals > outcome.line.num_refusals:
-            pause.until_s = now_s + min(outcome.wait_s, backoff_s(pause.num_refusals))
-            pause.num_refusals += 1
-        else:
-            pause.num_refusals = 0
+        """Go on with the batch as its lines fare."""
+        pace, now_s = self._pace(batch_id), self._clock.monotonic()
+        if isinstance(outcome, Answered):
+            pace.answered(now_s)
+        elif isinstance(outcome, PutBack) and outcome.num_refusals > outcome.line.num_refusals:
+            pace.refused(
+                by_limit=outcome.by_limit,
+                num_running=self._num_running(batch_id),
+                wait_s=min(outcome.wait_s, self._backoff.after(pace.num_refusals)),
+                now_s=now_s,
+            )
