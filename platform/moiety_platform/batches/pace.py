@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+GROWTH = 0.5  # places, for each place's answer
+
 
 @dataclass(slots=True)
 class Pace:
@@ -39,6 +41,6 @@ class Pace:
 
     def answered(self, now_s: float) -> None:
         """A line has come to its end."""
-        self.places = min(float(self.most), self.places + 1 / self.places)
+        self.places = min(float(self.most), self.places + GROWTH / self.places)
         if now_s >= self.paused_until_s:
             self.num_refusals = 0
