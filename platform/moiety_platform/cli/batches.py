@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from moiety_platform.cli.errors import EXIT_FAILED, CommandError
+from moiety_platform.cli.errors import EXIT_FAILED, CommandError, NotReachable
 from moiety_platform.cli.tables import show_json, show_row, show_rows
 from moiety_platform.cli.tenant_client import TenantClient
 
@@ -29,6 +29,7 @@ COLUMNS = {
 }
 OVER = ("completed", "failed", "expired", "cancelled")
 POLL_S = 0.5
+PATIENCE_S = 60.0
 MAX_LIST = 100
 
 app = typer.Typer(no_args_is_help=True, help="Batches: files of requests, answered when there is room.")
@@ -68,6 +69,7 @@ def submit(
     asked = {"input_file_id": uploaded["id"], "endpoint": path, "completion_window": "24h"}
     batch = client.call("POST", "/batches", json=asked)
     if wait:
+        typer.echo(f"{batch['id']} is submitted; it goes on without this command", err=True)
         batch = follow(client, batch)
     show(batch, as_json)
     if wait and batch["status"] != "completed":
@@ -146,7 +148,9 @@ def find_endpoint(file: Path) -> str:
 
 
 def follow(client: TenantClient, batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch at its end; with a progress bar on a terminal."""
+    """The batch at its end; with a progress bar on a terminal. A gateway that is away is waited for, for a while. Raises
+    NotReachable, NotAllowed or CommandError."""
+    heard_s = time.monotonic()
     with make_progress() as progress:
         task = progress.add_task(batch["status"], total=None)
         while True:
@@ -156,7 +160,12 @@ def follow(client: TenantClient, batch: dict[str, Any]) -> dict[str, Any]:
             if batch["status"] in OVER:
                 return batch
             time.sleep(POLL_S)
-            batch = client.call("GET", f"/batches/{batch['id']}")
+            try:
+                batch = client.call("GET", f"/batches/{batch['id']}")
+                heard_s = time.monotonic()
+            except NotReachable:
+                if time.monotonic() - heard_s > PATIENCE_S:
+                    raise
 
 
 def make_progress() -> Progress:
