@@ -7,10 +7,12 @@ from alembic import context
 from sqlalchemy import Connection
 
 from moiety_migrations.transaction import exclusive_connection
+from moiety_platform.batches.models import Batch
+from moiety_platform.files.models import StoredFile
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.models import UsageRecord
 
-TABLES = (ApiKey, UsageRecord)  # naming them loads every module that defines tables
+TABLES = (ApiKey, UsageRecord, StoredFile, Batch)  # naming them loads every module that defines tables
 target_metadata = ApiKey.metadata
 
 

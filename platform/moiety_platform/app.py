@@ -15,6 +15,7 @@ from litestar.types import ControllerRouterHandler
 from moiety_platform.admission.gate import AdmissionGate
 from moiety_platform.auth.admin import check_actions
 from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.batches.assembly import Batches
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import Clock
 from moiety_platform.completions.controller import CompletionServices, completion_routes
@@ -52,14 +53,14 @@ class Services:
     recorder: RequestRecorder
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
+    batches: Batches | None = None
 
 
-def create_app(settings: GatewaySettings, services: Services) -> Litestar:
-    """The gateway's application over running services."""
-    texts = ModelTexts(settings.inline_tokenize_bytes)
-    pipeline = Pipeline(
+def create_pipeline(settings: GatewaySettings, services: Services) -> Pipeline:
+    """What every request of the process goes through."""
+    return Pipeline(
         services.replicas,
-        texts,
+        ModelTexts(settings.inline_tokenize_bytes),
         services.classes,
         services.prices,
         AdmissionGate(settings.max_inflight_per_tenant, services.clock),
@@ -68,6 +69,11 @@ def create_app(settings: GatewaySettings, services: Services) -> Litestar:
         max_sequences=settings.max_sequences,
         failover_wait_s=settings.failover_wait_s,
     )
+
+
+def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline | None = None) -> Litestar:
+    """The gateway's application over running services; with a pipeline of its own if none is given."""
+    pipeline = pipeline or create_pipeline(settings, services)
     services.metrics.registry.register(EngineCollector(services.replicas.states))
     limits: dict[str, int] = {"max_body_bytes": settings.max_body_bytes, "max_json_depth": settings.max_json_depth}
     completions = CompletionServices(
@@ -78,12 +84,13 @@ def create_app(settings: GatewaySettings, services: Services) -> Litestar:
         **limits,
         send_timeout_s=settings.send_timeout_s,
     )
-    models = ModelServices(services.authenticator, services.replicas, texts, **limits)
+    models = ModelServices(services.authenticator, services.replicas, pipeline.texts, **limits)
     app = Litestar(
         route_handlers=[
             *completion_routes(completions),
             *model_routes(models),
             *health_routes(services.replicas, services.metrics, services.store),
+            *(services.batches.routes() if services.batches is not None else ()),
             *services.admin_routes,
         ],
         exception_handlers={

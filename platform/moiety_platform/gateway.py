@@ -19,11 +19,12 @@ import zmq
 from litestar import Litestar
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from moiety_platform.app import Services, create_app
+from moiety_platform.app import Services, create_app, create_pipeline
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.oidc import FETCH_TIMEOUT_S, OidcTerms, OidcVerifier
 from moiety_platform.auth.pepper import resolve_pepper
+from moiety_platform.batches.assembly import Batches
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import SystemClock
 from moiety_platform.completions.recorder import RequestRecorder
@@ -75,7 +76,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
     async with build_services(settings) as services:
-        server = GatewayServer(create_app(settings, services), settings.drain_s)
+        pipeline = create_pipeline(settings, services)
+        server = GatewayServer(create_app(settings, services, pipeline), settings.drain_s)
         loop = asyncio.get_running_loop()
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signal_number, server.request_exit)
@@ -83,7 +85,9 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at by every collection
         log.info("gateway_listening", host=host, port=port, engines=list(settings.engines))
-        await server.serve([listener])
+        assert services.batches is not None, "a gateway with a store has batches"
+        async with services.batches.working(pipeline):
+            await server.serve([listener])
         log.info("gateway_stopped")
 
 
@@ -147,7 +151,8 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         await usage.start()
         stack.push_async_callback(usage.stop)
         tracing = Tracing(provider)
-        leases = LeaseStore(f"{socket.gethostname()[:24]}-{secrets.token_hex(12)}", LEASE_S)
+        process_id = f"{socket.gethostname()[:24]}-{secrets.token_hex(12)}"
+        leases = LeaseStore(process_id, LEASE_S)
         quotas = QuotaKeeper(database, leases, clock, ttl_s=LEASE_S)
         await quotas.start()
         stack.push_async_callback(quotas.stop)
@@ -175,6 +180,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             recorder=recorder,
             admin_routes=[admin],
             store=store,
+            batches=Batches(process_id, database, authenticator, quotas, metrics, tracing, clock, settings),
         )
 
 

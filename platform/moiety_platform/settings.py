@@ -48,6 +48,12 @@ class GatewaySettings(BaseSettings):
     inline_tokenize_bytes: int = Field(default=8192, ge=0)  # longer prompts are tokenized off the event loop
     send_timeout_s: float = Field(default=60, gt=0)  # a client that takes nothing for so long is hung up on
     failover_wait_s: float = Field(default=1, ge=0)  # how long a sequence waits for an engine when its own is lost
+    max_file_bytes: int = Field(default=100_000_000, ge=1024)  # of one uploaded file
+    max_file_bytes_per_tenant: int = Field(default=10_000_000_000, ge=1024)  # of all its files, results included
+    max_batch_lines: int = Field(default=50_000, ge=1)
+    max_open_batches_per_tenant: int = Field(default=100, ge=1)  # that have not ended
+    batch_concurrency: int = Field(default=32, ge=0, le=4096)  # lines at a time; 0: other gateways do the work
+    batch_lease_s: float = Field(default=30, ge=1, le=3600)  # after which the lines of a killed gateway are others'
     drain_s: int = Field(default=30, ge=0)  # how long a stop waits for running answers
 
     otlp_endpoint: str | None = Field(  # e.g. http://collector:4318; None: no spans leave the process

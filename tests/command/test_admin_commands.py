@@ -160,6 +160,32 @@ def test_the_audit_log_is_shown_and_verified(moiety: Callable[..., Any]) -> None
     assert "cut off or made anew" in cut.stderr
 
 
+def test_a_batch_is_submitted_followed_and_fetched(moiety: Callable[..., Any], tmp_path: Path) -> None:
+    body = {"model": "moiety-demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    file = tmp_path / "in.jsonl"
+    file.write_text("".join(json.dumps({"custom_id": f"n{n}", **line}) + "\n" for n in range(30)))
+    done = moiety("batch", "submit", str(file), "--wait", "--json")
+    assert done.returncode == 0, done.stderr
+    batch = json.loads(done.stdout)
+    assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 30)
+    assert batch["id"] in done.stderr
+    output = moiety("batch", "results", batch["id"]).stdout
+    assert [json.loads(one)["custom_id"] for one in output.splitlines()] == [f"n{n}" for n in range(30)]
+    moiety("batch", "results", batch["id"], "--output", str(tmp_path / "out.jsonl"))
+    assert (tmp_path / "out.jsonl").read_text() == output
+    assert "completed" in moiety("batch", "status", batch["id"]).stdout
+    assert batch["id"] in moiety("batch", "list").stdout
+    assert moiety("batch", "results", batch["id"], "--errors").returncode == 1
+    over = moiety("batch", "cancel", batch["id"])
+    assert (over.returncode, "nothing to cancel" in over.stderr) == (1, True)
+    assert moiety("batch", "status", batch["id"], "--key", "mty_no.such").returncode == 4
+    file.write_text("nonsense\n")
+    assert moiety("batch", "submit", str(file)).returncode == 1
+    bad = moiety("batch", "submit", str(file), "--endpoint", "/v1/completions", "--wait")
+    assert (bad.returncode, "invalid_json_line" in bad.stdout) == (1, True)
+
+
 def test_usage_is_summed_by_tenant(moiety: Callable[..., Any], serve: Any) -> None:
     body = {"model": "moiety-demo", "messages": [{"role": "user", "content": "hello"}]}
     headers = {"Authorization": f"Bearer {serve.tenant_key}"}

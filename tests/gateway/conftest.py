@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import tokenizers
 from openai import AsyncOpenAI
 
-from moiety_platform.app import Services, create_app
+from moiety_platform.app import Services, create_app, create_pipeline
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.bootstrap import ensure_bootstrap
+from moiety_platform.batches.assembly import Batches
+from moiety_platform.batches.backoff import Backoff
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.schemas import NewClass
-from moiety_platform.classes.service import create_class
+from moiety_platform.classes.service import create_class, load_classes
 from moiety_platform.clock import SystemClock
 from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.db.base import Base
+from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.gateway import GatewayServer, bind
@@ -97,6 +101,16 @@ class RowList:
         return self.rows
 
 
+class StoreClock:
+    """The database's clock, which may be put ahead."""
+
+    def __init__(self) -> None:
+        self.ahead_ms = 0
+
+    def __call__(self):
+        return now_ms() + self.ahead_ms
+
+
 class RunningGateway:
     """What tests hold of a gateway that listens."""
 
@@ -169,9 +183,9 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
         async with database.engine.begin() as connection:
             await connection.run_sync(Base.metadata.create_all)
         async with database.write() as session:
-            for service in SHIPPED:
+            for service in SHIPPED if not await load_classes(session) else ():
                 await create_class(session, NewClass.of(service))
-        keys = await ensure_bootstrap(database, PEPPER, clock)
+        keys = await ensure_bootstrap(database, PEPPER, clock, reissue=True)
         replicas = await stack.enter_async_context(Replicas(engines))
         tracing = Tracing(provider or build_provider(None))
         authenticator = Authenticator(database, PEPPER, clock)
@@ -183,6 +197,11 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
         quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock, ttl_s=20.0)
         await quotas.start()
         stack.push_async_callback(quotas.stop)
+        chosen = GatewaySettings(**{"drain_s": 2, **settings})
+        worker_id = f"worker-{secrets.token_hex(8)}"
+        store_clock = StoreClock()
+        parts = (database, authenticator, quotas, metrics, tracing, clock, chosen)
+        batches = Batches(worker_id, *parts, poll_s=0.05, backoff=Backoff(0.02), now=store_clock)
         services = Services(
             authenticator=authenticator,
             usage=rows,
@@ -198,16 +217,21 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
                     database, authenticator, classes, prices, quotas, PEPPER, clock, more=engine_routes(replicas)
                 )
             ],
+            batches=batches,
         )
         listener = bind("127.0.0.1", 0)
         started = asyncio.Event()
         chosen = GatewaySettings(**{"drain_s": 2, "failover_wait_s": 0.1, **settings})
-        server = GatewayServer(create_app(chosen, services), chosen.drain_s, started.set)
+        pipeline = create_pipeline(chosen, services)
+        server = GatewayServer(create_app(chosen, services, pipeline), chosen.drain_s, started.set)
+        await stack.enter_async_context(batches.working(pipeline))
         task = asyncio.create_task(server.serve([listener]))
         await started.wait()
         running = RunningGateway(f"http://127.0.0.1:{listener.getsockname()[1]}", keys, engines, rows, metrics)
         running.stop = server.request_exit
         running.forget_keys = lambda: authenticator.forget(keys.tenant_key.removeprefix("mty_").partition(".")[0])
+        running.database = database
+        running.store_clock = store_clock
         running.num_connections = lambda: len(server.server_state.connections)
         try:
             yield running

@@ -29,12 +29,16 @@ from moiety_migrations import (
     downgrade,
     upgrade,
 )
+from moiety_platform.batches.models import Batch
 from moiety_platform.db.url import redact, to_sync_url
+from moiety_platform.files.models import StoredFile
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.models import UsageRecord
 
 QUOTAS = {"quotas", "quota_windows", "quota_leases", "quota_rates", "prices"}
-TABLES = {"tenants", "projects", "api_keys", "usage", "usage_hours", "ledger", "audit_log", "service_classes", *QUOTAS}
+USAGE = {"usage_hours", "ledger", "audit_log"}
+BATCHES = {"files", "file_chunks", "batches", "batch_lines"}
+TABLES = {"tenants", "projects", "api_keys", "usage", "service_classes", *QUOTAS, *USAGE, *BATCHES}
 
 
 def table_names(url: str) -> set[str]:
@@ -61,7 +65,7 @@ def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProc
 
 def test_an_upgraded_database_is_what_the_models_say(empty_url: str) -> None:
     assert upgrade(empty_url) == HEAD
-    assert UsageRecord.metadata is ApiKey.metadata
+    assert UsageRecord.metadata is StoredFile.metadata is Batch.metadata is ApiKey.metadata
     engine = sa.create_engine(to_sync_url(empty_url), poolclass=sa.NullPool)
     with engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
@@ -94,7 +98,7 @@ def test_upgrading_an_upgraded_database_keeps_its_rows(empty_url: str) -> None:
 def test_tenants_of_the_first_schema_come_along_with_their_projects_and_go_back_again(empty_url: str) -> None:
     upgrade(empty_url)
     downgrade(empty_url, "0001")
-    assert table_names(empty_url) == TABLES - {"service_classes", "ledger", "usage_hours", "audit_log", *QUOTAS}
+    assert table_names(empty_url) == TABLES - {"service_classes", *QUOTAS, *USAGE, *BATCHES}
     moment = "'2026-01-01 00:00:00'"
     execute(empty_url, f"INSERT INTO tenants VALUES ('t', 'n', 'flex', 1.0, 'active', {moment})")
     execute(empty_url, f"INSERT INTO projects VALUES ('p', 't', 'n', {moment})")

@@ -85,6 +85,20 @@ class Authenticator:
         stored = entry.stored
         if stored is None or entry.principal is None or not hashes_match(stored.secret_hash, offered_hash):
             raise Unauthenticated(f"This API key is not one of ours. Check that it is whole and current. {_HOW_TO}")
+        self._check_standing(stored)
+        return entry.principal
+
+    async def principal_of(self, key_id: str) -> Principal:
+        """The holder of a key that was authenticated before, for work that was left under it. Raises what
+        `authenticate` raises."""
+        entry = await self._find(key_id)
+        if entry.stored is None or entry.principal is None:
+            raise Unauthenticated("The API key that this was sent with is gone. Send it again with another.")
+        self._check_standing(entry.stored)
+        return entry.principal
+
+    def _check_standing(self, stored: StoredKey) -> None:
+        """Raises Unauthenticated or Forbidden where the key may not be used now."""
         if stored.revoked_at is not None and stored.revoked_at <= self._clock.now():
             raise Unauthenticated("This API key was revoked. Ask your administrator for another.", code="key_revoked")
         if stored.expires_at is not None and stored.expires_at <= self._clock.now():
@@ -94,7 +108,6 @@ class Authenticator:
                 f"The tenant {stored.tenant_name!r} is suspended. Ask your administrator to activate it.",
                 code="tenant_suspended",
             )
-        return entry.principal
 
     def forget(self, key_id: str) -> None:
         """Drop what is cached of a key, so that a change made through this process counts here at once; what is being

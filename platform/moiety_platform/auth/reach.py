@@ -1,7 +1,8 @@
 """How far an administrator of one tenant reaches: which rows of each table are that tenant's.
 
 For such an administrator the store is as if it held nothing else, whatever a query asks for; so what is another
-tenant's is missing everywhere in the same way as what does not exist. A table with a column `tenant_id` goes by that.
+tenant's is missing everywhere in the same way as what does not exist. A table with a column `tenant_id` goes by that;
+one without says it in a class method `of_tenant`, or here.
 """
 
 from __future__ import annotations
@@ -72,12 +73,10 @@ async def _tenant_of_scope(session: AsyncSession, level: Level, scope_id: str) -
 
 
 def _condition(table: type[Any], tenant_id: str) -> Condition:
-    own = _CONDITIONS.get(table)
-    if own is not None:
-        return own(tenant_id)
-    if "tenant_id" not in table.__mapper__.columns:
-        raise UnownedTable(f"{table.__name__} has no tenant_id: say in auth/reach.py whose its rows are")
-    condition: Condition = table.tenant_id == tenant_id
+    own = _CONDITIONS.get(table) or getattr(table, "of_tenant", None)
+    if own is None and "tenant_id" not in table.__mapper__.columns:
+        raise UnownedTable(f"{table.__name__} has no tenant_id: say by its of_tenant whose its rows are")
+    condition: Condition = table.tenant_id == tenant_id if own is None else own(tenant_id)
     return condition
 
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "price": ("moiety_platform.cli.prices:app", "List, set and remove prices of models."),
     "quota": ("moiety_platform.cli.quotas:app", "List, set and remove limits of tenants, projects and keys."),
     "audit": ("moiety_platform.cli.audit:app", "Show the log of administrative changes, and verify it."),
+    "batch": ("moiety_platform.cli.batches:app", "Submit files of requests, follow them, fetch their answers."),
     "usage": ("moiety_platform.cli.usage:usage", "Show what was used, by tenant, model or day."),
 }
 SUMMARIES = {
@@ -51,6 +52,7 @@ ORDER = [
     "quota",
     "audit",
     "usage",
+    "batch",
     "bench",
     "simulate",
     "advise",

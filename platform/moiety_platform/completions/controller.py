@@ -21,7 +21,6 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
-from moiety_platform.completions.answers import AnswerHead, Choice, chat_answer, completion_answer
 from moiety_platform.completions.body import receive_body
 from moiety_platform.completions.disconnect import ClientDisconnected, watching_for_disconnect
 from moiety_platform.completions.pipeline import Pipeline
@@ -31,6 +30,7 @@ from moiety_platform.completions.reply import ABORT_CONNECTION, Reply
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.schemas import ChatBody, CompletionBody, GenerationBody
 from moiety_platform.completions.sse import DONE, ChatChunks, Chunks, CompletionChunks
+from moiety_platform.completions.whole import collect, echoes_of, head_of
 from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
 from moiety_platform.headers import header_of
 from moiety_platform.http_errors import internal_error
@@ -58,15 +58,17 @@ class CompletionServices:
 
 
 @dataclass(frozen=True, slots=True)
-class _Endpoint:
+class Endpoint:
+    """What the two have of their own."""
+
     path: str
     operation: str
     id_prefix: str
     schema: type[GenerationBody]
 
 
-CHAT = _Endpoint("/v1/chat/completions", "chat", "chatcmpl-", ChatBody)
-COMPLETIONS = _Endpoint("/v1/completions", "text_completion", "cmpl-", CompletionBody)
+CHAT = Endpoint("/v1/chat/completions", "chat", "chatcmpl-", ChatBody)
+COMPLETIONS = Endpoint("/v1/completions", "text_completion", "cmpl-", CompletionBody)
 
 
 def completion_routes(services: CompletionServices) -> list[HTTPRouteHandler]:
@@ -74,7 +76,7 @@ def completion_routes(services: CompletionServices) -> list[HTTPRouteHandler]:
     return [_route(CHAT, services), _route(COMPLETIONS, services)]
 
 
-def _route(endpoint: _Endpoint, services: CompletionServices) -> HTTPRouteHandler:
+def _route(endpoint: Endpoint, services: CompletionServices) -> HTTPRouteHandler:
     @post(endpoint.path, name=endpoint.operation)
     async def create(request: Request[Any, Any, Any]) -> ASGIApp:
         return _Exchange(endpoint, services)
@@ -85,7 +87,7 @@ def _route(endpoint: _Endpoint, services: CompletionServices) -> HTTPRouteHandle
 class _Exchange:
     """One request and its answer, as an ASGI application."""
 
-    def __init__(self, endpoint: _Endpoint, services: CompletionServices) -> None:
+    def __init__(self, endpoint: Endpoint, services: CompletionServices) -> None:
         self._endpoint = endpoint
         self._services = services
 
@@ -138,11 +140,11 @@ class _Exchange:
                     ADMISSION_HEADER: record.admission_reason,
                     **record.spending.headers(),
                 }
-                echoes = await _echoes(body, run)
+                echoes = await echoes_of(body, run)
                 if body.stream:
                     last = await _relay(body, run, record, reply, echoes)
                 else:
-                    answer = await _collect(body, run, record, echoes)
+                    answer = await collect(body, run, record, echoes)
             record.completed()
             if last is not None:
                 await reply.end_stream(last)
@@ -154,23 +156,6 @@ async def _tell(reply: Reply, error: PlatformError) -> None:
     """Send an error to a client that may have stopped to read."""
     with contextlib.suppress(ClientDisconnected):
         await reply.fail(error)
-
-
-async def _collect(body: GenerationBody, run: Run, record: RequestRecord, echoes: Sequence[str]) -> dict[str, Any]:
-    """Wait for all choices; the whole answer."""
-    choices = [Choice() for _ in range(run.num_sequences)]
-    async for index, message in run:
-        choice = choices[index]
-        choice.text.append(message.text)
-        if isinstance(message, Finished):
-            choice.finish_reason = message.reason.value
-        elif message.logprobs:
-            choice.logprobs += message.logprobs
-    head = _head(run, record)
-    if isinstance(body, ChatBody):
-        return chat_answer(head, choices, run.usage(), with_logprobs=bool(body.logprobs))
-    assert isinstance(body, CompletionBody)
-    return completion_answer(head, choices, run.usage(), echoes=echoes, with_logprobs=body.logprobs is not None)
 
 
 async def _relay(body: GenerationBody, run: Run, record: RequestRecord, reply: Reply, echoes: Sequence[str]) -> bytes:
@@ -197,28 +182,7 @@ async def _relay(body: GenerationBody, run: Run, record: RequestRecord, reply: R
 
 
 def _chunks(body: GenerationBody, run: Run, record: RequestRecord, echoes: Sequence[str]) -> Chunks:
-    head = _head(run, record)
+    head = head_of(run, record)
     if isinstance(body, CompletionBody):
         return CompletionChunks(head, body.include_usage, echoes)
     return ChatChunks(head, body.include_usage)
-
-
-def _head(run: Run, record: RequestRecord) -> AnswerHead:
-    return AnswerHead(
-        answer_id=record.request_id,
-        created=record.arrival_unix_ns // 1_000_000_000,
-        model=record.served_model,
-        system_fingerprint=run.text.fingerprint,
-        service_tier=record.served_tier,
-    )
-
-
-async def _echoes(body: GenerationBody, run: Run) -> Sequence[str]:
-    """The prompt's text for each choice if the request wants it, else empty strings."""
-    if not isinstance(body, CompletionBody) or not body.echo:
-        return [""] * run.num_sequences
-    prompts = [
-        prompt if isinstance(prompt, str) else await run.text.decode(token_ids)
-        for prompt, token_ids in zip(body.generation().prompts, run.prompts, strict=True)
-    ]
-    return [prompt for prompt in prompts for _ in range(body.n or 1)]

@@ -46,7 +46,7 @@ class Pipeline:
         failover_wait_s: float,
     ) -> None:
         self._replicas = replicas
-        self._texts = texts
+        self.texts = texts
         self._classes = classes
         self._prices = prices
         self._gate = gate
@@ -98,7 +98,7 @@ class Pipeline:
         refusal = refuse_hopeless(chosen.service, state.class_load(chosen.service.name))
         if refusal is not None:
             raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)
-        text = await self._texts.get(card)
+        text = await self.texts.get(card)
         prompts = await text.encode(generation.prompts)
         longest = [_max_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
         num_prompt_tokens = sum(map(len, prompts))

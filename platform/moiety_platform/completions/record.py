@@ -49,6 +49,7 @@ class RequestRecord:
     make_bill: Callable[[RequestRecord, int], Bill]
     spending: Spending
     bill: Bill | None = None  # once there is something to charge
+    bills_failures: bool = True  # whether what was generated before a failure is billed
     generation: Generation | None = None
     chosen: ServiceClass | None = None
     served: ServiceClass | None = None  # the fallback, where an engine has downgraded a sequence
@@ -76,9 +77,10 @@ class RequestRecord:
     error_code: str | None = None
 
     def reserved(self, num_prompt_tokens: int) -> bytes:
-        """All is reserved; what engines are given to be charged by, should this process be killed."""
+        """All is reserved; what engines are given to be charged by, should this process be killed: nothing, where only
+        an answer counts."""
         self.bill = self.make_bill(self, num_prompt_tokens)
-        return encode_bill(self.bill)
+        return encode_bill(self.bill) if self.bills_failures else b""
 
     def submitted(self, client: EngineClient, sequence_id: str) -> None:
         """A sequence has been given to an engine; from here on the request counts, even if this process is killed."""
@@ -153,7 +155,7 @@ class RequestRecord:
         self.error_code = error.code
         if isinstance(error, Overloaded):
             self.admission_outcome, self.admission_reason = "rejected", error.reason.value
-        if is_refusal:  # nothing of it is sent or billed, not even what its other sequences had begun
+        if is_refusal or not self.bills_failures:  # nothing of it is sent, not even what other sequences had begun
             self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
 
     def sla_attained(self, now_s: float) -> bool | None:

@@ -75,8 +75,11 @@ class RequestRecorder:
         endpoint: str,
         traceparent: str | None,
         tracestate: str | None,
+        bills_failures: bool = True,
     ) -> AsyncIterator[RequestRecord]:
-        """A record for an authenticated request. Leaving it writes the one usage row; errors pass through."""
+        """A record for an authenticated request. Leaving it writes the one usage row; errors pass through. Without
+        `bills_failures` only an answer counts, and what was generated before a failure is neither billed nor
+        charged."""
         record = RequestRecord(
             request_id=request_id,
             client_request_id=client_request_id,
@@ -90,6 +93,7 @@ class RequestRecorder:
             on_submitted=self._usage.opened,
             make_bill=self._bill,
             spending=Spending(self._quotas, principal),
+            bills_failures=bills_failures,
         )
         self._num_open += 1
         self._idle.clear()

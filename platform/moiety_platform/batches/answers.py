@@ -1,0 +1,49 @@
+"""The lines of output and error files, in OpenAI's shape. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from moiety_platform.errors import PlatformError
+from moiety_platform.http_errors import error_fields
+
+
+def line_key(batch_id: str, number: int) -> str:
+    """What the ids of a line are made of: always the same, however often the line is tried."""
+    return blake2b(f"{batch_id}/{number}".encode(), digest_size=16).hexdigest()
+
+
+def answered(batch_id: str, number: int, custom_id: str, request_id: str, body: Mapping[str, Any]) -> bytes:
+    """A line of the output file."""
+    return _line(batch_id, number, custom_id, _response(200, request_id, body), None)
+
+
+def refused(batch_id: str, number: int, custom_id: str, request_id: str, error: PlatformError) -> bytes:
+    """A line of the error file: what a client would have been told."""
+    return _line(batch_id, number, custom_id, _response(error.status, request_id, error_fields(error)), None)
+
+
+def unanswered(batch_id: str, number: int, custom_id: str, error: Mapping[str, str]) -> bytes:
+    """A line of the error file: the batch ended before its turn came."""
+    return _line(batch_id, number, custom_id, None, error)
+
+
+def _response(status: int, request_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    return {"status_code": status, "request_id": request_id, "body": body}
+
+
+def _line(
+    batch_id: str, number: int, custom_id: str, response: Mapping[str, Any] | None, error: Mapping[str, str] | None
+) -> bytes:
+    return msgspec.json.encode(
+        {
+            "id": f"batch_req_{line_key(batch_id, number)}",
+            "custom_id": custom_id,
+            "response": response,
+            "error": error,
+        }
+    )

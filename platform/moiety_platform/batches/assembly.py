@@ -1,0 +1,114 @@
+"""Files and batches of one gateway process, put together: their routes, and the worker that answers lines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from litestar.handlers import HTTPRouteHandler
+
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.batches.backoff import Backoff
+from moiety_platform.batches.controller import BatchServices, batch_routes
+from moiety_platform.batches.execution import HeldRows, LineRunner
+from moiety_platform.batches.lines import Limits
+from moiety_platform.batches.results import BatchFiles
+from moiety_platform.batches.tending import Tending
+from moiety_platform.batches.worker import POLL_S, BatchWorker
+from moiety_platform.clock import Clock
+from moiety_platform.completions.pipeline import Pipeline
+from moiety_platform.completions.recorder import RequestRecorder
+from moiety_platform.db.now import now_ms
+from moiety_platform.db.session import Database
+from moiety_platform.files.controller import FileServices, file_routes
+from moiety_platform.files.service import Files
+from moiety_platform.files.store import Now
+from moiety_platform.files.upload import Uploads
+from moiety_platform.metrics import Metrics
+from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.traces.tracing import Tracing
+
+
+class Batches:
+    """Made by the entry point. `worker_id` must never have been used before; `now` is the database's clock."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        database: Database,
+        authenticator: Authenticator,
+        quotas: QuotaKeeper,
+        metrics: Metrics,
+        tracing: Tracing,
+        clock: Clock,
+        settings: GatewaySettings,
+        *,
+        poll_s: float = POLL_S,
+        backoff: Backoff | None = None,
+        now: Now = now_ms,
+    ) -> None:
+        self._worker_id = worker_id
+        self._database = database
+        self._authenticator = authenticator
+        self._clock = clock
+        self._settings = settings
+        self._poll_s = poll_s
+        self._backoff = backoff or Backoff()
+        self._now = now
+        self._rows = HeldRows()
+        self._recorder = RequestRecorder(self._rows, quotas, metrics, tracing, clock)
+        self._files = Files(database, BatchFiles(database), now)
+        self._worker: BatchWorker | None = None
+
+    def routes(self) -> list[HTTPRouteHandler]:
+        """The handlers of `/v1/files` and `/v1/batches`."""
+        settings = self._settings
+        uploads = Uploads(self._database, settings.max_file_bytes, settings.max_file_bytes_per_tenant, self._now)
+        return [
+            *file_routes(FileServices(self._authenticator, self._files, uploads)),
+            *batch_routes(
+                BatchServices(
+                    self._authenticator,
+                    self._database,
+                    settings.max_open_batches_per_tenant,
+                    on_change=self._wake,
+                    now=self._now,
+                )
+            ),
+        ]
+
+    @asynccontextmanager
+    async def working(self, pipeline: Pipeline) -> AsyncIterator[None]:
+        """Answer lines through this pipeline for as long as the context is open. With a concurrency of 0 other gateways
+        do all the work."""
+        if self._settings.batch_concurrency == 0:
+            yield
+            return
+        settings, database = self._settings, self._database
+        limits = Limits(settings.max_batch_lines, settings.max_body_bytes, settings.max_json_depth)
+        worker = self._worker = BatchWorker(
+            self._worker_id,
+            database,
+            self._runner(pipeline),
+            Tending(database, self._files, limits, self._clock, now=self._now),
+            self._clock,
+            concurrency=settings.batch_concurrency,
+            lease_s=settings.batch_lease_s,
+            poll_s=self._poll_s,
+            backoff=self._backoff,
+            now=self._now,
+        )
+        await worker.start()
+        try:
+            yield
+        finally:
+            await worker.stop()
+
+    def _runner(self, pipeline: Pipeline) -> LineRunner:
+        depth = self._settings.max_json_depth
+        return LineRunner(self._authenticator, self._recorder, self._rows, pipeline, depth, self._backoff)
+
+    def _wake(self) -> None:
+        if self._worker is not None:
+            self._worker.wake()

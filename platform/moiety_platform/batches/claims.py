@@ -1,0 +1,138 @@
+"""Who works on what: lines and batches claimed by leases on the database's clock, within the caller's transaction.
+
+Workers that claim at the same time get different lines and do not wait for each other (SKIP LOCKED on PostgreSQL; on
+SQLite one writes at a time anyway). What nobody renews is claimed anew: a killed worker's lines wait for the lease's
+end, those of one that stops are given back at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Integer, Select, case, cast, func, select, tuple_, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.batches.models import OPEN, Batch, BatchLine, BatchStatus, LineState
+from moiety_platform.files.models import FileChunk
+from moiety_platform.files.store import Now, read_clock
+
+MAX_OPEN_BATCHES = 1000  # that are looked at together
+
+LineKey = tuple[str, int]  # (batch, number)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBatch:
+    """A batch that has not ended, as workers see it. `is_free`: nobody validates or finalizes it now."""
+
+    id: str
+    tenant_id: str
+    key_id: str
+    endpoint: str
+    input_file_id: str
+    status: str
+    is_due: bool  # its window is over
+    is_free: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedLine:
+    """A line to be answered."""
+
+    batch: OpenBatch
+    number: int
+    custom_id: str
+    num_refusals: int
+    num_failures: int
+    text: bytes
+
+    @property
+    def key(self) -> LineKey:
+        return self.batch.id, self.number
+
+
+async def open_batches(session: AsyncSession, now: Now) -> list[OpenBatch]:
+    """Those that have not ended, oldest first."""
+    moment = await read_clock(session, now)
+    statement = select(Batch).where(Batch.status.in_(OPEN)).order_by(Batch.created_ms, Batch.id).limit(MAX_OPEN_BATCHES)
+    return [
+        OpenBatch(
+            id=batch.id,
+            tenant_id=batch.tenant_id,
+            key_id=batch.key_id,
+            endpoint=batch.endpoint,
+            input_file_id=batch.input_file_id,
+            status=batch.status,
+            is_due=batch.expires_ms <= moment,
+            is_free=batch.available_ms <= moment,
+        )
+        for batch in await session.scalars(statement)
+    ]
+
+
+async def claim_batch(session: AsyncSession, batch: OpenBatch, lease_ms: int, now: Now) -> bool:
+    """Be the one that validates or finalizes it; False if somebody else is, or its status has changed."""
+    free = Batch.id == batch.id, Batch.status == batch.status, Batch.available_ms <= now()
+    return (
+        await session.scalar(update(Batch).where(*free).values(available_ms=now() + lease_ms).returning(Batch.id))
+        is not None
+    )
+
+
+async def claim_lines(
+    session: AsyncSession, batch: OpenBatch, owner: str, limit: int, lease_ms: int, now: Now
+) -> list[ClaimedLine]:
+    """At most `limit` lines that nobody is at, in the order of the file, with what they ask."""
+    mine = BatchLine.batch_id == batch.id, BatchLine.state == LineState.PENDING
+    running = select(Batch.id).where(Batch.id == batch.id, Batch.status == BatchStatus.IN_PROGRESS).exists()
+    free = (
+        select(BatchLine.number)
+        .where(*mine, BatchLine.available_ms <= now(), running)
+        .order_by(BatchLine.number)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    )
+    numbers = (await session.scalars(free)).all()
+    if not numbers:
+        return []
+    chosen = BatchLine.batch_id == batch.id, BatchLine.number.in_(numbers)
+    await session.execute(update(BatchLine).where(*chosen).values(available_ms=now() + lease_ms, owner=owner))
+    texts: dict[int, bytes] = {}
+    claimed: dict[int, ClaimedLine] = {}
+    for number, custom_id, num_refusals, num_failures, part in await session.execute(_texts(batch, numbers)):
+        texts[number] = texts.get(number, b"") + part
+        claimed[number] = ClaimedLine(batch, number, custom_id, num_refusals, num_failures, texts[number])
+    return list(claimed.values())
+
+
+async def renew_lines(
+    session: AsyncSession, keys: Sequence[LineKey], owner: str, lease_ms: int, now: Now
+) -> set[LineKey]:
+    """Put off the end of these leases; those that are still the owner's."""
+    if not keys:
+        return set()
+    wanted = tuple_(BatchLine.batch_id, BatchLine.number).in_(keys)
+    mine = wanted, BatchLine.owner == owner, BatchLine.state == LineState.PENDING
+    columns = BatchLine.batch_id, BatchLine.number
+    await session.execute(select(*columns).where(*mine).order_by(*columns).with_for_update())  # in everybody's order
+    renewed = update(BatchLine).where(*mine).values(available_ms=now() + lease_ms).returning(*columns)
+    return {(batch_id, number) for batch_id, number in await session.execute(renewed)}
+
+
+def _texts(batch: OpenBatch, numbers: Sequence[int]) -> Select[int, str, int, int, bytes]:
+    """The lines, cut out of the file's chunks: a row for each chunk that a line lies in, in their order."""
+    begin = case((BatchLine.start > FileChunk.start, BatchLine.start), else_=FileChunk.start)
+    end = BatchLine.start + BatchLine.num_bytes
+    first, length = cast(begin - FileChunk.start + 1, Integer), cast(end - begin, Integer)
+    part = func.substr(FileChunk.data, first, length, type_=FileChunk.data.type)
+    return (
+        select(BatchLine.number, BatchLine.custom_id, BatchLine.num_refusals, BatchLine.num_failures, part)
+        .join(FileChunk, (FileChunk.start < end) & (FileChunk.stop > BatchLine.start))
+        .where(
+            FileChunk.file_id == batch.input_file_id,
+            BatchLine.batch_id == batch.id,
+            BatchLine.number.in_(numbers),
+        )
+        .order_by(BatchLine.number, FileChunk.start)
+    )

@@ -1,0 +1,87 @@
+"""`/v1/batches`. Maps HTTP to the batches; every route needs a key for inference, and sees its project's batches
+only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from litestar import Request, get, post
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath, FromQuery
+
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.principal import Principal
+from moiety_platform.batches.schemas import NewBatch, view
+from moiety_platform.batches.service import cancel_batch, create_batch, get_batch, list_batches
+from moiety_platform.completions.body import receive_body
+from moiety_platform.db.keyset import list_fields, parse_list
+from moiety_platform.db.now import now_ms
+from moiety_platform.db.session import Database
+from moiety_platform.files.controller import authenticate
+from moiety_platform.files.store import Now
+
+DEFAULT_LIST = 20
+MAX_LIST = 100
+MAX_BODY_BYTES = 256 * 1024
+MAX_JSON_DEPTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class BatchServices:
+    """What these endpoints need; `on_change` wakes whoever works on batches in this process."""
+
+    authenticator: Authenticator
+    database: Database
+    max_open_batches: int
+    on_change: Callable[[], None]
+    now: Now = now_ms
+
+
+def batch_routes(services: BatchServices) -> list[HTTPRouteHandler]:
+    """The handlers of these endpoints."""
+    database = services.database
+
+    async def caller(request: Request[Any, Any, Any]) -> Principal:
+        return await authenticate(services.authenticator, request)
+
+    @post("/v1/batches", name="create_batch", status_code=200)
+    async def create(request: Request[Any, Any, Any]) -> dict[str, Any]:
+        """Have the lines of an uploaded file answered."""
+        owner = await caller(request)
+        headers = request.scope["headers"]
+        new = await receive_body(NewBatch, request.receive, headers, MAX_BODY_BYTES, MAX_JSON_DEPTH)
+        async with database.write() as session:
+            batch = await create_batch(session, owner, new, max_open=services.max_open_batches, now=services.now)
+        services.on_change()
+        return view(batch)
+
+    @get("/v1/batches", name="list_batches")
+    async def list_some(
+        request: Request[Any, Any, Any], limit: FromQuery[int | None] = None, after: FromQuery[str | None] = None
+    ) -> dict[str, Any]:
+        """The project's batches, newest first."""
+        owner = await caller(request)
+        wanted = parse_list(limit, after, None, default_limit=DEFAULT_LIST, max_limit=MAX_LIST)
+        async with database.read() as session:
+            found, has_more = await list_batches(session, owner.project_id, wanted)
+        return list_fields([view(batch) for batch in found], has_more)
+
+    @get("/v1/batches/{batch_id:str}", name="retrieve_batch")
+    async def retrieve(request: Request[Any, Any, Any], batch_id: FromPath[str]) -> dict[str, Any]:
+        """One batch, with its progress."""
+        owner = await caller(request)
+        async with database.read() as session:
+            return view(await get_batch(session, owner.project_id, batch_id))
+
+    @post("/v1/batches/{batch_id:str}/cancel", name="cancel_batch", status_code=200)
+    async def cancel(request: Request[Any, Any, Any], batch_id: FromPath[str]) -> dict[str, Any]:
+        """Answer no more lines of a batch."""
+        owner = await caller(request)
+        async with database.write() as session:
+            batch = await cancel_batch(session, owner.project_id, batch_id, services.now)
+        services.on_change()
+        return view(batch)
+
+    return [create, list_some, retrieve, cancel]

@@ -1,0 +1,204 @@
+"""A batch's input file, line by line: what a line must be. Pure; knows no store.
+
+{"custom_id": "…", "method": "POST", "url": "/v1/chat/completions", "body": {…}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from moiety_platform.batches.endpoints import BatchEndpoint
+from moiety_platform.batches.models import MAX_CUSTOM_ID_LENGTH
+from moiety_platform.completions.body import decode_body
+from moiety_platform.errors import BadRequest
+from moiety_platform.json_depth import check_depth
+
+MAX_ERRORS = 100  # that are listed
+TOO_MANY = "too_many_errors"
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One line, decoded but for its body."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class RawLine:
+    """A line's place in the file, and its bytes without the line's end. `text` is None for one that is too long."""
+
+    number: int  # from 1
+    start: int
+    text: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class GoodLine:
+    """What is kept of a line that may be asked."""
+
+    number: int
+    custom_id: str
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a file and its lines may be."""
+
+    max_lines: int
+    max_line_bytes: int
+    max_json_depth: int
+
+
+class Splitter:
+    """Cuts a file that comes in pieces into lines. A line that is too long is dropped as it comes, so memory is
+    bounded."""
+
+    def __init__(self, max_line_bytes: int) -> None:
+        self._max_line_bytes = max_line_bytes
+        self._rest = bytearray()
+        self._is_too_long = False
+        self._number = 1
+        self._start = 0
+        self._offset = 0
+
+    def take(self, piece: bytes) -> Iterator[RawLine]:
+        """The lines that end within the piece."""
+        *ended, rest = piece.split(b"\n")
+        for part in ended:
+            self._add(part)
+            self._offset += 1
+            yield from self._end()
+        self._add(rest)
+
+    def finish(self) -> Iterator[RawLine]:
+        """The last line, if the file does not end with a line's end."""
+        yield from self._end()
+
+    def _add(self, part: bytes) -> None:
+        self._offset += len(part)
+        if self._is_too_long or len(self._rest) + len(part) > self._max_line_bytes:
+            self._is_too_long = True
+            self._rest.clear()
+        else:
+            self._rest += part
+
+    def _end(self) -> Iterator[RawLine]:
+        """Nothing for a blank line."""
+        text = bytes(self._rest)
+        if self._is_too_long or text.strip():
+            yield RawLine(self._number, self._start, None if self._is_too_long else text)
+        self._rest.clear()
+        self._is_too_long = False
+        self._number += 1
+        self._start = self._offset
+
+
+class Checker:
+    """Checks the lines of one file in their order; the errors are as the API lists them."""
+
+    def __init__(self, endpoint: BatchEndpoint, limits: Limits) -> None:
+        self._endpoint = endpoint
+        self._limits = limits
+        self._seen: dict[str, int] = {}  # custom_id → number
+        self.num_lines = 0
+        self.errors: list[dict[str, Any]] = []
+
+    @property
+    def gave_up(self) -> bool:
+        """There is more wrong than is worth listing, or the file has too many lines."""
+        return len(self.errors) > MAX_ERRORS or self.num_lines > self._limits.max_lines
+
+    def check(self, line: RawLine) -> GoodLine | None:
+        """None for a line that is added to the errors instead."""
+        self.num_lines += 1
+        if self.num_lines > self._limits.max_lines:
+            self._complain(
+                None, "too_many_lines", f"the file has more than {self._limits.max_lines:,} requests; split it"
+            )
+            return None
+        try:
+            return self._check(line)
+        except BadRequest as exc:
+            self._complain(line.number, exc.code, exc.message, exc.param)
+        if len(self.errors) == MAX_ERRORS:
+            self._complain(None, TOO_MANY, f"more than {MAX_ERRORS} lines are wrong; only these are listed")
+        return None
+
+    def finish(self) -> None:
+        """All lines were checked."""
+        if self.num_lines == 0:
+            self._complain(None, "empty_file", "the file has no lines; write one request a line")
+
+    def _check(self, raw: RawLine) -> GoodLine:
+        if raw.text is None:
+            raise BadRequest(
+                f"the line is longer than the {self._limits.max_line_bytes:,} bytes that a request may have",
+                code="line_too_large",
+            )
+        line = _decode(raw.text, self._limits.max_json_depth)
+        _check_custom_id(line.custom_id)
+        if line.method != "POST":
+            raise BadRequest(
+                f"'method' must be 'POST', not {line.method[:32]!r}", param="method", code="invalid_method"
+            )
+        if line.url != self._endpoint.path:
+            raise BadRequest(
+                f"'url' is {line.url[:64]!r}, but the batch is for {self._endpoint.path}; one batch has one endpoint",
+                param="url",
+                code="mismatched_endpoint",
+            )
+        first = self._seen.setdefault(line.custom_id, raw.number)
+        if first != raw.number:
+            raise BadRequest(
+                f"the 'custom_id' {line.custom_id[:64]!r} was used in line {first} already; every line needs its own",
+                param="custom_id",
+                code="duplicate_custom_id",
+            )
+        body = decode_body(self._endpoint.schema, bytes(line.body), self._limits.max_json_depth)
+        if getattr(body, "stream", None):
+            raise BadRequest("'stream' cannot be true in a batch; leave it out", param="body.stream")
+        return GoodLine(raw.number, line.custom_id, raw.start, len(raw.text))
+
+    def _complain(self, number: int | None, code: str, message: str, param: str | None = None) -> None:
+        self.errors.append({"code": code, "line": number, "message": message, "param": param})
+
+
+def body_of(text: bytes) -> bytes:
+    """The body of a line that was found good."""
+    return bytes(_decoder.decode(text).body)
+
+
+_decoder = msgspec.json.Decoder(Line)
+
+
+def _decode(text: bytes, max_depth: int) -> Line:
+    check_depth(text, max_depth)
+    try:
+        return _decoder.decode(text)
+    except msgspec.ValidationError as exc:
+        raise BadRequest(
+            f"the line must have 'custom_id', 'method' and 'url' (strings) and 'body' (an object): {exc}",
+            code="invalid_line",
+        ) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise BadRequest(
+            f"the line is not valid JSON ({exc}); write one JSON object a line, in UTF-8", code="invalid_json_line"
+        ) from exc
+
+
+def _check_custom_id(custom_id: str) -> None:
+    if not 1 <= len(custom_id) <= MAX_CUSTOM_ID_LENGTH or not custom_id.isprintable():
+        raise BadRequest(
+            f"'custom_id' must have 1 to {MAX_CUSTOM_ID_LENGTH} printable characters",
+            param="custom_id",
+            code="invalid_custom_id",
+        )

@@ -1,0 +1,165 @@
+"""What came of lines, stored: the answer, the usage row with its charges, and the batch's counts in one transaction.
+
+So a line is billed if and only if its answer is in the output file, whatever is killed when. The first answer of a line
+is the one that counts. Where two workers have answered the same line (one of them had been silent for longer than its
+lease), or the batch ended before the answer came, the other is dropped, and its tokens are charged to limits, since
+they were generated, but not billed. Rows are locked in one order everywhere: lines, batches, usage, limits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from sqlalchemy import bindparam, select, tuple_, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.batches.claims import ClaimedLine
+from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
+from moiety_platform.files.store import Now, read_clock
+from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.store import insert_rows, storable
+
+SUPERSEDED = "superseded"
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A line has come to its end, with an answer or without."""
+
+    line: ClaimedLine
+    state: LineState
+    answer: bytes  # its line in the output or error file
+    row: UsageRow | None  # None where it did not get so far as to be a request
+
+
+@dataclass(frozen=True, slots=True)
+class PutBack:
+    """A line is to be tried again, after a while."""
+
+    line: ClaimedLine
+    wait_s: float
+    num_refusals: int
+    num_failures: int
+    by_limit: bool = False  # a limit of its key refused it
+
+
+async def store_outcomes(
+    session: AsyncSession, owner: str, answered: Sequence[Answered], put_back: Sequence[PutBack], now: Now
+) -> None:
+    """All of them, each once: what was stored before, in a transaction of which it is not known whether it was
+    committed, is left as it is."""
+    states = await _lock(session, [*(one.line for one in answered), *(one.line for one in put_back)])
+    first = [one for one in answered if states.get(one.line.key, _GONE)[0] == LineState.PENDING]
+    waiting = [one for one in put_back if states.get(one.line.key) == (LineState.PENDING, owner)]
+    connection = await session.connection()
+    here = BatchLine.batch_id == bindparam("of"), BatchLine.number == bindparam("at")
+    if first:
+        ended: dict[str, Any] = {name: bindparam(f"new_{name}") for name in ("state", "answer", "answer_bytes")}
+        await connection.execute(
+            update(BatchLine.__table__).where(*here).values(owner=owner, **ended),  # type: ignore[arg-type]
+            [
+                {
+                    "of": one.line.batch.id,
+                    "at": one.line.number,
+                    "new_state": one.state.value,
+                    "new_answer": one.answer,
+                    "new_answer_bytes": len(one.answer) + 1,  # and the line's end
+                }
+                for one in first
+            ],
+        )
+        await _count(session, first, now)
+    if waiting:
+        moment = await read_clock(session, now)
+        tried: dict[str, Any] = {
+            name: bindparam(f"new_{name}") for name in ("available_ms", "num_refusals", "num_failures")
+        }
+        await connection.execute(
+            update(BatchLine.__table__).where(*here).values(owner=None, **tried),  # type: ignore[arg-type]
+            [
+                {
+                    "of": one.line.batch.id,
+                    "at": one.line.number,
+                    "new_available_ms": moment + round(one.wait_s * 1000),
+                    "new_num_refusals": one.num_refusals,
+                    "new_num_failures": one.num_failures,
+                }
+                for one in waiting
+            ],
+        )
+    await _bill(session, owner, answered, first, states)
+
+
+_GONE = ("", None)
+
+
+async def _lock(session: AsyncSession, lines: Sequence[ClaimedLine]) -> dict[tuple[str, int], tuple[str, str | None]]:
+    """The state and the owner of each line."""
+    columns = BatchLine.batch_id, BatchLine.number
+    wanted = tuple_(*columns).in_([line.key for line in lines])
+    statement = select(*columns, BatchLine.state, BatchLine.owner).where(wanted).order_by(*columns).with_for_update()
+    rows = await session.execute(statement)
+    return {(batch_id, number): (state, owner) for batch_id, number, state, owner in rows}
+
+
+async def _count(session: AsyncSession, ended: Sequence[Answered], now: Now) -> None:
+    """Add to the batches' counts; a batch all of whose lines have ended is to be finalized."""
+    by_batch: dict[str, list[Answered]] = defaultdict(list)
+    for one in ended:
+        by_batch[one.line.batch.id].append(one)
+    for batch_id, ones in sorted(by_batch.items()):
+        billed = [one.row for one in ones if one.row is not None and one.state is LineState.COMPLETED]
+        num_completed = sum(one.state is LineState.COMPLETED for one in ones)
+        changes = {
+            "completed": Batch.completed + num_completed,
+            "failed": Batch.failed + len(ones) - num_completed,
+            "prompt_tokens": Batch.prompt_tokens + sum(row.prompt_tokens for row in billed),
+            "cached_tokens": Batch.cached_tokens + sum(row.cached_tokens for row in billed),
+            "output_tokens": Batch.output_tokens + sum(row.output_tokens for row in billed),
+        }
+        await session.execute(update(Batch).where(Batch.id == batch_id).values(changes))
+        done = Batch.completed + Batch.failed == Batch.total, Batch.status == BatchStatus.IN_PROGRESS
+        await session.execute(
+            update(Batch)
+            .where(Batch.id == batch_id, *done)
+            .values(
+                status=BatchStatus.FINALIZING, finalizing_ms=now(), closing_as=BatchStatus.COMPLETED, available_ms=0
+            )
+        )
+
+
+async def _bill(
+    session: AsyncSession,
+    owner: str,
+    answered: Sequence[Answered],
+    first: Sequence[Answered],
+    states: dict[tuple[str, int], tuple[str, str | None]],
+) -> None:
+    """The usage rows of what counts, and of what was dropped those that charge something."""
+    rows = [one.row for one in first if one.row is not None]
+    counted = {one.line.key for one in first}
+    for one in answered:
+        was_stored_here = states.get(one.line.key, _GONE)[1] == owner
+        if one.line.key not in counted and not was_stored_here and one.row is not None and one.row.charges:
+            rows.append(_superseded(one.row, owner))
+    if rows:
+        await insert_rows(session, [storable(row) for row in rows])
+
+
+def _superseded(row: UsageRow, owner: str) -> UsageRow:
+    """Under an id of its own, so that it is stored once as well."""
+    return msgspec.structs.replace(
+        row,
+        request_id=f"{row.request_id}-{owner}",
+        outcome="failed",
+        error_code=SUPERSEDED,
+        prompt_tokens=0,
+        cached_tokens=0,
+        output_tokens=0,
+        cost_nanodollars=0,
+        sla_attained=None,
+    )

@@ -1,0 +1,132 @@
+"""A batch's input file, checked line by line and taken over, in pieces.
+
+What is written is a function of the file, which nobody can change, so it may be written twice: a validation that was
+killed is begun anew by whoever claims the batch next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+import structlog
+from sqlalchemy import delete, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.batches.claims import OpenBatch
+from moiety_platform.batches.closing import refuse_batch
+from moiety_platform.batches.endpoints import ENDPOINTS
+from moiety_platform.batches.lines import Checker, GoodLine, Limits, RawLine, Splitter
+from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
+from moiety_platform.db.dialect import insert_into
+from moiety_platform.db.session import Database
+from moiety_platform.files.store import Now, read_chunk
+
+LINES_AT_ONCE = 1000
+
+log = structlog.get_logger(__name__)
+
+
+class Validation:
+    """Of one batch, by whoever has claimed it."""
+
+    def __init__(self, database: Database, batch: OpenBatch, limits: Limits, lease_ms: int, now: Now) -> None:
+        self._database = database
+        self._batch = batch
+        self._lease_ms = lease_ms
+        self._now = now
+        self._splitter = Splitter(limits.max_line_bytes)
+        self._checker = Checker(ENDPOINTS[batch.endpoint], limits)
+        self._good: list[GoodLine] = []
+
+    async def run(self) -> None:
+        """To its end: the batch is in progress then, or has failed. Stops early where the batch was cancelled
+        meanwhile. Raises Unavailable."""
+        start = 0
+        while data := await self._read(start):
+            start += len(data)
+            await asyncio.to_thread(self._check, self._splitter.take(data))
+            if self._checker.gave_up:
+                break
+            if not self._checker.errors and not await self._add_lines():
+                return
+        if not self._checker.gave_up:
+            await asyncio.to_thread(self._check, self._splitter.finish())
+            self._checker.finish()
+        if self._checker.errors:
+            await self._refuse()
+        else:
+            await self._accept()
+
+    async def _read(self, start: int) -> bytes:
+        async with self._database.read() as session:
+            return await read_chunk(session, self._batch.input_file_id, start)
+
+    def _check(self, lines: Iterable[RawLine]) -> None:
+        for line in lines:
+            good = self._checker.check(line)
+            if good is not None:
+                self._good.append(good)
+            if self._checker.gave_up:
+                return
+
+    async def _add_lines(self) -> bool:
+        """False where the batch is being validated no more."""
+        while self._good:
+            some, self._good = self._good[:LINES_AT_ONCE], self._good[LINES_AT_ONCE:]
+            async with self._database.write() as session:
+                if not await self._renew(session):
+                    return False
+                await session.execute(
+                    insert_into(session, BatchLine).on_conflict_do_nothing(), _rows(self._batch.id, some)
+                )
+        return True
+
+    async def _renew(self, session: AsyncSession) -> bool:
+        """Locks the batch, so that nothing is added once it is cancelled."""
+        mine = Batch.id == self._batch.id, Batch.status == BatchStatus.VALIDATING
+        renewed = update(Batch).where(*mine).values(available_ms=self._now() + self._lease_ms).returning(Batch.id)
+        return await session.scalar(renewed) is not None
+
+    async def _accept(self) -> None:
+        if not await self._add_lines():
+            return
+        values = {"status": BatchStatus.IN_PROGRESS, "in_progress_ms": self._now(), "total": self._checker.num_lines}
+        mine = Batch.id == self._batch.id, Batch.status == BatchStatus.VALIDATING
+        async with self._database.write() as session:
+            await session.execute(update(Batch).where(*mine).values(values))
+        log.info("batch_in_progress", batch_id=self._batch.id, lines=self._checker.num_lines)
+
+    async def _refuse(self) -> None:
+        """First the status, then the lines: nobody takes them any more."""
+        async with self._database.write() as session:
+            if not await refuse_batch(session, self._batch.id, self._checker.errors, self._now):
+                return
+        log.info("batch_refused", batch_id=self._batch.id, errors=len(self._checker.errors))
+        while await self._drop_lines():
+            pass
+
+    async def _drop_lines(self) -> bool:
+        of_batch = BatchLine.batch_id == self._batch.id
+        async with self._database.write() as session:
+            numbers = (await session.scalars(select(BatchLine.number).where(of_batch).limit(LINES_AT_ONCE))).all()
+            await session.execute(delete(BatchLine).where(of_batch, BatchLine.number.in_(numbers)))
+        return bool(numbers)
+
+
+def _rows(batch_id: str, lines: Sequence[GoodLine]) -> list[dict[str, object]]:
+    return [
+        {
+            "batch_id": batch_id,
+            "number": line.number,
+            "custom_id": line.custom_id,
+            "start": line.start,
+            "num_bytes": line.num_bytes,
+            "state": LineState.PENDING,
+            "available_ms": 0,
+            "num_refusals": 0,
+            "num_failures": 0,
+            "answer_bytes": 0,
+        }
+        for line in lines
+    ]

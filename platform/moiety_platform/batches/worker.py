@@ -1,0 +1,252 @@
+"""Works on batches in one gateway process, together with those of all other gateways on the same database.
+
+It claims lines, as many as it has free places, answers them, and stores what came of them, what has gathered by one
+transaction. When the database is away, answers wait in memory and nothing new is claimed. A stop gives back what is not
+answered; a kill leaves it to the end of the leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+
+import structlog
+
+from moiety_platform.batches.backoff import Backoff
+from moiety_platform.batches.claims import (
+    ClaimedLine,
+    LineKey,
+    OpenBatch,
+    claim_lines,
+    open_batches,
+    renew_lines,
+)
+from moiety_platform.batches.closing import begin_closing
+from moiety_platform.batches.execution import KeyLost, LineRunner, Outcome
+from moiety_platform.batches.models import BatchStatus
+from moiety_platform.batches.outcomes import Answered, PutBack, store_outcomes
+from moiety_platform.batches.pace import Pace
+from moiety_platform.batches.sharing import next_batch, share
+from moiety_platform.batches.tending import Tending
+from moiety_platform.clock import Clock
+from moiety_platform.db.now import now_ms
+from moiety_platform.db.session import Database
+from moiety_platform.errors import Unavailable
+from moiety_platform.files.store import Now
+
+POLL_S = 1.0
+STOP_GRACE_S = 3.0
+OUTAGE_PAUSE_S = 1.0
+
+log = structlog.get_logger(__name__)
+
+
+class BatchWorker:
+    """Owned by the entry point; one event loop. `start`, then `stop` before what the lines need is closed. Its id must
+    never have been used before."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        database: Database,
+        runner: LineRunner,
+        tending: Tending,
+        clock: Clock,
+        *,
+        concurrency: int,
+        lease_s: float,
+        backoff: Backoff,
+        poll_s: float = POLL_S,
+        now: Now = now_ms,
+    ) -> None:
+        self._id = worker_id
+        self._database = database
+        self._runner = runner
+        self._tending = tending
+        self._clock = clock
+        self._concurrency = concurrency
+        self._lease_s = lease_s
+        self._backoff = backoff
+        self._poll_s = poll_s
+        self._now = now
+        self._running: dict[LineKey, tuple[ClaimedLine, asyncio.Task[None]]] = {}
+        self._outcomes: list[Outcome] = []
+        self._batches: list[OpenBatch] = []  # as they were when last looked at
+        self._paces: dict[str, Pace] = {}
+        self._dry: set[str] = set()  # batches that had no more lines to claim when last looked at
+        self._work = asyncio.Event()
+        self._looked_s = self._renewed_s = float("-inf")
+        self._is_stopping = False
+        self._is_away = False
+        self._task: asyncio.Task[None] | None = None
+
+    def wake(self) -> None:
+        """A batch was made or changed in this process: look at once."""
+        self._looked_s = float("-inf")
+        self._work.set()
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="batch-worker")
+
+    async def stop(self) -> None:
+        """Claim nothing more, let what is nearly done come to its end, give the rest back. Idempotent."""
+        if self._task is None:
+            return
+        self._is_stopping = True
+        self._work.set()
+        await self._task
+        self._task = None
+        await self._tending.stop()
+        tasks = [task for _, task in self._running.values()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_GRACE_S)
+        for _, task in self._running.values():
+            task.cancel()
+        lines = [line for line, _ in self._running.values()]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        ended = {outcome.line.key for outcome in self._outcomes}
+        self._outcomes += [
+            PutBack(line, 0.0, line.num_refusals, line.num_failures) for line in lines if line.key not in ended
+        ]
+        try:
+            await self._store()
+        except Unavailable as error:
+            log.warning("batch_lines_left_to_their_leases", reason=str(error), lines=len(self._outcomes))
+
+    async def _run(self) -> None:
+        while not self._is_stopping:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_s):
+                    await self._work.wait()
+            self._work.clear()
+            try:
+                await self._round()
+            except Unavailable as error:
+                if not self._is_away:
+                    log.warning("batch_store_away", reason=str(error))
+                self._is_away = True
+                await asyncio.sleep(OUTAGE_PAUSE_S)
+            except Exception:  # the root of the task that all batches depend on: told, and tried again
+                log.exception("batch_round_failed")
+                await asyncio.sleep(OUTAGE_PAUSE_S)
+            else:
+                self._is_away = False
+
+    async def _round(self) -> None:
+        """Raises Unavailable; what was to be stored is kept for the next round then."""
+        await self._store()
+        now_s = self._clock.monotonic()
+        if now_s - self._renewed_s >= self._lease_s / 3:
+            await self._renew()
+            self._renewed_s = now_s
+        if now_s - self._looked_s >= self._poll_s:
+            self._looked_s = now_s
+            await self._look()
+        await self._claim()
+
+    async def _store(self) -> None:
+        """What has come of lines since the last round."""
+        outcomes, self._outcomes = self._outcomes, []
+        answered = [outcome for outcome in outcomes if isinstance(outcome, Answered)]
+        put_back = [outcome for outcome in outcomes if isinstance(outcome, PutBack)]
+        lost = {outcome.line.batch.id: outcome for outcome in outcomes if isinstance(outcome, KeyLost)}
+        put_back += [PutBack(one.line, 0.0, 0, 0) for one in outcomes if isinstance(one, KeyLost)]
+        try:
+            if outcomes:
+                async with self._database.write() as session:
+                    await store_outcomes(session, self._id, answered, put_back, self._now)
+                    for batch_id, outcome in sorted(lost.items()):
+                        error = {"code": outcome.error.code, "message": outcome.error.message}
+                        await begin_closing(session, batch_id, BatchStatus.FAILED, error, self._now)
+        except BaseException:
+            self._outcomes = outcomes + self._outcomes
+            raise
+        if any(one.line.batch.id in self._finished_soon for one in answered) or lost:
+            self._looked_s = float("-inf")
+
+    @property
+    def _finished_soon(self) -> set[str]:
+        """Batches that have nothing running here: the last line may just have been stored."""
+        return {batch.id for batch in self._batches} - {batch_id for batch_id, _ in self._running}
+
+    async def _renew(self) -> None:
+        """What is not ours any more is given up: another worker is at it, or its batch has ended."""
+        running = list(self._running)
+        async with self._database.write() as session:
+            ours = await renew_lines(session, running, self._id, round(self._lease_s * 1000), self._now)
+        for key in set(running) - ours:
+            if key in self._running:
+                self._running[key][1].cancel()
+
+    async def _look(self) -> None:
+        """At all batches that have not ended: give up what is not to be answered any more, and tend the rest."""
+        async with self._database.read() as session:
+            self._batches = await open_batches(session, self._now)
+        going_on = {batch.id for batch in self._batches if batch.status == BatchStatus.IN_PROGRESS and not batch.is_due}
+        for (batch_id, _), (_, task) in self._running.items():
+            if batch_id not in going_on:
+                task.cancel()
+        self._dry.clear()
+        self._paces = {batch_id: pace for batch_id, pace in self._paces.items() if batch_id in going_on}
+        self._tending.tend(self._batches, self.wake)
+
+    async def _claim(self) -> None:
+        """Fill the free places, the tenants' evenly."""
+        candidates = [batch for batch in self._batches if self._may_begin(batch) > 0]
+        num_running = Counter(line.batch.tenant_id for line, _ in self._running.values())
+        free = self._concurrency - len(self._running)
+        while free > 0 and not self._is_stopping:
+            batch = next_batch(candidates, num_running)
+            if batch is None:
+                return
+            wanted = min(share(free, candidates, num_running, batch.tenant_id), self._may_begin(batch))
+            async with self._database.write() as session:
+                lines = await claim_lines(session, batch, self._id, wanted, round(self._lease_s * 1000), self._now)
+            for line in lines:
+                self._begin(line)
+            free -= len(lines)
+            num_running[batch.tenant_id] += len(lines)
+            if len(lines) < wanted:
+                self._dry.add(batch.id)
+            if self._may_begin(batch) == 0:
+                candidates.remove(batch)
+
+    def _may_begin(self, batch: OpenBatch) -> int:
+        """How many more lines of a batch may begin now."""
+        if batch.status != BatchStatus.IN_PROGRESS or batch.is_due or batch.id in self._dry:
+            return 0
+        return self._pace(batch.id).may_begin(self._num_running(batch.id), self._clock.monotonic())
+
+    def _pace(self, batch_id: str) -> Pace:
+        return self._paces.setdefault(batch_id, Pace.full(self._concurrency))
+
+    def _num_running(self, batch_id: str) -> int:
+        return sum(running_id == batch_id for running_id, _ in self._running)
+
+    def _begin(self, line: ClaimedLine) -> None:
+        if line.key not in self._running:  # else its lease had run out, and it is ours again
+            task = asyncio.create_task(self._answer(line), name="batch-line")
+            self._running[line.key] = line, task
+
+    async def _answer(self, line: ClaimedLine) -> None:
+        try:
+            outcome = await self._runner.run(line)
+        finally:  # cancelled: it is not ours any more, or the stop gives it back
+            self._running.pop(line.key, None)
+            self._work.set()
+        self._note(line.batch.id, outcome)
+        self._outcomes.append(outcome)
+
+    def _note(self, batch_id: str, outcome: Outcome) -> None:
+        """Go on with the batch as its lines fare."""
+        pace, now_s = self._pace(batch_id), self._clock.monotonic()
+        if isinstance(outcome, Answered):
+            pace.answered(now_s)
+        elif isinstance(outcome, PutBack) and outcome.num_refusals > outcome.line.num_refusals:
+            pace.refused(
+                by_limit=outcome.by_limit,
+                num_running=self._num_running(batch_id),
+                wait_s=min(outcome.wait_s, self._backoff.after(pace.num_refusals)),
+                now_s=now_s,
+            )

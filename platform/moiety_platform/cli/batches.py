@@ -1,0 +1,195 @@
+"""`moiety batch …`: a file of requests, answered when there is room for half the price."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from moiety_platform.cli.errors import EXIT_FAILED, CommandError, NotReachable
+from moiety_platform.cli.tables import show_json, show_row, show_rows
+from moiety_platform.cli.tenant_client import TenantClient
+
+COLUMNS = {
+    "id": "id",
+    "status": "status",
+    "endpoint": "endpoint",
+    "total": "lines",
+    "completed": "answered",
+    "failed": "failed",
+    "created": "created",
+}
+OVER = ("completed", "failed", "expired", "cancelled")
+POLL_S = 0.5
+PATIENCE_S = 60.0
+MAX_LIST = 100
+
+app = typer.Typer(no_args_is_help=True, help="Batches: files of requests, answered when there is room.")
+
+BatchId = Annotated[str, typer.Argument(help="Id of the batch.")]
+Url = Annotated[
+    str | None, typer.Option(envvar="MOIETY_URL", help="The gateway; that of the serve on --data-dir if not given.")
+]
+Key = Annotated[
+    str | None, typer.Option(envvar="MOIETY_KEY", help="Tenant's key; that of the serve on --data-dir if not given.")
+]
+DataDir = Annotated[Path, typer.Option(envvar="MOIETY_DATA_DIR", help="Data directory of a local serve.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+LOCAL = Path(".moiety")
+
+
+@app.command("submit")
+def submit(
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="Requests, one a line.")],
+    endpoint: Annotated[
+        str | None, typer.Option(help="Endpoint of all lines; without it the `url` of the first one.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the batch to its end.")] = False,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = LOCAL,
+    as_json: AsJson = False,
+) -> None:
+    """Upload a file of requests and have its lines answered.
+
+    With --wait it ends with 1 unless the batch is completed.
+    """
+    path = endpoint or find_endpoint(file)
+    client = TenantClient.connect(url, key, data_dir)
+    with file.open("rb") as content:
+        uploaded = client.upload(file.name, content)
+    asked = {"input_file_id": uploaded["id"], "endpoint": path, "completion_window": "24h"}
+    batch = client.call("POST", "/batches", json=asked)
+    if wait:
+        typer.echo(f"{batch['id']} is submitted; it goes on without this command", err=True)
+        batch = follow(client, batch)
+    show(batch, as_json)
+    if wait and batch["status"] != "completed":
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command("list")
+def list_batches(
+    last: Annotated[int, typer.Option(min=1, max=MAX_LIST, help="How many of the newest.")] = 20,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = LOCAL,
+    as_json: AsJson = False,
+) -> None:
+    """The project's batches, newest first."""
+    page = TenantClient.connect(url, key, data_dir).call("GET", "/batches", params={"limit": last})
+    rows = page["data"] if as_json else [summarise(batch) for batch in page["data"]]
+    show_rows(rows, COLUMNS, as_json)
+
+
+@app.command("status")
+def status(
+    batch_id: BatchId, url: Url = None, key: Key = None, data_dir: DataDir = LOCAL, as_json: AsJson = False
+) -> None:
+    """How far a batch is, and what was wrong with it."""
+    show(TenantClient.connect(url, key, data_dir).call("GET", f"/batches/{batch_id}"), as_json)
+
+
+@app.command("cancel")
+def cancel(
+    batch_id: BatchId, url: Url = None, key: Key = None, data_dir: DataDir = LOCAL, as_json: AsJson = False
+) -> None:
+    """Answer no more of a batch's lines; what was answered stays."""
+    show(TenantClient.connect(url, key, data_dir).call("POST", f"/batches/{batch_id}/cancel"), as_json)
+
+
+@app.command("results")
+def results(
+    batch_id: BatchId,
+    output: Annotated[Path | None, typer.Option(help="Where to write them; standard output if not given.")] = None,
+    errors: Annotated[bool, typer.Option("--errors", help="The lines without an answer instead.")] = False,
+    url: Url = None,
+    key: Key = None,
+    data_dir: DataDir = LOCAL,
+) -> None:
+    """The answers of a batch that has ended, one a line, in the order of the input."""
+    client = TenantClient.connect(url, key, data_dir)
+    batch = client.call("GET", f"/batches/{batch_id}")
+    if batch["status"] not in OVER:
+        raise CommandError(f"the batch is {batch['status']}; wait for its end, or cancel it")
+    file_id = batch["error_file_id" if errors else "output_file_id"]
+    if file_id is None:
+        kind, other = ("error", "results") if errors else ("output", "results --errors")
+        raise CommandError(f"the batch has no {kind} file; see: moiety batch status, moiety batch {other}")
+    if output is None:
+        for piece in client.download(file_id):
+            sys.stdout.buffer.write(piece)
+        return
+    with output.open("wb") as file:
+        for piece in client.download(file_id):
+            file.write(piece)
+
+
+def find_endpoint(file: Path) -> str:
+    """The `url` of the first line that is not blank. Raises CommandError."""
+    with file.open("rb") as lines:
+        for line in lines:
+            if line.strip():
+                try:
+                    return str(json.loads(line)["url"])
+                except (ValueError, KeyError, TypeError) as exc:
+                    raise CommandError(
+                        f"the first line of {file} has no 'url'; give --endpoint, or see `moiety batch submit --help`"
+                    ) from exc
+    raise CommandError(f"{file} has no lines; write one request a line")
+
+
+def follow(client: TenantClient, batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch at its end; with a progress bar on a terminal. A gateway that is away is waited for, for a while.
+    Raises NotReachable, NotAllowed or CommandError."""
+    heard_s = time.monotonic()
+    with make_progress() as progress:
+        task = progress.add_task(batch["status"], total=None)
+        while True:
+            counts = batch["request_counts"]
+            done = counts["completed"] + counts["failed"]
+            progress.update(task, description=batch["status"], completed=done, total=counts["total"] or None)
+            if batch["status"] in OVER:
+                return batch
+            time.sleep(POLL_S)
+            try:
+                batch = client.call("GET", f"/batches/{batch['id']}")
+                heard_s = time.monotonic()
+            except NotReachable:
+                if time.monotonic() - heard_s > PATIENCE_S:
+                    raise
+
+
+def make_progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+
+
+def show(batch: Mapping[str, Any], as_json: bool) -> None:
+    """A batch, and for people what was wrong with its lines."""
+    if as_json:
+        show_json(batch)
+        return
+    files = {name: batch[name] for name in ("input_file_id", "output_file_id", "error_file_id")}
+    show_row({**summarise(batch), **files}, as_json=False)
+    problems = (batch["errors"] or {"data": []})["data"]
+    if problems:
+        show_rows(problems, {"line": "line", "code": "code", "message": "message"}, as_json=False)
+
+
+def summarise(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table shows of it."""
+    created = datetime.fromtimestamp(batch["created_at"], UTC).isoformat()
+    return {
+        **{name: batch[name] for name in ("id", "status", "endpoint")},
+        **batch["request_counts"],
+        "created": created,
+    }

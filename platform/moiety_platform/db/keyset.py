@@ -1,0 +1,62 @@
+"""Lists as OpenAI's API pages them: after the object with a given id, by the time it was made, in either direction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sqlalchemy import Select, tuple_
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import InstrumentedAttribute
+
+from moiety_platform.errors import BadRequest
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True)
+class ListRequest:
+    """Which part of a list is wanted: at most `limit` rows after the one with the id `after`."""
+
+    limit: int
+    after: str | None = None
+    newest_first: bool = True
+
+
+def parse_list(
+    limit: int | None, after: str | None, order: str | None, *, default_limit: int, max_limit: int
+) -> ListRequest:
+    """What a client asks for. Raises BadRequest."""
+    if limit is not None and not 1 <= limit <= max_limit:
+        raise BadRequest(f"'limit' must be between 1 and {max_limit:,}, not {limit}", param="limit")
+    if order not in (None, "asc", "desc"):
+        raise BadRequest("'order' must be 'asc' or 'desc'", param="order")
+    return ListRequest(default_limit if limit is None else limit, after, order != "asc")
+
+
+async def read_list(
+    session: AsyncSession,
+    statement: Select[Row],
+    wanted: ListRequest,
+    created: InstrumentedAttribute[int],
+    row_id: InstrumentedAttribute[str],
+) -> tuple[Sequence[Row], bool]:
+    """That part of what the statement selects, and whether more follows. Raises BadRequest where `after` names nothing
+    that the statement selects."""
+    if wanted.after is not None:
+        position = statement.with_only_columns(created, row_id).where(row_id == wanted.after[:64])
+        last = (await session.execute(position)).first()
+        if last is None:
+            raise BadRequest("'after' must be the id of an object in this list", param="after")
+        here = tuple_(created, row_id)
+        statement = statement.where(here < tuple(last) if wanted.newest_first else here > tuple(last))
+    order = (created.desc(), row_id.desc()) if wanted.newest_first else (created.asc(), row_id.asc())
+    found = (await session.scalars(statement.order_by(*order).limit(wanted.limit + 1))).all()
+    return found[: wanted.limit], len(found) > wanted.limit
+
+
+def list_fields(views: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    """The body of the answer."""
+    first, last = (views[0]["id"], views[-1]["id"]) if views else (None, None)
+    return {"object": "list", "data": list(views), "first_id": first, "last_id": last, "has_more": has_more}

@@ -1,0 +1,62 @@
+"""The tables of files. Times are Unix milliseconds by the database's clock, sizes bytes."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from sqlalchemy import BigInteger, CheckConstraint, ColumnElement, Index, LargeBinary, String, select
+from sqlalchemy.orm import Mapped, mapped_column
+
+from moiety_platform.db.base import Base
+from moiety_platform.tenants.models import ID_LENGTH
+
+MAX_FILENAME_LENGTH = 255
+
+
+class FileState(StrEnum):
+    UPLOADING = "uploading"  # seen by nobody yet; swept where nothing is added any more
+    READY = "ready"
+    DELETED = "deleted"  # seen by nobody any more; its content is on its way out
+
+
+class StoredFile(Base):
+    """One file. Its content is in chunks or, where it has a `batch_id`, the answers of that batch's lines in the state
+    `line_state`, which are kept once."""
+
+    __tablename__ = "files"
+    __table_args__ = (
+        CheckConstraint("state IN ('uploading', 'ready', 'deleted')", name="state_known"),
+        Index(None, "project_id", "created_ms", "id"),
+        Index(None, "tenant_id"),
+        Index(None, "state", "touched_ms"),
+        Index(None, "expires_ms"),
+    )
+
+    id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(String(ID_LENGTH))
+    project_id: Mapped[str] = mapped_column(String(ID_LENGTH))
+    purpose: Mapped[str] = mapped_column(String(32))
+    filename: Mapped[str] = mapped_column(String(MAX_FILENAME_LENGTH))
+    state: Mapped[str] = mapped_column(String(16))
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    created_ms: Mapped[int] = mapped_column(BigInteger)
+    touched_ms: Mapped[int] = mapped_column(BigInteger)  # when something was last added
+    expires_ms: Mapped[int | None] = mapped_column(BigInteger)
+    batch_id: Mapped[str | None] = mapped_column(String(ID_LENGTH))
+    line_state: Mapped[str | None] = mapped_column(String(16))
+
+
+class FileChunk(Base):
+    """The bytes of a file from `start` up to `stop`."""
+
+    __tablename__ = "file_chunks"
+
+    file_id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    start: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    stop: Mapped[int] = mapped_column(BigInteger)
+    data: Mapped[bytes] = mapped_column(LargeBinary)
+
+    @classmethod
+    def of_tenant(cls, tenant_id: str) -> ColumnElement[bool]:
+        """Which rows are that tenant's."""
+        return cls.file_id.in_(select(StoredFile.id).where(StoredFile.tenant_id == tenant_id))

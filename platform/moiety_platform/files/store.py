@@ -1,0 +1,155 @@
+"""Files in SQL, within the caller's transaction: made chunk by chunk, then published; deleted at once for those who
+look, and erased in pieces. Knows nothing of HTTP.
+
+A transaction that uploads or erases is short, however large the file: on SQLite everybody else who writes waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sqlalchemy import ColumnElement, delete, func, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.auth.principal import Principal
+from moiety_platform.db.keyset import ListRequest, read_list
+from moiety_platform.db.now import now_ms
+from moiety_platform.errors import Conflict, NotFound, TooLarge
+from moiety_platform.files.models import MAX_FILENAME_LENGTH, FileChunk, FileState, StoredFile
+from moiety_platform.tenants.checks import is_id, new_id
+
+CHUNK_BYTES = 256 * 1024
+ABANDONED_MS = 3600 * 1000  # an upload to which nothing was added for so long is no more
+ERASE_CHUNKS = 64  # in one transaction
+
+Now = Callable[[], ColumnElement[int]]
+
+
+async def read_clock(session: AsyncSession, now: Now = now_ms) -> int:
+    """Unix milliseconds by the database's clock."""
+    return int(await session.scalar(select(now())) or 0)
+
+
+async def begin_file(session: AsyncSession, owner: Principal, filename: str, now: Now = now_ms) -> StoredFile:
+    """An empty file that nobody sees yet."""
+    moment = await read_clock(session, now)
+    file = StoredFile(
+        id=new_id("file"),
+        tenant_id=owner.tenant_id,
+        project_id=owner.project_id,
+        purpose="",
+        filename=_clean(filename),
+        state=FileState.UPLOADING,
+        num_bytes=0,
+        created_ms=moment,
+        touched_ms=moment,
+    )
+    session.add(file)
+    await session.flush()
+    return file
+
+
+async def append_chunk(
+    session: AsyncSession, file_id: str, start: int, data: bytes, *, max_tenant_bytes: int, now: Now = now_ms
+) -> None:
+    """Add to the end of a file that is being uploaded. Raises Conflict where the tenant has no room left for it."""
+    stop = start + len(data)
+    mine = StoredFile.id == file_id, StoredFile.state == FileState.UPLOADING
+    grown = update(StoredFile).where(*mine).values(num_bytes=stop, touched_ms=now()).returning(StoredFile.tenant_id)
+    tenant_id = await session.scalar(grown)
+    if tenant_id is None:
+        raise Conflict("the upload was given up, since nothing came for too long; upload the file again")
+    kept = StoredFile.tenant_id == tenant_id, StoredFile.state != FileState.DELETED
+    num_bytes = await session.scalar(select(func.sum(StoredFile.num_bytes)).where(*kept))
+    if int(num_bytes or 0) > max_tenant_bytes:
+        raise TooLarge(
+            f"your files would be larger than {max_tenant_bytes:,} bytes together; delete some, then upload again",
+            code="file_storage_full",
+        )
+    session.add(FileChunk(file_id=file_id, start=start, stop=stop, data=data))
+
+
+async def publish_file(
+    session: AsyncSession, file_id: str, purpose: str, expires_s: int | None, now: Now = now_ms
+) -> StoredFile:
+    """Let the upload be seen. Raises Conflict where it was swept meanwhile."""
+    file = await session.get(StoredFile, file_id, with_for_update=True)
+    if file is None or file.state != FileState.UPLOADING:
+        raise Conflict("the upload was given up, since nothing came for too long; upload the file again")
+    file.purpose, file.state = purpose, FileState.READY
+    if expires_s is not None:
+        file.expires_ms = await read_clock(session, now) + expires_s * 1000
+    await session.flush()
+    return file
+
+
+async def discard_upload(session: AsyncSession, file_id: str) -> None:
+    """It will not be published."""
+    mine = StoredFile.id == file_id, StoredFile.state == FileState.UPLOADING
+    await session.execute(update(StoredFile).where(*mine).values(state=FileState.DELETED))
+
+
+async def get_file(
+    session: AsyncSession, project_id: str, file_id: str, *, lock: bool = False, now: Now = now_ms
+) -> StoredFile:
+    """A file of the project. With `lock` nobody deletes it before the transaction ends. Raises NotFound."""
+    statement = select(StoredFile).where(StoredFile.id == file_id, *_visible(project_id, now))
+    if lock:
+        statement = statement.with_for_update().execution_options(populate_existing=True)
+    file = (await session.scalars(statement)).first() if is_id(file_id) else None
+    if file is None:
+        raise NotFound(
+            f"there is no file {file_id[:64]!r} in this key's project; list them with GET /v1/files",
+            code="file_not_found",
+            param="file_id",
+        )
+    return file
+
+
+async def list_files(
+    session: AsyncSession, project_id: str, wanted: ListRequest, purpose: str | None, now: Now = now_ms
+) -> tuple[Sequence[StoredFile], bool]:
+    """The project's files, and whether more follow. Raises BadRequest for a position that is none."""
+    statement = select(StoredFile).where(*_visible(project_id, now))
+    if purpose is not None:
+        statement = statement.where(StoredFile.purpose == purpose)
+    return await read_list(session, statement, wanted, StoredFile.created_ms, StoredFile.id)
+
+
+async def read_chunk(session: AsyncSession, file_id: str, start: int) -> bytes:
+    """The chunk that begins at `start`; empty at the end of the file."""
+    here = FileChunk.file_id == file_id, FileChunk.start == start
+    return await session.scalar(select(FileChunk.data).where(*here)) or b""
+
+
+async def find_erasable(session: AsyncSession, limit: int, now: Now = now_ms) -> Sequence[StoredFile]:
+    """Files that nobody may see any more: deleted, expired, or uploads that were given up."""
+    moment = await read_clock(session, now)
+    abandoned = (StoredFile.state == FileState.UPLOADING) & (StoredFile.touched_ms < moment - ABANDONED_MS)
+    over = or_(StoredFile.state == FileState.DELETED, StoredFile.expires_ms <= moment, abandoned)
+    return (await session.scalars(select(StoredFile).where(over).order_by(StoredFile.id).limit(limit))).all()
+
+
+async def erase_some(session: AsyncSession, file_id: str) -> bool:
+    """Erase a few chunks, or at last the file itself; whether it is gone."""
+    starts = select(FileChunk.start).where(FileChunk.file_id == file_id).order_by(FileChunk.start).limit(ERASE_CHUNKS)
+    found = (await session.scalars(starts)).all()
+    if found:
+        await session.execute(delete(FileChunk).where(FileChunk.file_id == file_id, FileChunk.start.in_(found)))
+        return False
+    await session.execute(delete(StoredFile).where(StoredFile.id == file_id))
+    return True
+
+
+def _visible(project_id: str, now: Now) -> tuple[ColumnElement[bool], ...]:
+    return (
+        StoredFile.project_id == project_id,
+        StoredFile.state == FileState.READY,
+        or_(StoredFile.expires_ms.is_(None), StoredFile.expires_ms > now()),
+    )
+
+
+def _clean(filename: str) -> str:
+    """The name as the table takes it: no path, no control characters, not too long."""
+    name = filename.replace("\\", "/").rpartition("/")[2].encode("utf-8", "replace").decode()
+    return "".join(char if char.isprintable() else "_" for char in name)[:MAX_FILENAME_LENGTH] or "upload"

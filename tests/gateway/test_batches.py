@@ -1,0 +1,372 @@
+"""Files and batches with the real `openai` package against a gateway on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+
+import openai
+import pytest
+from sqlalchemy import select
+
+from moiety_platform.batches.execution import MAX_FAILURES
+from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
+from moiety_platform.usage.models import UsageRecord
+from moiety_wire.messages import Failed, FailureCode
+
+MODEL = "tiny"
+CHAT = "/v1/chat/completions"
+DEADLINE_S = 20.0
+
+
+def chat_line(custom_id, text="hello", **body):
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 3, **body}
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": asked}
+
+
+def jsonl(lines) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+async def upload(gateway, content: bytes, name="input.jsonl"):
+    return await gateway.client.files.create(file=(name, content), purpose="batch")
+
+
+async def submit(gateway, lines, endpoint=CHAT, **more):
+    content = lines if isinstance(lines, bytes) else jsonl(lines)
+    file = await upload(gateway, content)
+    return await gateway.client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h", **more
+    )
+
+
+async def wait_for(gateway, batch, *statuses):
+    async with asyncio.timeout(DEADLINE_S):
+        while batch.status not in statuses:
+            await asyncio.sleep(0.02)
+            batch = await gateway.client.batches.retrieve(batch.id)
+    return batch
+
+
+async def wait_answered(gateway, batch, least):
+    async with asyncio.timeout(DEADLINE_S):
+        while batch.request_counts.completed < least:
+            await asyncio.sleep(0.01)
+            batch = await gateway.client.batches.retrieve(batch.id)
+
+
+async def results(gateway, file_id):
+    text = (await gateway.client.files.content(file_id)).text
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+async def admin(gateway, method, path, body=None, expect=None):
+    data = b"" if body is None else json.dumps(body).encode()
+    status, _, answer = await gateway.request(method, f"/admin/v1{path}", data, gateway.admin_key)
+    assert status == expect or (expect is None and status < 300), answer
+    return json.loads(answer)
+
+
+async def usage_rows(gateway):
+    async with gateway.database.read() as session:
+        return (await session.scalars(select(UsageRecord))).all()
+
+
+async def test_a_batch_of_chats_is_answered_line_by_line_in_the_order_of_the_input(gateway):
+    lines = [chat_line(f"line {number}", max_tokens=1 + number % 4) for number in range(40)]
+    batch = await submit(gateway, lines, metadata={"for": "the test"})
+    assert (batch.object, batch.status, batch.metadata) == ("batch", "validating", {"for": "the test"})
+    batch = await wait_for(gateway, batch, "completed")
+    assert batch.request_counts.model_dump() == {"total": 40, "completed": 40, "failed": 0}
+    assert (batch.error_file_id, batch.errors) == (None, None)
+    moments = [batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at]
+    assert moments == sorted(moments)
+    assert batch.expires_at == batch.created_at + 24 * 3600
+    output = await results(gateway, batch.output_file_id)
+    assert [one["custom_id"] for one in output] == [line["custom_id"] for line in lines]
+    for number, one in enumerate(output):
+        assert one["error"] is None
+        assert one["response"]["status_code"] == 200
+        body = one["response"]["body"]
+        assert body["choices"][0]["message"]["content"] == " ".join(str(i + 1) for i in range(1 + number % 4))
+        assert body["id"] == one["response"]["request_id"]
+    assert len({one["id"] for one in output}) == 40
+    rows = {row.request_id: row for row in await usage_rows(gateway)}
+    assert len(rows) == 40
+    for one in output:
+        row, usage = rows[one["response"]["request_id"]], one["response"]["body"]["usage"]
+        assert (row.prompt_tokens, row.output_tokens) == (usage["prompt_tokens"], usage["completion_tokens"])
+        assert (row.service_class, row.outcome, row.endpoint) == ("batch", "length", CHAT)
+    assert batch.usage.output_tokens == sum(row.output_tokens for row in rows.values())
+
+
+async def test_completions_run_in_a_batch_and_a_line_without_answer_goes_to_the_error_file(gateway):
+    def line(custom_id, **body):
+        return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, **body}}
+
+    lines = [
+        line("good", prompt=["a", "b"], max_tokens=2, echo=True),
+        line("long", prompt="x" * 600),
+        line("also good", prompt="c", max_tokens=1),
+    ]
+    batch = await wait_for(gateway, await submit(gateway, lines, "/v1/completions"), "completed")
+    assert batch.request_counts.model_dump() == {"total": 3, "completed": 2, "failed": 1}
+    output = await results(gateway, batch.output_file_id)
+    assert [one["custom_id"] for one in output] == ["good", "also good"]
+    assert [choice["text"] for choice in output[0]["response"]["body"]["choices"]] == ["a1 2", "b1 2"]
+    (error,) = await results(gateway, batch.error_file_id)
+    assert (error["custom_id"], error["response"]["status_code"]) == ("long", 400)
+    assert error["response"]["body"]["error"]["code"] == "context_length_exceeded"
+    rows = {row.request_id: row for row in await usage_rows(gateway)}
+    assert rows[error["response"]["request_id"]].prompt_tokens == 0
+    assert sum(row.output_tokens for row in rows.values()) == batch.usage.output_tokens == 5
+
+
+async def test_a_file_with_bad_lines_fails_as_a_whole_and_names_each(gateway):
+    good = chat_line("one")
+    lines = [
+        json.dumps(good),
+        "",  # blank lines count, and nothing more
+        "{not json",
+        json.dumps({**good, "custom_id": "two", "method": "GET"}),
+        json.dumps({**good, "custom_id": "three", "url": "/v1/completions"}),
+        json.dumps(good),
+        json.dumps(chat_line("four", temperature=9)),
+        json.dumps(chat_line("five", stream=True)),
+        json.dumps({"custom_id": "six"}),
+        json.dumps({**good, "custom_id": "\0"}),
+        json.dumps([1]),
+        "[" * 100_000,
+        '{"custom_id": "\ud800"}'.encode("utf-8", "surrogatepass").decode("latin-1"),
+    ]
+    batch = await submit(gateway, "\n".join(lines).encode("latin-1"))
+    batch = await wait_for(gateway, batch, "failed")
+    assert [(error.line, error.code) for error in batch.errors.data] == [
+        (3, "invalid_json_line"),
+        (4, "invalid_method"),
+        (5, "mismatched_endpoint"),
+        (6, "duplicate_custom_id"),
+        (7, "invalid_request"),
+        (8, "invalid_request"),
+        (9, "invalid_line"),
+        (10, "invalid_custom_id"),
+        (11, "invalid_line"),
+        (12, "json_too_deep"),
+        (13, "invalid_json_line"),
+    ]
+    assert "line 1" in batch.errors.data[3].message
+    assert batch.errors.data[4].param == "temperature"
+    assert (batch.failed_at is not None, batch.request_counts.total, batch.output_file_id) == (True, 0, None)
+    assert gateway.engine.submits == []
+
+
+async def test_so_many_errors_are_not_all_listed_and_too_many_lines_are_refused(start_gateway, card):
+    async with start_gateway([FakeEngineClient(card)], max_batch_lines=300) as gateway:
+        batch = await wait_for(gateway, await submit(gateway, b"nonsense\n" * 200), "failed")
+        assert [error.line for error in batch.errors.data] == [*range(1, 101), None]
+        assert batch.errors.data[-1].code == "too_many_errors"
+        batch = await submit(gateway, [chat_line(str(number)) for number in range(301)])
+        batch = await wait_for(gateway, batch, "failed")
+        assert [error.code for error in batch.errors.data] == ["too_many_lines"]
+        batch = await wait_for(gateway, await submit(gateway, b"\n \n"), "failed")
+        assert [error.code for error in batch.errors.data] == ["empty_file"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"metadata": {"k" * 65: "v"}}, "metadata"),
+        ({"metadata": {str(number): "v" for number in range(17)}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after"),
+    ],
+)
+async def test_a_bad_batch_is_refused_with_the_field_that_is_wrong(gateway, asked, param):
+    file = await upload(gateway, jsonl([chat_line("a")]))
+    whole = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", **asked}
+    with pytest.raises(openai.BadRequestError) as caught:
+        await gateway.client.batches.create(**whole)
+    assert caught.value.param.startswith(param)
+
+
+async def test_a_cancelled_batch_keeps_what_was_answered_and_tells_the_others(start_gateway, card):
+    engine = FakeEngineClient(card, token_s=0.01)
+    async with start_gateway([engine], batch_concurrency=4) as gateway:
+        batch = await submit(gateway, [chat_line(str(number), max_tokens=4) for number in range(200)])
+        await wait_answered(gateway, batch, 10)
+        cancelling = await gateway.client.batches.cancel(batch.id)
+        assert (cancelling.status, cancelling.cancelling_at is not None) == ("cancelling", True)
+        batch = await wait_for(gateway, batch, "cancelled")
+        counts = batch.request_counts
+        assert 10 <= counts.completed < 200
+        assert counts.completed + counts.failed == counts.total == 200
+        output = await results(gateway, batch.output_file_id)
+        assert [one["custom_id"] for one in output] == sorted((one["custom_id"] for one in output), key=int)
+        errors = await results(gateway, batch.error_file_id)
+        assert {(one["response"], one["error"]["code"]) for one in errors} == {(None, "batch_cancelled")}
+        assert {one["custom_id"] for one in [*output, *errors]} == {str(number) for number in range(200)}
+        assert len(await usage_rows(gateway)) == len(output) == counts.completed
+        assert (await gateway.client.batches.cancel(batch.id)).status == "cancelled"
+        assert len(engine.submits) <= counts.completed + 4, "what ran was aborted, and nothing more begun"
+
+
+async def test_a_batch_whose_window_is_over_expires_with_what_it_has(start_gateway, card):
+    async with start_gateway([FakeEngineClient(card, token_s=0.01)], batch_concurrency=4) as gateway:
+        batch = await submit(gateway, [chat_line(str(number), max_tokens=4) for number in range(200)])
+        await wait_answered(gateway, batch, 1)
+        gateway.store_clock.ahead_ms = 24 * 3600 * 1000
+        batch = await wait_for(gateway, batch, "expired")
+        assert batch.expired_at >= batch.expires_at
+        counts = batch.request_counts
+        assert counts.completed + counts.failed == counts.total == 200
+        assert len(await results(gateway, batch.output_file_id)) == counts.completed == len(await usage_rows(gateway))
+        assert {one["error"]["code"] for one in await results(gateway, batch.error_file_id)} == {"batch_expired"}
+        with pytest.raises(openai.ConflictError):
+            await gateway.client.batches.cancel(batch.id)
+
+
+async def test_a_revoked_key_fails_its_batch_and_says_so(start_gateway, card):
+    async with start_gateway([FakeEngineClient(card, token_s=0.02)], batch_concurrency=4) as gateway:
+        batch = await submit(gateway, [chat_line(str(number)) for number in range(100)])
+        await wait_for(gateway, batch, "in_progress")
+        key_id = gateway.key.removeprefix("mty_").partition(".")[0]
+        made = await admin(gateway, "POST", f"/keys/{key_id}/rotate", {"grace_s": 3600})
+        gateway.client.api_key = made["secret"]
+        await admin(gateway, "POST", f"/keys/{key_id}/revoke")
+        batch = await wait_for(gateway, batch, "failed")
+        (error,) = batch.errors.data
+        assert (error.code, "revoked" in error.message) == ("key_revoked", True)
+        told = await results(gateway, batch.error_file_id)
+        assert {one["error"]["code"] for one in told} == {"key_revoked"}
+        assert len(told) + batch.request_counts.completed == 100
+
+
+async def test_an_engine_that_fails_or_is_away_costs_a_line_nothing_but_time(start_gateway, card):
+    tries = Counter()
+
+    def script(submit):
+        prompt = bytes(submit.prompt_ids).decode("latin-1")
+        tries[prompt] += 1
+        if tries[prompt] == 1:
+            return Failed(submit.request_id, 0, FailureCode.ENGINE_FAILED, "out of luck")
+        return count_aloud(submit)
+
+    engine = FakeEngineClient(card, script)
+    async with start_gateway([engine]) as gateway:
+        engine.die()
+        batch = await submit(gateway, [chat_line(str(number), f"line {number}") for number in range(5)])
+        await wait_for(gateway, batch, "in_progress")
+        await engine.start()
+        batch = await wait_for(gateway, batch, "completed")
+        assert batch.request_counts.completed == 5
+        assert sorted(tries.values()) == [2] * 5
+        rows = await usage_rows(gateway)
+        assert [(row.outcome, row.output_tokens) for row in rows] == [("length", 3)] * 5
+        assert batch.usage.output_tokens == 15
+
+
+async def test_a_line_that_always_fails_ends_in_the_error_file_after_some_tries(start_gateway, card):
+    failing = FakeEngineClient(card, lambda s: Failed(s.request_id, 0, FailureCode.ENGINE_FAILED, "never"))
+    async with start_gateway([failing]) as gateway:
+        batch = await wait_for(gateway, await submit(gateway, [chat_line("a")]), "completed")
+        (error,) = await results(gateway, batch.error_file_id)
+        assert (error["response"]["status_code"], error["response"]["body"]["error"]["code"]) == (502, "engine_failed")
+        assert len(failing.submits) == MAX_FAILURES
+        (row,) = await usage_rows(gateway)
+        assert (row.outcome, row.prompt_tokens, row.cost_nanodollars) == ("failed", 0, 0)
+
+
+async def test_lines_cost_half_and_keep_to_the_limits_of_their_key(start_gateway, card):
+    async with start_gateway([FakeEngineClient(card)], stores_usage=True) as gateway:
+        await admin(gateway, "PUT", "/prices", {"model": MODEL, "input": "2", "output": "8"})
+        await admin(gateway, "PATCH", "/classes/batch", {"price_factor": 0.5})  # as it is shipped
+        (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
+        quota = {"level": "tenant", "scope_id": tenant["id"], "kind": "concurrent_requests", "cap": 2}
+        await admin(gateway, "PUT", "/quotas", quota)
+        spent = {"level": "tenant", "scope_id": tenant["id"], "kind": "tokens_per_day", "cap": 10**9}
+        spent = await admin(gateway, "PUT", "/quotas", spent)
+        batch = await submit(gateway, [chat_line(str(number)) for number in range(30)])
+        batch = await wait_for(gateway, batch, "completed")
+        rows = await usage_rows(gateway)
+        assert len(rows) == batch.request_counts.completed == 30
+        for row in rows:
+            assert row.cost_nanodollars == row.prompt_tokens * 1000 + row.output_tokens * 4000
+        used = (await admin(gateway, "GET", f"/quotas/{spent['id']}"))["used"]
+        assert used == batch.usage.total_tokens
+
+
+async def test_a_model_that_the_key_may_not_use_is_refused_line_by_line(start_gateway, card):
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        (project,) = (await admin(gateway, "GET", "/projects"))["data"]
+        asked = {"name": "narrow", "project_id": project["id"], "allowed_models": ["another"]}
+        gateway.client.api_key = (await admin(gateway, "POST", "/keys", asked, expect=201))["secret"]
+        batch = await wait_for(gateway, await submit(gateway, [chat_line("a")]), "completed")
+        (error,) = await results(gateway, batch.error_file_id)
+        assert error["response"]["body"]["error"]["code"] == "model_not_found"
+        assert gateway.engine.submits == []
+
+
+async def test_another_tenants_files_and_batches_are_not_there(gateway):
+    batch = await submit(gateway, [chat_line("a")])
+    batch = await wait_for(gateway, batch, "completed")
+    tenant = await admin(gateway, "POST", "/tenants", {"name": "other"}, expect=201)
+    project = await admin(gateway, "POST", "/projects", {"name": "p", "tenant_id": tenant["id"]}, expect=201)
+    key = (await admin(gateway, "POST", "/keys", {"name": "k", "project_id": project["id"]}, expect=201))["secret"]
+    other = gateway.client.with_options(api_key=key)
+    for file_id in (batch.input_file_id, batch.output_file_id):
+        for call in (other.files.retrieve, other.files.delete, other.files.content):
+            with pytest.raises(openai.NotFoundError):
+                await call(file_id)
+    for call in (other.batches.retrieve, other.batches.cancel):
+        with pytest.raises(openai.NotFoundError):
+            await call(batch.id)
+    with pytest.raises(openai.NotFoundError):
+        await other.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
+    assert (await other.files.list()).data == (await other.batches.list()).data == []
+    with pytest.raises(openai.BadRequestError):
+        await other.batches.list(after=batch.id)
+    for path in ("/v1/files", "/v1/batches", f"/v1/files/{batch.input_file_id}/content"):
+        assert (await gateway.request("GET", path, key="mty_no.such"))[0] == 401
+        assert (await gateway.request("GET", path, key=gateway.admin_key))[0] == 403
+
+
+async def test_batches_are_listed_newest_first_page_by_page(gateway):
+    file = await upload(gateway, jsonl([chat_line("a")]))
+    made = [
+        await gateway.client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        for _ in range(5)
+    ]
+    listed = [batch.id async for batch in gateway.client.batches.list(limit=2)]
+    assert sorted(listed) == sorted(batch.id for batch in made)
+    page = await gateway.client.batches.list(limit=2, after=listed[1])
+    assert ([batch.id for batch in page.data], page.has_more) == (listed[2:4], True)
+    for limit in (0, 101):
+        with pytest.raises(openai.BadRequestError):
+            await gateway.client.batches.list(limit=limit)
+
+
+async def test_so_many_batches_may_be_open_at_once(start_gateway, card):
+    engine = FakeEngineClient(card)
+    async with start_gateway([engine], max_open_batches_per_tenant=2) as gateway:
+        engine.die()
+        for _ in range(2):
+            await submit(gateway, [chat_line("a")])
+        with pytest.raises(openai.RateLimitError) as caught:
+            await submit(gateway, [chat_line("a")])
+        assert caught.value.code == "too_many_batches"
+
+
+async def test_a_stop_gives_lines_back_and_the_next_start_answers_them(start_gateway, card):
+    async with start_gateway([FakeEngineClient(card, token_s=0.05)], batch_concurrency=8) as gateway:
+        batch = await submit(gateway, [chat_line(str(number), max_tokens=1 + number) for number in range(40)])
+        await wait_answered(gateway, batch, 1)
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        batch = await wait_for(gateway, batch, "completed")
+        output = await results(gateway, batch.output_file_id)
+        tokens = [one["response"]["body"]["usage"]["completion_tokens"] for one in output]
+        assert tokens == [1 + number for number in range(40)]
+        rows = await usage_rows(gateway)
+        assert sorted(row.output_tokens for row in rows) == tokens

@@ -1,0 +1,174 @@
+"""`/v1/files` with the real `openai` package, and with what no good client sends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+from sqlalchemy import func, select
+
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.files.models import FileChunk, StoredFile
+from moiety_platform.files.store import CHUNK_BYTES
+
+DEADLINE_S = 20.0
+LINE = {
+    "custom_id": "a",
+    "method": "POST",
+    "url": "/v1/completions",
+    "body": {"model": "tiny", "prompt": "x", "max_tokens": 2},
+}
+
+
+async def upload(gateway, content=b"{}\n", name="in.jsonl", **more):
+    return await gateway.client.files.create(file=(name, content), purpose="batch", **more)
+
+
+async def num_rows(gateway):
+    async with gateway.database.read() as session:
+        return [await session.scalar(select(func.count()).select_from(table)) for table in (StoredFile, FileChunk)]
+
+
+async def wait_rows(gateway, is_so):
+    async with asyncio.timeout(DEADLINE_S):
+        while not is_so(*await num_rows(gateway)):  # noqa: ASYNC110 - the store announces no change
+            await asyncio.sleep(0.02)
+
+
+def form(*parts, boundary="b"):
+    """The body of a form, and its headers."""
+    body = b"".join(b"--%b\r\n%b\r\n" % (boundary.encode(), part) for part in parts) + f"--{boundary}--\r\n".encode()
+    return body, {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+
+
+def field(name, value, more=""):
+    return f'Content-Disposition: form-data; name="{name}"{more}\r\n\r\n{value}'.encode()
+
+
+async def test_a_file_is_uploaded_listed_fetched_and_deleted(gateway):
+    content = bytes(range(256)) * (CHUNK_BYTES // 128) + b"and a little more"  # in three chunks
+    file = await upload(gateway, content, "some/where/tü\nx.jsonl")
+    assert (file.object, file.bytes, file.purpose, file.status) == ("file", len(content), "batch", "processed")
+    assert file.filename == "tü_x.jsonl"
+    assert (await gateway.client.files.content(file.id)).read() == content
+    assert (await gateway.client.files.retrieve(file.id)) == file
+    others = [await upload(gateway, b"x") for _ in range(4)]
+    ids = [one.id async for one in gateway.client.files.list(limit=2, order="asc")]
+    assert sorted(ids) == sorted([file.id, *(other.id for other in others)])
+    assert ids[::-1] == [one.id async for one in gateway.client.files.list(limit=3)]
+    assert (await gateway.client.files.list(purpose="batch_output")).data == []
+    assert (await gateway.client.files.delete(file.id)).deleted
+    for call in (gateway.client.files.retrieve, gateway.client.files.content, gateway.client.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            await call(file.id)
+
+
+async def test_a_file_that_a_batch_reads_is_not_deleted_before_its_end(start_gateway, card):
+    engine = FakeEngineClient(card)
+    async with start_gateway([engine]) as gateway:
+        engine.die()
+        file = await upload(gateway, json.dumps(LINE).encode())
+        batch = await gateway.client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        with pytest.raises(openai.ConflictError, match=batch.id) as caught:
+            await gateway.client.files.delete(file.id)
+        assert caught.value.code == "file_in_use"
+        await engine.start()
+        async with asyncio.timeout(DEADLINE_S):
+            while batch.status != "completed":
+                batch = await gateway.client.batches.retrieve(batch.id)
+        assert (await gateway.client.files.delete(file.id)).deleted
+        output = await gateway.client.files.retrieve(batch.output_file_id)
+        content = (await gateway.client.files.content(batch.output_file_id)).read()
+        assert (output.purpose, output.bytes) == ("batch_output", len(content))
+        assert (await gateway.client.files.delete(output.id)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await gateway.client.files.content(output.id)
+        with pytest.raises(openai.NotFoundError):
+            await gateway.client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+
+
+async def test_a_file_that_expires_is_gone_and_its_content_erased(start_gateway, card):
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        expiring = await upload(gateway, expires_after={"anchor": "created_at", "seconds": 3600})
+        assert expiring.expires_at == expiring.created_at + 3600
+        kept = await upload(gateway)
+        gateway.store_clock.ahead_ms = 3_600_001
+        assert [one.id async for one in gateway.client.files.list()] == [kept.id]
+    async with start_gateway([FakeEngineClient(card)]) as gateway:  # which sweeps when it starts
+        gateway.store_clock.ahead_ms = 3_600_001
+        await wait_rows(gateway, lambda num_files, num_chunks: num_files == num_chunks == 1)
+
+
+async def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(start_gateway, card):
+    async with start_gateway([FakeEngineClient(card)], max_file_bytes=CHUNK_BYTES + 1000) as gateway:
+        assert (await upload(gateway, b"x" * (CHUNK_BYTES + 1000))).bytes == CHUNK_BYTES + 1000
+        for size in (CHUNK_BYTES + 1001, 2 * CHUNK_BYTES):
+            with pytest.raises(openai.APIStatusError, match="larger than") as caught:
+                await upload(gateway, b"x" * size)
+            assert caught.value.status_code == 413
+        assert len((await gateway.client.files.list()).data) == 1
+
+
+async def test_a_tenants_files_have_a_bound_together(start_gateway, card):
+    async with start_gateway([FakeEngineClient(card)], max_file_bytes_per_tenant=2500) as gateway:
+        first = await upload(gateway, b"x" * 1500)
+        with pytest.raises(openai.APIStatusError, match="together") as caught:
+            await upload(gateway, b"x" * 1500)
+        assert (caught.value.status_code, caught.value.code) == (413, "file_storage_full")
+        await gateway.client.files.delete(first.id)
+        await upload(gateway, b"x" * 1500)
+
+
+FILE = field("file", "{}", '; filename="f"')
+PURPOSE = field("purpose", "batch")
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "word"),
+    [
+        (b"", {}, "form"),
+        (b"{}", {"Content-Type": "application/json"}, "form"),
+        (b"x", {"Content-Type": "multipart/form-data"}, "form"),
+        (b"--b", {"Content-Type": "multipart/form-data; boundary=b"}, "ends in the middle"),
+        (form(PURPOSE, FILE)[0][:-8], form()[1], "ends in the middle"),
+        (*form(PURPOSE), "'file' is missing"),
+        (*form(FILE), "'purpose' is missing"),
+        (*form(PURPOSE, FILE, FILE), "two files"),
+        (*form(FILE, field("purpose", "fine-tune")), "must be 'batch'"),
+        (*form(PURPOSE, field("file", "", '; filename="f"')), "empty"),
+        (*form(field("purpose", "x" * 5000), FILE), "1024 bytes"),
+        (*form(PURPOSE, field("expires_after[seconds]", "7"), FILE), "anchor"),
+        (*form(PURPOSE, *[field(f"f{n}", "x") for n in range(40)]), "form"),
+        (*form(b"no header at all"), "form"),
+    ],
+)
+async def test_a_bad_form_is_refused_with_what_to_send(gateway, body, headers, word):
+    status, _, answer = await gateway.request("POST", "/v1/files", body, headers=headers)
+    assert status == 400, answer
+    assert word in json.loads(answer)["error"]["message"]
+    assert (await gateway.client.files.list()).data == []
+
+
+async def test_a_form_may_have_its_fields_in_any_order(gateway):
+    body, headers = form(FILE, field("unknown", "x"), PURPOSE)
+    status, _, answer = await gateway.request("POST", "/v1/files", body, headers=headers)
+    assert (status, json.loads(answer)["bytes"]) == (200, 2)
+
+
+async def test_a_client_that_leaves_in_the_middle_leaves_nothing_to_be_seen(gateway, until):
+    _, writer = await asyncio.open_connection(*gateway.address)
+    head = f"POST /v1/files HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {gateway.key}\r\nContent-Length: 1000000\r\n"
+    body, headers = form(PURPOSE, field("file", "x" * 2 * CHUNK_BYTES, '; filename="f"'))
+    writer.write(head.encode() + f"Content-Type: {headers['Content-Type']}\r\n\r\n".encode() + body[:-100])
+    await wait_rows(gateway, lambda _, num_chunks: num_chunks >= 1)
+    writer.transport.abort()
+    await until(lambda: gateway.num_connections() == 0)
+    assert (await gateway.client.files.list()).data == []
+    async with gateway.database.read() as session:
+        assert await session.scalar(select(StoredFile.state)) == "deleted"
