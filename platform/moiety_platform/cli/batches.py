@@ -148,8 +148,8 @@ def find_endpoint(file: Path) -> str:
 
 
 def follow(client: TenantClient, batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch at its end; with a progress bar on a terminal. A gateway that is away is waited for, for a while. Raises
-    NotReachable, NotAllowed or CommandError."""
+    """The batch at its end; with a progress bar on a terminal. A gateway that is away is waited for, for a while.
+    Raises NotReachable, NotAllowed or CommandError."""
     heard_s = time.monotonic()
     with make_progress() as progress:
         task = progress.add_task(batch["status"], total=None)
