@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.batches.models import OPEN, Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.files.models import FileChunk
-from moiety_platform.files.store import Now, read_clock
+from moiety_platform.files.store import Now
 
 MAX_OPEN_BATCHES = 1000  # that are looked at together
 
@@ -54,8 +54,8 @@ class ClaimedLine:
 
 async def open_batches(session: AsyncSession, now: Now) -> list[OpenBatch]:
     """Those that have not ended, oldest first."""
-    moment = await read_clock(session, now)
-    statement = select(Batch).where(Batch.status.in_(OPEN)).order_by(Batch.created_ms, Batch.id).limit(MAX_OPEN_BATCHES)
+    wanted = select(Batch, now()).where(Batch.status.in_(OPEN))
+    rows = await session.execute(wanted.order_by(Batch.created_ms, Batch.id).limit(MAX_OPEN_BATCHES))
     return [
         OpenBatch(
             id=batch.id,
@@ -67,7 +67,7 @@ async def open_batches(session: AsyncSession, now: Now) -> list[OpenBatch]:
             is_due=batch.expires_ms <= moment,
             is_free=batch.available_ms <= moment,
         )
-        for batch in await session.scalars(statement)
+        for batch, moment in rows
     ]
 
 

@@ -23,14 +23,15 @@ from moiety_platform.files.store import Now
 
 LEASE_S = 60.0
 SWEEP_S = 60.0
-MAX_AT_ONCE = 4  # validations and closings in one process
+MAX_AT_ONCE = 4  # validations and closings in one process, one of a tenant
+SWEEP = ""  # in place of a tenant's id
 
 log = structlog.get_logger(__name__)
 
 
 class Tending:
-    """Owned by the worker, which says what there is; one event loop. Each batch is tended in a task of its own, so that
-    a large file holds no line up."""
+    """Owned by the worker, which says what there is; one event loop. It works in tasks beside the worker, so that a
+    large file holds no line up, and at one batch of a tenant at a time, so that many files hold no other tenant up."""
 
     def __init__(
         self,
@@ -55,13 +56,13 @@ class Tending:
         """Begin what is to be done for these, and is not being done. `on_change` is called when something was."""
         for batch in batches:
             if len(self._tasks) >= MAX_AT_ONCE:
-                return
-            if batch.id not in self._tasks and self._needs(batch):
-                self._begin(batch.id, self._tend(batch), on_change)
+                break
+            if batch.tenant_id not in self._tasks and self._needs(batch):
+                self._begin(batch.tenant_id, self._tend(batch), on_change)
         now_s = self._clock.monotonic()
-        if "" not in self._tasks and now_s - self._swept_s >= SWEEP_S:
+        if SWEEP not in self._tasks and now_s - self._swept_s >= SWEEP_S:
             self._swept_s = now_s
-            self._begin("", self._sweep(), lambda: None)
+            self._begin(SWEEP, self._sweep(), lambda: None)
 
     async def stop(self) -> None:
         """What is half done is done anew by whoever comes next."""
@@ -79,9 +80,9 @@ class Tending:
             try:
                 await work
             except Unavailable as error:
-                log.warning("batch_store_away", reason=str(error), batch_id=name or None)
+                log.warning("batch_store_away", reason=str(error), tenant_id=name or None)
             except Exception:  # the root of a task: told, and tried again once its lease is over
-                log.exception("batch_tending_failed", batch_id=name or None)
+                log.exception("batch_tending_failed", tenant_id=name or None)
             else:
                 on_change()
             finally:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from collections.abc import Sequence
 
 import structlog
+from sqlalchemy import exc as sa
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.batches.backoff import Backoff
 from moiety_platform.batches.claims import (
@@ -148,27 +151,43 @@ class BatchWorker:
     async def _store(self) -> None:
         """What has come of lines since the last round."""
         outcomes, self._outcomes = self._outcomes, []
-        answered = [outcome for outcome in outcomes if isinstance(outcome, Answered)]
-        put_back = [outcome for outcome in outcomes if isinstance(outcome, PutBack)]
-        lost = {outcome.line.batch.id: outcome for outcome in outcomes if isinstance(outcome, KeyLost)}
-        put_back += [PutBack(one.line, 0.0, 0, 0) for one in outcomes if isinstance(one, KeyLost)]
         try:
             if outcomes:
-                async with self._database.write() as session:
-                    await store_outcomes(session, self._id, answered, put_back, self._now)
-                    for batch_id, outcome in sorted(lost.items()):
-                        error = {"code": outcome.error.code, "message": outcome.error.message}
-                        await begin_closing(session, batch_id, BatchStatus.FAILED, error, self._now)
+                await self._store_some(outcomes)
         except BaseException:
             self._outcomes = outcomes + self._outcomes
             raise
-        if any(one.line.batch.id in self._finished_soon for one in answered) or lost:
-            self._looked_s = float("-inf")
+        running = {batch_id for batch_id, _ in self._running}
+        if any(outcome.line.batch.id not in running for outcome in outcomes):
+            self._looked_s = float("-inf")  # its last line may have been among them
 
-    @property
-    def _finished_soon(self) -> set[str]:
-        """Batches that have nothing running here: the last line may just have been stored."""
-        return {batch.id for batch in self._batches} - {batch_id for batch_id, _ in self._running}
+    async def _store_some(self, outcomes: Sequence[Outcome]) -> None:
+        """By one transaction. One that the database refuses for its content is left to its lease, alone, so that it
+        holds no other up. Raises Unavailable."""
+        try:
+            async with self._database.write() as session:
+                await self._store_in(session, outcomes)
+        except (sa.DBAPIError, sa.StatementError):
+            if len(outcomes) > 1:
+                middle = len(outcomes) // 2
+                await self._store_some(outcomes[:middle])
+                await self._store_some(outcomes[middle:])
+            else:
+                line = outcomes[0].line
+                log.exception("batch_outcome_refused", batch_id=line.batch.id, line=line.number)
+
+    async def _store_in(self, session: AsyncSession, outcomes: Sequence[Outcome]) -> None:
+        lost = {outcome.line.batch.id: outcome.error for outcome in outcomes if isinstance(outcome, KeyLost)}
+        answered = [outcome for outcome in outcomes if isinstance(outcome, Answered)]
+        put_back = [
+            PutBack(outcome.line, 0.0, 0, 0) if isinstance(outcome, KeyLost) else outcome
+            for outcome in outcomes
+            if not isinstance(outcome, Answered)
+        ]
+        await store_outcomes(session, self._id, answered, put_back, self._now)
+        for batch_id, error in sorted(lost.items()):
+            reason = {"code": error.code, "message": error.message}
+            await begin_closing(session, batch_id, BatchStatus.FAILED, reason, self._now)
 
     async def _renew(self) -> None:
         """What is not ours any more is given up: another worker is at it, or its batch has ended."""

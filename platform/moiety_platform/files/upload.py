@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from litestar.types import Receive, Scope
@@ -9,7 +10,7 @@ from litestar.types import Receive, Scope
 from moiety_platform.auth.principal import Principal
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
-from moiety_platform.errors import BadRequest
+from moiety_platform.errors import BadRequest, Unavailable
 from moiety_platform.files.form import Field, FileBegins, read_form
 from moiety_platform.files.models import StoredFile
 from moiety_platform.files.store import CHUNK_BYTES, Now, append_chunk, begin_file, discard_upload, publish_file
@@ -76,11 +77,12 @@ class _Upload:
             return await publish_file(session, self._file_id, purpose, expires_s, self._uploads.now)
 
     async def discard(self) -> None:
-        """Without the store the sweep will find it."""
+        """What is left where the store is away is found by the sweep."""
         if self._file_id is None:
             return
-        async with self._uploads.database.write() as session:
-            await discard_upload(session, self._file_id)
+        with contextlib.suppress(Unavailable):
+            async with self._uploads.database.write() as session:
+                await discard_upload(session, self._file_id)
 
     async def _store(self, data: bytes) -> None:
         assert self._file_id is not None, "content follows the beginning of the file"
