@@ -60,10 +60,8 @@ class Sequence:
     def num_claimed_tokens(self) -> int:
         """Output tokens for which limits must have room: its credit, until it has come to its end."""
         finished = self.stream.finished
-        has_come = (
-            finished is not None and finished.reason is not FinishReason.ABORT
-        )  # which another engine goes on from
-        return self.num_tokens if has_come else self.stream.credit_tokens
+        is_over = finished is not None and finished.reason is not FinishReason.ABORT  # after which it may go on
+        return self.num_tokens if is_over else self.stream.credit_tokens
 
     @property
     def num_relayed(self) -> int:
