@@ -142,6 +142,7 @@ class RequestRecorder:
             prompt_tokens=row.prompt_tokens,
             output_tokens=row.output_tokens,
             failovers=len(record.failovers) or None,
+            recomputed_tokens=record.num_recomputed_tokens or None,
             ms=round(row.duration_ms, 1),
         )
 
