@@ -236,12 +236,12 @@ async def _make_tenants(cluster: Cluster, admin_key: str, options: argparse.Name
             project = await call("POST", "/projects", {"name": "p", "tenant_id": tenant["id"]})
             key = await call("POST", "/keys", {"name": "k", "project_id": project["id"]})
             keys.append(key["secret"])
-            wanted = [("tenant", tenant["id"], "tokens_per_day", rng.randint(600, 6000))]
+            wanted = [("tenant", tenant["id"], "tokens_per_day", rng.randint(150, 1500))]
             if not options.no_faults:
                 wanted += [
                     ("key", key["key"]["id"], "concurrent_requests", rng.randint(2, 4)),
-                    ("project", project["id"], "requests_per_minute", rng.randint(30, 90)),
-                    ("key", key["key"]["id"], "money_per_day", rng.randint(300_000, 3_000_000)),
+                    ("project", project["id"], "requests_per_minute", rng.randint(6, 30)),
+                    ("key", key["key"]["id"], "money_per_day", rng.randint(50_000, 500_000)),
                 ]
             for level, scope_id, kind, cap in wanted:
                 limit = {"level": level, "scope_id": scope_id, "kind": kind, "cap": cap}
