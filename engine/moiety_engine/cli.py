@@ -48,6 +48,7 @@ def engine(
     name: options.NameOption = "",
     listen: options.ListenOption = "tcp://127.0.0.1:5757",
     address_file: options.AddressFileOption = None,
+    usage_journal: options.UsageJournalOption = None,
     curve_key_file: options.CurveKeyFileOption = None,
     device: options.DeviceOption = options.Device.auto,
     dtype: options.DtypeOption = options.Dtype.auto,
@@ -83,6 +84,7 @@ def engine(
             model=name or ("scripted" if scripted and not model else model_name(model)),
             listen=listen,
             address_file=address_file,
+            usage_journal=_checked(usage_journal),
             drain_timeout_s=drain_timeout,
             core_silence_s=core_silence_s,
             curve_secret_key=_read_curve_key(curve_key_file),
@@ -143,6 +145,15 @@ def _text_and_process(folder: Path, config: EngineConfig, settings: FrontSetting
         return ProcessCore(context, CORE_MODULE, config, listen=settings.listen, silence_s=silence_s)
 
     return read_text_model(folder), make
+
+
+def _checked(usage_journal: Path | None) -> Path | None:
+    if usage_journal is not None:
+        try:
+            usage_journal.open("ab").close()
+        except OSError as exc:
+            raise InvalidConfig(f"--usage-journal {usage_journal} cannot be written: {exc.strerror}") from exc
+    return usage_journal
 
 
 def _read_curve_key(path: Path | None) -> bytes | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,3 +109,23 @@ async def test_a_gateway_is_told_what_another_has_left(
         assert record.num_output_tokens == answer.end.num_output_tokens == 4
         await other.send(Settled("first", ["r"]))
         await other.until_load(lambda load: not load.unsettled_replicas)
+
+
+async def test_what_requests_used_is_written_down_also_after_the_file_was_moved(
+    bench: Any, submit: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "usage.jsonl"
+    async with bench(usage_journal=path) as running:
+        gateway = running.connect()
+        await gateway.send(Hello("gateway", replica_id="first"))
+        await gateway.ask(submit("r1", prompt="hello", stopping=Stopping(max_tokens=3)))
+        path.rename(tmp_path / "old.jsonl")
+        await gateway.ask(submit("r2", prompt="hello", stopping=Stopping(max_tokens=4)))
+    (old,) = map(json.loads, (tmp_path / "old.jsonl").read_text().splitlines())
+    (new,) = map(json.loads, path.read_text().splitlines())
+    assert [(line["request_id"], line["prompt_tokens"], line["output_tokens"]) for line in (old, new)] == [
+        ("r1", 5, 3),
+        ("r2", 5, 4),
+    ]
+    assert (new["engine_id"], new["replica_id"], new["tenant_id"]) == (running.front.engine_id, "first", "tenant")
+    assert new["at_unix_ns"] > old["at_unix_ns"] > 10**18

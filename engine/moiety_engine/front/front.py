@@ -21,6 +21,7 @@ from moiety_engine.front.desk import OnFinished, RequestDesk
 from moiety_engine.front.meter import Meter
 from moiety_engine.front.sessions import GatewaySession, Sessions
 from moiety_engine.front.settings import FrontSettings
+from moiety_engine.front.usage_journal import UsageJournal
 from moiety_engine.front.validation import ModelLimits
 from moiety_engine.front.zmq_reader import ZmqReader
 from moiety_engine.messages import CoreHello, CoreLoad, CoreState, CoreStep, ToFront
@@ -84,7 +85,8 @@ class Front:
         self._clock = clock
         self._socket = _router(context, settings)
         self._sessions = Sessions(self._socket, max_outbox_messages=settings.max_outbox_messages)
-        self._meter = Meter(clock)
+        self._journal = UsageJournal(settings.usage_journal, engine_id) if settings.usage_journal else None
+        self._meter = Meter(clock, self._journal)
         tokenizer = Tokenizer.from_json(text.tokenizer_json)
         self._desk = RequestDesk(tokenizer, self._post, self._meter, on_finished=on_finished)
         self._load = LOADING
@@ -144,6 +146,8 @@ class Front:
             self._reader.close()
         if not self._socket.closed:
             self._socket.close(linger=LINGER_MS)
+            if self._journal is not None:
+                self._journal.close()
 
     # ── from gateways ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 
 import structlog
 
+from moiety_engine.front.usage_journal import UsageJournal, UsageLine
 from moiety_wire.messages import Failed, Finished, Metered, Submit
 
 MAX_RECORDS = 200_000
@@ -24,8 +25,15 @@ log = structlog.get_logger()
 class Meter:
     """Owns the records, by gateway process and request. One thread. Without a `bill` nothing is kept."""
 
-    def __init__(self, clock: Callable[[], float], *, max_records: int = MAX_RECORDS) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        journal: UsageJournal | None = None,
+        *,
+        max_records: int = MAX_RECORDS,
+    ) -> None:
         self._clock = clock
+        self._journal = journal
         self._max_records = max_records
         self._records: dict[tuple[str, str], Metered] = {}
         self._num_of: defaultdict[str, int] = defaultdict(int)  # records of each process
@@ -40,9 +48,12 @@ class Meter:
 
     def note(self, replica_id: str, submit: Submit, end: Finished | Failed, served_class: str) -> None:
         """A request that was let in has ended."""
-        if not submit.bill or not served_class:
+        if not served_class:
             return
         num_cached = end.num_cached_tokens if isinstance(end, Finished) else 0
+        self._write_down(replica_id, submit, served_class, num_cached, end.num_output_tokens)
+        if not submit.bill:
+            return
         record = Metered(replica_id, submit.request_id, submit.bill, served_class, num_cached, end.num_output_tokens)
         key = replica_id, submit.request_id
         if key not in self._records:
@@ -54,6 +65,26 @@ class Meter:
             self.num_lost += 1
             log.error("usage_forgotten", request_id=lost.request_id, replica_id=lost.replica_id)
             self.settle(lost.replica_id, [lost.request_id])
+
+    def _write_down(self, replica_id: str, submit: Submit, served_class: str, num_cached: int, num_output: int) -> None:
+        if self._journal is None:
+            return
+        line = UsageLine(
+            at_unix_ns=0,
+            engine_id="",
+            replica_id=replica_id,
+            request_id=submit.request_id,
+            tenant_id=submit.tenant_id,
+            model=submit.model,
+            served_class=served_class,
+            prompt_tokens=len(submit.prompt_ids),
+            cached_tokens=num_cached,
+            output_tokens=num_output,
+        )
+        try:
+            self._journal.add(line)
+        except OSError as error:
+            log.error("usage_journal_failed", error=str(error), request_id=submit.request_id, output_tokens=num_output)
 
     def settle(self, replica_id: str, request_ids: Iterable[str]) -> None:
         """What these used is stored. What is not known does no harm."""

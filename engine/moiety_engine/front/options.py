@@ -49,6 +49,14 @@ AddressFileOption = Annotated[
         help="Write the bound address here when ready to serve.",
     ),
 ]
+UsageJournalOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="MOIETY_ENGINE_USAGE_JOURNAL",
+        rich_help_panel=LISTENING,
+        help="Append what each request used to this file; `moiety usage reconcile` checks bills by it.",
+    ),
+]
 CurveKeyFileOption = Annotated[
     Path | None,
     typer.Option(

@@ -30,6 +30,7 @@ class Action(StrEnum):
     WRITE_QUOTAS = "quotas.write"
     WRITE_TENANT_QUOTAS = "tenant_quotas.write"
     READ_USAGE = "usage.read"
+    RECONCILE_USAGE = "usage.reconcile"
     READ_OVERVIEW = "overview.read"
     READ_AUDIT = "audit.read"
     READ_CLASSES = "classes.read"
@@ -67,6 +68,7 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
         Action.WRITE_QUOTAS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
         Action.WRITE_TENANT_QUOTAS: Rule(anyone=_OPERATORS),
         Action.READ_USAGE: Rule(anyone=_READERS, own=_OWN_READERS),
+        Action.RECONCILE_USAGE: Rule(anyone=_READERS),
         Action.READ_OVERVIEW: Rule(anyone=_READERS, own=_OWN_READERS),
         Action.READ_AUDIT: Rule(anyone=_OWNER, own=_OWN_READERS),
         Action.READ_CLASSES: Rule(anyone=_READERS, own=_OWN_READERS),

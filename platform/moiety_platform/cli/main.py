@@ -29,7 +29,7 @@ COMMANDS = {
     "quota": ("moiety_platform.cli.quotas:app", "List, set and remove limits of tenants, projects and keys."),
     "audit": ("moiety_platform.cli.audit:app", "Show the log of administrative changes, and verify it."),
     "batch": ("moiety_platform.cli.batches:app", "Submit files of requests, follow them, fetch their answers."),
-    "usage": ("moiety_platform.cli.usage:usage", "Show what was used, by tenant, model or day."),
+    "usage": ("moiety_platform.cli.usage:app", "Show what was used, by tenant, model or day, and check the books."),
 }
 SUMMARIES = {
     "engine": "Run one engine (a model replica) alone.",

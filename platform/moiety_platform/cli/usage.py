@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.engine_journals import compare, read_journals
 from moiety_platform.cli.tables import show_csv, show_json
 from moiety_platform.prices.terms import dollars
 
+PAGE = 500
 TOTALS = {
     "requests": "requests",
     "failed": "failed",
@@ -43,9 +47,14 @@ REQUESTS = {
 }
 
 
+app = typer.Typer(help="Show what was used: requests, tokens, times and money.")
+
+
+@app.callback(invoke_without_command=True)
 @admin_command
 def usage(
     admin: Admin,
+    context: typer.Context,
     by: Annotated[
         str, typer.Option(help="tenant, project, key, model, service_class and hour, with commas.")
     ] = "tenant",
@@ -55,6 +64,8 @@ def usage(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table, with every field.")] = False,
 ) -> None:
     """Show what was used: requests, tokens, times and money."""
+    if context.invoked_subcommand is not None:
+        return
     if as_csv and admin.as_json:
         raise typer.BadParameter("give --csv or --json, not both")
     tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
@@ -76,6 +87,61 @@ def usage(
     ]
     headings = {field: field.replace("_", " ") for row in rows[:1] for field in row if field not in TOTALS}
     admin.show_rows(rows, {**headings, **TOTALS})
+
+
+@app.command("reconcile")
+@admin_command
+def reconcile(
+    admin: Admin,
+    hours: Annotated[float, typer.Option(min=0.001, help="How far back.")] = 24,
+    journal: Annotated[
+        list[Path] | None,
+        typer.Option("--journal", help="An engine's --usage-journal; give those of all engines.", exists=True),
+    ] = None,
+) -> None:
+    """Check that requests, ledger, sums and limits say the same, and that bills are what the engines counted. Ends with
+    1 if something differs."""
+    since = datetime.now(UTC) - timedelta(hours=hours)
+    report = admin.client.get("/usage/reconciliation", since=since.isoformat())
+    if journal:
+        report["engines"] = compare(read_journals(journal, since), requests_since(admin.client, since))
+    agrees = report["agrees"] and not report.get("engines", {}).get("differences")
+    if admin.as_json:
+        show_json(report)
+    else:
+        show_reconciliation(report)
+    if not agrees:
+        raise typer.Exit(1)
+
+
+def requests_since(client: AdminClient, since: datetime) -> dict[str, dict[str, Any]]:
+    """All requests by their id."""
+    found: dict[str, dict[str, Any]] = {}
+    cursor: str | None = ""
+    while cursor is not None:
+        page = client.get("/usage/requests", limit=PAGE, since=since.isoformat(), cursor=cursor or None)
+        found |= {row["request_id"]: row for row in page["data"]}
+        cursor = page["next_cursor"]
+    return found
+
+
+def show_reconciliation(report: dict[str, Any]) -> None:
+    """For people."""
+    total = report["total"]
+    typer.echo(f"{total['requests']} requests of {report['tenants']} tenants, {total['output_tokens']} output tokens")
+    typer.echo("requests, ledger and sums agree" if not report["differences"] else "they differ:")
+    for one in report["differences"]:
+        typer.echo(f"  tenant {one['tenant_id']}: {one['requests']} · {one['ledger']} · {one['hours']}")
+    typer.echo("limits add up" if not report["windows"] else "limits do not add up:")
+    for one in report["windows"]:
+        typer.echo(f"  {one}")
+    for one in report["quarantined"]:
+        typer.echo(f"of {one['replica_id']}, which died, {one['leases']} leases are not proven unspent")
+    engines = report.get("engines")
+    if engines is not None:
+        typer.echo(f"{engines['compared']} requests compared with the engines' count; {engines['unproven']} unproven")
+        for one in engines["differences"]:
+            typer.echo(f"  {one['request_id']}: billed {one['billed']}, counted {one['counted']}")
 
 
 def percent(totals: dict[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.query_parameters import Cursor, Limit
 from moiety_platform.usage.queries import list_requests, parse_filter, parse_grouping, sum_usage
+from moiety_platform.usage.reconciliation import Reconciliation, reconcile
 from moiety_platform.usage.schemas import RequestPage, UsageReport
 
 
@@ -66,3 +67,16 @@ class UsageController(Controller):
         wanted = parse_filter(clock.now(), since, until, **equal)
         async with database.read() as session:
             return await list_requests(session, wanted, page)
+
+    @get("/reconciliation", opt=needs(Action.RECONCILE_USAGE))
+    async def reconcile(
+        self,
+        database: NamedDependency[Database],
+        clock: NamedDependency[SkipValidation[Clock]],
+        since: FromQuery[datetime | None] = None,
+        until: FromQuery[datetime | None] = None,
+    ) -> Reconciliation:
+        """Whether requests, ledger, sums and limits say the same of these hours; the last 24 unless said otherwise."""
+        wanted = parse_filter(clock.now(), since, until)
+        async with database.read() as session:
+            return await reconcile(session, wanted.since, wanted.until)

@@ -1,0 +1,60 @@
+"""Bills against what engines wrote down: for each request, the output tokens that were billed and that were counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moiety_platform.cli.errors import CommandError
+
+MAX_SHOWN = 100
+NEVER_BILLED = ("rejected",)  # nothing of it was sent
+
+
+class _Line(msgspec.Struct):
+    """Of an engine's journal, what is compared."""
+
+    at_unix_ns: int
+    request_id: str  # of one answer: the request's, and its number
+    output_tokens: int
+
+
+_decoder = msgspec.json.Decoder(_Line)
+
+
+def read_journals(paths: Iterable[Path], since: datetime) -> dict[str, dict[str, int]]:
+    """Request id → answer → output tokens, of what ended since. Of an answer that several engines had a part in, each
+    counts all before it too, so the most counts. Raises CommandError for a file that is no journal."""
+    counted: dict[str, dict[str, int]] = {}
+    for path in paths:
+        for number, text in enumerate(path.read_bytes().splitlines(), 1):
+            try:
+                line = _decoder.decode(text)
+            except msgspec.MsgspecError as exc:
+                raise CommandError(f"{path}, line {number} is no line of an engine's usage journal: {exc}") from exc
+            if line.at_unix_ns < since.timestamp() * 1e9:
+                continue
+            request_id = line.request_id.rpartition("-")[0]
+            answers = counted.setdefault(request_id, {})
+            answers[line.request_id] = max(line.output_tokens, answers.get(line.request_id, 0))
+    return counted
+
+
+def compare(counted: Mapping[str, Mapping[str, int]], requests: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Requests whose bill is not what was counted; `unproven` are those that no journal has, since their engine was
+    killed, or whose engine lost the gateway before their end."""
+    differences, compared = [], 0
+    for request_id, answers in counted.items():
+        row = requests.get(request_id)
+        if row is not None and row["outcome"] in NEVER_BILLED:
+            continue
+        compared += 1
+        billed, total = None if row is None else row["output_tokens"], sum(answers.values())
+        if billed != total:
+            differences.append({"request_id": request_id, "billed": billed, "counted": total})
+    unproven = sum(row["output_tokens"] > 0 and request_id not in counted for request_id, row in requests.items())
+    return {"compared": compared, "unproven": unproven, "differences": differences[:MAX_SHOWN]}

@@ -1,0 +1,145 @@
+"""Whether all that says what was used says the same: requests, the ledger, the sums of hours, and limits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from datetime import datetime, timedelta
+from typing import Any
+
+import msgspec
+from sqlalchemy import BigInteger, Select, case, cast, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.quota.models import LeaseState, QuotaLease, QuotaWindow
+from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour, UsageRecord
+
+MAX_SHOWN = 100
+_HOUR = timedelta(hours=1)
+_NAMES = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "cost_nanodollars")
+
+
+class Amounts(msgspec.Struct, frozen=True):
+    """What was used, as one of the three has it."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    cost_nanodollars: int = 0
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """A tenant of which the three do not say the same."""
+
+    tenant_id: str
+    requests: Amounts
+    ledger: Amounts
+    hours: Amounts
+
+
+class Window(msgspec.Struct, frozen=True):
+    """A limit's window whose leases do not add up to it, or in which more was spent than given."""
+
+    quota_id: str
+    start: datetime
+    granted: int
+    settled: int
+    granted_to_leases: int
+    settled_by_leases: int
+
+
+class Quarantine(msgspec.Struct, frozen=True):
+    """What a gateway process that died had leased and nobody has proven unspent; it counts as spent meanwhile."""
+
+    replica_id: str
+    leases: int
+    amount: int  # of tokens, requests and nano-dollars alike
+
+
+class Reconciliation(msgspec.Struct, frozen=True):
+    """`agrees` says that nothing differs. What is quarantined is no difference."""
+
+    since: datetime
+    until: datetime
+    agrees: bool
+    total: Amounts
+    tenants: int
+    differences: list[Difference]
+    windows: list[Window]
+    quarantined: list[Quarantine]
+
+
+async def reconcile(session: AsyncSession, since: datetime, until: datetime) -> Reconciliation:
+    """Compare what began in these hours, the first and the last taken whole. At most MAX_SHOWN of each are listed."""
+    start, end = _floor(since), _floor(until) + (_HOUR if _floor(until) != until else timedelta())
+    requests = await _amounts(session, _of(UsageRecord, UsageRecord.started_at, func.count(), start, end))
+    settled = func.sum(case((LedgerEntry.kind == EntryKind.SETTLED, 1), else_=0))
+    ledger = await _amounts(session, _of(LedgerEntry, LedgerEntry.started_at, settled, start, end))
+    hours = await _amounts(session, _of(UsageHour, UsageHour.hour, func.sum(UsageHour.requests), start, end))
+    differences = [
+        Difference(tenant_id, requests[tenant_id], ledger[tenant_id], hours[tenant_id])
+        for tenant_id in sorted({*requests, *ledger, *hours})
+        if not requests[tenant_id] == ledger[tenant_id] == hours[tenant_id]
+    ]
+    windows = await _unbalanced(session)
+    totals = [[getattr(of_tenant, name) for name in _NAMES] for of_tenant in requests.values()]
+    return Reconciliation(
+        since=start,
+        until=end,
+        agrees=not differences and not windows,
+        total=Amounts(*(sum(column) for column in zip(*totals, strict=True))) if totals else Amounts(),
+        tenants=len(totals),
+        differences=differences[:MAX_SHOWN],
+        windows=windows[:MAX_SHOWN],
+        quarantined=await _quarantined(session),
+    )
+
+
+def _floor(moment: datetime) -> datetime:
+    return moment.replace(minute=0, second=0, microsecond=0)
+
+
+def _of(table: Any, moment: Any, requests: Any, start: datetime, end: datetime) -> Select[Any]:
+    sums = [cast(func.sum(getattr(table, name)), BigInteger) for name in _NAMES[1:]]
+    statement = select(table.tenant_id, cast(requests, BigInteger), *sums).where(moment >= start, moment < end)
+    return statement.group_by(table.tenant_id)
+
+
+async def _amounts(session: AsyncSession, statement: Select[Any]) -> defaultdict[str, Amounts]:
+    rows = await session.execute(statement)
+    found = {tenant_id: Amounts(*amounts) for tenant_id, *amounts in rows}
+    return defaultdict(Amounts, {tenant_id: one for tenant_id, one in found.items() if one != Amounts()})
+
+
+async def _unbalanced(session: AsyncSession) -> list[Window]:
+    leases = (
+        select(
+            QuotaLease.quota_id,
+            QuotaLease.start,
+            cast(func.sum(QuotaLease.granted), BigInteger).label("granted"),
+            cast(func.sum(QuotaLease.settled), BigInteger).label("settled"),
+        )
+        .group_by(QuotaLease.quota_id, QuotaLease.start)
+        .subquery()
+    )
+    granted, settled = func.coalesce(leases.c.granted, 0), func.coalesce(leases.c.settled, 0)
+    columns = (QuotaWindow.quota_id, QuotaWindow.start, QuotaWindow.granted, QuotaWindow.settled, granted, settled)
+    same = (leases.c.quota_id == QuotaWindow.quota_id) & (leases.c.start == QuotaWindow.start)
+    wrong = or_(
+        QuotaWindow.granted != granted, QuotaWindow.settled != settled, QuotaWindow.settled > QuotaWindow.granted
+    )
+    order = QuotaWindow.quota_id, QuotaWindow.start
+    rows = await session.execute(select(*columns).outerjoin(leases, same).where(wrong).order_by(*order))
+    return [Window(*row) for row in rows]
+
+
+async def _quarantined(session: AsyncSession) -> list[Quarantine]:
+    left = QuotaLease.granted - QuotaLease.settled
+    statement = (
+        select(QuotaLease.replica_id, func.count(), cast(func.sum(left), BigInteger))
+        .where(QuotaLease.state == LeaseState.QUARANTINED, left > 0)
+        .group_by(QuotaLease.replica_id)
+        .order_by(QuotaLease.replica_id)
+        .limit(MAX_SHOWN)
+    )
+    return [Quarantine(*row) for row in await session.execute(statement)]
