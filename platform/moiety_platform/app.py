@@ -16,8 +16,9 @@ from moiety_platform.admission.gate import AdmissionGate
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import Clock
-from moiety_platform.completions.controller import CompletionServices, completion_routes
+from moiety_platform.completions.controller import completion_routes
 from moiety_platform.completions.disconnect import ClientDisconnected
+from moiety_platform.completions.exchange import ExchangeServices
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.record import CLIENT_CLOSED_REQUEST
 from moiety_platform.completions.recorder import RequestRecorder, UsageSink
@@ -68,7 +69,7 @@ def create_app(settings: GatewaySettings, services: Services) -> Litestar:
     )
     services.metrics.registry.register(EngineCollector(services.replicas.states))
     limits: dict[str, int] = {"max_body_bytes": settings.max_body_bytes, "max_json_depth": settings.max_json_depth}
-    completions = CompletionServices(
+    exchange = ExchangeServices(
         services.authenticator,
         services.recorder,
         pipeline,
@@ -79,7 +80,7 @@ def create_app(settings: GatewaySettings, services: Services) -> Litestar:
     models = ModelServices(services.authenticator, services.replicas, texts, **limits)
     return Litestar(
         route_handlers=[
-            *completion_routes(completions),
+            *completion_routes(exchange),
             *model_routes(models),
             *health_routes(services.replicas, services.metrics, services.store),
             *services.admin_routes,

@@ -1,9 +1,10 @@
-"""Errors over HTTP, in OpenAI's shape, for every route and for what the framework itself refuses."""
+"""Errors over HTTP: an API's form for them, and OpenAI's, which is that of every route without another and of what the
+framework itself refuses."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -25,6 +26,34 @@ _CODES = {
     405: ("invalid_request_error", "method_not_allowed"),
     413: ("invalid_request_error", "request_too_large"),
 }
+
+
+class ErrorForm(Protocol):
+    """How an API words an error. `request_id` is the one in the answer's headers."""
+
+    def status(self, error: PlatformError) -> int: ...
+
+    def body(self, error: PlatformError, request_id: str) -> bytes: ...
+
+    def event(self, error: PlatformError, request_id: str) -> bytes:
+        """What ends a stream that broke off; nothing follows it."""
+        ...
+
+
+class OpenAIErrors:
+    """OpenAI's form."""
+
+    def status(self, error: PlatformError) -> int:
+        return error.status
+
+    def body(self, error: PlatformError, request_id: str) -> bytes:
+        return msgspec.json.encode(error_fields(error))
+
+    def event(self, error: PlatformError, request_id: str) -> bytes:
+        return b"data: " + msgspec.json.encode(error_fields(error)) + b"\n\n"
+
+
+OPENAI_ERRORS = OpenAIErrors()
 
 
 def error_fields(error: PlatformError) -> dict[str, Any]:

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from litestar.types import Receive
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from moiety_platform.completions.disconnect import ClientDisconnected
-from moiety_platform.completions.schemas import MAX_PROMPTS
+from moiety_platform.completions.fields import StrictBody
 from moiety_platform.errors import BadRequest, TooLarge
 from moiety_platform.json_depth import check_depth
 
-# What a field with several forms must be; pydantic would report each form's own complaint.
-FORMS = {
-    "content": 'must be a string or a list of parts {"type": "text", "text": "…"}; other parts are not supported, and '
-    "null is for the assistant only",
-    "prompt": "must be a string, a list of strings, a list of token ids or a list of lists of token ids, and a list of "
-    f"prompts has at most {MAX_PROMPTS:,}",
-    "stop": "must be a string or a list of at most 16 strings, none of them empty",
-}
 PATIENCE = 16  # times the limit
 INLINE_BYTES = 64 * 1024  # a larger body is decoded in a thread
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=StrictBody)
 
 
 async def read_body(receive: Receive, headers: Iterable[tuple[bytes, bytes]], max_bytes: int) -> bytes:
@@ -76,10 +68,10 @@ def decode_body(schema: type[Body], data: bytes, max_depth: int) -> Body:
     try:
         return schema.model_validate_json(data)
     except ValidationError as exc:
-        raise _translate(exc) from exc
+        raise _translate(exc, schema.forms) from exc
 
 
-def _translate(exc: ValidationError) -> BadRequest:
+def _translate(exc: ValidationError, forms: Mapping[str, str]) -> BadRequest:
     """The first complaint, in the words of the API."""
     first = exc.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
@@ -89,16 +81,16 @@ def _translate(exc: ValidationError) -> BadRequest:
         return BadRequest(first["msg"])
     if not first["loc"]:
         return BadRequest("the body must be a JSON object; send one with at least 'model'", code="invalid_json")
-    path, form = _path(first["loc"], first["type"])
+    path, form = _path(first["loc"], first["type"], forms)
     return BadRequest(f"'{path}' {form or _complaint(first)}", param=path)
 
 
-def _path(location: tuple[int | str, ...], kind: str) -> tuple[str, str | None]:
+def _path(location: tuple[int | str, ...], kind: str, forms: Mapping[str, str]) -> tuple[str, str | None]:
     """The field as a path, and its forms if it has several (what follows then is pydantic's, not the client's)."""
     for i, part in enumerate(location):
         is_absent = kind == "missing" and i == len(location) - 1
-        if part in FORMS and (part != "content" or i == 2) and not is_absent:
-            return ".".join(map(str, location[: i + 1])), FORMS[str(part)]
+        if part in forms and (part != "content" or i == 2) and not is_absent:
+            return ".".join(map(str, location[: i + 1])), forms[str(part)]
     return ".".join(map(str, location)), None
 
 

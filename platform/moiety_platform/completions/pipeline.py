@@ -22,9 +22,8 @@ from moiety_platform.completions.run import Run
 from moiety_platform.completions.spending import Tariff
 from moiety_platform.completions.text import ModelTexts
 from moiety_platform.engine_client.base import EngineClient
-from moiety_platform.errors import BadRequest, ContextTooLong, NotFound, Overloaded
+from moiety_platform.errors import BadRequest, ContextTooLong, Overloaded
 from moiety_platform.prices.cache import PriceCache
-from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import Card, Stopping, Submit
 
@@ -121,11 +120,7 @@ class Pipeline:
         return Tariff({name: prices.of(model, name, catalogue[name].price_factor) for name in names})
 
     def _card(self, record: RequestRecord, model: str) -> Card:
-        allowed = record.principal.allowed_models
-        if allowed is not None and model not in allowed:
-            served = sorted(allowed & self._replicas.cards().keys())
-            raise NotFound(model_not_found(model[:256], served), code=MODEL_NOT_FOUND, param="model")
-        card = self._replicas.card(model)
+        card = self._replicas.card(model, record.principal.allowed_models)
         record.served_model = card.model
         return card
 

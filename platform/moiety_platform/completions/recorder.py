@@ -6,7 +6,7 @@ Usage row, metrics, span and log line are written in one place, when the request
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -73,8 +73,10 @@ class RequestRecorder:
         endpoint: str,
         traceparent: str | None,
         tracestate: str | None,
+        status_of: Callable[[PlatformError], int],
     ) -> AsyncIterator[RequestRecord]:
-        """A record for an authenticated request. Leaving it writes the one usage row; errors pass through."""
+        """A record for an authenticated request, whose API tells an error with the status `status_of` it. Leaving it
+        writes the one usage row; errors pass through."""
         record = RequestRecord(
             request_id=request_id,
             client_request_id=client_request_id,
@@ -86,6 +88,7 @@ class RequestRecorder:
             started_s=self._clock.monotonic(),
             arrival_unix_ns=self._clock.unix_ns(),
             on_submitted=lambda record: self._usage.opened(self._row(record, record.spending.charges(record.used))),
+            status_of=status_of,
             spending=Spending(self._quotas, principal),
         )
         self._num_open += 1

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import msgspec
 from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, Send
 
 from moiety_platform.completions.disconnect import ClientDisconnected
-from moiety_platform.completions.sse import error_event
 from moiety_platform.errors import PlatformError
-from moiety_platform.http_errors import error_fields, error_headers
+from moiety_platform.http_errors import ErrorForm, error_headers
 
 ABORT_CONNECTION = "moiety.abort_connection"
 """Where the server puts, into a request's `state`, what drops the request's connection at once."""
@@ -27,10 +25,14 @@ class Reply:
     """Owned by the exchange; sends one answer. A client that takes nothing for `timeout_s` counts as gone: its
     connection is dropped, and the send raises ClientDisconnected."""
 
-    def __init__(self, send: Send, timeout_s: float, abort: Callable[[], None] | None) -> None:
+    def __init__(
+        self, send: Send, timeout_s: float, abort: Callable[[], None] | None, errors: ErrorForm, request_id: str
+    ) -> None:
         self._raw_send = send
         self._timeout_s = timeout_s
         self._abort = abort
+        self._errors = errors
+        self._request_id = request_id
         self._streaming = False
         self.headers: dict[str, str] = {}  # of an answer; an error has its own
 
@@ -63,9 +65,10 @@ class Reply:
     async def fail(self, error: PlatformError) -> None:
         """An error answer, or an error event if the answer has begun."""
         if self._streaming:
-            await self.end_stream(error_event(error))
+            await self.end_stream(self._errors.event(error, self._request_id))
         else:
-            await self.whole(error.status, msgspec.json.encode(error_fields(error)), error_headers(error))
+            body = self._errors.body(error, self._request_id)
+            await self.whole(self._errors.status(error), body, error_headers(error))
 
 
 def _encode(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
