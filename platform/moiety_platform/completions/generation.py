@@ -11,9 +11,11 @@ from moiety_wire.messages import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages for the model's chat template, each with `role` and text `content`."""
+    """Messages for the model's chat template, each with `role` and text `content`. The answer to them begins with
+    `prefill`, and only the rest of it is generated."""
 
     messages: tuple[dict[str, Any], ...]
+    prefill: str = ""
 
 
 Prompt = Conversation | str | tuple[int, ...]

@@ -68,9 +68,13 @@ class ModelText:
                     return False
             if isinstance(prompt, Conversation):
                 left -= MESSAGE_COST * (len(prompt.messages) - 1)
-                if left < 0 or (self._conversations and self._conversations.spells_control_token(prompt.messages)):
+                if left < 0 or self._spells_control_token(prompt):
                     return False
         return True
+
+    def _spells_control_token(self, prompt: Conversation) -> bool:
+        encoder = self._conversations
+        return encoder is not None and encoder.spells_control_token(prompt.messages, prompt.prefill)
 
     def _encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         return [self._check_ids(prompt) if isinstance(prompt, tuple) else self._encode(prompt) for prompt in prompts]
@@ -81,7 +85,8 @@ class ModelText:
             if isinstance(prompt, str):
                 token_ids = self._tokenizer.encode(prompt, add_special_tokens=True, max_tokens=limit)
             else:
-                token_ids = self._conversation_encoder().encode(prompt.messages, max_tokens=limit)
+                encoder = self._conversation_encoder()
+                token_ids = encoder.encode(prompt.messages, prefill=prompt.prefill, max_tokens=limit)
         except TooManyTokens as exc:
             raise self._too_long(f"at least {exc.at_least}") from exc
         except (TextNotEncodable, TemplateRefused) as exc:
@@ -119,6 +124,7 @@ def _texts(prompt: Prompt) -> Iterator[str]:
     elif isinstance(prompt, Conversation):
         for message in prompt.messages:
             yield from message.values()
+        yield prompt.prefill
 
 
 class ModelTexts:
