@@ -13,6 +13,7 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
 from moiety_platform.errors import EngineFailed, Unavailable
+from moiety_text.stop import StopFinder
 from moiety_wire.messages import (
     Abort,
     Accepted,
@@ -171,6 +172,8 @@ class FakeEngineClient:
             run.stream.deliver(script)
             return
         reason, detail = FinishReason.STOP, ""
+        stops = run.submit.stopping.stop
+        finder = StopFinder(stops) if stops else None
         for token_id, text in script:
             await asyncio.sleep(self._token_s)
             while run.num_emitted >= run.credit_tokens and not run.aborted and not run.credit_last:
@@ -182,10 +185,14 @@ class FakeEngineClient:
                 reason, detail = FinishReason.LENGTH, "credit_refused"
                 break
             logprobs = _logprobs(text, run.submit.sampling.num_logprobs)
-            tokens = Tokens(run.submit.request_id, run.take_seq(), run.num_emitted, [token_id], text, logprobs)
+            shown, stopped_by = (text, None) if finder is None else finder.add(text)
+            tokens = Tokens(run.submit.request_id, run.take_seq(), run.num_emitted, [token_id], shown, logprobs)
             run.num_emitted += 1
             self._num_output_tokens += 1
             run.stream.deliver(tokens)
+            if stopped_by is not None:
+                detail = stopped_by
+                break
             if run.num_emitted >= run.submit.stopping.max_tokens:
                 reason, detail = FinishReason.LENGTH, "max_tokens"
                 break
@@ -201,6 +208,7 @@ class FakeEngineClient:
                 num_cached_tokens=verdict.num_cached_tokens,
                 num_output_tokens=run.num_emitted,
                 phases=phases,
+                text="" if finder is None else finder.flush(),
                 served_class=verdict.served_class,
                 events=list(verdict.events),
                 detail=detail,
