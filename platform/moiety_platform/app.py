@@ -13,6 +13,7 @@ from litestar.openapi import OpenAPIConfig
 from litestar.types import ControllerRouterHandler
 
 from moiety_platform.admission.gate import AdmissionGate
+from moiety_platform.anthropic_api.controller import MessageServices, message_routes
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import Clock
@@ -81,6 +82,7 @@ def create_app(settings: GatewaySettings, services: Services) -> Litestar:
     return Litestar(
         route_handlers=[
             *completion_routes(exchange),
+            *message_routes(MessageServices(exchange, services.replicas, texts)),
             *model_routes(models),
             *health_routes(services.replicas, services.metrics, services.store),
             *services.admin_routes,
