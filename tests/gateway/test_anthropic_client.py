@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import anthropic
+import msgspec
 import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient, Verdict
@@ -117,29 +118,25 @@ async def test_a_streamed_message_comes_to_the_same_as_a_whole_one(start_gateway
         assert {(row.prompt_tokens, row.cached_tokens, row.output_tokens) for row in rows} == {(HELLO_TOKENS, 16, 2)}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("texts", "stops", "reason", "sequence", "text"),
-    [
-        (["a", "b"], ["X"], "end_turn", None, "ab"),
-        (["a", "b"], [], "end_turn", None, "ab"),
-        (["a", "bST", "OPc", "d"], ["never", "STOP"], "stop_sequence", "STOP", "ab"),
-        (["a", "ST"], ["STOP"], "end_turn", None, "aST"),  # what was held back comes after all
-        (["a"] * 9, ["X"], "max_tokens", None, "aaaa"),
-    ],
-)
-async def test_it_says_why_a_message_ended(
-    start_gateway, card, open_client, stream, texts, stops, reason, sequence, text
-):
-    async with start_gateway([FakeEngineClient(card, ends_after(*texts))]) as gateway, open_client(gateway) as client:
+ENDS = [
+    # what the engine says, where it is to stop; why it stopped, at which sequence, with which text
+    (["a", "b"], ["X"], "end_turn", None, "ab"),
+    (["a", "b"], [], "end_turn", None, "ab"),
+    (["a", "bST", "OPc", "d"], ["never", "STOP"], "stop_sequence", "STOP", "ab"),
+    (["a", "ST"], ["STOP"], "end_turn", None, "aST"),  # what was held back comes after all
+    (["a"] * 9, ["X"], "max_tokens", None, "aaaa"),
+    ([], [], "end_turn", None, ""),
+]
+
+
+async def test_a_message_says_why_it_ended_streamed_and_not(gateway, client):
+    for texts, stops, *expected in ENDS:
+        gateway.engine.script = ends_after(*texts)
         asked = BODY | {"max_tokens": 4, "stop_sequences": stops}
-        if stream:
-            async with client.messages.stream(**asked) as events:
-                message = await events.get_final_message()
-        else:
-            message = await client.messages.create(**asked)
-        assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
-        assert message.content[0].text == text
+        async with client.messages.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+        for message in (streamed, await client.messages.create(**asked)):
+            assert [message.stop_reason, message.stop_sequence, message.content[0].text] == expected
 
 
 async def test_a_limit_that_ends_a_message_counts_as_max_tokens(start_gateway, card, open_client):
@@ -204,26 +201,25 @@ async def test_every_parameter_reaches_the_engine(gateway, client):
     assert default.stopping.stop == ()
 
 
-@pytest.mark.parametrize(
-    ("cap", "tier", "served", "stated"),
-    [
-        ("standard", "auto", "standard", "standard"),
-        ("priority", "auto", "priority", "priority"),
-        ("priority", "standard_only", "standard", "standard"),
-        ("flex", "standard_only", "flex", "batch"),
-        ("batch", "auto", "batch", "batch"),
-    ],
-)
-async def test_a_tier_chooses_below_the_tenants_class_and_usage_states_what_served(
-    gateway, client, cap, tier, served, stated
-):
+TIERS = [
+    # the tenant's class, the tier that is asked for; the class that serves, the tier that is stated
+    ("standard", "auto", "standard", "standard"),
+    ("priority", "auto", "priority", "priority"),
+    ("priority", "standard_only", "standard", "standard"),
+    ("flex", "standard_only", "flex", "batch"),
+    ("batch", "auto", "batch", "batch"),
+]
+
+
+async def test_a_tier_chooses_below_the_tenants_class_and_usage_states_what_served(gateway, client):
     (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
-    await admin(gateway, "PATCH", f"/tenants/{tenant['id']}", {"service_class": cap})
-    gateway.forget_keys()
-    raw = await client.messages.with_raw_response.create(**BODY, service_tier=tier)
-    message = await raw.parse()
-    assert (raw.headers["x-moiety-class"], message.usage.service_tier) == (served, stated)
-    assert gateway.engine.submits[0].service.name == served
+    for cap, tier, served, stated in TIERS:
+        await admin(gateway, "PATCH", f"/tenants/{tenant['id']}", {"service_class": cap})
+        gateway.forget_keys()
+        raw = await client.messages.with_raw_response.create(**BODY, service_tier=tier)
+        message = await raw.parse()
+        assert (raw.headers["x-moiety-class"], message.usage.service_tier) == (served, stated)
+        assert gateway.engine.submits[-1].service.name == served
 
 
 async def test_counted_tokens_are_the_input_tokens_of_the_message_and_cost_nothing(start_gateway, card, open_client):
@@ -252,13 +248,12 @@ async def test_a_key_comes_in_either_header_and_anthropics_own_goes_first(gatewa
         assert (await gateway.post(PATH, BODY, key=bearer, headers={"x-api-key": own}))[0] == status
 
 
-@pytest.mark.parametrize("key", ["mty_no.such", "sk-ant-api03-x"])
-async def test_a_bad_key_is_an_authentication_error(gateway, open_client, key):
-    async with open_client(gateway, api_key=key) as client:
+async def test_a_bad_key_is_an_authentication_error(gateway, open_client):
+    async with open_client(gateway, api_key="mty_no.such") as client:
         for call in (client.messages.create(**BODY), client.messages.count_tokens(model=MODEL, messages=HELLO)):
             with pytest.raises(anthropic.AuthenticationError) as caught:
                 await call
-            assert caught.value.type == "authentication_error"
+            assert (caught.value.type, caught.value.error_code) == ("authentication_error", "invalid_api_key")
             assert caught.value.request_id == caught.value.body["request_id"]
 
 
@@ -350,28 +345,30 @@ async def test_a_body_that_is_too_large_is_told_so(start_gateway, card, open_cli
             assert caught.value.body["error"]["type"] == "request_too_large"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("code", "reason", "status", "kind", "waits"),
-    [
-        (FailureCode.OVERLOADED, Reason.PREDICTED_LATE, 529, "overloaded_error", True),
-        (FailureCode.OVERLOADED, Reason.TENANT_QUEUE_FULL, 429, "rate_limit_error", True),
-        (FailureCode.DRAINING, None, 503, "api_error", True),
-        (FailureCode.ENGINE_FAILED, None, 502, "api_error", False),
-        (FailureCode.CONTEXT_LENGTH_EXCEEDED, None, 400, "invalid_request_error", False),
-    ],
-)
-async def test_a_refusal_of_the_engine_has_its_status_even_if_a_stream_was_asked_for(
-    start_gateway, card, open_client, code, reason, status, kind, waits, stream
-):
-    engine = FakeEngineClient(card, lambda submit: Failed(submit.request_id, 0, code, "no, because", 0, reason, 2.1))
-    async with start_gateway([engine]) as gateway, open_client(gateway) as client:
-        with pytest.raises(anthropic.APIStatusError, match="no, because") as caught:
-            await client.messages.create(**BODY, stream=stream)
-        assert (caught.value.status_code, caught.value.type) == (status, kind)
-        assert ("retry-after" in caught.value.response.headers) == waits
-        (row,) = await gateway.rows.wait_for(1)
-        assert (row.http_status, row.prompt_tokens * (reason is not None), row.output_tokens) == (status, 0, 0)
+REFUSALS = [
+    (FailureCode.OVERLOADED, Reason.PREDICTED_LATE, anthropic.OverloadedError, "overloaded_error", 529),
+    (FailureCode.OVERLOADED, Reason.TENANT_QUEUE_FULL, anthropic.RateLimitError, "rate_limit_error", 429),
+    (FailureCode.DRAINING, None, anthropic.ServiceUnavailableError, "api_error", 503),
+    (FailureCode.ENGINE_FAILED, None, anthropic.InternalServerError, "api_error", 502),
+    (FailureCode.CONTEXT_LENGTH_EXCEEDED, None, anthropic.BadRequestError, "invalid_request_error", 400),
+]
+
+
+async def test_a_refusal_of_the_engine_has_its_status_even_if_a_stream_was_asked_for(gateway, client):
+    for code, reason, error, kind, status in REFUSALS:
+        failed = Failed("", 0, code, "no, because", 0, reason, 2.1)
+        gateway.engine.script = lambda submit, failed=failed: msgspec.structs.replace(
+            failed, request_id=submit.request_id
+        )
+        for stream in (False, True):
+            with pytest.raises(error, match="no, because") as caught:
+                await client.messages.create(**BODY, stream=stream)
+            assert (caught.value.status_code, caught.value.type) == (status, kind)
+            assert ("retry-after" in caught.value.response.headers) == (status in (429, 503, 529))
+            assert caught.value.request_id
+    rows = await gateway.rows.wait_for(2 * len(REFUSALS))
+    assert [row.http_status for row in rows] == [case[-1] for case in REFUSALS for _ in range(2)]
+    assert not any(row.output_tokens for row in rows)
 
 
 # ── streams that break off ──
