@@ -255,6 +255,10 @@ async def test_a_bad_key_is_an_authentication_error(gateway, open_client):
                 await call
             assert (caught.value.type, caught.value.error_code) == ("authentication_error", "invalid_api_key")
             assert caught.value.request_id == caught.value.body["request_id"]
+    async with open_client(gateway, api_key=gateway.admin_key) as client:
+        with pytest.raises(anthropic.PermissionDeniedError) as caught:
+            await client.messages.create(**BODY)
+        assert (caught.value.type, caught.value.error_code) == ("permission_error", "missing_scope")
 
 
 # ── refusals ──
