@@ -21,6 +21,8 @@ FORMS = {
     "null is for the assistant only",
     "prompt": "must be a string, a list of strings, a list of token ids or a list of lists of token ids, and a list of "
     f"prompts has at most {MAX_PROMPTS:,}",
+    "input": "must be a string, a list of strings, a list of token ids or a list of lists of token ids, and a list of "
+    f"inputs has at most {MAX_PROMPTS:,}",
     "stop": "must be a string or a list of at most 16 strings, none of them empty",
 }
 PATIENCE = 16  # times the limit

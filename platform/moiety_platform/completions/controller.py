@@ -1,6 +1,6 @@
 """HTTP to the pipeline and back: `/v1/chat/completions` and `/v1/completions`.
 
-A request is read, answered and ended in one place, `_Exchange.__call__`; its record is closed before an error is told.
+A request is read, answered and ended in one place, `Exchange.__call__`; its record is closed before an error is told.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 import msgspec
 import structlog
@@ -22,7 +22,7 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.completions.answers import AnswerHead, Choice, chat_answer, completion_answer
-from moiety_platform.completions.body import receive_body
+from moiety_platform.completions.body import Body, receive_body
 from moiety_platform.completions.disconnect import ClientDisconnected, watching_for_disconnect
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.record import RequestRecord
@@ -46,7 +46,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CompletionServices:
-    """What the two endpoints need."""
+    """What the endpoints need that ask something of an engine."""
 
     authenticator: Authenticator
     recorder: RequestRecorder
@@ -58,15 +58,15 @@ class CompletionServices:
 
 
 @dataclass(frozen=True, slots=True)
-class _Endpoint:
+class Endpoint(Generic[Body]):
     path: str
-    operation: str
+    operation: str  # OpenTelemetry's name for it
     id_prefix: str
-    schema: type[GenerationBody]
+    schema: type[Body]
 
 
-CHAT = _Endpoint("/v1/chat/completions", "chat", "chatcmpl-", ChatBody)
-COMPLETIONS = _Endpoint("/v1/completions", "text_completion", "cmpl-", CompletionBody)
+CHAT: Endpoint[GenerationBody] = Endpoint("/v1/chat/completions", "chat", "chatcmpl-", ChatBody)
+COMPLETIONS: Endpoint[GenerationBody] = Endpoint("/v1/completions", "text_completion", "cmpl-", CompletionBody)
 
 
 def completion_routes(services: CompletionServices) -> list[HTTPRouteHandler]:
@@ -74,20 +74,25 @@ def completion_routes(services: CompletionServices) -> list[HTTPRouteHandler]:
     return [_route(CHAT, services), _route(COMPLETIONS, services)]
 
 
-def _route(endpoint: _Endpoint, services: CompletionServices) -> HTTPRouteHandler:
+def _route(endpoint: Endpoint[GenerationBody], services: CompletionServices) -> HTTPRouteHandler:
     @post(endpoint.path, name=endpoint.operation)
     async def create(request: Request[Any, Any, Any]) -> ASGIApp:
-        return _Exchange(endpoint, services)
+        return _Completion(endpoint, services)
 
     return create
 
 
-class _Exchange:
-    """One request and its answer, as an ASGI application."""
+class Exchange(Generic[Body]):
+    """One request and its answer, as an ASGI application; how it is answered, `answer` says."""
 
-    def __init__(self, endpoint: _Endpoint, services: CompletionServices) -> None:
+    def __init__(self, endpoint: Endpoint[Body], services: CompletionServices) -> None:
         self._endpoint = endpoint
         self._services = services
+
+    async def answer(self, body: Body, record: RequestRecord, receive: Receive, reply: Reply) -> None:
+        """Carry out what the body asks for and send the whole answer. `record` is closed by the caller. Raises
+        PlatformError for what is to be told to the client instead, or ClientDisconnected."""
+        raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(send, self._services.send_timeout_s, scope.get("state", {}).get(ABORT_CONNECTION))
@@ -128,26 +133,36 @@ class _Exchange:
             body = await receive_body(
                 endpoint.schema, receive, scope["headers"], services.max_body_bytes, services.max_json_depth
             )
-            last: bytes | None = None
-            async with (
-                watching_for_disconnect(receive),
-                services.pipeline.run(record, body.generation()) as run,
-            ):
-                reply.headers = {
-                    CLASS_HEADER: record.service_class,
-                    ADMISSION_HEADER: record.admission_reason,
-                    **record.spending.headers(),
-                }
-                echoes = await _echoes(body, run)
-                if body.stream:
-                    last = await _relay(body, run, record, reply, echoes)
-                else:
-                    answer = await _collect(body, run, record, echoes)
-            record.completed()
-            if last is not None:
-                await reply.end_stream(last)
+            await self.answer(body, record, receive, reply)
+
+
+class _Completion(Exchange[GenerationBody]):
+    async def answer(self, body: GenerationBody, record: RequestRecord, receive: Receive, reply: Reply) -> None:
+        last: bytes | None = None
+        async with (
+            watching_for_disconnect(receive),
+            self._services.pipeline.run(record, body.generation()) as run,
+        ):
+            reply.headers = answer_headers(record)
+            echoes = await _echoes(body, run)
+            if body.stream:
+                last = await _relay(body, run, record, reply, echoes)
             else:
-                await reply.whole(200, msgspec.json.encode(answer))
+                answer = await _collect(body, run, record, echoes)
+        record.completed()
+        if last is not None:
+            await reply.end_stream(last)
+        else:
+            await reply.whole(200, msgspec.json.encode(answer))
+
+
+def answer_headers(record: RequestRecord) -> dict[str, str]:
+    """What the headers of an answer say of an admitted request: its class, the verdict, and where its limits stand."""
+    return {
+        CLASS_HEADER: record.service_class,
+        ADMISSION_HEADER: record.admission_reason,
+        **record.spending.headers(),
+    }
 
 
 async def _tell(reply: Reply, error: PlatformError) -> None:
