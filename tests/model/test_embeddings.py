@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.loading import load_model
 from moiety_engine.offline import Result, run_all
 from moiety_wire.classes import STANDARD
-from moiety_wire.messages import FailureCode, FinishReason, Sampling
+from moiety_wire.messages import EventKind, FailureCode, FinishReason, Sampling
 
 TOLERANCE = 1e-4
 LENGTHS = (1, 7, 16, 40, 150)
@@ -47,8 +48,8 @@ def to_embed(key: int, prompt: list[int]) -> CoreSubmit:
     return _submit(key, prompt, embed=True, max_tokens=0)
 
 
-def to_complete(key: int, prompt: list[int]) -> CoreSubmit:
-    return _submit(key, prompt, embed=False, max_tokens=12)
+def to_complete(key: int, prompt: list[int], max_tokens: int = 12) -> CoreSubmit:
+    return _submit(key, prompt, embed=False, max_tokens=max_tokens)
 
 
 def _submit(key: int, prompt: list[int], *, embed: bool, max_tokens: int) -> CoreSubmit:
@@ -107,6 +108,18 @@ def assert_right(checkpoint: Any, found: dict[int, np.ndarray]) -> None:
         assert np.linalg.norm(vector) == pytest.approx(1.0, abs=1e-5)
 
 
+def test_a_checkpoint_without_a_head_embeds_alike(make_checkpoint: Any, tmp_path: Path) -> None:
+    whole = make_checkpoint("qwen3, tied")
+    whole.oracle.model.save_pretrained(tmp_path / "headless")
+    found = []
+    for folder in (whole.folder, tmp_path / "headless"):
+        model = load_model(folder, device="cpu", dtype="float32")
+        loop = EngineLoop(model, EngineConfig(model=str(folder), name="tiny"))
+        found.append(vectors(run(loop, EMBEDDED)))
+    assert_right(whole, found[0])
+    assert all(np.array_equal(found[0][key], found[1][key]) for key in PROMPTS)
+
+
 def test_alone_each_is_the_oracles(checkpoint: Any, make_loop: Any) -> None:
     found: dict[int, np.ndarray] = {}
     for submit in EMBEDDED:
@@ -142,18 +155,19 @@ def test_after_a_prefix_hit_each_is_still_the_oracles(checkpoint: Any, make_loop
     assert cached == {0: 0, 1: 4, 2: 12, 3: 36, 4: 148}  # whole blocks, but never the last token
 
 
-def test_those_that_give_way_and_come_back_are_still_the_oracles(checkpoint: Any, make_loop: Any) -> None:
+def test_one_that_gives_way_in_mid_prompt_and_comes_back_is_still_the_oracles(checkpoint: Any, make_loop: Any) -> None:
     block_bytes = make_loop(block_size=8).model.kv_bytes_per_block(8)
     loop = make_loop(
         block_size=8,
-        kv_memory_bytes=20 * block_bytes,
-        max_context_tokens=152,
-        max_batch_tokens=32,
+        kv_memory_bytes=13 * block_bytes,  # for both prompts, but not for the answer
+        max_batch_tokens=8,
         prefix_caching=False,
         policy=PolicyName.FCFS,
     )
-    results = run(loop, [*COMPLETED, *EMBEDDED])
-    assert_right(checkpoint, vectors(results))
+    result = run(loop, [to_complete(100, tokens(60, 1), max_tokens=30), EMBEDDED[3]])[3]
+    assert EventKind.PREEMPTED in [event.kind for event in result.finish.events]
+    vector = np.frombuffer(result.finish.embedding, "<f4")
+    assert np.abs(vector - oracle(checkpoint, PROMPTS[3])).max() <= TOLERANCE
 
 
 def test_a_prompt_may_fill_the_context_and_no_more(make_loop: Any) -> None:
