@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import math
 import struct
@@ -257,3 +258,22 @@ async def test_an_engine_that_dies_meanwhile_is_a_failure_and_leaves_a_row(start
         assert (caught.value.status_code, caught.value.code) == (502, "engine_failed")
         (row,) = await gateway.rows.wait_for(1)
         assert (row.outcome, row.error_code) == ("failed", "engine_failed")
+
+
+async def test_an_answer_that_a_stop_breaks_off_does_not_look_whole(start_gateway, card):
+    engine = FakeEngineClient(msgspec.structs.replace(card, embedding_width=4096))
+    async with start_gateway([engine], drain_s=0) as gateway:
+        body = json.dumps({"model": MODEL, "input": ["abc"] * 1024}).encode()
+        reader, writer = await asyncio.open_connection(*gateway.address, limit=1024)
+        fields = f"Host: test\r\nAuthorization: Bearer {gateway.key}\r\nContent-Length: {len(body)}"
+        writer.write(f"POST {PATH} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + body)
+        got = await reader.read(100)
+        assert got.startswith(b"HTTP/1.1 200")
+        gateway.stop()
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.http_status, row.error_code) == ("failed", 200, "server_stopping")
+        with contextlib.suppress(ConnectionResetError):
+            while more := await reader.read(1 << 16):
+                got = more
+        assert not got.endswith(b"0\r\n\r\n")
+        writer.close()

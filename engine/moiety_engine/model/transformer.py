@@ -64,11 +64,11 @@ class Transformer:
         layers = tuple(layer(one.attention.num_kv_heads, one.attention.head_dim) for one in self.spec.layers)
         return KvCache(layers, num_blocks, block_size)
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return logits_LV, float32, of the rows that are wanted."""
         return self.logits(self.hidden(batch, kv))
 
+    @torch.inference_mode()
     def hidden(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the rows that are
         wanted."""
@@ -81,6 +81,7 @@ class Transformer:
             normed_TD = self._layers(x_TD, batch, kv)
         return normed_TD[batch.wanted_rows_L]
 
+    @torch.inference_mode()
     def logits(self, hidden_LD: Tensor) -> Tensor:
         """logits_LV, float32, of hidden states after the final norm."""
         return linear(hidden_LD, self._weights.head_VD).float()

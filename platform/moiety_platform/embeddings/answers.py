@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from moiety_platform.completions.run import Usage
 
-VECTORS_A_TURN = 16  # then other requests get theirs
+VECTORS_A_PIECE = 16
 
 
-async def encode_answer(
+def answer_pieces(
     vectors: Sequence[bytes], *, model: str, usage: Usage, dimensions: int | None, as_base64: bool
-) -> bytes:
-    """The body. `vectors` are unit vectors of little-endian float32, in the order of the inputs."""
-    data = []
-    for index, vector in enumerate(vectors):
-        if index % VECTORS_A_TURN == VECTORS_A_TURN - 1:
-            await asyncio.sleep(0)
-        data.append(msgspec.Raw(_entry(index, shortened(vector, dimensions), as_base64)))
-    return msgspec.json.encode(
-        {
-            "object": "list",
-            "data": data,
-            "model": model,
-            "usage": {
-                "prompt_tokens": usage.prompt_tokens,
-                "total_tokens": usage.prompt_tokens,
-                "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-            },
-        }
-    )
+) -> Iterator[bytes]:
+    """The body, a few vectors at a time. `vectors` are unit vectors of little-endian float32, in the order of the
+    inputs."""
+    yield b'{"object":"list","data":['
+    for first in range(0, len(vectors), VECTORS_A_PIECE):
+        entries = [
+            _entry(index, shortened(vector, dimensions), as_base64)
+            for index, vector in enumerate(vectors[first : first + VECTORS_A_PIECE], start=first)
+        ]
+        yield (b"," if first else b"") + b",".join(entries)
+    end = {
+        "model": model,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "total_tokens": usage.prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        },
+    }
+    yield b"]," + msgspec.json.encode(end)[1:]
 
 
 def shortened(vector: bytes, dimensions: int | None) -> bytes:

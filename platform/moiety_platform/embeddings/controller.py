@@ -17,7 +17,7 @@ from moiety_platform.completions.disconnect import watching_for_disconnect
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.reply import Reply
 from moiety_platform.completions.run import Run
-from moiety_platform.embeddings.answers import encode_answer
+from moiety_platform.embeddings.answers import answer_pieces
 from moiety_platform.embeddings.schemas import EmbeddingBody
 from moiety_wire.messages import Finished
 
@@ -41,15 +41,18 @@ class _Embedding(Exchange[EmbeddingBody]):
             self._services.pipeline.run(record, body.generation()) as run,
         ):
             reply.headers = answer_headers(record)
-            answer = await encode_answer(
-                await _collect(run),
+            vectors = await _collect(run)
+        record.completed()
+        record.answered_status = 200
+        await reply.pieces(
+            answer_pieces(
+                vectors,
                 model=record.served_model,
                 usage=run.usage(),
                 dimensions=body.dimensions,
                 as_base64=body.encoding_format == "base64",
             )
-        record.completed()
-        await reply.whole(200, answer)
+        )
 
 
 async def _collect(run: Run) -> list[bytes]:
