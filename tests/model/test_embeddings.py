@@ -145,6 +145,13 @@ def test_every_strategy_gives_the_oracles(checkpoint: Any, make_loop: Any, batch
     assert generated(results) == alone
 
 
+@pytest.mark.parametrize("policy", list(PolicyName))
+def test_every_policy_gives_the_oracles(checkpoint: Any, make_loop: Any, policy: PolicyName) -> None:
+    loop = make_loop(policy=policy, max_batch_tokens=32, max_running=3)
+    assert_right(checkpoint, vectors(run(loop, MIXED)))
+    assert loop.scheduler.policy.num_queued == 0
+
+
 def test_after_a_prefix_hit_each_is_still_the_oracles(checkpoint: Any, make_loop: Any) -> None:
     loop = make_loop(block_size=4, max_batch_tokens=64)
     run(loop, EMBEDDED)
