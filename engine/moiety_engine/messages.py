@@ -31,6 +31,8 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     deadline_unix_ns: int | None = None
     tenant_weight: float = 1.0
     fallback: ServiceClass | None = None  # where `service` says downgrade at overload
+    embed: bool = False  # ends with its prefill; `max_tokens` is 0
+    sibling_tokens: int = 0  # prompt tokens beside its own that the promise allows time for
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -89,6 +91,7 @@ class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
     served_class: str
     events: list[CoreEvent]
     num_recomputed_tokens: int
+    embedding: bytes = b""  # a unit vector, little-endian float32
 
 
 class CoreOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -148,6 +151,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     max_num_logprobs: int = 0
     dtype: str = ""
     device: str = ""
+    embedding_width: int = 0  # 0: this core makes no embeddings
 
 
 class CoreStep(msgspec.Struct, frozen=True, tag="step"):

@@ -11,6 +11,9 @@ output tokens from 0 without gap or repeat, so a receiver can prove that it miss
 of one request in one direction from 0. Credit is the *total* number of output tokens the engine may emit for the
 request; `Extend` raises it (being a total, a repeated message does no harm). At the end of its credit a request pauses
 in place.
+
+An embedding (`Submit.embed`) generates nothing: it needs no credit, and its `Finished`, before which no `Tokens` come,
+brings the vector.
 """
 
 from __future__ import annotations
@@ -113,7 +116,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
-    """Generate for one prompt. `request_id` is unique within its gateway."""
+    """Generate for one prompt, or embed it. `request_id` is unique within its gateway."""
 
     request_id: str
     seq: int
@@ -130,6 +133,8 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     tenant_weight: float = 1.0
     fallback: ServiceClass | None = None  # the class to be served in where `service` says downgrade at overload
     traceparent: str = ""  # W3C trace context
+    embed: bool = False  # the prompt's vector is wanted, and no token: `max_tokens` and `credit_tokens` are 0
+    sibling_tokens: int = 0  # of the client's other prompts in the same request, for which its promise allows time too
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
@@ -171,6 +176,7 @@ class Card(msgspec.Struct, frozen=True, tag="card"):
     dtype: str
     device: str
     protocol_version: int = PROTOCOL_VERSION
+    embedding_width: int = 0  # numbers of a vector; 0 where the engine makes none
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):
@@ -257,6 +263,7 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     events: list[Event] = []
     num_recomputed_tokens: int = 0  # computed again after preemptions; metered, not billed
     detail: str = ""  # the stop string that matched; max_tokens, context, credit_refused; silent_gateway
+    embedding: bytes = b""  # of `Submit.embed`, unless aborted: a unit vector, little-endian float32
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):

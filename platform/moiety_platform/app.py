@@ -25,6 +25,7 @@ from moiety_platform.completions.record import CLIENT_CLOSED_REQUEST
 from moiety_platform.completions.recorder import RequestRecorder, UsageSink
 from moiety_platform.completions.text import ModelTexts
 from moiety_platform.db.readiness import StoreReadiness
+from moiety_platform.embeddings.controller import embedding_route
 from moiety_platform.engine_metrics import EngineCollector
 from moiety_platform.errors import PlatformError
 from moiety_platform.health import health_routes
@@ -82,6 +83,7 @@ def create_app(settings: GatewaySettings, services: Services) -> Litestar:
     return Litestar(
         route_handlers=[
             *completion_routes(exchange),
+            embedding_route(exchange),
             *message_routes(MessageServices(exchange, services.replicas, texts)),
             *model_routes(models),
             *health_routes(services.replicas, services.metrics, services.store),

@@ -22,6 +22,7 @@ from moiety_platform.completions.exchange import Endpoint, ExchangeServices, rou
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.text import ModelTexts
+from moiety_platform.completions.text_answer import TextAnswer
 from moiety_platform.errors import PlatformError
 from moiety_platform.headers import authorization_of, header_of
 from moiety_platform.http_errors import error_headers, internal_error
@@ -47,8 +48,7 @@ def message_routes(services: MessageServices) -> list[HTTPRouteHandler]:
         "chat",
         "msg_",
         MessagesBody,
-        _whole,
-        _events,
+        TextAnswer(_whole, _events),
         errors=ANTHROPIC_ERRORS,
         authorization=_authorization_of,
     )

@@ -13,15 +13,17 @@ from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.schemas import ChatBody, CompletionBody
 from moiety_platform.completions.sse import ChatChunks, CompletionChunks
+from moiety_platform.completions.text_answer import TextAnswer
 
 
 def completion_routes(services: ExchangeServices) -> list[HTTPRouteHandler]:
     """The handlers of both endpoints."""
-    chat = Endpoint("/v1/chat/completions", "chat", "chatcmpl-", ChatBody, _whole_chat, _chat_chunks)
-    completions = Endpoint(
-        "/v1/completions", "text_completion", "cmpl-", CompletionBody, _whole_completion, _completion_chunks
-    )
-    return [route(chat, services), route(completions, services)]
+    chat = TextAnswer(_whole_chat, _chat_chunks)
+    completion = TextAnswer(_whole_completion, _completion_chunks)
+    return [
+        route(Endpoint("/v1/chat/completions", "chat", "chatcmpl-", ChatBody, chat), services),
+        route(Endpoint("/v1/completions", "text_completion", "cmpl-", CompletionBody, completion), services),
+    ]
 
 
 async def _whole_chat(body: ChatBody, run: Run, record: RequestRecord, choices: Sequence[Choice]) -> bytes:

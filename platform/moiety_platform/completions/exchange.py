@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -20,34 +20,32 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
-from moiety_platform.completions.answers import Choice
 from moiety_platform.completions.body import receive_body
 from moiety_platform.completions.disconnect import ClientDisconnected, watching_for_disconnect
-from moiety_platform.completions.fields import GeneratingBody
+from moiety_platform.completions.fields import AskingBody
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.recorder import STOPPING, RequestRecorder
 from moiety_platform.completions.reply import ABORT_CONNECTION, Reply
 from moiety_platform.completions.run import Run
-from moiety_platform.completions.sse import Chunks
 from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
 from moiety_platform.headers import authorization_of, header_of
 from moiety_platform.http_errors import OPENAI_ERRORS, ErrorForm, internal_error
 from moiety_platform.metrics import Metrics
 from moiety_platform.request_ids import request_id_of
-from moiety_wire.messages import Finished
 
 CLASS_HEADER = "x-moiety-class"  # the class that is served
 ADMISSION_HEADER = "x-moiety-admission"  # the reason code of the engine's verdict
 
-Body = TypeVar("Body", bound=GeneratingBody)
+Body = TypeVar("Body", bound=AskingBody)
+SendLast = Callable[[], Awaitable[None]]
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeServices:
-    """What every endpoint that generates needs."""
+    """What every endpoint needs that asks something of an engine."""
 
     authenticator: Authenticator
     recorder: RequestRecorder
@@ -60,15 +58,15 @@ class ExchangeServices:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[Body]):
-    """One path of one API: what it takes, and how it words what comes. `whole` makes the body of an answer that is not
-    streamed, `chunks` the events of one that is; both are asked once the request is admitted."""
+    """One path of one API: what it takes, and how it words what comes. `answer` is called once the request is admitted:
+    it reads the run to its end and sends what there is to send meanwhile. What it returns sends the rest, once the
+    request is known to be completed."""
 
     path: str
-    operation: str
+    operation: str  # OpenTelemetry's name for it
     id_prefix: str
     schema: type[Body]
-    whole: Callable[[Body, Run, RequestRecord, Sequence[Choice]], Awaitable[bytes]]
-    chunks: Callable[[Body, Run, RequestRecord], Awaitable[Chunks]]
+    answer: Callable[[Body, Run, RequestRecord, Reply], Awaitable[SendLast]]
     errors: ErrorForm = OPENAI_ERRORS
     authorization: Callable[[Scope], str | None] = authorization_of
 
@@ -136,63 +134,24 @@ class Exchange(Generic[Body]):
             body = await receive_body(
                 endpoint.schema, receive, scope["headers"], services.max_body_bytes, services.max_json_depth
             )
-            async with (
-                watching_for_disconnect(receive),
-                services.pipeline.run(record, body.generation()) as run,
-            ):
-                reply.headers = {
-                    CLASS_HEADER: record.service_class,
-                    ADMISSION_HEADER: record.admission_reason,
-                    **record.spending.headers(),
-                }
-                if body.stream:
-                    chunks = await endpoint.chunks(body, run, record)
-                    last = await _relay(chunks, run, record, reply)
-                else:
-                    last = await endpoint.whole(body, run, record, await _collect(run))
-            record.completed()
-            if body.stream:
-                await reply.end_stream(last)
-            else:
-                await reply.whole(200, last)
+            await self._answer(body, record, receive, reply)
+
+    async def _answer(self, body: Body, record: RequestRecord, receive: Receive, reply: Reply) -> None:
+        async with (
+            watching_for_disconnect(receive),
+            self._services.pipeline.run(record, body.generation()) as run,
+        ):
+            reply.headers = {
+                CLASS_HEADER: record.service_class,
+                ADMISSION_HEADER: record.admission_reason,
+                **record.spending.headers(),
+            }
+            send_last = await self._endpoint.answer(body, run, record, reply)
+        record.completed()
+        await send_last()
 
 
 async def _tell(reply: Reply, error: PlatformError) -> None:
     """Send an error to a client that may have stopped to read."""
     with contextlib.suppress(ClientDisconnected):
         await reply.fail(error)
-
-
-async def _collect(run: Run) -> list[Choice]:
-    """Wait for all choices."""
-    choices = [Choice() for _ in run.streams]
-    async for index, message in run:
-        choice = choices[index]
-        choice.text.append(message.text)
-        if isinstance(message, Finished):
-            choice.finished = message
-        elif message.logprobs:
-            choice.logprobs += message.logprobs
-    return choices
-
-
-async def _relay(chunks: Chunks, run: Run, record: RequestRecord, reply: Reply) -> bytes:
-    """Stream all choices as they come; returns what is to be sent last. The answer starts with the first tokens, so
-    that a request which an engine refuses still gets its proper status."""
-    opened = [False] * len(run.streams)
-    async for index, message in run:
-        parts: list[bytes] = []
-        if not opened[index]:
-            opened[index] = True
-            parts.append(chunks.opening(index))
-        if isinstance(message, Finished):
-            if message.text:
-                parts.append(chunks.piece(index, message.text, None))
-            parts.append(chunks.closing(index, message))
-        elif message.text or message.logprobs:
-            parts.append(chunks.piece(index, message.text, message.logprobs))
-        data = b"".join(parts)
-        if data:
-            record.answered_status = 200
-            await reply.stream(data)
-    return chunks.end(run.usage())

@@ -75,7 +75,7 @@ class Pipeline:
             for submit in submits:
                 stream = await stack.enter_async_context(client.open(submit, run.inbox))
                 record.submitted(num_prompt_tokens)
-                run.add(stream, len(submit.prompt_ids), submit.stopping.max_tokens)
+                run.add(stream, len(submit.prompt_ids) + submit.sibling_tokens, submit.stopping.max_tokens)
             await run.wait_admitted()
         except BaseException:  # all are ended at once, before any is waited for
             run.abort()
@@ -98,10 +98,11 @@ class Pipeline:
         if refusal is not None:
             raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)
         text = await self._texts.get(card)
-        prompts = await text.encode(generation.prompts)
+        prompts = await text.encode(generation.prompts, generation.prompt_field)
         longest = [_max_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
+        num_prompt_tokens = sum(map(len, prompts))
         credit = await record.spending.begin(
-            sum(map(len, prompts)),
+            num_prompt_tokens,
             generation.num_sequences,
             min(max(longest), self._credit_window),
             await self._tariff(card.model, catalogue, chosen),
@@ -111,6 +112,11 @@ class Pipeline:
             for number, (prompt_ids, max_tokens) in enumerate(zip(prompts, longest, strict=True))
             for submit in self._submits(record, generation, chosen, number, prompt_ids, max_tokens, credit)
         ]
+        if generation.embed:  # they are answered together, so each has the time that all of them are promised
+            submits = [
+                msgspec.structs.replace(submit, embed=True, sibling_tokens=num_prompt_tokens - len(submit.prompt_ids))
+                for submit in submits
+            ]
         client, _ = self._replicas.choose(generation.model, chosen.service)
         return client, Run(record, chosen, prompts, text, self._clock, self._credit_window), submits
 
@@ -125,7 +131,9 @@ class Pipeline:
         return card
 
     def _check_limits(self, generation: Generation, card: Card) -> None:
-        if generation.num_sequences > self._max_sequences:
+        if generation.embed:
+            _check_embedding(generation, card)
+        elif generation.num_sequences > self._max_sequences:
             raise BadRequest(
                 f"{len(generation.prompts)} prompts × n={generation.num_choices} are {generation.num_sequences} "
                 f"sequences; a request may have {self._max_sequences}. Split it into several",
@@ -185,9 +193,31 @@ class Pipeline:
         ]
 
 
+def _check_embedding(generation: Generation, card: Card) -> None:
+    width = card.embedding_width
+    if not width:
+        raise BadRequest(
+            f"the engine of the model {card.model!r} makes no embeddings; use another model",
+            code="embeddings_not_supported",
+            param="model",
+        )
+    if generation.dimensions is not None and generation.dimensions > width:
+        raise BadRequest(
+            f"'dimensions' is {generation.dimensions}, and the vectors of {card.model!r} have {width} numbers; ask for "
+            "as many or fewer",
+            param="dimensions",
+        )
+
+
 def _max_tokens(generation: Generation, card: Card, num_prompt_tokens: int) -> int:
     """How many tokens may follow the prompt. Raises ContextTooLong, which names both lengths."""
     left = card.max_context_tokens - num_prompt_tokens
+    if generation.embed and left < 0:
+        raise ContextTooLong(
+            f"an input has {num_prompt_tokens} tokens; the model's context is {card.max_context_tokens} tokens. "
+            "Split it into shorter ones",
+            param=generation.prompt_field,
+        )
     wanted = generation.max_tokens if generation.max_tokens is not None else max(1, left)
     if wanted > left:
         raise ContextTooLong(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, Send
 
@@ -34,6 +34,7 @@ class Reply:
         self._errors = errors
         self._request_id = request_id
         self._streaming = False
+        self._in_pieces = False
         self.headers: dict[str, str] = {}  # of an answer; an error has its own
 
     async def whole(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
@@ -41,6 +42,15 @@ class Reply:
         fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await self._send(_start(status, fields + _encode(self.headers if headers is None else headers)))
         await self._send(_body(body, more=False))
+
+    async def pieces(self, pieces: Iterable[bytes]) -> None:
+        """A whole answer that is made while it is sent, and so is never in memory all at once."""
+        self._in_pieces = True
+        await self._send(_start(200, [(b"content-type", b"application/json"), *_encode(self.headers)]))
+        for piece in pieces:
+            await self._send(_body(piece, more=True))
+            await asyncio.sleep(0)  # sending waits for the connection only; others get their turn too
+        await self._send(_body(b"", more=False))
 
     async def stream(self, data: bytes) -> None:
         """Send events; the first ones start the answer. Returns when the connection can take more."""
@@ -63,8 +73,11 @@ class Reply:
             raise ClientDisconnected from exc
 
     async def fail(self, error: PlatformError) -> None:
-        """An error answer, or an error event if the answer has begun."""
-        if self._streaming:
+        """An error answer, or an error event if the answer has begun; the end of the connection where neither fits."""
+        if self._in_pieces:
+            if self._abort is not None:
+                self._abort()
+        elif self._streaming:
             await self.end_stream(self._errors.event(error, self._request_id))
         else:
             body = self._errors.body(error, self._request_id)

@@ -60,6 +60,7 @@ class Run:
         self._relaying: EngineStream | None = None
 
     def add(self, stream: EngineStream, num_prompt_tokens: int, max_tokens: int) -> None:
+        """A sequence, its promise allowing for so many prompt tokens."""
         self._index[stream] = len(self.streams)
         self.streams.append(stream)
         self._max_tokens.append(max_tokens)
@@ -69,7 +70,10 @@ class Run:
     async def wait_admitted(self) -> None:
         """Return when every sequence is admitted; what comes meanwhile is kept for the reader. Raises what an engine
         turns one of them away with: then none is to be answered."""
-        while any(stream.accepted is None or stream.has_failed for stream in self.streams):
+        for stream in self.streams:
+            while stream.accepted is None:
+                self._early.append(await self.inbox.get())
+        while any(stream.has_failed for stream in self.streams):
             self._early.append(await self.inbox.get())
         for stream in self.streams:
             assert stream.accepted is not None
@@ -88,6 +92,8 @@ class Run:
         index = self._index[stream]
         if isinstance(message, Finished):
             self._num_open -= 1
+            if message.embedding:  # all that comes of a prompt that is embedded
+                self._progress[index].take(1, self._clock.monotonic() - self._record.started_s)
         else:
             self._relaying = stream
             self._note_tokens(self._progress[index], len(message.token_ids))
@@ -152,7 +158,8 @@ class Run:
             if finished is None:
                 continue
             progress.num_cached_tokens = finished.num_cached_tokens
-            record.finish_reasons.append(finished.reason.value)
+            if not finished.embedding:
+                record.finish_reasons.append(finished.reason.value)
             record.was_cut_by_limit |= finished.detail == CREDIT_REFUSED
             record.num_preemptions += sum(event.kind is EventKind.PREEMPTED for event in finished.events)
             record.num_recomputed_tokens += finished.num_recomputed_tokens

@@ -15,14 +15,15 @@ from moiety_platform.completions.fields import (
     INT32_MAX,
     MAX_MESSAGES,
     MAX_PARTS,
-    MAX_PROMPTS,
     MAX_STOPS,
     GeneratingBody,
     ModelName,
+    RawPrompts,
     StopString,
     StrictBody,
     TokenId,
-    TokenIds,
+    as_prompts,
+    forms_of_prompts,
     refuse,
 )
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
@@ -36,8 +37,7 @@ FORMS = MappingProxyType(
     {
         "content": 'must be a string or a list of parts {"type": "text", "text": "…"}; other parts are not supported, '
         "and null is for the assistant only",
-        "prompt": "must be a string, a list of strings, a list of token ids or a list of lists of token ids, and a "
-        f"list of prompts has at most {MAX_PROMPTS:,}",
+        "prompt": forms_of_prompts("prompts"),
         "stop": f"must be a string or a list of at most {MAX_STOPS} strings, none of them empty",
     }
 )
@@ -237,12 +237,7 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`. A prompt is raw: control tokens of the model that are written out in its text are encoded
     as such, since whoever sends it writes the whole of what the model reads. Chats are guarded against that."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
-    )
+    prompt: RawPrompts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -270,15 +265,7 @@ class CompletionBody(GenerationBody):
         return self.max_tokens if self.max_tokens is not None else COMPLETION_DEFAULT_MAX_TOKENS
 
     def generation(self) -> Generation:
-        return self._generation(_prompts(self.prompt), self.logprobs)
-
-
-def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[Prompt, ...]:
-    if isinstance(prompt, str):
-        return (prompt,)
-    if isinstance(prompt[0], int):
-        return (tuple(prompt),)
-    return tuple(part if isinstance(part, str) else tuple(part) for part in prompt)
+        return self._generation(as_prompts(self.prompt), self.logprobs)
 
 
 def _default(value: float | None, default: float) -> float:
