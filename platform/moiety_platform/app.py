@@ -18,6 +18,7 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import Clock
 from moiety_platform.completions.controller import CompletionServices, completion_routes
 from moiety_platform.completions.disconnect import ClientDisconnected
+from moiety_platform.completions.once import Once
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.record import CLIENT_CLOSED_REQUEST
 from moiety_platform.completions.recorder import RequestRecorder, UsageSink
@@ -27,6 +28,7 @@ from moiety_platform.engine_metrics import EngineCollector
 from moiety_platform.errors import PlatformError
 from moiety_platform.health import health_routes
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error, answer_unexpected_error
+from moiety_platform.idempotency.keeper import IdempotencyKeeper
 from moiety_platform.metrics import Metrics
 from moiety_platform.models_api import ModelServices, model_routes
 from moiety_platform.prices.cache import PriceCache
@@ -49,6 +51,7 @@ class Services:
     tracing: Tracing
     clock: Clock
     recorder: RequestRecorder
+    idempotency: IdempotencyKeeper
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
 
@@ -72,6 +75,7 @@ def create_app(settings: GatewaySettings, services: Services) -> Litestar:
         services.authenticator,
         services.recorder,
         pipeline,
+        Once(services.idempotency, services.metrics, settings.max_body_bytes),
         services.metrics,
         **limits,
         send_timeout_s=settings.send_timeout_s,

@@ -7,7 +7,10 @@ PlatformError
 ├── Forbidden               403  a good key that may not do this
 ├── NotFound                404  no such model, tenant, project or key
 ├── Conflict                409  it exists already, or changed meanwhile
+├── Gone                    410  it was there, and is not kept
+├── PreconditionFailed      412  it is not what the request takes it for; nothing was changed
 ├── TooLarge                413  the body exceeds the limit
+├── Unprocessable           422  it contradicts an earlier request
 ├── RateLimited             429  try again after `retry_after_s`
 │   └── Overloaded          429  the class's promise cannot be kept now, or the tenant has too much in flight
 ├── EngineFailed            502  the engine broke off the request
@@ -74,10 +77,28 @@ class Conflict(PlatformError):
     default_code = "conflict"
 
 
+class Gone(PlatformError):
+    status = 410
+    type = "invalid_request_error"
+    default_code = "gone"
+
+
+class PreconditionFailed(PlatformError):
+    status = 412
+    type = "invalid_request_error"
+    default_code = "precondition_failed"
+
+
 class TooLarge(PlatformError):
     status = 413
     type = "invalid_request_error"
     default_code = "request_too_large"
+
+
+class Unprocessable(PlatformError):
+    status = 422
+    type = "invalid_request_error"
+    default_code = "unprocessable"
 
 
 class RateLimited(PlatformError):

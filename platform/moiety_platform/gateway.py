@@ -29,6 +29,8 @@ from moiety_platform.completions.reply import ABORT_CONNECTION
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
+from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
+from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.logs import configure_logging
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
@@ -146,6 +148,9 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         quotas = QuotaKeeper(database, leases, clock, ttl_s=LEASE_S)
         await quotas.start()
         stack.push_async_callback(quotas.stop)
+        idempotency = IdempotencyKeeper(database, KeyStore(), KeepingLimits.of(settings))
+        await idempotency.start()
+        stack.push_async_callback(idempotency.stop)
         recorder = RequestRecorder(usage, quotas, metrics, tracing, clock)
         stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
         replicas = await stack.enter_async_context(_connect(settings, clock))
@@ -164,6 +169,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             tracing=tracing,
             clock=clock,
             recorder=recorder,
+            idempotency=idempotency,
             admin_routes=[admin],
             store=store,
         )

@@ -41,6 +41,11 @@ class GatewaySettings(BaseSettings):
     send_timeout_s: float = Field(default=60, gt=0)  # a client that takes nothing for so long is hung up on
     drain_s: int = Field(default=30, ge=0)  # how long a stop waits for running answers
 
+    idempotency_ttl_s: float = Field(default=24 * 3600, gt=0)  # how long answers are kept under their Idempotency-Key
+    idempotency_max_answer_bytes: int = Field(default=1024 * 1024, ge=0)  # of a larger one, only that there was one
+    idempotency_max_keys_per_tenant: int = Field(default=100_000, ge=1)  # beyond: 429
+    idempotency_max_bytes_per_tenant: int = Field(default=256 * 1024 * 1024, ge=0)  # beyond: as of a larger answer
+
     otlp_endpoint: str | None = Field(  # e.g. http://collector:4318; None: no spans leave the process
         default=None,  # OpenTelemetry's own variable is also what our engines go by, so one setting serves both
         validation_alias=AliasChoices("otlp_endpoint", "MOIETY_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),

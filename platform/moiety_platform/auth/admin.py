@@ -21,6 +21,7 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
+from moiety_platform.idempotency.controller import IdempotencyController
 from moiety_platform.json_depth import check_depth
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.prices.controller import PriceController
@@ -69,6 +70,7 @@ def admin_router(
             AuditController,
             ClassController,
             TenantController,
+            IdempotencyController,
             ProjectController,
             KeyController,
             PriceController,

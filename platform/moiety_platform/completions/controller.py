@@ -10,6 +10,7 @@ import contextlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.completions.answers import AnswerHead, Choice, chat_answer, completion_answer
 from moiety_platform.completions.body import receive_body
 from moiety_platform.completions.disconnect import ClientDisconnected, watching_for_disconnect
+from moiety_platform.completions.once import Once
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.recorder import STOPPING, RequestRecorder
@@ -51,6 +53,7 @@ class CompletionServices:
     authenticator: Authenticator
     recorder: RequestRecorder
     pipeline: Pipeline
+    once: Once
     metrics: Metrics
     max_body_bytes: int
     max_json_depth: int
@@ -93,7 +96,9 @@ class _Exchange:
         reply = Reply(send, self._services.send_timeout_s, scope.get("state", {}).get(ABORT_CONNECTION))
         try:
             principal = await self._authenticate(scope)
-            await self._serve(principal, scope, receive, reply)
+            await self._services.once.serve(
+                principal, self._endpoint.path, scope, receive, reply, partial(self._serve, principal, scope, reply)
+            )
         except ClientDisconnected:
             return
         except asyncio.CancelledError:
@@ -114,7 +119,7 @@ class _Exchange:
             raise
         return principal
 
-    async def _serve(self, principal: Principal, scope: Scope, receive: Receive, reply: Reply) -> None:
+    async def _serve(self, principal: Principal, scope: Scope, reply: Reply, receive: Receive) -> None:
         services, endpoint = self._services, self._endpoint
         async with services.recorder.open(
             principal,
