@@ -13,11 +13,13 @@ from litestar.openapi import OpenAPIConfig
 from litestar.types import ControllerRouterHandler
 
 from moiety_platform.admission.gate import AdmissionGate
+from moiety_platform.admission.streams import StreamGate
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import Clock
 from moiety_platform.completions.controller import CompletionServices, completion_routes
 from moiety_platform.completions.disconnect import ClientDisconnected
+from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.completions.once import Once
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.record import CLIENT_CLOSED_REQUEST
@@ -71,6 +73,7 @@ def create_app(settings: GatewaySettings, services: Services) -> Litestar:
     )
     services.metrics.registry.register(EngineCollector(services.replicas.states))
     limits: dict[str, int] = {"max_body_bytes": settings.max_body_bytes, "max_json_depth": settings.max_json_depth}
+    shape = ShapeLimits.of(settings)
     completions = CompletionServices(
         services.authenticator,
         services.recorder,
@@ -78,9 +81,11 @@ def create_app(settings: GatewaySettings, services: Services) -> Litestar:
         Once(services.idempotency, services.metrics, settings.max_body_bytes),
         services.metrics,
         **limits,
+        shape=shape,
+        streams=StreamGate(settings.max_streams_per_key),
         send_timeout_s=settings.send_timeout_s,
     )
-    models = ModelServices(services.authenticator, services.replicas, texts, **limits)
+    models = ModelServices(services.authenticator, services.replicas, texts, **limits, shape=shape)
     return Litestar(
         route_handlers=[
             *completion_routes(completions),

@@ -19,6 +19,7 @@ from moiety_platform.classes.schemas import NewClass
 from moiety_platform.classes.service import create_class
 from moiety_platform.clock import SystemClock
 from moiety_platform.completions.recorder import RequestRecorder
+from moiety_platform.connections import ConnectionLimits
 from moiety_platform.db.base import Base
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
@@ -214,7 +215,7 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, b
         )
         listener = bind("127.0.0.1", 0)
         started = asyncio.Event()
-        server = GatewayServer(create_app(chosen, services), chosen.drain_s, started.set)
+        server = GatewayServer(create_app(chosen, services), chosen.drain_s, ConnectionLimits.of(chosen), started.set)
         task = asyncio.create_task(server.serve([listener]))
         await started.wait()
         running = RunningGateway(f"http://127.0.0.1:{listener.getsockname()[1]}", keys, engines, rows, metrics)

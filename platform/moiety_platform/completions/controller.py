@@ -19,12 +19,14 @@ from litestar import Request, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp, Receive, Scope, Send
 
+from moiety_platform.admission.streams import StreamGate
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.completions.answers import AnswerHead, Choice, chat_answer, completion_answer
 from moiety_platform.completions.body import receive_body
 from moiety_platform.completions.disconnect import ClientDisconnected, watching_for_disconnect
+from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.completions.once import Once
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.record import RequestRecord
@@ -57,6 +59,8 @@ class CompletionServices:
     metrics: Metrics
     max_body_bytes: int
     max_json_depth: int
+    shape: ShapeLimits
+    streams: StreamGate
     send_timeout_s: float
 
 
@@ -131,28 +135,37 @@ class _Exchange:
             tracestate=header_of(scope, b"tracestate"),
         ) as record:
             body = await receive_body(
-                endpoint.schema, receive, scope["headers"], services.max_body_bytes, services.max_json_depth
+                endpoint.schema,
+                receive,
+                scope["headers"],
+                services.max_body_bytes,
+                services.max_json_depth,
+                services.shape,
             )
-            last: bytes | None = None
-            async with (
-                watching_for_disconnect(receive),
-                services.pipeline.run(record, body.generation()) as run,
-            ):
-                reply.headers = {
-                    CLASS_HEADER: record.service_class,
-                    ADMISSION_HEADER: record.admission_reason,
-                    **record.spending.headers(),
-                }
-                echoes = await _echoes(body, run)
-                if body.stream:
-                    last = await _relay(body, run, record, reply, echoes)
-                else:
-                    answer = await _collect(body, run, record, echoes)
-            record.completed()
-            if last is not None:
-                await reply.end_stream(last)
+            with services.streams.hold(principal.root_key_id) if body.stream else contextlib.nullcontext():
+                await self._answer(body, record, receive, reply)
+
+    async def _answer(self, body: GenerationBody, record: RequestRecord, receive: Receive, reply: Reply) -> None:
+        last: bytes | None = None
+        async with (
+            watching_for_disconnect(receive),
+            self._services.pipeline.run(record, body.generation()) as run,
+        ):
+            reply.headers = {
+                CLASS_HEADER: record.service_class,
+                ADMISSION_HEADER: record.admission_reason,
+                **record.spending.headers(),
+            }
+            echoes = await _echoes(body, run)
+            if body.stream:
+                last = await _relay(body, run, record, reply, echoes)
             else:
-                await reply.whole(200, msgspec.json.encode(answer))
+                answer = await _collect(body, run, record, echoes)
+        record.completed()
+        if last is not None:
+            await reply.end_stream(last)
+        else:
+            await reply.whole(200, msgspec.json.encode(answer))
 
 
 async def _tell(reply: Reply, error: PlatformError) -> None:

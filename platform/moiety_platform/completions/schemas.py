@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -17,15 +18,18 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
+from moiety_platform.completions.limits import DEFAULT_SHAPE, ShapeLimits
 from moiety_wire.messages import Sampling
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 INT32_MAX = 2**31 - 1
 COMPLETION_DEFAULT_MAX_TOKENS = 16
-MAX_MESSAGES = 2048
+MAX_MESSAGES = 16_384  # what the settings allow at most, as the next two
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096
 MAX_PARTS = 2048  # of one message
 MAX_PROMPTS = 2048
 MAX_TOKEN_IDS = 2**20  # of one prompt or text
@@ -33,11 +37,15 @@ MAX_BIASES = 4096
 
 _Penalty = Annotated[FiniteFloat, Field(ge=-2, le=2)]
 _TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
-_StopString = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+_StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 # Lists end at their first bad entry: complaints about every entry of a large body would take seconds to collect.
 TokenIds = Annotated[list[_TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]
+
+
+def _shape(info: ValidationInfo) -> ShapeLimits:
+    return info.context if isinstance(info.context, ShapeLimits) else DEFAULT_SHAPE
 
 
 def _refuse(message: str) -> PydanticCustomError:
@@ -86,14 +94,31 @@ class GenerationBody(_Body):
     frequency_penalty: _Penalty | None = None
     logit_bias: dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: _StopString | Annotated[list[_StopString], Field(fail_fast=True, max_length=16)] | None = None
+    stop: _StopString | Annotated[list[_StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[_TokenId], Field(fail_fast=True, max_length=128)] | None = None
     ignore_eos: bool | None = None
-    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    n: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     response_format: ResponseFormat | None = None
+
+    @field_validator("n")
+    @classmethod
+    def _few_choices(cls, value: int | None, info: ValidationInfo) -> int | None:
+        most = _shape(info).max_choices
+        if value is not None and value > most:
+            raise _refuse(f"it is {value}; it may be {most} at most")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _short_stops(cls, value: str | list[str] | None, info: ValidationInfo) -> str | list[str] | None:
+        shape = _shape(info)
+        stops = [value] if isinstance(value, str) else value or []
+        if len(stops) > shape.max_stop_strings or any(len(stop) > shape.max_stop_chars for stop in stops):
+            raise _refuse("too many or too long")  # told by the field's forms
+        return value
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -203,7 +228,18 @@ class ChatMessage(_Body):
         return message
 
 
-Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+def _few_messages(value: list[ChatMessage], info: ValidationInfo) -> list[ChatMessage]:
+    most = _shape(info).max_messages
+    if len(value) > most:
+        raise PydanticKnownError("too_long", {"field_type": "List", "max_length": most, "actual_length": len(value)})
+    return value
+
+
+Messages = Annotated[
+    list[ChatMessage],
+    Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
+    AfterValidator(_few_messages),
+]
 
 
 class ChatBody(GenerationBody):
