@@ -7,10 +7,11 @@ from alembic import context
 from sqlalchemy import Connection
 
 from moiety_migrations.transaction import exclusive_connection
+from moiety_platform.idempotency.models import IdempotentRequest
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.models import UsageRecord
 
-TABLES = (ApiKey, UsageRecord)  # naming them loads every module that defines tables
+TABLES = (ApiKey, IdempotentRequest, UsageRecord)  # naming them loads every module that defines tables
 target_metadata = ApiKey.metadata
 
 

@@ -66,7 +66,7 @@ def error_fields(error: PlatformError) -> dict[str, Any]:
 
 def error_headers(error: PlatformError) -> dict[str, str]:
     """`Retry-After` where it makes sense to try again, and why it did not work now."""
-    if error.status not in (429, 503):
+    if error.status not in (429, 503) and error.retry_after_s is None:
         return {}
     wait_s = error.retry_after_s if error.retry_after_s is not None else DEFAULT_RETRY_AFTER_S
     headers = {"Retry-After": str(max(1, math.ceil(wait_s)))}

@@ -17,6 +17,7 @@ from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.completions.body import receive_body
 from moiety_platform.completions.fields import ModelName, StrictBody, TokenIds, refuse
 from moiety_platform.completions.generation import Conversation, Prompt
+from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.completions.schemas import FORMS, Messages
 from moiety_platform.completions.text import ModelTexts
 from moiety_platform.errors import BadRequest, NotFound, Unavailable
@@ -66,6 +67,7 @@ class ModelServices:
     texts: ModelTexts
     max_body_bytes: int
     max_json_depth: int
+    shape: ShapeLimits
 
 
 def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
@@ -77,8 +79,8 @@ def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
         return principal
 
     async def receive(schema: type[Body], request: Request[Any, Any, Any]) -> Body:
-        headers = request.scope["headers"]
-        return await receive_body(schema, request.receive, headers, services.max_body_bytes, services.max_json_depth)
+        limits = (services.max_body_bytes, services.max_json_depth, services.shape)
+        return await receive_body(schema, request.receive, request.scope["headers"], *limits)
 
     @get("/v1/models", name="list_models")
     async def list_models(request: Request[Any, Any, Any]) -> Response[bytes]:

@@ -19,10 +19,14 @@ from moiety_platform.classes.schemas import NewClass
 from moiety_platform.classes.service import create_class
 from moiety_platform.clock import SystemClock
 from moiety_platform.completions.recorder import RequestRecorder
+from moiety_platform.connections import ConnectionLimits
 from moiety_platform.db.base import Base
+from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.gateway import GatewayServer, bind
+from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
+from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
@@ -100,6 +104,7 @@ class RunningGateway:
 
     def __init__(self, url: str, keys, engines, rows: RowList, metrics: Metrics) -> None:
         self.url = url
+        self.keys = keys
         self.key = keys.tenant_key
         self.admin_key = keys.admin_key
         self.engines = engines
@@ -157,19 +162,25 @@ def _unchunk(data: bytes) -> bytes:
     return whole
 
 
+async def make_store(database: Database, clock: SystemClock):
+    """Tables, the shipped classes and the first keys, which are returned."""
+    async with database.engine.begin() as connection:
+        await connection.run_sync(Base.metadata.create_all)
+    async with database.write() as session:
+        for service in SHIPPED:
+            await create_class(session, NewClass.of(service))
+    return await ensure_bootstrap(database, PEPPER, clock)
+
+
 @asynccontextmanager
-async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, **settings):
-    """With `stores_usage` usage rows go to the store, as they do outside of tests; else they stay in a list."""
+async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, beside=None, now=None, **settings):
+    """With `stores_usage` usage rows go to the store, as they do outside of tests; else they stay in a list. With
+    `beside`, on the database of that gateway. `now` is the database's clock, as far as Idempotency-Keys go by it."""
     clock, rows, metrics = SystemClock(), RowList(), Metrics()
     async with AsyncExitStack() as stack:
         database = Database.open(f"sqlite:///{tmp_path / 'store.db'}")
         stack.push_async_callback(database.close)
-        async with database.engine.begin() as connection:
-            await connection.run_sync(Base.metadata.create_all)
-        async with database.write() as session:
-            for service in SHIPPED:
-                await create_class(session, NewClass.of(service))
-        keys = await ensure_bootstrap(database, PEPPER, clock)
+        keys = beside.keys if beside else await make_store(database, clock)
         replicas = await stack.enter_async_context(Replicas(engines))
         tracing = Tracing(provider or build_provider(None))
         authenticator = Authenticator(database, PEPPER, clock)
@@ -178,9 +189,13 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
             rows = UsageRecorder(database, tmp_path / "usage-journal")
             await rows.start()
             stack.push_async_callback(rows.stop)
-        quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock, ttl_s=20.0)
+        quotas = QuotaKeeper(database, LeaseStore("second" if beside else "first", 20.0), clock, ttl_s=20.0)
         await quotas.start()
         stack.push_async_callback(quotas.stop)
+        chosen = GatewaySettings(**{"drain_s": 2, **settings})
+        idempotency = IdempotencyKeeper(database, KeyStore(now=now or now_ms), KeepingLimits.of(chosen))
+        await idempotency.start()
+        stack.push_async_callback(idempotency.stop)
         services = Services(
             authenticator=authenticator,
             usage=rows,
@@ -191,6 +206,7 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
             tracing=tracing,
             clock=clock,
             recorder=RequestRecorder(rows, quotas, metrics, tracing, clock),
+            idempotency=idempotency,
             admin_routes=[
                 admin_router(
                     database, authenticator, classes, prices, quotas, PEPPER, clock, more=engine_routes(replicas)
@@ -199,13 +215,13 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
         )
         listener = bind("127.0.0.1", 0)
         started = asyncio.Event()
-        chosen = GatewaySettings(**{"drain_s": 2, **settings})
-        server = GatewayServer(create_app(chosen, services), chosen.drain_s, started.set)
+        server = GatewayServer(create_app(chosen, services), chosen.drain_s, ConnectionLimits.of(chosen), started.set)
         task = asyncio.create_task(server.serve([listener]))
         await started.wait()
         running = RunningGateway(f"http://127.0.0.1:{listener.getsockname()[1]}", keys, engines, rows, metrics)
         running.stop = server.request_exit
         running.forget_keys = lambda: authenticator.forget(keys.tenant_key.removeprefix("mty_").partition(".")[0])
+        running.database = database
         running.num_connections = lambda: len(server.server_state.connections)
         try:
             yield running

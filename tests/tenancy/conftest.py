@@ -122,7 +122,8 @@ def clean_postgres(migrated_postgres: str) -> str:
     """The same, emptied: far cheaper than a new one."""
     with contextlib.closing(psycopg.connect(migrated_postgres, autocommit=True)) as connection:
         connection.execute(
-            "TRUNCATE tenants, projects, api_keys, usage, service_classes, quotas, quota_windows, quota_leases"
+            "TRUNCATE tenants, projects, api_keys, usage, service_classes, quotas, quota_windows, quota_leases, "
+            "idempotent_requests, idempotency_tenants"
         )
         connection.execute("INSERT INTO service_classes SELECT * FROM classes_as_shipped")
     return migrated_postgres

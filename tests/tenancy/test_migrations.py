@@ -34,7 +34,8 @@ from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.models import UsageRecord
 
 QUOTAS = {"quotas", "quota_windows", "quota_leases", "quota_rates", "prices", "audit_log"}
-TABLES = {"tenants", "projects", "api_keys", "usage", "service_classes", *QUOTAS}
+IDEMPOTENCY = {"idempotent_requests", "idempotency_tenants"}
+TABLES = {"tenants", "projects", "api_keys", "usage", "service_classes", *QUOTAS, *IDEMPOTENCY}
 
 
 def table_names(url: str) -> set[str]:
@@ -94,7 +95,7 @@ def test_upgrading_an_upgraded_database_keeps_its_rows(empty_url: str) -> None:
 def test_tenants_of_the_first_schema_come_along_with_their_projects_and_go_back_again(empty_url: str) -> None:
     upgrade(empty_url)
     downgrade(empty_url, "0001")
-    assert table_names(empty_url) == TABLES - {"service_classes", *QUOTAS}
+    assert table_names(empty_url) == TABLES - {"service_classes", *QUOTAS, *IDEMPOTENCY}
     moment = "'2026-01-01 00:00:00'"
     execute(empty_url, f"INSERT INTO tenants VALUES ('t', 'n', 'flex', 1.0, 'active', {moment})")
     execute(empty_url, f"INSERT INTO projects VALUES ('p', 't', 'n', {moment})")

@@ -86,6 +86,7 @@ def _count_route(services: MessageServices) -> HTTPRouteHandler:
             request.scope["headers"],
             exchange.max_body_bytes,
             exchange.max_json_depth,
+            exchange.shape,
         )
         text = await services.texts.get(services.replicas.card(body.model, principal.allowed_models))
         (token_ids,) = await text.encode([body.conversation()])

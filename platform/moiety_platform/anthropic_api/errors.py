@@ -11,11 +11,9 @@ from moiety_wire.messages import Reason
 OVERLOADED_STATUS = 529
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    409: "invalid_request_error",
     413: "request_too_large",
     429: "rate_limit_error",
     OVERLOADED_STATUS: "overloaded_error",
@@ -37,7 +35,8 @@ class AnthropicErrors:
             details["param"] = error.param
         if isinstance(error, Overloaded):
             details["reason"] = error.reason.value
-        kind = _TYPES.get(self.status(error), "api_error")
+        status = self.status(error)
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         fields = {"type": kind, "message": error.message, "details": details}
         return msgspec.json.encode({"type": "error", "error": fields, "request_id": request_id})
 

@@ -15,11 +15,11 @@ from moiety_platform.completions.fields import (
     INT32_MAX,
     MAX_MESSAGES,
     MAX_PARTS,
-    MAX_STOPS,
     GeneratingBody,
     ModelName,
-    StopString,
+    StopStrings,
     StrictBody,
+    bounded,
     refuse,
 )
 from moiety_platform.completions.generation import Conversation, Generation
@@ -82,7 +82,11 @@ class ConversationBody(StrictBody):
     """`POST /v1/messages/count_tokens`, and what `POST /v1/messages` has of it."""
 
     model: ModelName
-    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[
+        list[Turn],
+        Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
+        bounded(lambda shape: shape.max_messages),
+    ]
     system: Blocks | None = None
     tools: Any = None
     tool_choice: Any = None
@@ -134,7 +138,7 @@ class MessagesBody(ConversationBody, GeneratingBody):
     temperature: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the best token
     top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None  # 0: off
-    stop_sequences: Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop_sequences: StopStrings | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 

@@ -21,6 +21,8 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
+from moiety_platform.etags import Precondition
+from moiety_platform.idempotency.controller import IdempotencyController
 from moiety_platform.json_depth import check_depth
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.prices.controller import PriceController
@@ -58,6 +60,7 @@ def admin_router(
         dependencies={
             "database": Provide(lambda: database, sync_to_thread=False),
             "store": Provide(store, sync_to_thread=False),
+            "precondition": Provide(_precondition, sync_to_thread=False),
             "authenticator": Provide(lambda: authenticator, sync_to_thread=False),
             "classes": Provide(lambda: classes, sync_to_thread=False),
             "prices": Provide(lambda: prices, sync_to_thread=False),
@@ -69,6 +72,7 @@ def admin_router(
             AuditController,
             ClassController,
             TenantController,
+            IdempotencyController,
             ProjectController,
             KeyController,
             PriceController,
@@ -78,6 +82,11 @@ def admin_router(
             *more,
         ],
     )
+
+
+def _precondition(request: Request[Any, Any, Any]) -> Precondition:
+    given = request.headers.getall("if-match", [])
+    return Precondition(", ".join(given) if given else None)
 
 
 async def _check_body(request: Request[Any, Any, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from litestar import Controller, get, post
+from litestar import Controller, Response, get, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 
@@ -15,6 +15,7 @@ from moiety_platform.auth.schemas import KeyPage, KeyView, MadeKey, NewKey, Rota
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
+from moiety_platform.etags import Precondition, tagged
 from moiety_platform.query_parameters import Cursor, Limit
 from moiety_platform.tenants.models import ApiKey
 
@@ -56,10 +57,10 @@ class KeyController(Controller):
     @get("/{key_id:str}")
     async def get_key(
         self, database: NamedDependency[Database], clock: NamedDependency[SkipValidation[Clock]], key_id: FromPath[str]
-    ) -> KeyView:
+    ) -> Response[KeyView]:
         """One key."""
         async with database.read() as session:
-            return KeyView.of(await service.get_key(session, key_id), clock.now())
+            return tagged(KeyView.of(await service.get_key(session, key_id), clock.now()))
 
     @post("/{key_id:str}/revoke", status_code=200)
     async def revoke_key(
@@ -67,10 +68,12 @@ class KeyController(Controller):
         store: NamedDependency[AuditedStore],
         clock: NamedDependency[SkipValidation[Clock]],
         authenticator: NamedDependency[Authenticator],
+        precondition: NamedDependency[Precondition],
         key_id: FromPath[str],
     ) -> KeyView:
         """Make a key useless, here at once and at every other gateway within seconds."""
         async with store.write() as session:
+            precondition.check(KeyView.of(await service.get_key(session, key_id), clock.now()))
             key = await service.revoke_key(session, key_id, clock.now())
         authenticator.forget(key.id)
         return KeyView.of(key, clock.now())
@@ -82,12 +85,14 @@ class KeyController(Controller):
         clock: NamedDependency[SkipValidation[Clock]],
         pepper: NamedDependency[Pepper],
         authenticator: NamedDependency[Authenticator],
+        precondition: NamedDependency[Precondition],
         key_id: FromPath[str],
         data: JSONBody[Rotation | None] = None,
     ) -> MadeKey:
         """Make a key's successor; the old key works on for `grace_s`, a day if not given."""
         grace_s = (data or Rotation()).grace_s
         async with store.write() as session:
+            precondition.check(KeyView.of(await service.get_key(session, key_id), clock.now()))
             made = await service.rotate_key(session, key_id, grace_s, pepper.value, clock.now())
         authenticator.forget(key_id)
         return _made(*made, clock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import TypeVar
 
 from litestar.types import Receive
@@ -12,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from moiety_platform.completions.disconnect import ClientDisconnected
 from moiety_platform.completions.fields import StrictBody
+from moiety_platform.completions.limits import DEFAULT_SHAPE, ShapeLimits
 from moiety_platform.errors import BadRequest, TooLarge
 from moiety_platform.json_depth import check_depth
 
@@ -50,28 +52,33 @@ async def read_body(receive: Receive, headers: Iterable[tuple[bytes, bytes]], ma
 
 
 async def receive_body(
-    schema: type[Body], receive: Receive, headers: Iterable[tuple[bytes, bytes]], max_bytes: int, max_depth: int
+    schema: type[Body],
+    receive: Receive,
+    headers: Iterable[tuple[bytes, bytes]],
+    max_bytes: int,
+    max_depth: int,
+    shape: ShapeLimits,
 ) -> Body:
     """Read the body and decode it, a large one in a thread. Raises what `read_body` and `decode_body` raise."""
     data = await read_body(receive, headers, max_bytes)
     if len(data) <= INLINE_BYTES:
-        return decode_body(schema, data, max_depth)
-    return await asyncio.to_thread(decode_body, schema, data, max_depth)
+        return decode_body(schema, data, max_depth, shape)
+    return await asyncio.to_thread(decode_body, schema, data, max_depth, shape)
 
 
-def decode_body(schema: type[Body], data: bytes, max_depth: int) -> Body:
+def decode_body(schema: type[Body], data: bytes, max_depth: int, shape: ShapeLimits = DEFAULT_SHAPE) -> Body:
     """The body as `schema`. Raises BadRequest.
 
     Validation holds the interpreter while it lasts, in a thread too; so what it can cost is bounded: by the number of
     containers here, by the caps of the schema, and by its lists, which end at their first bad entry."""
     check_depth(data, max_depth)
     try:
-        return schema.model_validate_json(data)
+        return schema.model_validate_json(data, context=shape)
     except ValidationError as exc:
-        raise _translate(exc, schema.forms) from exc
+        raise _translate(exc, schema.forms, shape) from exc
 
 
-def _translate(exc: ValidationError, forms: Mapping[str, str]) -> BadRequest:
+def _translate(exc: ValidationError, forms: Mapping[str, str], shape: ShapeLimits) -> BadRequest:
     """The first complaint, in the words of the API."""
     first = exc.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
@@ -82,7 +89,8 @@ def _translate(exc: ValidationError, forms: Mapping[str, str]) -> BadRequest:
     if not first["loc"]:
         return BadRequest("the body must be a JSON object; send one with at least 'model'", code="invalid_json")
     path, form = _path(first["loc"], first["type"], forms)
-    return BadRequest(f"'{path}' {form or _complaint(first)}", param=path)
+    complaint = _complaint(first, shape) if form is None else form.format(**asdict(shape))
+    return BadRequest(f"'{path}' {complaint}", param=path)
 
 
 def _path(location: tuple[int | str, ...], kind: str, forms: Mapping[str, str]) -> tuple[str, str | None]:
@@ -94,7 +102,7 @@ def _path(location: tuple[int | str, ...], kind: str, forms: Mapping[str, str]) 
     return ".".join(map(str, location)), None
 
 
-def _complaint(error: ErrorDetails) -> str:
+def _complaint(error: ErrorDetails, shape: ShapeLimits) -> str:
     if error["type"] == "missing":
         return "is missing; it is required"
     if error["type"] == "refused":
@@ -102,6 +110,8 @@ def _complaint(error: ErrorDetails) -> str:
     if error["type"] == "too_short":
         return "is empty; it needs at least one entry"
     if error["type"] == "too_long":
-        return f"is too long; it may have {error['ctx']['max_length']:,} entries"
+        by_setting = {"messages": shape.max_messages, "stop_sequences": shape.max_stop_strings}
+        most = by_setting.get(str(error["loc"][-1]), error["ctx"]["max_length"])
+        return f"is too long; it may have {most:,} entries"
     message = error["msg"]
     return message.replace("Input should", "must") if message.startswith("Input should") else f"is invalid: {message}"

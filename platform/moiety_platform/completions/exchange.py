@@ -10,6 +10,7 @@ import contextlib
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -17,12 +18,15 @@ from litestar import Request, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp, Receive, Scope, Send
 
+from moiety_platform.admission.streams import StreamGate
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.completions.body import receive_body
 from moiety_platform.completions.disconnect import ClientDisconnected, watching_for_disconnect
 from moiety_platform.completions.fields import AskingBody
+from moiety_platform.completions.limits import ShapeLimits
+from moiety_platform.completions.once import Once
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.recorder import STOPPING, RequestRecorder
@@ -50,9 +54,12 @@ class ExchangeServices:
     authenticator: Authenticator
     recorder: RequestRecorder
     pipeline: Pipeline
+    once: Once
     metrics: Metrics
     max_body_bytes: int
     max_json_depth: int
+    shape: ShapeLimits
+    streams: StreamGate
     send_timeout_s: float
 
 
@@ -98,7 +105,9 @@ class Exchange(Generic[Body]):
         )
         try:
             principal = await self._authenticate(scope)
-            await self._serve(principal, scope, receive, reply)
+            await self._services.once.serve(
+                principal, self._endpoint.path, scope, receive, reply, partial(self._serve, principal, scope, reply)
+            )
         except ClientDisconnected:
             return
         except asyncio.CancelledError:
@@ -119,7 +128,7 @@ class Exchange(Generic[Body]):
             raise
         return principal
 
-    async def _serve(self, principal: Principal, scope: Scope, receive: Receive, reply: Reply) -> None:
+    async def _serve(self, principal: Principal, scope: Scope, reply: Reply, receive: Receive) -> None:
         services, endpoint = self._services, self._endpoint
         async with services.recorder.open(
             principal,
@@ -132,9 +141,15 @@ class Exchange(Generic[Body]):
             status_of=endpoint.errors.status,
         ) as record:
             body = await receive_body(
-                endpoint.schema, receive, scope["headers"], services.max_body_bytes, services.max_json_depth
+                endpoint.schema,
+                receive,
+                scope["headers"],
+                services.max_body_bytes,
+                services.max_json_depth,
+                services.shape,
             )
-            await self._answer(body, record, receive, reply)
+            with services.streams.hold(principal.root_key_id) if body.wants_stream else contextlib.nullcontext():
+                await self._answer(body, record, receive, reply)
 
     async def _answer(self, body: Body, record: RequestRecord, receive: Receive, reply: Reply) -> None:
         async with (

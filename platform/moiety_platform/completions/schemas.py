@@ -15,16 +15,18 @@ from moiety_platform.completions.fields import (
     INT32_MAX,
     MAX_MESSAGES,
     MAX_PARTS,
-    MAX_STOPS,
     GeneratingBody,
     ModelName,
     RawPrompts,
     StopString,
+    StopStrings,
     StrictBody,
     TokenId,
     as_prompts,
+    bounded,
     forms_of_prompts,
     refuse,
+    shape_of,
 )
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
 from moiety_wire.messages import Sampling
@@ -35,10 +37,11 @@ MAX_BIASES = 4096
 
 FORMS = MappingProxyType(
     {
-        "content": 'must be a string or a list of parts {"type": "text", "text": "…"}; other parts are not supported, '
-        "and null is for the assistant only",
+        "content": 'must be a string or a list of parts {{"type": "text", "text": "…"}}; other parts are not '
+        "supported, and null is for the assistant only",
         "prompt": forms_of_prompts("prompts"),
-        "stop": f"must be a string or a list of at most {MAX_STOPS} strings, none of them empty",
+        "stop": "must be a string or a list of at most {max_stop_strings} strings, none of them empty or longer than "
+        "{max_stop_chars:,} characters",
     }
 )
 
@@ -85,13 +88,21 @@ class GenerationBody(GeneratingBody):
     frequency_penalty: _Penalty | None = None
     logit_bias: dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop: StopString | StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=128)] | None = None
     ignore_eos: bool | None = None
-    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    n: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     response_format: ResponseFormat | None = None
+
+    @field_validator("n")
+    @classmethod
+    def _few_choices(cls, value: int | None, info: ValidationInfo) -> int | None:
+        most = shape_of(info).max_choices
+        if value is not None and value > most:
+            raise refuse(f"it is {value}; it may be {most} at most")
+        return value
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -198,7 +209,11 @@ class ChatMessage(StrictBody):
         return message
 
 
-Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[
+    list[ChatMessage],
+    Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
+    bounded(lambda shape: shape.max_messages),
+]
 
 
 class ChatBody(GenerationBody):

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from sqlalchemy import ColumnElement, bindparam, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.now import now_ms
 from moiety_platform.quota.bucket import Bucket
 from moiety_platform.quota.lease import WindowId
 from moiety_platform.quota.models import Quota, QuotaRate
-from moiety_platform.quota.store import Grant, Slice, Want, insert_into
+from moiety_platform.quota.store import Grant, Slice, Want
 
 REPLICAS_TO_THINK_OF = 2  # a bucket does not know how many draw from it
 

@@ -47,6 +47,14 @@ async def set_quota(session: AsyncSession, new: NewQuota, now: datetime) -> Quot
     return (await _views(session, [quota], now))[0]
 
 
+async def find_quota(session: AsyncSession, new: NewQuota, now: datetime) -> QuotaView | None:
+    """The limit that `new` would replace, if there is one. Raises NotFound where the scope is unknown."""
+    scope_id = await _require(session, Scope(new.level, new.scope_id))
+    same = (Quota.level == new.level, Quota.scope_id == scope_id, Quota.kind == new.kind)
+    quota = (await session.scalars(select(Quota).where(*same))).one_or_none()
+    return None if quota is None else (await _views(session, [quota], now))[0]
+
+
 async def get_quota(session: AsyncSession, quota_id: str, now: datetime) -> QuotaView:
     """Raises NotFound."""
     return (await _views(session, [await _find(session, quota_id)], now))[0]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, bindparam, delete, func, select, tuple_, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.base import Base
+from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.now import now_ms
 from moiety_platform.quota.kinds import ALWAYS
 from moiety_platform.quota.lease import Charge, WindowId
@@ -246,9 +246,3 @@ def _by_window(amounts: Mapping[WindowId, int]) -> list[Change]:
     return [
         ({"quota_id": window.quota_id, "start": window.start}, amount) for window, amount in sorted(amounts.items())
     ]
-
-
-def insert_into(session: AsyncSession, table: type[Base]) -> Any:
-    """An insert in the database's own dialect, which knows what to do on a conflict."""
-    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
-    return dialect.insert(table)

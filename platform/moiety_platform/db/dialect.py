@@ -1,0 +1,16 @@
+"""Statements that SQL leaves to each database."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.db.base import Base
+
+
+def insert_into(session: AsyncSession, table: type[Base]) -> Any:
+    """An insert in the database's own dialect, which knows what to do on a conflict."""
+    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
+    return dialect.insert(table)
