@@ -1,6 +1,6 @@
 """A client's connection, before there is a request: uvicorn's, with bounds on a request's head and on a client's time.
 
-A client that breaks a bound, or HTTP itself, is told so in the API's shape and hung up on. Nothing but the connection
+A client that breaks a bound, or HTTP itself, is told so in its API's form and hung up on. Nothing but the connection
 is held for it: a request is served when its head is there, and everything that costs waits for its body.
 """
 
@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
-import msgspec
 import uvicorn
+from litestar.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS
 from moiety_platform.completions.reply import ABORT_CONNECTION
 from moiety_platform.errors import BadRequest, HeadTooLarge, PlatformError, RequestTimeout
-from moiety_platform.http_errors import error_fields
+from moiety_platform.http_errors import OPENAI_ERRORS
+from moiety_platform.request_ids import MESSAGES_PATH, request_id_of
 from moiety_platform.settings import GatewaySettings
 
 MIN_BODY_BYTES_PER_S = 500  # of a body that takes longer than the timeout
@@ -67,6 +69,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, config: ServerConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
         self._limits = config.limits
+        self.url = b""  # before there is a request
         self._phase = _Phase.NOTHING
         self._header_bytes = 0  # of whole headers
         self._line_bytes = 0  # of a line of the head that has not come to its end
@@ -203,10 +206,16 @@ class Connection(HttpToolsProtocol):
                 return
             cycle.disconnected = True
             cycle.message_event.set()
-        body = msgspec.json.encode(error_fields(error))
+        body = self._word(error)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[error.status] + head + body)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._clear_timer()
         self._timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _word(self, error: PlatformError) -> bytes:
+        """In the form of the API that is asked, as far as that is known."""
+        if self.url.startswith(MESSAGES_PATH.encode()):
+            return ANTHROPIC_ERRORS.body(error, request_id_of(cast(Scope, self.scope)))
+        return OPENAI_ERRORS.body(error, "")

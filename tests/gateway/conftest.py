@@ -59,7 +59,9 @@ def _tokenizer_json() -> str:
     return tokenizer.to_str()
 
 
-def make_card(engine_id: str = "engine-1", model: str = MODEL, max_context_tokens: int = 512) -> Card:
+def make_card(
+    engine_id: str = "engine-1", model: str = MODEL, max_context_tokens: int = 512, embedding_width=0
+) -> Card:
     return Card(
         engine_id=engine_id,
         model=model,
@@ -74,6 +76,7 @@ def make_card(engine_id: str = "engine-1", model: str = MODEL, max_context_token
         created_unix_s=1_700_000_000,
         dtype="float32",
         device="none",
+        embedding_width=embedding_width,
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 from moiety_platform.engine_client.fake import FakeEngineClient
 
 CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 HASTY = {"header_timeout_s": 0.2, "body_timeout_s": 0.2, "keep_alive_s": 1}
 DEADLINE_S = 10.0
@@ -82,6 +83,17 @@ async def test_a_client_that_stops_in_the_body_is_told_and_nothing_is_held_for_i
     assert (row.outcome, row.prompt_tokens) == ("disconnected", 0)
     assert hasty.engine.submits == []
     await until(lambda: hasty.num_connections() == 0)
+
+
+async def test_a_client_of_the_messages_api_is_told_in_its_own_form(hasty):
+    for sent in (b"POST /v1/messages HTTP/1.1\r\nHost: te", head(hasty, 100).replace(CHAT.encode(), MESSAGES.encode())):
+        async with connect(hasty) as (reader, writer):
+            writer.write(sent)
+            top, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            answer = json.loads(body)
+            assert top.startswith(b"HTTP/1.1 408 ")
+            assert (answer["type"], answer["error"]["details"]) == ("error", {"error_code": "request_timeout"})
+            assert answer["error"]["type"] == "invalid_request_error"
 
 
 async def test_a_client_that_drips_its_body_is_hung_up_on(hasty):
@@ -208,9 +220,12 @@ async def test_a_key_has_so_many_streams_open(start_gateway, new_card, until):
         status, headers, answer = await gateway.post(CHAT, {**body, "stream": True})
         assert (status, json.loads(answer)["error"]["code"]) == (429, "too_many_streams")
         assert headers["retry-after"] == "1"
+        status, headers, answer = await gateway.post(MESSAGES, {**body, "stream": True})
+        assert (status, json.loads(answer)["error"]["details"]["error_code"]) == (429, "too_many_streams")
+        assert headers["retry-after"] == "1"
         assert (await gateway.post(CHAT, BODY))[0] == 200  # an answer that is not streamed
         await streams[0].close()
-        await gateway.rows.wait_for(3)
+        await gateway.rows.wait_for(4)
         status, _, _ = await gateway.post(CHAT, {**BODY, "stream": True})
         assert status == 200
 
@@ -234,3 +249,24 @@ async def test_the_shape_of_a_body_is_bounded_by_settings(start_gateway, card):
             assert words in error["message"]
         fits = {"messages": [message] * 3, "n": 2, "stop": ["a", "abcde"]}
         assert (await gateway.post(CHAT, {**BODY, **fits}))[0] == 200
+
+
+async def test_the_shape_of_a_message_is_bounded_by_the_same_settings(start_gateway, card):
+    bounds = {"max_messages": 3, "max_stop_strings": 2, "max_stop_chars": 5}
+    message = {"role": "user", "content": "hi"}
+    async with start_gateway([FakeEngineClient(card)], **bounds) as gateway:
+        for path, changes, param, words in [
+            (MESSAGES, {"messages": [message] * 4}, "messages", "may have 3 entries"),
+            (MESSAGES, {"messages": [message] * 17_000}, "messages", "may have 3 entries"),
+            (f"{MESSAGES}/count_tokens", {"messages": [message] * 4}, "messages", "may have 3 entries"),
+            (MESSAGES, {"stop_sequences": ["a"] * 3}, "stop_sequences", "may have 2 entries"),
+            (MESSAGES, {"stop_sequences": ["a"] * 65}, "stop_sequences", "may have 2 entries"),
+            (MESSAGES, {"stop_sequences": ["abcdef"]}, "stop_sequences.0", "it may have 5"),
+            (MESSAGES, {"stop_sequences": ["a" * 10_000]}, "stop_sequences.0", "it may have 5"),
+        ]:
+            status, _, answer = await gateway.post(path, {**BODY, **changes})
+            error = json.loads(answer)["error"]
+            assert (status, error["details"]["param"]) == (400, param), answer
+            assert words in error["message"]
+        fits = {"messages": [message] * 3, "stop_sequences": ["a", "abcde"]}
+        assert (await gateway.post(MESSAGES, {**BODY, **fits}))[0] == 200

@@ -18,8 +18,21 @@ from moiety_platform.idempotency.store import KeyStore
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+MESSAGES = "/v1/messages"
+EMBEDDINGS = "/v1/embeddings"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 LIMITS = KeepingLimits(ttl_s=60, max_answer_bytes=10_000, max_keys_per_tenant=100, max_bytes_per_tenant=100_000)
+
+CONVERSATION = {"messages": BODY["messages"], "max_tokens": 4}
+EVERY_ENDPOINT = [
+    (CHAT, CONVERSATION),
+    (CHAT, {**CONVERSATION, "stream": True}),
+    (COMPLETIONS, {"prompt": "hello", "max_tokens": 4}),
+    (COMPLETIONS, {"prompt": "hello", "max_tokens": 4, "stream": True}),
+    (MESSAGES, CONVERSATION),
+    (MESSAGES, {**CONVERSATION, "stream": True}),
+    (EMBEDDINGS, {"input": "hello"}),
+]
 
 
 class DatabaseClock:
@@ -79,6 +92,35 @@ async def test_a_repeated_request_gets_the_first_answer_at_every_gateway_and_is_
     assert other.rows.rows == []
     assert num_generations(gateway, other) == 2
     assert 'moiety_idempotency_total{outcome="replayed"} 2.0' in gateway.metrics.render().decode()
+
+
+@pytest.mark.parametrize(("path", "fields"), EVERY_ENDPOINT)
+async def test_every_endpoint_replays_what_is_repeated_and_refuses_what_is_not(start_gateway, new_card, path, fields):
+    async with start_gateway([FakeEngineClient(new_card(embedding_width=8))]) as gateway:
+        body = {"model": "tiny", **fields}
+        status, first_headers, first = await gateway.post(path, body, headers=keyed())
+        again = await gateway.post(path, body, headers=keyed())
+        assert (status, "idempotent-replayed" in first_headers) == (200, False), first
+        assert (again[0], again[1]["idempotent-replayed"], again[2]) == (200, "true", first)
+        for name in ("content-type", "x-moiety-class", "x-moiety-admission"):
+            assert again[1][name] == first_headers[name]
+        status, _, answer = await gateway.post(path, {**body, "service_tier": "auto"}, headers=keyed())
+        error = json.loads(answer)["error"]
+        code = error["details"]["error_code"] if path == MESSAGES else error["code"]
+        assert (status, error["type"], code) == (422, "invalid_request_error", "idempotency_key_reused")
+        assert num_generations(gateway) == len(await gateway.rows.wait_for(1)) == 1
+
+
+async def test_an_answer_in_pieces_is_kept_whole_or_not_at_all(start_gateway, new_card):
+    engine = FakeEngineClient(new_card(embedding_width=8))
+    async with start_gateway([engine], idempotency_max_answer_bytes=10_000) as gateway:
+        for number, (num_inputs, status) in enumerate([(40, 200), (400, 410)]):
+            body = {"model": "tiny", "input": ["hello"] * num_inputs}
+            first = await gateway.post(EMBEDDINGS, body, headers=keyed(f"key-{number}"))
+            again = await gateway.post(EMBEDDINGS, body, headers=keyed(f"key-{number}"))
+            assert (first[0], again[0]) == (200, status)
+            assert len(json.loads(first[2])["data"]) == num_inputs
+            assert (again[2] == first[2]) == (status == 200)
 
 
 async def test_a_stream_is_replayed_byte_for_byte(gateway, other):
