@@ -37,6 +37,7 @@ class Action(StrEnum):
     READ_PRICES = "prices.read"
     WRITE_PRICES = "prices.write"
     READ_ENGINES = "engines.read"
+    ERASE_KEPT_ANSWERS = "kept_answers.erase"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
         Action.READ_PRICES: Rule(anyone=_READERS, own=_OWN_READERS),
         Action.WRITE_PRICES: Rule(anyone=_OPERATORS),
         Action.READ_ENGINES: Rule(anyone=_READERS),
+        Action.ERASE_KEPT_ANSWERS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
     }
 )
 
