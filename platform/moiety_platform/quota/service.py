@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from sqlalchemy import select, tuple_
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.audit.trail import Change, note, row_of
+from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import BadRequest, NotFound
@@ -29,16 +29,13 @@ _TABLES: dict[Level, type[Tenant | Project | ApiKey]] = {
 async def set_quota(session: AsyncSession, new: NewQuota, now: datetime) -> QuotaView:
     """Set a limit, or change its cap; gateways go by it within seconds. A cap below what is used already lets nothing
     through until the window ends. Raises BadRequest, or NotFound where the scope is unknown."""
-    highest = MAX_CAP if new.kind.meter is Meter.STOCK else MAX_RATE
-    if not 0 <= new.cap <= highest:
-        raise BadRequest(f"'cap' must be a number from 0 to {highest}; 0 lets nothing through.", param="cap")
+    _check_cap(new)
     scope_id = await _require(session, Scope(new.level, new.scope_id))
     same = (Quota.level, Quota.scope_id, Quota.kind)
     values = {"level": new.level, "scope_id": scope_id, "kind": new.kind, "cap": new.cap}
-    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
     known = (Quota.level == new.level, Quota.scope_id == scope_id, Quota.kind == new.kind)
     old_cap = await session.scalar(select(Quota.cap).where(*known))
-    statement = dialect.insert(Quota).values(id=new_id("quo"), created_at=now, **values)
+    statement = insert_into(session, Quota).values(id=new_id("quo"), created_at=now, **values)
     statement = statement.on_conflict_do_update(index_elements=same, set_={"cap": new.cap})
     quota = (await session.scalars(statement.returning(Quota))).one()
     after = row_of(quota)
@@ -48,7 +45,8 @@ async def set_quota(session: AsyncSession, new: NewQuota, now: datetime) -> Quot
 
 
 async def find_quota(session: AsyncSession, new: NewQuota, now: datetime) -> QuotaView | None:
-    """The limit that `new` would replace, if there is one. Raises NotFound where the scope is unknown."""
+    """The limit that `new` would replace, if there is one. Raises what `set_quota` raises."""
+    _check_cap(new)
     scope_id = await _require(session, Scope(new.level, new.scope_id))
     same = (Quota.level == new.level, Quota.scope_id == scope_id, Quota.kind == new.kind)
     quota = (await session.scalars(select(Quota).where(*same))).one_or_none()
@@ -85,6 +83,12 @@ async def _find(session: AsyncSession, quota_id: str) -> Quota:
     if quota is None:
         raise NotFound("There is no limit with this id; list them with GET /admin/v1/quotas.", param="quota_id")
     return quota
+
+
+def _check_cap(new: NewQuota) -> None:
+    highest = MAX_CAP if new.kind.meter is Meter.STOCK else MAX_RATE
+    if not 0 <= new.cap <= highest:
+        raise BadRequest(f"'cap' must be a number from 0 to {highest}; 0 lets nothing through.", param="cap")
 
 
 async def _require(session: AsyncSession, scope: Scope) -> str:
