@@ -20,6 +20,7 @@ from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreFailure, CoreLoad, CoreOutput, CoreStep, CoreSubmit
 from moiety_engine.model.loading import load_model
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.runner.embeddings import embeddings
 from moiety_engine.runner.inputs import BatchBuilder, sampled
 from moiety_engine.runner.memory import available_bytes, kv_budget_bytes, num_host_blocks, num_kv_blocks
 from moiety_engine.runner.swap import HostKv
@@ -87,8 +88,9 @@ class EngineLoop:
         """Queue a request; one that cannot be served comes back as a failure with the next step."""
         self._requests_total += 1
         num_prompt = len(submit.prompt_ids)
-        if num_prompt + 1 > self.max_context_tokens or not num_prompt:
-            message = f"the prompt has {num_prompt} tokens; it must have 1 to {self.max_context_tokens - 1}"
+        longest = self.max_context_tokens - (0 if submit.embed else 1)
+        if not 1 <= num_prompt <= longest:
+            message = f"the prompt has {num_prompt} tokens; it must have 1 to {longest}"
             self._failures.append(CoreFailure(submit.key, FailureCode.CONTEXT_LENGTH_EXCEEDED, message))
             return
         seed = submit.sampling.seed
@@ -110,9 +112,11 @@ class EngineLoop:
             self._host_kv.run(plan.swap_out, plan.swap_in)
         if not plan.chunks:
             return False
-        logits_LV = self.model.forward(self._builder.build(plan), self.kv)
-        token_ids, logprobs = self._sampler.sample(logits_LV, [chunk.sequence for chunk in sampled(plan)])
-        self._outputs += self.scheduler.commit(plan, token_ids, logprobs, self._clock_ns())
+        hidden_LD = self.model.hidden(self._builder.build(plan), self.kv)
+        rows = [chunk.sequence for chunk in sampled(plan)]
+        token_ids, logprobs = self._sampler.sample(self.model.logits(hidden_LD[: len(rows)]), rows)
+        vectors = embeddings(hidden_LD[len(rows) :]) if len(hidden_LD) > len(rows) else []
+        self._outputs += self.scheduler.commit(plan, token_ids, logprobs, self._clock_ns(), vectors)
         self.steps_total += 1
         return True
 

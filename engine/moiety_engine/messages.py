@@ -32,6 +32,8 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     tenant_weight: float = 1.0
     fallback: ServiceClass | None = None  # where `service` says downgrade at overload
     resumed_ids: list[int] | None = None  # output of another engine, which had admitted it; fewer than max_tokens
+    embed: bool = False  # ends with its prefill; `max_tokens` is 0
+    sibling_tokens: int = 0  # prompt tokens beside its own that the promise allows time for
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -90,6 +92,7 @@ class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
     served_class: str
     events: list[CoreEvent]
     num_recomputed_tokens: int
+    embedding: bytes = b""  # a unit vector, little-endian float32
 
 
 class CoreOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -151,6 +154,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     max_num_logprobs: int = 0
     dtype: str = ""
     device: str = ""
+    embedding_width: int = 0  # 0: this core makes no embeddings
 
 
 class CoreStep(msgspec.Struct, frozen=True, tag="step"):

@@ -143,7 +143,8 @@ class Sequence:
 
     @property
     def has_credit(self) -> bool:
-        return self.num_output < self.credit_tokens
+        """Whether it may go on; an embedding, which generates nothing, always may."""
+        return self.num_output < self.credit_tokens or self.submit.embed
 
     @property
     def decoding(self) -> bool:

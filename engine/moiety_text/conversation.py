@@ -55,26 +55,31 @@ class ConversationEncoder:
         self._guarded: _GuardedTokenizer | None = None
         self._building = threading.Lock()
 
-    def spells_control_token(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+    def spells_control_token(self, messages: Sequence[Mapping[str, Any]], prefill: str = "") -> bool:
         """Whether a client's text holds what would be read as a control token; encoding then costs more, the first time
         a second."""
-        return any(
+        return self._control.search(prefill) is not None or any(
             isinstance(value, str) and self._control.search(value)
             for message in messages
             for name, value in message.items()
             if name != "role"
         )
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> list[int]:
-        """The ids of a prompt for an answer to `messages`, whose texts are the client's and whose roles are ours.
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]], *, prefill: str = "", max_tokens: int | None = None
+    ) -> list[int]:
+        """The ids of a prompt for an answer to `messages`, whose texts are the client's and whose roles are ours; with
+        `prefill`, the client's as well, for the rest of an answer that begins so.
         Raises TemplateRefused, TextNotEncodable, and TooManyTokens as `Tokenizer.encode` does."""
-        if not self.spells_control_token(messages):
-            return self._tokenizer.encode(self._template.render(messages), max_tokens=max_tokens)
-        return self.encode_guarded(messages, max_tokens=max_tokens)
+        if not self.spells_control_token(messages, prefill):
+            return self._tokenizer.encode(self._template.render(messages) + prefill, max_tokens=max_tokens)
+        return self.encode_guarded(messages, prefill=prefill, max_tokens=max_tokens)
 
-    def encode_guarded(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> list[int]:
+    def encode_guarded(
+        self, messages: Sequence[Mapping[str, Any]], *, prefill: str = "", max_tokens: int | None = None
+    ) -> list[int]:
         """The same, by the way that `encode` takes for texts that spell control tokens. Equal for all others."""
-        rendered = self._template.render([self._broken(message) for message in messages])
+        rendered = self._template.render([self._broken(message) for message in messages]) + self._break(prefill)
         self._tokenizer.check_fits(rendered, max_tokens)
         parts, end = [], 0
         for match in self._control.finditer(rendered):
@@ -88,11 +93,13 @@ class ConversationEncoder:
 
     def _broken(self, message: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            name: self._control.sub(lambda match: match[0][0] + self._marker + match[0][1:], value)
-            if name != "role" and isinstance(value, str)
-            else value
+            name: self._break(value) if name != "role" and isinstance(value, str) else value
             for name, value in message.items()
         }
+
+    def _break(self, text: str) -> str:
+        """The text with a marker in every control token that it spells."""
+        return self._control.sub(lambda match: match[0][0] + self._marker + match[0][1:], text)
 
 
 class _GuardedTokenizer:

@@ -12,9 +12,13 @@ of one request in one direction from 0. Credit is the *total* number of output t
 request; `Extend` raises it (being a total, a repeated message does no harm). At the end of its credit a request pauses
 in place.
 
+An embedding (`Submit.embed`) generates nothing: it needs no credit, and its `Finished`, before which no `Tokens` come,
+brings the vector.
+
 A request whose engine was lost is submitted to another one with `resumed_ids`, the output that its gateway has. All
 counts of that request go on being totals: the first `position` is the number of resumed tokens, credit, max_tokens,
-min_tokens and `num_output_tokens` count them, penalties and stop strings see them.
+min_tokens and `num_output_tokens` count them, penalties and stop strings see them. An embedding that was admitted has
+no output to resume, and says so by an empty list.
 
 An engine remembers what each ended request used until a gateway says `Settled`, which it does once that is stored. What
 a gateway leaves behind when it dies, the engine tells another by `Unsettled`, again and again until it is settled too.
@@ -123,7 +127,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
-    """Generate for one prompt. `request_id` is unique within its gateway."""
+    """Generate for one prompt, or embed it. `request_id` is unique within its gateway."""
 
     request_id: str
     seq: int
@@ -142,6 +146,8 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     traceparent: str = ""  # W3C trace context
     resumed_ids: list[int] | None = None  # the output so far of a request that another engine had admitted
     bill: bytes = b""  # whom to charge and at what price, in the gateway's own words; comes back in Metered
+    embed: bool = False  # the prompt's vector is wanted, and no token: `max_tokens` and `credit_tokens` are 0
+    sibling_tokens: int = 0  # of the client's other prompts in the same request, for which its promise allows time too
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
@@ -190,6 +196,7 @@ class Card(msgspec.Struct, frozen=True, tag="card"):
     dtype: str
     device: str
     protocol_version: int = PROTOCOL_VERSION
+    embedding_width: int = 0  # numbers of a vector; 0 where the engine makes none
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):
@@ -278,6 +285,7 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     events: list[Event] = []
     num_recomputed_tokens: int = 0  # computed again after preemptions; metered, not billed
     detail: str = ""  # the stop string that matched; max_tokens, context, credit_refused; silent_gateway, draining
+    embedding: bytes = b""  # of `Submit.embed`, unless aborted: a unit vector, little-endian float32
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):

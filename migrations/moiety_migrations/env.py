@@ -9,10 +9,12 @@ from sqlalchemy import Connection
 from moiety_migrations.transaction import exclusive_connection
 from moiety_platform.batches.models import Batch
 from moiety_platform.files.models import StoredFile
+from moiety_platform.idempotency.models import IdempotentRequest
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.models import UsageRecord
 
-TABLES = (ApiKey, UsageRecord, StoredFile, Batch)  # naming them loads every module that defines tables
+# naming them loads every module that defines tables
+TABLES = (ApiKey, UsageRecord, StoredFile, Batch, IdempotentRequest)
 target_metadata = ApiKey.metadata
 
 

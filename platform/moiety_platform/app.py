@@ -13,22 +13,29 @@ from litestar.openapi import OpenAPIConfig
 from litestar.types import ControllerRouterHandler
 
 from moiety_platform.admission.gate import AdmissionGate
+from moiety_platform.admission.streams import StreamGate
+from moiety_platform.anthropic_api.controller import MessageServices, message_routes
 from moiety_platform.auth.admin import check_actions
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.batches.assembly import Batches
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import Clock
-from moiety_platform.completions.controller import CompletionServices, completion_routes
+from moiety_platform.completions.controller import completion_routes
 from moiety_platform.completions.disconnect import ClientDisconnected
+from moiety_platform.completions.exchange import ExchangeServices
+from moiety_platform.completions.limits import ShapeLimits
+from moiety_platform.completions.once import Once
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.record import CLIENT_CLOSED_REQUEST
 from moiety_platform.completions.recorder import RequestRecorder, UsageSink
 from moiety_platform.completions.text import ModelTexts
 from moiety_platform.db.readiness import StoreReadiness
+from moiety_platform.embeddings.controller import embedding_route
 from moiety_platform.engine_metrics import EngineCollector
 from moiety_platform.errors import PlatformError
 from moiety_platform.health import health_routes
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error, answer_unexpected_error
+from moiety_platform.idempotency.keeper import IdempotencyKeeper
 from moiety_platform.metrics import Metrics
 from moiety_platform.models_api import ModelServices, model_routes
 from moiety_platform.prices.cache import PriceCache
@@ -51,6 +58,7 @@ class Services:
     tracing: Tracing
     clock: Clock
     recorder: RequestRecorder
+    idempotency: IdempotencyKeeper
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     batches: Batches | None = None
@@ -76,18 +84,24 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
     pipeline = pipeline or create_pipeline(settings, services)
     services.metrics.registry.register(EngineCollector(services.replicas.states))
     limits: dict[str, int] = {"max_body_bytes": settings.max_body_bytes, "max_json_depth": settings.max_json_depth}
-    completions = CompletionServices(
+    shape = ShapeLimits.of(settings)
+    exchange = ExchangeServices(
         services.authenticator,
         services.recorder,
         pipeline,
+        Once(services.idempotency, services.metrics, settings.max_body_bytes),
         services.metrics,
         **limits,
+        shape=shape,
+        streams=StreamGate(settings.max_streams_per_key),
         send_timeout_s=settings.send_timeout_s,
     )
-    models = ModelServices(services.authenticator, services.replicas, pipeline.texts, **limits)
+    models = ModelServices(services.authenticator, services.replicas, pipeline.texts, **limits, shape=shape)
     app = Litestar(
         route_handlers=[
-            *completion_routes(completions),
+            *completion_routes(exchange),
+            embedding_route(exchange),
+            *message_routes(MessageServices(exchange, services.replicas, pipeline.texts)),
             *model_routes(models),
             *health_routes(services.replicas, services.metrics, services.store),
             *(services.batches.routes() if services.batches is not None else ()),

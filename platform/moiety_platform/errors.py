@@ -6,10 +6,15 @@ PlatformError
 ├── Unauthenticated         401  no key, or not one of ours
 ├── Forbidden               403  a good key that may not do this
 ├── NotFound                404  no such model, tenant, project or key
+├── RequestTimeout          408  the client did not send it in time
 ├── Conflict                409  it exists already, or changed meanwhile
+├── Gone                    410  it was there, and is not kept
+├── PreconditionFailed      412  it is not what the request takes it for; nothing was changed
 ├── TooLarge                413  the body exceeds the limit
+├── Unprocessable           422  it contradicts an earlier request
 ├── RateLimited             429  try again after `retry_after_s`
 │   └── Overloaded          429  the class's promise cannot be kept now, or the tenant has too much in flight
+├── HeadTooLarge            431  the request's line and headers exceed the limit
 ├── EngineFailed            502  the engine broke off the request
 └── Unavailable             503  no engine, or the store is away; try again after `retry_after_s`
 """
@@ -68,16 +73,40 @@ class NotFound(PlatformError):
     default_code = "not_found"
 
 
+class RequestTimeout(PlatformError):
+    status = 408
+    type = "invalid_request_error"
+    default_code = "request_timeout"
+
+
 class Conflict(PlatformError):
     status = 409
     type = "invalid_request_error"
     default_code = "conflict"
 
 
+class Gone(PlatformError):
+    status = 410
+    type = "invalid_request_error"
+    default_code = "gone"
+
+
+class PreconditionFailed(PlatformError):
+    status = 412
+    type = "invalid_request_error"
+    default_code = "precondition_failed"
+
+
 class TooLarge(PlatformError):
     status = 413
     type = "invalid_request_error"
     default_code = "request_too_large"
+
+
+class Unprocessable(PlatformError):
+    status = 422
+    type = "invalid_request_error"
+    default_code = "unprocessable"
 
 
 class RateLimited(PlatformError):
@@ -97,6 +126,12 @@ class Overloaded(RateLimited):
     def __init__(self, message: str, reason: Reason, *, retry_after_s: float | None) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.reason = reason
+
+
+class HeadTooLarge(PlatformError):
+    status = 431
+    type = "invalid_request_error"
+    default_code = "headers_too_large"
 
 
 class EngineFailed(PlatformError):

@@ -17,7 +17,6 @@ import uvicorn
 import uvloop
 import zmq
 from litestar import Litestar
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from moiety_platform.app import Services, create_app, create_pipeline
 from moiety_platform.auth.admin import admin_router
@@ -28,11 +27,13 @@ from moiety_platform.batches.assembly import Batches
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import SystemClock
 from moiety_platform.completions.recorder import RequestRecorder
-from moiety_platform.completions.reply import ABORT_CONNECTION
+from moiety_platform.connections import ConnectionLimits, ServerConfig
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import Database
 from moiety_platform.engine_addresses import is_name
 from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
+from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
+from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.logs import configure_logging
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
@@ -47,7 +48,6 @@ from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
 
 LAST_RECORDS_S = 10.0
-KEEP_ALIVE_S = 60
 BACKLOG = 2048
 
 log = structlog.get_logger(__name__)
@@ -77,7 +77,8 @@ def bind(host: str, port: int) -> socket.socket:
 async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
     async with build_services(settings) as services:
         pipeline = create_pipeline(settings, services)
-        server = GatewayServer(create_app(settings, services, pipeline), settings.drain_s)
+        app = create_app(settings, services, pipeline)
+        server = GatewayServer(app, settings.drain_s, ConnectionLimits.of(settings))
         loop = asyncio.get_running_loop()
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signal_number, server.request_exit)
@@ -91,30 +92,23 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
         log.info("gateway_stopped")
 
 
-class _Connection(HttpToolsProtocol):
-    """uvicorn's, which also lets an application drop the connection of a client that takes nothing."""
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["state"][ABORT_CONNECTION] = self.transport.abort
-
-
 class GatewayServer(uvicorn.Server):
     """uvicorn with our limits, and without its signal handlers, which would end the process before it cleans up."""
 
-    def __init__(self, app: Litestar, drain_s: int, on_started: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, app: Litestar, drain_s: int, limits: ConnectionLimits, on_started: Callable[[], None] = lambda: None
+    ) -> None:
         self._on_started = on_started
         super().__init__(
-            uvicorn.Config(
+            ServerConfig(
                 app,
-                http=_Connection,
+                limits,
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=drain_s,
                 backlog=BACKLOG,
             )
@@ -156,6 +150,9 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         quotas = QuotaKeeper(database, leases, clock, ttl_s=LEASE_S)
         await quotas.start()
         stack.push_async_callback(quotas.stop)
+        idempotency = IdempotencyKeeper(database, KeyStore(), KeepingLimits.of(settings))
+        await idempotency.start()
+        stack.push_async_callback(idempotency.stop)
         recorder = RequestRecorder(usage, quotas, metrics, tracing, clock)
         stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
         meter = MeterReader(database)
@@ -178,6 +175,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             tracing=tracing,
             clock=clock,
             recorder=recorder,
+            idempotency=idempotency,
             admin_routes=[admin],
             store=store,
             batches=Batches(process_id, database, authenticator, quotas, metrics, tracing, clock, settings),

@@ -12,3 +12,8 @@ def header_of(scope: Scope, name: bytes) -> str | None:
         if key == name:
             return value.decode("latin-1")
     return None
+
+
+def authorization_of(scope: Scope) -> str | None:
+    """What the client says it is, in the form `Bearer KEY`."""
+    return header_of(scope, b"authorization")

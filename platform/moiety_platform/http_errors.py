@@ -1,9 +1,10 @@
-"""Errors over HTTP, in OpenAI's shape, for every route and for what the framework itself refuses."""
+"""Errors over HTTP: an API's form for them, and OpenAI's, which is that of every route without another and of what the
+framework itself refuses."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -27,6 +28,34 @@ _CODES = {
 }
 
 
+class ErrorForm(Protocol):
+    """How an API words an error. `request_id` is the one in the answer's headers."""
+
+    def status(self, error: PlatformError) -> int: ...
+
+    def body(self, error: PlatformError, request_id: str) -> bytes: ...
+
+    def event(self, error: PlatformError, request_id: str) -> bytes:
+        """What ends a stream that broke off; nothing follows it."""
+        ...
+
+
+class OpenAIErrors:
+    """OpenAI's form."""
+
+    def status(self, error: PlatformError) -> int:
+        return error.status
+
+    def body(self, error: PlatformError, request_id: str) -> bytes:
+        return msgspec.json.encode(error_fields(error))
+
+    def event(self, error: PlatformError, request_id: str) -> bytes:
+        return b"data: " + msgspec.json.encode(error_fields(error)) + b"\n\n"
+
+
+OPENAI_ERRORS = OpenAIErrors()
+
+
 def error_fields(error: PlatformError) -> dict[str, Any]:
     """The body of an error answer."""
     fields = _fields(error.message, error.type, error.param, error.code)
@@ -37,7 +66,7 @@ def error_fields(error: PlatformError) -> dict[str, Any]:
 
 def error_headers(error: PlatformError) -> dict[str, str]:
     """`Retry-After` where it makes sense to try again, and why it did not work now."""
-    if error.status not in (429, 503):
+    if error.status not in (429, 503) and error.retry_after_s is None:
         return {}
     wait_s = error.retry_after_s if error.retry_after_s is not None else DEFAULT_RETRY_AFTER_S
     headers = {"Retry-After": str(max(1, math.ceil(wait_s)))}

@@ -49,6 +49,12 @@ class Metrics:
         self._refused = Counter(
             "moiety_unauthenticated_requests", "Requests without a good key.", ("status",), registry=self.registry
         )
+        self._idempotency = Counter(
+            "moiety_idempotency",
+            "Requests that were not served for their Idempotency-Key: `replayed`, or the code of their refusal.",
+            ("outcome",),
+            registry=self.registry,
+        )
         self._admissions = Counter(
             "moiety_admission",
             "Generation requests by the verdict on them; `class` is the one that was asked for.",
@@ -99,6 +105,10 @@ class Metrics:
 
     def observe_refusal(self, status: int) -> None:
         self._refused.labels(str(status)).inc()
+
+    def observe_idempotency(self, outcome: str) -> None:
+        """Count a request that an Idempotency-Key kept from being served."""
+        self._idempotency.labels(outcome).inc()
 
     def observe(self, row: UsageRow, served_model: str, tpot_s: float | None) -> None:
         """Count one ended request. `served_model` is a model of ours or `unknown`, whatever the client asked for."""

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 from litestar import Request, Response, get, post
 from litestar.handlers import HTTPRouteHandler
-from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import model_validator
 
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.completions.body import receive_body
+from moiety_platform.completions.fields import ModelName, StrictBody, TokenIds, refuse
 from moiety_platform.completions.generation import Conversation, Prompt
-from moiety_platform.completions.schemas import Messages, TokenIds
+from moiety_platform.completions.limits import ShapeLimits
+from moiety_platform.completions.schemas import FORMS, Messages
 from moiety_platform.completions.text import ModelTexts
 from moiety_platform.errors import BadRequest, NotFound, Unavailable
 from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import Card
 
-Body = TypeVar("Body", bound=BaseModel)
-_ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+Body = TypeVar("Body", bound=StrictBody)
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+class _Body(StrictBody):
+    forms: ClassVar[Mapping[str, str]] = FORMS
 
-    model: _ModelName | None = None  # may be left out where one model is served
+    model: ModelName | None = None  # may be left out where one model is served
 
 
 class TokenizeBody(_Body):
@@ -43,7 +44,7 @@ class TokenizeBody(_Body):
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("refused", "send either 'prompt' (a string) or 'messages'")
+            raise refuse("send either 'prompt' (a string) or 'messages'")
         return self
 
     def as_prompt(self) -> Prompt:
@@ -66,6 +67,7 @@ class ModelServices:
     texts: ModelTexts
     max_body_bytes: int
     max_json_depth: int
+    shape: ShapeLimits
 
 
 def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
@@ -77,8 +79,8 @@ def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
         return principal
 
     async def receive(schema: type[Body], request: Request[Any, Any, Any]) -> Body:
-        headers = request.scope["headers"]
-        return await receive_body(schema, request.receive, headers, services.max_body_bytes, services.max_json_depth)
+        limits = (services.max_body_bytes, services.max_json_depth, services.shape)
+        return await receive_body(schema, request.receive, request.scope["headers"], *limits)
 
     @get("/v1/models", name="list_models")
     async def list_models(request: Request[Any, Any, Any]) -> Response[bytes]:

@@ -1,4 +1,5 @@
-"""The id of an HTTP request: the client's `X-Request-Id` if it is a reasonable one, or one of ours; on every answer."""
+"""The id of an HTTP request: the client's `X-Request-Id` if it is a reasonable one, or one of ours; on every answer.
+Under `MESSAGES_PATH` an answer has it by Anthropic's name as well."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from litestar.datastructures import MutableScopeHeaders
 from litestar.types import Message, Scope
 
 HEADER = "x-request-id"
+MESSAGES_PATH = "/v1/messages"
+MESSAGES_HEADER = "request-id"
 _STATE_KEY = "moiety_request_id"
 _REASONABLE = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -33,4 +36,7 @@ def _offered(scope: Scope) -> str | None:
 async def add_request_id(message: Message, scope: Scope) -> None:
     """A `before_send` hook."""
     if message["type"] == "http.response.start":
-        MutableScopeHeaders(message)[HEADER] = request_id_of(scope)
+        headers = MutableScopeHeaders(message)
+        headers[HEADER] = request_id_of(scope)
+        if scope["path"].startswith(MESSAGES_PATH):
+            headers[MESSAGES_HEADER] = request_id_of(scope)

@@ -42,6 +42,16 @@ class GatewaySettings(BaseSettings):
 
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     max_json_depth: int = Field(default=64, ge=4, le=128)
+    max_messages: int = Field(default=2048, ge=1, le=16_384)
+    max_choices: int = Field(default=16, ge=1, le=128)  # n
+    max_stop_strings: int = Field(default=16, ge=1, le=64)
+    max_stop_chars: int = Field(default=1024, ge=1, le=4096)  # of each stop string
+    max_header_bytes: int = Field(default=32 * 1024, ge=4096)  # of a request's line and headers
+    max_headers: int = Field(default=100, ge=16)
+    header_timeout_s: float = Field(default=15, gt=0)  # until they are there
+    body_timeout_s: float = Field(default=30, gt=0)  # a body comes at 500 bytes/s at least, looked at so often
+    keep_alive_s: int = Field(default=60, ge=1)  # how long a connection stays open without a request
+    max_streams_per_key: int = Field(default=1024, ge=1)  # open at this gateway; beyond: 429
     max_sequences: int = Field(default=128, ge=1)  # prompts × n of one request
     max_inflight_per_tenant: int = Field(default=4096, ge=1)  # sequences of one tenant at this gateway; beyond: 429
     credit_window_tokens: int = Field(default=128, ge=1)
@@ -55,6 +65,11 @@ class GatewaySettings(BaseSettings):
     batch_concurrency: int = Field(default=32, ge=0, le=4096)  # lines at a time; 0: other gateways do the work
     batch_lease_s: float = Field(default=30, ge=1, le=3600)  # after which the lines of a killed gateway are others'
     drain_s: int = Field(default=30, ge=0)  # how long a stop waits for running answers
+
+    idempotency_ttl_s: float = Field(default=24 * 3600, gt=0)  # how long answers are kept under their Idempotency-Key
+    idempotency_max_answer_bytes: int = Field(default=1024 * 1024, ge=0)  # of a larger one, only that there was one
+    idempotency_max_keys_per_tenant: int = Field(default=100_000, ge=1)  # beyond: 429
+    idempotency_max_bytes_per_tenant: int = Field(default=256 * 1024 * 1024, ge=0)  # beyond: as of a larger answer
 
     otlp_endpoint: str | None = Field(  # e.g. http://collector:4318; None: no spans leave the process
         default=None,  # OpenTelemetry's own variable is also what our engines go by, so one setting serves both

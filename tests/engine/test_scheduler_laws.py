@@ -152,8 +152,9 @@ class Replica:
         self._check_preempted(plan)
         self._copy(plan)
         tokens = [token for chunk in plan.chunks for token in self._run(chunk)]
+        vectors = [b"%d" % chunk.sequence.key for chunk in plan.chunks if chunk.embeds]
         self.now_ns += int(seconds * 1e9)
-        for output in scheduler.commit(plan, tokens, [None] * len(tokens), self.now_ns):
+        for output in scheduler.commit(plan, tokens, [None] * len(tokens), self.now_ns, vectors):
             self._take(output)
         self._take_verdicts()
         return plan
@@ -168,7 +169,8 @@ class Replica:
             if i < sequence.num_computed:
                 assert self._device.get(slot) == text, f"request {sequence.key} lost the KV of token {i}"
             self._device[slot] = text
-        assert chunk.samples == (end == len(sequence.tokens))
+        assert (chunk.embeds if sequence.submit.embed else chunk.samples) == (end == len(sequence.tokens))
+        assert not (chunk.samples and chunk.embeds)
         return [self.clients[sequence.key].says(sequence.num_output)] if chunk.samples else []
 
     def _copy(self, plan: Plan) -> None:
@@ -262,6 +264,7 @@ class Replica:
                 assert client.finish.num_output_tokens == len(client.tokens)
                 if not client.aborted and client.finish.detail != "credit_refused":
                     assert len(client.tokens) == min(client.answer, client.submit.max_tokens)
+                    assert client.finish.embedding == (b"%d" % client.submit.key if client.submit.embed else b"")
 
 
 class Machine(RuleBasedStateMachine):
@@ -287,6 +290,7 @@ class Machine(RuleBasedStateMachine):
         answer=st.integers(1, 2 * MAX_OUTPUT),
         credit=st.sampled_from([0, 2, 1 << 20, 1 << 20]),
         weight=st.sampled_from([1.0, 3.0]),
+        embed=st.sampled_from([False, False, True]),
     )
     def add(
         self,
@@ -298,11 +302,14 @@ class Machine(RuleBasedStateMachine):
         answer: int,
         credit: int,
         weight: float,
+        embed: bool,
     ) -> None:
         key = len(self.replica.clients)
         prompt = [1] * min(shared, length) + [1000 + key] * (length - min(shared, length))
         submit = make_submit(key, tenant, CLASSES[service], prompt, max_tokens, self.replica.now_ns, 1.0 + tenant)
         submit = msgspec.structs.replace(submit, credit_tokens=credit)
+        if embed:
+            submit = msgspec.structs.replace(submit, embed=True, max_tokens=0, credit_tokens=0)
         self.replica.add(Client(submit, answer, credit))
 
     @rule(seconds=st.sampled_from([0.001, 0.02, LONGEST_STEP_S]), times=st.integers(1, 4))

@@ -22,11 +22,14 @@ from moiety_platform.classes.schemas import NewClass
 from moiety_platform.classes.service import create_class, load_classes
 from moiety_platform.clock import SystemClock
 from moiety_platform.completions.recorder import RequestRecorder
+from moiety_platform.connections import ConnectionLimits
 from moiety_platform.db.base import Base
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.gateway import GatewayServer, bind
+from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
+from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
@@ -59,7 +62,9 @@ def _tokenizer_json() -> str:
     return tokenizer.to_str()
 
 
-def make_card(engine_id: str = "engine-1", model: str = MODEL, max_context_tokens: int = 512) -> Card:
+def make_card(
+    engine_id: str = "engine-1", model: str = MODEL, max_context_tokens: int = 512, embedding_width=0
+) -> Card:
     return Card(
         engine_id=engine_id,
         model=model,
@@ -74,6 +79,7 @@ def make_card(engine_id: str = "engine-1", model: str = MODEL, max_context_token
         created_unix_s=1_700_000_000,
         dtype="float32",
         device="none",
+        embedding_width=embedding_width,
     )
 
 
@@ -116,6 +122,7 @@ class RunningGateway:
 
     def __init__(self, url: str, keys, engines, rows: RowList, metrics: Metrics) -> None:
         self.url = url
+        self.keys = keys
         self.key = keys.tenant_key
         self.admin_key = keys.admin_key
         self.engines = engines
@@ -173,19 +180,25 @@ def _unchunk(data: bytes) -> bytes:
     return whole
 
 
+async def make_store(database: Database, clock: SystemClock):
+    """Tables, the shipped classes and the first keys, which are returned."""
+    async with database.engine.begin() as connection:
+        await connection.run_sync(Base.metadata.create_all)
+    async with database.write() as session:
+        for service in SHIPPED if not await load_classes(session) else ():
+            await create_class(session, NewClass.of(service))
+    return await ensure_bootstrap(database, PEPPER, clock, reissue=True)
+
+
 @asynccontextmanager
-async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, **settings):
-    """With `stores_usage` usage rows go to the store, as they do outside of tests; else they stay in a list."""
+async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, beside=None, now=None, **settings):
+    """With `stores_usage` usage rows go to the store, as they do outside of tests; else they stay in a list. With
+    `beside`, on the database of that gateway. `now` is the database's clock, as far as Idempotency-Keys go by it."""
     clock, rows, metrics = SystemClock(), RowList(), Metrics()
     async with AsyncExitStack() as stack:
         database = Database.open(f"sqlite:///{tmp_path / 'store.db'}")
         stack.push_async_callback(database.close)
-        async with database.engine.begin() as connection:
-            await connection.run_sync(Base.metadata.create_all)
-        async with database.write() as session:
-            for service in SHIPPED if not await load_classes(session) else ():
-                await create_class(session, NewClass.of(service))
-        keys = await ensure_bootstrap(database, PEPPER, clock, reissue=True)
+        keys = beside.keys if beside else await make_store(database, clock)
         replicas = await stack.enter_async_context(Replicas(engines))
         tracing = Tracing(provider or build_provider(None))
         authenticator = Authenticator(database, PEPPER, clock)
@@ -194,10 +207,13 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
             rows = UsageRecorder(database, tmp_path / "usage-journal")
             await rows.start()
             stack.push_async_callback(rows.stop)
-        quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock, ttl_s=20.0)
+        quotas = QuotaKeeper(database, LeaseStore("second" if beside else "first", 20.0), clock, ttl_s=20.0)
         await quotas.start()
         stack.push_async_callback(quotas.stop)
-        chosen = GatewaySettings(**{"drain_s": 2, **settings})
+        chosen = GatewaySettings(**{"drain_s": 2, "failover_wait_s": 0.1, **settings})
+        idempotency = IdempotencyKeeper(database, KeyStore(now=now or now_ms), KeepingLimits.of(chosen))
+        await idempotency.start()
+        stack.push_async_callback(idempotency.stop)
         worker_id = f"worker-{secrets.token_hex(8)}"
         store_clock = StoreClock()
         parts = (database, authenticator, quotas, metrics, tracing, clock, chosen)
@@ -212,6 +228,7 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
             tracing=tracing,
             clock=clock,
             recorder=RequestRecorder(rows, quotas, metrics, tracing, clock),
+            idempotency=idempotency,
             admin_routes=[
                 admin_router(
                     database, authenticator, classes, prices, quotas, PEPPER, clock, more=engine_routes(replicas)
@@ -221,9 +238,9 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, *
         )
         listener = bind("127.0.0.1", 0)
         started = asyncio.Event()
-        chosen = GatewaySettings(**{"drain_s": 2, "failover_wait_s": 0.1, **settings})
         pipeline = create_pipeline(chosen, services)
-        server = GatewayServer(create_app(chosen, services, pipeline), chosen.drain_s, started.set)
+        app = create_app(chosen, services, pipeline)
+        server = GatewayServer(app, chosen.drain_s, ConnectionLimits.of(chosen), started.set)
         await stack.enter_async_context(batches.working(pipeline))
         task = asyncio.create_task(server.serve([listener]))
         await started.wait()

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
 GOOD_CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 GOOD_COMPLETION = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
 NESTED = b"[" * 100_000 + b"]" * 100_000
@@ -169,7 +171,7 @@ async def test_unknown_routes_and_methods_have_openais_error_shape(gateway):
 
 @pytest.mark.parametrize("key", ["", "nonsense", "mty_x.y", "mty_" + "a" * 5000, "ключ".encode().decode("latin-1")])
 async def test_without_a_good_key_there_is_a_401_and_no_row(gateway, key):
-    for path in (CHAT, COMPLETIONS, "/tokenize"):
+    for path in (CHAT, COMPLETIONS, MESSAGES, COUNT_TOKENS, "/tokenize"):
         status, _, answer = await gateway.post(path, GOOD_CHAT, headers={"Authorization": f"Bearer {key}"})
         assert status == 401, answer
         assert json.loads(answer)["error"]["type"] == "authentication_error"
@@ -197,6 +199,7 @@ _fields = st.sampled_from(
         *("messages", "prompt", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
         *("seed", "stop", "stop_token_ids", "n", "logprobs", "top_logprobs", "echo", "stream", "stream_options"),
         *("service_tier", "response_format", "tools", "best_of", "suffix", "presence_penalty", "ignore_eos"),
+        *("system", "stop_sequences", "metadata", "thinking", "tool_choice", "model"),
     ]
 )
 _bodies = st.one_of(
@@ -209,11 +212,11 @@ _bodies = st.one_of(
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(path=st.sampled_from([CHAT, COMPLETIONS, "/tokenize", "/detokenize"]), body=_bodies)
+@given(path=st.sampled_from([CHAT, COMPLETIONS, MESSAGES, COUNT_TOKENS, "/tokenize", "/detokenize"]), body=_bodies)
 async def test_no_body_whatever_makes_a_5xx(gateway, path, body):
     num_rows = len(gateway.rows.rows)
     status, _, answer = await gateway.post(path, body)
     assert status < 500, (path, body, answer)
-    if path.startswith("/v1"):
+    if path in (CHAT, COMPLETIONS, MESSAGES):
         rows = await gateway.rows.wait_for(num_rows + 1)
         assert (len(rows), rows[-1].http_status) == (num_rows + 1, status)

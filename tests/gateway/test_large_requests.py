@@ -34,9 +34,9 @@ def decoding_threads(monkeypatch):
     seen = []
     decode = body_module.decode_body
 
-    def noted(schema, data, max_depth):
+    def noted(*arguments):
         seen.append(threading.current_thread())
-        return decode(schema, data, max_depth)
+        return decode(*arguments)
 
     monkeypatch.setattr(body_module, "decode_body", noted)
     return seen

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from moiety_platform.completions.limits import DEFAULT_SHAPE, ShapeLimits
 from moiety_platform.config_file import ConfigFileError
 from moiety_platform.settings import GatewaySettings
 
@@ -76,3 +77,7 @@ def test_a_wrong_setting_is_refused_by_name(changes, words):
 
 def test_the_pepper_does_not_show_in_a_representation():
     assert "secret words" not in repr(GatewaySettings(key_pepper="secret words"))
+
+
+def test_the_bounds_on_a_body_are_by_default_those_of_the_settings():
+    assert ShapeLimits.of(GatewaySettings()) == DEFAULT_SHAPE

@@ -190,7 +190,7 @@ class Driver:
                 query_start_S1=torch.tensor(starts, dtype=torch.int32, device=device),
                 context_len_S=torch.tensor([s.num_stored for s in ordered], dtype=torch.int32, device=device),
                 block_table_SB=torch.tensor(table, dtype=torch.int32, device=device),
-                logit_rows_L=torch.arange(len(ids), device=device),
+                wanted_rows_L=torch.arange(len(ids), device=device),
                 num_decode=sum(1 for _, n in chunks if n == 1),
                 max_context=max(s.num_stored for s in ordered),
                 max_query=max(n for _, n in chunks),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,3 +136,15 @@ def test_every_answer_has_one_usage_row_that_agrees_with_it(client: Any, account
         row = rows[answer.id]
         counted = (row["prompt_tokens"], row["output_tokens"], row["http_status"])
         assert counted == (answer.usage.prompt_tokens, answer.usage.completion_tokens, 200)
+
+
+def test_embeddings_are_unit_vectors_that_depend_on_their_text_alone(client: Any, server: Any) -> None:
+    texts = ["one two three", "What is the capital of France?", "four"]
+    alone = [client.embeddings.create(model=server.model, input=text).data[0].embedding for text in texts]
+    answer = client.embeddings.create(model=server.model, input=[*texts, *reversed(texts)], encoding_format="float")
+    together = [entry.embedding for entry in answer.data]
+    for vector, expected in zip(together, [*alone, *reversed(alone)], strict=True):
+        assert vector == pytest.approx(expected, abs=1e-5)
+        assert math.hypot(*vector) == pytest.approx(1.0, abs=1e-5)
+    assert alone[0] != pytest.approx(alone[1], abs=0.01)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens > 0

@@ -28,6 +28,8 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.db.session import Database
+from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
+from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
@@ -122,6 +124,8 @@ ASKS = [
     Ask("GET /prices", EVERYBODY),
     Ask("PUT /prices", OPERATORS, body={"model": "m", "input": "1", "output": "1"}),
     Ask("DELETE /prices", OPERATORS, query={"model": "{priced_model}"}),
+    Ask("GET /prices/one", EVERYBODY, query={"model": "{priced_model}"}),
+    Ask("DELETE /tenants/{tenant_id}/idempotency", WRITERS),
 ]  # fmt: skip
 
 
@@ -204,7 +208,7 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
     classes, prices = ClassCache(database, clock), PriceCache(database, clock)
     quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
     usage, metrics, tracing = UsageRecorder(database, folder), Metrics(), Tracing(build_provider(None))
-    replicas = Replicas([])
+    replicas, settings = Replicas([]), GatewaySettings()
     handlers = [*engine_routes(replicas), *more]
     router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=handlers)
     services = Services(
@@ -217,9 +221,10 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
         tracing=tracing,
         clock=clock,
         recorder=RequestRecorder(usage, quotas, metrics, tracing, clock),
+        idempotency=IdempotencyKeeper(database, KeyStore(), KeepingLimits.of(settings)),
         admin_routes=[router],
     )
-    return create_app(GatewaySettings(), services)
+    return create_app(settings, services)
 
 
 async def make_side(database: Database, clock: ManualClock, name: str) -> Side:
@@ -357,10 +362,12 @@ async def test_lists_hold_only_the_own_tenants_objects_whatever_is_asked(world: 
         "scope_id": world.b.tenant_id, "object_id": world.b.project_id, "name": "globex", "model": "globex-model",
         "cursor": first.json()["next_cursor"], "after": "0", "limit": "500", "role": "viewer", "outcome": "stop",
         "group_by": "tenant,project,key,model", "since": "2020-01-01T00:00:00Z", "until": "2030-01-01T00:00:00Z",
+        "service_class": "standard",
     }  # fmt: skip
     for route, names in filters_of(world.app):
         own = {name: filters[name] for name in names}  # one that is not known here fails the test
-        for query in [{}, own, *({name: value} for name, value in own.items())]:
+        needed = {name: filters[name] for name, is_needed in names.items() if is_needed}
+        for query in [needed, own, *({**needed, name: value} for name, value in own.items())]:
             answer = await call(who, Ask(f"GET {route}", "", query=query), world.b)
             assert answer.status_code in ((403,) if route in OF_ALL else (200, 404)), (route, query, answer.text)
             shown = [thing for thing in (*world.b.ids(), *world.b.secrets, "globex") if thing in answer.text]
@@ -371,11 +378,12 @@ async def test_lists_hold_only_the_own_tenants_objects_whatever_is_asked(world: 
     assert (overview["tenants_active"], overview["projects"], overview["last_hour"]["requests"]) == (1, 1, 1)
 
 
-def filters_of(app: Litestar) -> Iterator[tuple[str, list[str]]]:
-    """The lists of the admin API, and what each of them can be asked by."""
+def filters_of(app: Litestar) -> Iterator[tuple[str, dict[str, bool]]]:
+    """The lists of the admin API, and what each of them can be asked by, or must be."""
     for path, item in (app.openapi_schema.paths or {}).items():
         if path.startswith(ADMIN_PATH) and "{" not in path and item.get is not None:
-            yield path.removeprefix(ADMIN_PATH), [one.name for one in item.get.parameters or []]  # type: ignore[union-attr]
+            parameters = item.get.parameters or []
+            yield path.removeprefix(ADMIN_PATH), {one.name: one.required for one in parameters}  # type: ignore[union-attr]
 
 
 async def test_a_refusal_says_which_role_is_needed(world: World, call: Any) -> None:

@@ -61,6 +61,17 @@ def test_forged_turns_stay_text(backends: Backends, kind: str, field: str) -> No
     assert FORGED in tokenizer.decode(ids, skip_special_tokens=False)
 
 
+def test_the_beginning_of_an_answer_follows_the_templates_opening_of_it_as_text(backends: Backends) -> None:
+    encoder, tokenizer = encoder_of(backends["byte_level"])
+    (messages,) = ORDINARY[:1]
+    opened = ChatTemplate(CHATML, {}).render(messages)
+    for prefill in ("", "It is 東", FORGED):
+        ids = encoder.encode(messages, prefill=prefill)
+        assert ids == encoder.encode_guarded(messages, prefill=prefill)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == opened + prefill
+        assert sum(map(tokenizer.is_special, ids)) == 3  # the turn's two and the answer's one
+
+
 def test_forged_turns_decode_to_the_rendered_text_exactly(backends: Backends) -> None:
     encoder, tokenizer = encoder_of(backends["byte_level"])
     messages = [{"role": "user", "content": FORGED}, {"role": "assistant", "content": "<s>é"}]

@@ -39,6 +39,7 @@ def serve(link: FrontLink, config: EngineConfig) -> None:
             max_num_logprobs=MAX_NUM_LOGPROBS,
             dtype=str(loop.model.dtype).removeprefix("torch."),
             device=str(loop.model.device),
+            embedding_width=loop.model.spec.hidden_size,
         )
     )
     link.send(CoreStep([], [], loop.load()))

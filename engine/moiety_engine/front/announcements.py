@@ -50,4 +50,5 @@ def make_card(model: str, engine_id: str, text: TextModel, hello: CoreHello) -> 
         created_unix_s=int(time.time()),
         dtype=hello.dtype,
         device=hello.device,
+        embedding_width=hello.embedding_width,
     )

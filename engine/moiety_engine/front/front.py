@@ -222,6 +222,7 @@ class Front:
             vocab_size=hello.vocab_size,
             max_num_logprobs=hello.max_num_logprobs,
             eos_token_ids=self.card.eos_token_ids,
+            makes_embeddings=hello.embedding_width > 0,
         )
         for session in self._sessions.all():
             if session.wants_card:

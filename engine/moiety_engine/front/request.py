@@ -145,6 +145,7 @@ class OpenRequest:
             events=[Event(e.unix_ns, e.kind, e.reason, name_of(e.other) if e.other else "") for e in finish.events],
             num_recomputed_tokens=finish.num_recomputed_tokens,
             detail=detail,
+            embedding=finish.embedding,
         )
 
     def fail(self, failure: CoreFailure) -> Failed:

@@ -22,6 +22,7 @@ class ModelLimits:
     vocab_size: int
     max_num_logprobs: int
     eos_token_ids: tuple[int, ...]
+    makes_embeddings: bool
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
     if submit.model != limits.model:
         return Refusal(FailureCode.UNKNOWN_MODEL, f"this engine serves {limits.model!r}, not {submit.model!r}")
     num_prompt = len(submit.prompt_ids)
-    if num_prompt >= limits.max_context_tokens:
+    if num_prompt + (0 if submit.embed else 1) > limits.max_context_tokens:
         message = (
             f"the prompt has {num_prompt} tokens, but the context of {limits.model!r} is {limits.max_context_tokens} "
             "tokens for prompt and output together; shorten the prompt"
@@ -46,6 +47,7 @@ def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
         or _resumed_complaint(submit, limits)
         or _service_complaint(submit)
         or _sampling_complaint(submit.sampling, limits)
+        or _length_complaint(submit, limits)
         or _stopping_complaint(submit.stopping, limits)
     )
     return Refusal(FailureCode.INVALID_REQUEST, complaint) if complaint else None
@@ -73,6 +75,8 @@ def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
         tenant_weight=submit.tenant_weight,
         fallback=submit.fallback,
         resumed_ids=submit.resumed_ids,
+        embed=submit.embed,
+        sibling_tokens=submit.sibling_tokens,
     )
 
 
@@ -84,6 +88,8 @@ def _prompt_complaint(submit: Submit, limits: ModelLimits) -> str:
         return f"a prompt token id is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
     if submit.credit_tokens < 0:
         return f"credit_tokens must be 0 or more, not {submit.credit_tokens}"
+    if submit.sibling_tokens < 0:
+        return f"sibling_tokens must be 0 or more, not {submit.sibling_tokens}"
     if not (math.isfinite(submit.tenant_weight) and submit.tenant_weight > 0):
         return f"tenant_weight must be above 0, not {submit.tenant_weight}"
     return ""
@@ -144,9 +150,16 @@ def _bias_complaint(sampling: Sampling, limits: ModelLimits) -> str:
     return ""
 
 
+def _length_complaint(submit: Submit, limits: ModelLimits) -> str:
+    max_tokens = submit.stopping.max_tokens
+    if not submit.embed:
+        return "" if max_tokens >= 1 else f"max_tokens must be at least 1, not {max_tokens}"
+    if not limits.makes_embeddings:
+        return "this engine makes no embeddings; send the request to one that does"
+    return f"an embedding generates no tokens: max_tokens must be 0, not {max_tokens}" if max_tokens else ""
+
+
 def _stopping_complaint(stopping: Stopping, limits: ModelLimits) -> str:
-    if stopping.max_tokens < 1:
-        return f"max_tokens must be at least 1, not {stopping.max_tokens}"
     if not 0 <= stopping.min_tokens <= stopping.max_tokens:
         return f"min_tokens must be between 0 and max_tokens ({stopping.max_tokens}), not {stopping.min_tokens}"
     if len(stopping.stop) > MAX_STOP_STRINGS:

@@ -1,6 +1,6 @@
 """What the runner hands to the model each step, and the paged cache that the model reads and writes.
 
-T tokens of the step (all sequences' chunks concatenated), S sequences, B blocks a row, L rows whose logits are wanted,
+T tokens of the step (all sequences' chunks concatenated), S sequences, B blocks a row, L rows whose results are wanted,
 N blocks, G key-value heads, P places a block, d head width.
 """
 
@@ -23,7 +23,7 @@ class Batch:
     query_start_S1: Tensor  # int32; sequence s owns the tokens query_start[s] … query_start[s + 1]
     context_len_S: Tensor  # int32, tokens of sequence s in the cache, this chunk included
     block_table_SB: Tensor  # int32, padded with 0
-    logit_rows_L: Tensor  # int64, rows of T
+    wanted_rows_L: Tensor  # int64, rows of T, of which logits or hidden states are wanted
     num_decode: int  # sequences 0 … num_decode - 1 have exactly one query token
     max_context: int  # Python ints, so that nothing waits for the device
     max_query: int

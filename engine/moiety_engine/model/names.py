@@ -1,7 +1,8 @@
 """Which tensor on disk goes to which part of which weight. Knows names and shapes; reads no file.
 
 Three ways of naming experts are known: one matrix each as Qwen and OLMoE publish them, Mixtral's w1/w3/w2, and all
-experts stacked with gate and up fused, as transformers 5 holds them in memory.
+experts stacked with gate and up fused, as transformers 5 holds them in memory. Models for embeddings are often saved
+without their head, and then without `model.` before every name.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ Placement = tuple[str, "Tensor"]
 
 def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dict[str, Tensor]:
     """Name on disk → the view that it fills. Of several ways to name a thing the one that is `present` is taken."""
+    whole = "" if "embed_tokens.weight" in present else "model."
     found: dict[str, Tensor] = {
-        "model.embed_tokens.weight": weights.embedding_VD,
-        "model.norm.weight": weights.final_norm_D,
+        f"{whole}embed_tokens.weight": weights.embedding_VD,
+        f"{whole}norm.weight": weights.final_norm_D,
     }
     if not spec.tie_word_embeddings:
         found["lm_head.weight"] = weights.head_VD
     for index, (layer_spec, layer) in enumerate(zip(spec.layers, weights.layers, strict=True)):
-        prefix = f"model.layers.{index}."
+        prefix = f"{whole}layers.{index}."
         found.update((prefix + name, view) for name, view in _layer(layer_spec.attention, layer, prefix, present))
     return found
 

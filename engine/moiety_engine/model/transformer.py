@@ -1,6 +1,6 @@
 """The decoder's forward pass over a paged cache, for inference only. Knows tensors; knows no request or text.
 
-T tokens of the step, D model width, L rows whose logits are wanted, V vocabulary.
+T tokens of the step, D model width, L rows whose results are wanted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -64,9 +64,14 @@ class Transformer:
         layers = tuple(layer(one.attention.num_kv_heads, one.attention.head_dim) for one in self.spec.layers)
         return KvCache(layers, num_blocks, block_size)
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return logits_LV, float32, of the rows that are wanted."""
+        return self.logits(self.hidden(batch, kv))
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch, kv: KvCache) -> Tensor:
+        """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the rows that are
+        wanted."""
         weights = self._weights
         x_TD = functional.embedding(batch.token_ids_T, weights.embedding_VD).to(self.activation_dtype)
         programs = self._programs
@@ -74,7 +79,12 @@ class Transformer:
             normed_TD = programs.run(x_TD, batch, kv)
         else:
             normed_TD = self._layers(x_TD, batch, kv)
-        return linear(normed_TD[batch.logit_rows_L], weights.head_VD).float()
+        return normed_TD[batch.wanted_rows_L]
+
+    @torch.inference_mode()
+    def logits(self, hidden_LD: Tensor) -> Tensor:
+        """logits_LV, float32, of hidden states after the final norm."""
+        return linear(hidden_LD, self._weights.head_VD).float()
 
     def _layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         """All layers and the final norm."""

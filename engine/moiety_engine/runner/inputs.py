@@ -17,7 +17,7 @@ class BatchBuilder:
         self._device = device
 
     def build(self, plan: Plan) -> Batch:
-        """`logit_rows` follow the plan's order of chunks that sample."""
+        """`wanted_rows` are those of the chunks that sample, then of those that embed, each in the plan's order."""
         chunks = plan.chunks
         lengths = [chunk.num_tokens + chunk.num_pad for chunk in chunks]
         starts = np.zeros(len(chunks) + 1, dtype=np.int32)
@@ -39,7 +39,9 @@ class BatchBuilder:
             in_block, offset = np.divmod(row_positions, self._block_size)
             slots[begin:end] = tables[s, in_block].astype(np.int64) * self._block_size + offset
             contexts[s] = first + lengths[s]
-        rows = [int(starts[s]) + chunk.num_tokens - 1 for s, chunk in enumerate(chunks) if chunk.samples]
+        wanted = [s for s, chunk in enumerate(chunks) if chunk.samples]
+        wanted += [s for s, chunk in enumerate(chunks) if chunk.embeds]
+        rows = [int(starts[s]) + chunks[s].num_tokens - 1 for s in wanted]
         return Batch(
             token_ids_T=self._to_device(token_ids),
             positions_T=self._to_device(positions),
@@ -47,7 +49,7 @@ class BatchBuilder:
             query_start_S1=self._to_device(starts),
             context_len_S=self._to_device(contexts),
             block_table_SB=self._to_device(tables),
-            logit_rows_L=self._to_device(np.asarray(rows, dtype=np.int64)),
+            wanted_rows_L=self._to_device(np.asarray(rows, dtype=np.int64)),
             num_decode=plan.num_decode,
             max_context=int(contexts.max()),
             max_query=max(lengths),
@@ -58,5 +60,5 @@ class BatchBuilder:
 
 
 def sampled(plan: Plan) -> list[Chunk]:
-    """The chunks that get a token, in the order of `logit_rows`."""
+    """The chunks that get a token, in the order of `wanted_rows`."""
     return [chunk for chunk in plan.chunks if chunk.samples]

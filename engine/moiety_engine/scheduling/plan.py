@@ -11,12 +11,14 @@ from moiety_engine.sequence import Sequence
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """The part of one sequence that runs in a step: tokens num_computed … num_computed+num_tokens-1, then `num_pad`
-    rows that are computed and thrown away (padded strategy). `samples`: the last token's logits give a new token."""
+    rows that are computed and thrown away (padded strategy). `samples`: the last token's logits give a new token;
+    `embeds`: its hidden state is what was asked for, and the sequence ends with it."""
 
     sequence: Sequence
     num_tokens: int
     samples: bool
     num_pad: int = 0
+    embeds: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,8 @@ class Planner:
         pad = min(max(sequence.num_padded - end, 0), self.rows_left - num_tokens) if ends else 0
         pad = min(pad, len(sequence.blocks) * self._kv.block_size - end)
         self._unhashed.append((sequence, end))
-        self._prefills[sequence] = Chunk(sequence, num_tokens, ends, pad)
+        embeds = ends and sequence.submit.embed
+        self._prefills[sequence] = Chunk(sequence, num_tokens, ends and not embeds, pad, embeds)
         self.num_rows += num_tokens + pad
         self._prefill_rows += num_tokens + pad
         self._attended_pairs += num_tokens * (first + num_tokens // 2)

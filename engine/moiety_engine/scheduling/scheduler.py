@@ -8,6 +8,7 @@ knows no tensors and no clock: times are handed in.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
@@ -171,12 +172,19 @@ class Scheduler:
         return planner.finish(self._room.preempted)
 
     def commit(
-        self, plan: Plan, token_ids: list[int], logprobs: list[CoreLogprob | None], now_ns: int
+        self,
+        plan: Plan,
+        token_ids: list[int],
+        logprobs: list[CoreLogprob | None],
+        now_ns: int,
+        embeddings: Iterable[bytes] = (),
     ) -> list[CoreOutput]:
-        """Take in the step's result: one token for each chunk that samples, in the plan's order."""
+        """Take in the step's result: one token for each chunk that samples and one vector for each that embeds, in the
+        plan's order."""
         outputs = []
         now_s = now_ns / 1e9
         sampled = iter(zip(token_ids, logprobs, strict=True))
+        embedded = iter(embeddings)
         got_token = []
         for chunk in plan.chunks:
             sequence = chunk.sequence
@@ -202,6 +210,9 @@ class Scheduler:
                         self.tally.of(sequence.service.name).num_running -= 1
                 row_logprobs = None if logprob is None else [logprob]
                 outputs.append(CoreOutput(sequence.key, [token_id], row_logprobs, finish, num_cached))
+            elif chunk.embeds:
+                finish = self._end(sequence, FinishReason.STOP, "", now_ns, next(embedded))
+                outputs.append(CoreOutput(sequence.key, [], None, finish))
         for chunk in plan.chunks[plan.num_decode :]:
             if self.places.computed(chunk.sequence):
                 self.policy.discard(chunk.sequence)  # it wants no more prefill
@@ -301,7 +312,8 @@ class Scheduler:
         service, arrival_s = sequence.service, sequence.arrival_s
         if service.ttft_s is not None:
             per_token_s = service.ttft_per_1k_s / 1000
-            sequence.first_deadline_s = arrival_s + service.ttft_s + per_token_s * sequence.num_uncached
+            num_allowed = sequence.num_uncached + sequence.submit.sibling_tokens
+            sequence.first_deadline_s = arrival_s + service.ttft_s + per_token_s * num_allowed
         else:
             sequence.first_deadline_s = math.inf
         sequence.due_s = sequence.first_deadline_s
@@ -349,7 +361,9 @@ class Scheduler:
             return self._end(sequence, FinishReason.LENGTH, "credit_refused", now_ns)
         return None
 
-    def _end(self, sequence: Sequence, reason: FinishReason, detail: str, now_ns: int) -> CoreFinish:
+    def _end(
+        self, sequence: Sequence, reason: FinishReason, detail: str, now_ns: int, embedding: bytes = b""
+    ) -> CoreFinish:
         sequence.finished_unix_ns = now_ns
         if reason is not FinishReason.ABORT and detail != "credit_refused":
             self.lengths.learn(sequence.tenant, sequence.num_output)
@@ -368,6 +382,7 @@ class Scheduler:
             served_class=sequence.service.name,
             events=sequence.events,
             num_recomputed_tokens=sequence.num_recomputed,
+            embedding=embedding,
         )
 
     def _drop(self, sequence: Sequence) -> None:

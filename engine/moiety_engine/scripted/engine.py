@@ -58,6 +58,7 @@ class ScriptedEngine:
             max_num_logprobs=self.script.max_num_logprobs,
             dtype="none",
             device="none",
+            embedding_width=self.script.embedding_width,
         )
 
     def obey(self, commands: Iterable[ToCore]) -> None:
@@ -181,6 +182,8 @@ class ScriptedEngine:
         (self._running if request.can_go_on else self._parked)[request.key] = request
 
     def _advance(self, request: ScriptedRequest) -> CoreOutput:
+        if request.submit.embed:
+            return CoreOutput(request.key, [], None, self._end(request, FinishReason.STOP, "", request.embedding()))
         token_ids: list[int] = []
         finish = None
         while finish is None and len(token_ids) < self.script.tokens_per_step:
@@ -219,9 +222,9 @@ class ScriptedEngine:
             request.num_recomputed += num_recomputed
             self._classes[request.served_class].count(event, num_recomputed)
 
-    def _end(self, request: ScriptedRequest, reason: FinishReason, detail: str) -> CoreFinish:
+    def _end(self, request: ScriptedRequest, reason: FinishReason, detail: str, embedding: bytes = b"") -> CoreFinish:
         if request.scheduled_unix_ns:
             self._blocks_used -= request.num_blocks
         if self._running.pop(request.key, None) is None and self._parked.pop(request.key, None) is None:
             (self._returning if request in self._returning else self._waiting).remove(request)
-        return request.finish(reason, detail, self._clock_ns())
+        return request.finish(reason, detail, self._clock_ns(), embedding)

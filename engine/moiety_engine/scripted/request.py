@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections import Counter
+from hashlib import shake_128
 
 from moiety_engine.messages import CoreEvent, CoreFinish, CoreLogprob, CoreSubmit
 from moiety_engine.scripted.script import Script
@@ -32,7 +35,7 @@ class ScriptedRequest:
 
     @property
     def can_go_on(self) -> bool:
-        return self.num_output < self.credit_tokens or self.credit_is_last
+        return self.num_output < self.credit_tokens or self.credit_is_last or self.submit.embed
 
     def next_token(self) -> int:
         at, submit = self.num_output, self.submit
@@ -60,7 +63,14 @@ class ScriptedRequest:
             for t in token_ids
         ]
 
-    def finish(self, reason: FinishReason, detail: str, now_unix_ns: int) -> CoreFinish:
+    def embedding(self) -> bytes:
+        """A unit vector that the prompt's tokens decide, as the model's would be: little-endian float32."""
+        ids, width = self.submit.prompt_ids, self._script.embedding_width
+        digest = shake_128(struct.pack(f"<{len(ids)}I", *ids)).digest(width)
+        length = math.hypot(*(byte - 127.5 for byte in digest))
+        return struct.pack(f"<{width}f", *((byte - 127.5) / length for byte in digest))
+
+    def finish(self, reason: FinishReason, detail: str, now_unix_ns: int, embedding: bytes = b"") -> CoreFinish:
         return CoreFinish(
             reason=reason,
             detail=detail,
@@ -72,6 +82,7 @@ class ScriptedRequest:
             served_class=self.served_class,
             events=self.events,
             num_recomputed_tokens=self.num_recomputed,
+            embedding=embedding,
         )
 
 

@@ -33,7 +33,7 @@ class ScriptedEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
     """The answer is `tokens`, or else the prompt's own tokens; then the end token, where that ends the request, and
-    from the beginning again where it does not."""
+    from the beginning again where it does not. An embedding is a unit vector that follows from the prompt's tokens."""
 
     tokens: tuple[int, ...] | None = None
     tokens_per_step: int = 1  # of each request
@@ -44,6 +44,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int = 8192
     max_num_logprobs: int = 20
     vocab_size: int = VOCAB_SIZE
+    embedding_width: int = 16  # 0: a core that makes no embeddings
     end_token_id: int = END_ID
     verdicts: tuple[Verdict, ...] = ()  # the first that applies holds; without one a request is admitted
     events: tuple[ScriptedEvent, ...] = ()

@@ -38,6 +38,7 @@ class Action(StrEnum):
     READ_PRICES = "prices.read"
     WRITE_PRICES = "prices.write"
     READ_ENGINES = "engines.read"
+    ERASE_KEPT_ANSWERS = "kept_answers.erase"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
         Action.READ_PRICES: Rule(anyone=_READERS, own=_OWN_READERS),
         Action.WRITE_PRICES: Rule(anyone=_OPERATORS),
         Action.READ_ENGINES: Rule(anyone=_READERS),
+        Action.ERASE_KEPT_ANSWERS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
     }
 )
 

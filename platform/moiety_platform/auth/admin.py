@@ -25,6 +25,8 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
+from moiety_platform.etags import Precondition
+from moiety_platform.idempotency.controller import IdempotencyController
 from moiety_platform.json_depth import check_depth
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.prices.controller import PriceController
@@ -73,6 +75,7 @@ def admin_router(
             "caller": Provide(caller, sync_to_thread=False),
             "database": Provide(reached, sync_to_thread=False),
             "store": Provide(store, sync_to_thread=False),
+            "precondition": Provide(_precondition, sync_to_thread=False),
             "authenticator": Provide(lambda: authenticator, sync_to_thread=False),
             "classes": Provide(lambda: classes, sync_to_thread=False),
             "prices": Provide(lambda: prices, sync_to_thread=False),
@@ -84,6 +87,7 @@ def admin_router(
             AuditController,
             ClassController,
             TenantController,
+            IdempotencyController,
             ProjectController,
             KeyController,
             PriceController,
@@ -102,6 +106,11 @@ def check_actions(app: Litestar) -> None:
             for method, (handler, _) in route.route_handler_map.items():
                 if method != "OPTIONS":  # the framework's own, which say no more than the methods that there are
                     action_of(handler)
+
+
+def _precondition(request: Request[Any, Any, Any]) -> Precondition:
+    given = request.headers.getall("if-match", [])
+    return Precondition(", ".join(given) if given else None)
 
 
 async def _check_body(request: Request[Any, Any, Any]) -> None:

@@ -36,7 +36,7 @@ OUTAGE_PAUSE_S = 0.5
 log = structlog.get_logger(__name__)
 
 _MAX_HEADER_LENGTH = 512
-_HOW_TO = "Send your key as 'Authorization: Bearer mty_…'."
+_HOW_TO = "Send your key as 'Authorization: Bearer mty_…', or to /v1/messages as 'x-api-key: mty_…'."
 
 
 @dataclass(frozen=True, slots=True)

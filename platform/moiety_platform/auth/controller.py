@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from litestar import Controller, get, post
+from litestar import Controller, Response, get, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -19,6 +19,7 @@ from moiety_platform.auth.schemas import KeyPage, KeyView, MadeKey, NewKey, Rota
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
+from moiety_platform.etags import Precondition, tagged
 from moiety_platform.query_parameters import Cursor, Limit
 from moiety_platform.tenants.models import ApiKey
 
@@ -66,10 +67,10 @@ class KeyController(Controller):
     @get("/{key_id:str}", opt=needs(Action.READ_KEYS))
     async def get_key(
         self, database: NamedDependency[Database], clock: NamedDependency[SkipValidation[Clock]], key_id: FromPath[str]
-    ) -> KeyView:
+    ) -> Response[KeyView]:
         """One key."""
         async with database.read() as session:
-            return KeyView.of(await service.get_key(session, key_id), clock.now())
+            return tagged(KeyView.of(await service.get_key(session, key_id), clock.now()))
 
     @post("/{key_id:str}/revoke", status_code=200, opt=needs(Action.WRITE_KEYS))
     async def revoke_key(
@@ -78,11 +79,13 @@ class KeyController(Controller):
         clock: NamedDependency[SkipValidation[Clock]],
         authenticator: NamedDependency[Authenticator],
         caller: NamedDependency[Caller],
+        precondition: NamedDependency[Precondition],
         key_id: FromPath[str],
     ) -> KeyView:
         """Make a key useless, here at once and at every other gateway within seconds."""
         async with store.write() as session:
             await _check_may_change(session, caller, key_id)
+            precondition.check(KeyView.of(await service.get_key(session, key_id), clock.now()))
             key = await service.revoke_key(session, key_id, clock.now())
         authenticator.forget(key.id)
         return KeyView.of(key, clock.now())
@@ -95,6 +98,7 @@ class KeyController(Controller):
         pepper: NamedDependency[Pepper],
         authenticator: NamedDependency[Authenticator],
         caller: NamedDependency[Caller],
+        precondition: NamedDependency[Precondition],
         key_id: FromPath[str],
         data: JSONBody[Rotation | None] = None,
     ) -> MadeKey:
@@ -102,6 +106,7 @@ class KeyController(Controller):
         grace_s = (data or Rotation()).grace_s
         async with store.write() as session:
             await _check_may_change(session, caller, key_id)
+            precondition.check(KeyView.of(await service.get_key(session, key_id), clock.now()))
             made = await service.rotate_key(session, key_id, grace_s, pepper.value, clock.now())
         authenticator.forget(key_id)
         return _made(*made, clock)

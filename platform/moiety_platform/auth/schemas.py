@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 
 from moiety_platform.access.roles import Role
+from moiety_platform.etags import Tagged
 from moiety_platform.tenants.models import ApiKey
 
 AwareTime = Annotated[datetime, msgspec.Meta(tz=True)]
@@ -34,9 +35,11 @@ class Rotation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grace_s: int = DEFAULT_GRACE_S
 
 
-class KeyView(msgspec.Struct, frozen=True):
+class KeyView(Tagged, frozen=True):
     """A key as the API shows it. `status` is active, expired or revoked; `hint` the key's last four characters. `role`
     and `tenant_id` are an administrator's: null in keys for inference, which have their tenant through the project."""
+
+    transient: ClassVar[frozenset[str]] = frozenset({"status"})
 
     id: str
     project_id: str | None

@@ -16,6 +16,7 @@ from moiety_platform.batches.results import BatchFiles
 from moiety_platform.batches.tending import Tending
 from moiety_platform.batches.worker import POLL_S, BatchWorker
 from moiety_platform.clock import Clock
+from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.db.now import now_ms
@@ -53,6 +54,7 @@ class Batches:
         self._authenticator = authenticator
         self._clock = clock
         self._settings = settings
+        self._shape = ShapeLimits.of(settings)
         self._poll_s = poll_s
         self._backoff = backoff or Backoff()
         self._now = now
@@ -86,7 +88,7 @@ class Batches:
             yield
             return
         settings, database = self._settings, self._database
-        limits = Limits(settings.max_batch_lines, settings.max_body_bytes, settings.max_json_depth)
+        limits = Limits(settings.max_batch_lines, settings.max_body_bytes, settings.max_json_depth, self._shape)
         worker = self._worker = BatchWorker(
             self._worker_id,
             database,
@@ -107,7 +109,8 @@ class Batches:
 
     def _runner(self, pipeline: Pipeline) -> LineRunner:
         depth = self._settings.max_json_depth
-        return LineRunner(self._authenticator, self._recorder, self._rows, pipeline, depth, self._backoff)
+        parts = (self._authenticator, self._recorder, self._rows, pipeline)
+        return LineRunner(*parts, depth, self._shape, self._backoff)
 
     def _wake(self) -> None:
         if self._worker is not None:

@@ -6,16 +6,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from pydantic import BaseModel
-
 from moiety_platform.classes.terms import BATCH_TIER
-from moiety_platform.completions.controller import CHAT, COMPLETIONS, Endpoint
+from moiety_platform.completions.controller import CHAT, COMPLETIONS
+from moiety_platform.completions.exchange import Endpoint
+from moiety_platform.completions.fields import AskingBody
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.schemas import GenerationBody
-from moiety_platform.completions.whole import collect, echoes_of
+from moiety_platform.completions.whole import collect, whole_answer
 
-AnswerBody = Callable[[Pipeline, RequestRecord, BaseModel], Awaitable[dict[str, Any]]]
+AnswerBody = Callable[[Pipeline, RequestRecord, AskingBody], Awaitable[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +25,18 @@ class BatchEndpoint:
     path: str
     operation: str
     id_prefix: str
-    schema: type[BaseModel]
+    schema: type[AskingBody]
     answer: AnswerBody
 
 
-async def answer_generation(pipeline: Pipeline, record: RequestRecord, body: BaseModel) -> dict[str, Any]:
+async def answer_generation(pipeline: Pipeline, record: RequestRecord, body: AskingBody) -> dict[str, Any]:
     """A whole chat or completion, in the class of batches whatever `service_tier` it asks for."""
     asked = cast("GenerationBody", body)
     async with pipeline.run(record, replace(asked.generation(), service_tier=BATCH_TIER)) as run:
-        return await collect(asked, run, record, await echoes_of(asked, run))
+        return await whole_answer(asked, run, record, await collect(run))
 
 
-def _generation(endpoint: Endpoint) -> BatchEndpoint:
+def _generation(endpoint: Endpoint[Any]) -> BatchEndpoint:
     return BatchEndpoint(endpoint.path, endpoint.operation, endpoint.id_prefix, endpoint.schema, answer_generation)
 
 

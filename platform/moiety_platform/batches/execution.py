@@ -23,10 +23,11 @@ from moiety_platform.batches.lines import body_of
 from moiety_platform.batches.models import LineState
 from moiety_platform.batches.outcomes import Answered, PutBack
 from moiety_platform.completions.body import decode_body
+from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
-from moiety_platform.http_errors import internal_error
+from moiety_platform.http_errors import OPENAI_ERRORS, internal_error
 from moiety_platform.routing.choose import MODEL_NOT_FOUND
 from moiety_platform.usage.row import UsageRow
 
@@ -75,6 +76,7 @@ class LineRunner:
         rows: HeldRows,
         pipeline: Pipeline,
         max_json_depth: int,
+        shape: ShapeLimits,
         backoff: Backoff,
     ) -> None:
         self._authenticator = authenticator
@@ -82,6 +84,7 @@ class LineRunner:
         self._rows = rows
         self._pipeline = pipeline
         self._max_json_depth = max_json_depth
+        self._shape = shape
         self._backoff = backoff
 
     async def run(self, line: ClaimedLine) -> Outcome:
@@ -116,9 +119,10 @@ class LineRunner:
             endpoint=endpoint.path,
             traceparent=None,
             tracestate=None,
+            status_of=OPENAI_ERRORS.status,
             bills_failures=False,
         ) as record:
-            body = decode_body(endpoint.schema, body_of(line.text), self._max_json_depth)
+            body = decode_body(endpoint.schema, body_of(line.text), self._max_json_depth, self._shape)
             answer = await endpoint.answer(self._pipeline, record, body)
             record.completed()
         return answered(*line.key, line.custom_id, request_id, answer)

@@ -14,6 +14,7 @@ import msgspec
 from moiety_platform.batches.endpoints import BatchEndpoint
 from moiety_platform.batches.models import MAX_CUSTOM_ID_LENGTH
 from moiety_platform.completions.body import decode_body
+from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.errors import BadRequest
 from moiety_platform.json_depth import check_depth
 
@@ -56,6 +57,7 @@ class Limits:
     max_lines: int
     max_line_bytes: int
     max_json_depth: int
+    shape: ShapeLimits
 
 
 class Splitter:
@@ -163,8 +165,8 @@ class Checker:
                 param="custom_id",
                 code="duplicate_custom_id",
             )
-        body = decode_body(self._endpoint.schema, bytes(line.body), self._limits.max_json_depth)
-        if getattr(body, "stream", None):
+        body = decode_body(self._endpoint.schema, bytes(line.body), self._limits.max_json_depth, self._limits.shape)
+        if body.wants_stream:
             raise BadRequest("'stream' cannot be true in a batch; leave it out", param="body.stream")
         return GoodLine(raw.number, line.custom_id, raw.start, len(raw.text))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, StringConstraints, field_validator
 
 from moiety_platform.batches.endpoints import ENDPOINTS
 from moiety_platform.batches.models import Batch, BatchStatus
+from moiety_platform.completions.fields import StrictBody, refuse
 from moiety_platform.errors import BadRequest
 from moiety_platform.files.upload import check_expiry
 
@@ -18,11 +18,7 @@ MAX_PAIRS = 16
 _MOMENTS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-
-class ExpiresAfter(_Body):
+class ExpiresAfter(StrictBody):
     anchor: str
     seconds: int
 
@@ -31,7 +27,7 @@ _Key = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 _Value = Annotated[str, StringConstraints(max_length=512)]
 
 
-class NewBatch(_Body):
+class NewBatch(StrictBody):
     """`POST /v1/batches`."""
 
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=64)]
@@ -44,14 +40,14 @@ class NewBatch(_Body):
     @classmethod
     def _known_endpoint(cls, value: str) -> str:
         if value not in ENDPOINTS:
-            raise PydanticCustomError("refused", "{reason}", {"reason": f"it must be one of {', '.join(ENDPOINTS)}"})
+            raise refuse(f"it must be one of {', '.join(ENDPOINTS)}")
         return value
 
     @field_validator("completion_window")
     @classmethod
     def _one_window(cls, value: str) -> str:
         if value != COMPLETION_WINDOW:
-            raise PydanticCustomError("refused", "{reason}", {"reason": f"it must be '{COMPLETION_WINDOW}'"})
+            raise refuse(f"it must be '{COMPLETION_WINDOW}'")
         return value
 
     @property

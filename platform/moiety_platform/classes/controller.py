@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from litestar import Controller, delete, get, patch, post
+from litestar import Controller, Response, delete, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, JSONBody
 
@@ -12,6 +12,7 @@ from moiety_platform.classes import service
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.schemas import ClassChange, ClassList, ClassView, NewClass
 from moiety_platform.db.session import Database
+from moiety_platform.etags import Precondition, tagged
 
 
 class ClassController(Controller):
@@ -28,10 +29,10 @@ class ClassController(Controller):
         return ClassList([ClassView.of(terms) for terms in found.values()])
 
     @get("/{name:str}", opt=needs(Action.READ_CLASSES))
-    async def get_class(self, database: NamedDependency[Database], name: FromPath[str]) -> ClassView:
+    async def get_class(self, database: NamedDependency[Database], name: FromPath[str]) -> Response[ClassView]:
         """One class."""
         async with database.read() as session:
-            return ClassView.of(await service.get_class(session, name))
+            return tagged(ClassView.of(await service.get_class(session, name)))
 
     @post(opt=needs(Action.WRITE_CLASSES))
     async def create_class(
@@ -48,21 +49,28 @@ class ClassController(Controller):
         self,
         store: NamedDependency[AuditedStore],
         classes: NamedDependency[ClassCache],
+        precondition: NamedDependency[Precondition],
         name: FromPath[str],
         data: JSONBody[ClassChange],
-    ) -> ClassView:
+    ) -> Response[ClassView]:
         """Change a class's rank, promises, price or what happens at overload."""
         async with store.write() as session:
+            precondition.check(ClassView.of(await service.get_class(session, name)))
             changed = await service.change_class(session, name, data)
         classes.forget()
-        return ClassView.of(changed)
+        return tagged(ClassView.of(changed))
 
     @delete("/{name:str}", status_code=200, opt=needs(Action.WRITE_CLASSES))
     async def delete_class(
-        self, store: NamedDependency[AuditedStore], classes: NamedDependency[ClassCache], name: FromPath[str]
+        self,
+        store: NamedDependency[AuditedStore],
+        classes: NamedDependency[ClassCache],
+        precondition: NamedDependency[Precondition],
+        name: FromPath[str],
     ) -> ClassView:
         """Delete a class that is not shipped and that nobody uses; returns what it was."""
         async with store.write() as session:
+            precondition.check(ClassView.of(await service.get_class(session, name)))
             deleted = await service.delete_class(session, name)
         classes.forget()
         return ClassView.of(deleted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moiety_platform.classes.terms import SHIPPED_NAMES, ClassTerms
+from moiety_platform.etags import Tagged
 from moiety_wire.classes import ServiceClass
 
 
@@ -45,7 +46,7 @@ class ClassChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     downgrade_to: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
-class ClassView(msgspec.Struct, frozen=True):
+class ClassView(Tagged, frozen=True):
     """A class as the API shows it. `shipped` ones can be edited but not deleted."""
 
     name: str

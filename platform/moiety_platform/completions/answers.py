@@ -1,4 +1,5 @@
-"""Whole answers: what `/v1/chat/completions` and `/v1/completions` send when they do not stream."""
+"""What has come of an answer, and OpenAI's whole answers: what `/v1/chat/completions` and `/v1/completions` send when
+they do not stream."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moiety_platform.completions.run import Usage
-from moiety_wire.messages import TokenLogprob
+from moiety_wire.messages import Finished, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,12 @@ class Choice:
 
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str = ""
+    finished: Finished | None = None
+
+    @property
+    def finish_reason(self) -> str:
+        assert self.finished is not None, "an answer has come to its end"
+        return self.finished.reason.value
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:

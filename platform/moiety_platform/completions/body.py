@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import TypeVar
 
 from litestar.types import Receive
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from moiety_platform.completions.disconnect import ClientDisconnected
-from moiety_platform.completions.schemas import MAX_PROMPTS
+from moiety_platform.completions.fields import StrictBody
+from moiety_platform.completions.limits import DEFAULT_SHAPE, ShapeLimits
 from moiety_platform.errors import BadRequest, TooLarge
 from moiety_platform.json_depth import check_depth
 
-# What a field with several forms must be; pydantic would report each form's own complaint.
-FORMS = {
-    "content": 'must be a string or a list of parts {"type": "text", "text": "…"}; other parts are not supported, and '
-    "null is for the assistant only",
-    "prompt": "must be a string, a list of strings, a list of token ids or a list of lists of token ids, and a list of "
-    f"prompts has at most {MAX_PROMPTS:,}",
-    "stop": "must be a string or a list of at most 16 strings, none of them empty",
-}
 PATIENCE = 16  # times the limit
 INLINE_BYTES = 64 * 1024  # a larger body is decoded in a thread
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=StrictBody)
 
 
 async def read_body(receive: Receive, headers: Iterable[tuple[bytes, bytes]], max_bytes: int) -> bytes:
@@ -58,28 +52,33 @@ async def read_body(receive: Receive, headers: Iterable[tuple[bytes, bytes]], ma
 
 
 async def receive_body(
-    schema: type[Body], receive: Receive, headers: Iterable[tuple[bytes, bytes]], max_bytes: int, max_depth: int
+    schema: type[Body],
+    receive: Receive,
+    headers: Iterable[tuple[bytes, bytes]],
+    max_bytes: int,
+    max_depth: int,
+    shape: ShapeLimits = DEFAULT_SHAPE,
 ) -> Body:
     """Read the body and decode it, a large one in a thread. Raises what `read_body` and `decode_body` raise."""
     data = await read_body(receive, headers, max_bytes)
     if len(data) <= INLINE_BYTES:
-        return decode_body(schema, data, max_depth)
-    return await asyncio.to_thread(decode_body, schema, data, max_depth)
+        return decode_body(schema, data, max_depth, shape)
+    return await asyncio.to_thread(decode_body, schema, data, max_depth, shape)
 
 
-def decode_body(schema: type[Body], data: bytes, max_depth: int) -> Body:
+def decode_body(schema: type[Body], data: bytes, max_depth: int, shape: ShapeLimits = DEFAULT_SHAPE) -> Body:
     """The body as `schema`. Raises BadRequest.
 
     Validation holds the interpreter while it lasts, in a thread too; so what it can cost is bounded: by the number of
     containers here, by the caps of the schema, and by its lists, which end at their first bad entry."""
     check_depth(data, max_depth)
     try:
-        return schema.model_validate_json(data)
+        return schema.model_validate_json(data, context=shape)
     except ValidationError as exc:
-        raise _translate(exc) from exc
+        raise _translate(exc, schema.forms, shape) from exc
 
 
-def _translate(exc: ValidationError) -> BadRequest:
+def _translate(exc: ValidationError, forms: Mapping[str, str], shape: ShapeLimits) -> BadRequest:
     """The first complaint, in the words of the API."""
     first = exc.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
@@ -89,20 +88,21 @@ def _translate(exc: ValidationError) -> BadRequest:
         return BadRequest(first["msg"])
     if not first["loc"]:
         return BadRequest("the body must be a JSON object; send one with at least 'model'", code="invalid_json")
-    path, form = _path(first["loc"], first["type"])
-    return BadRequest(f"'{path}' {form or _complaint(first)}", param=path)
+    path, form = _path(first["loc"], first["type"], forms)
+    complaint = _complaint(first, shape) if form is None else form.format(**asdict(shape))
+    return BadRequest(f"'{path}' {complaint}", param=path)
 
 
-def _path(location: tuple[int | str, ...], kind: str) -> tuple[str, str | None]:
+def _path(location: tuple[int | str, ...], kind: str, forms: Mapping[str, str]) -> tuple[str, str | None]:
     """The field as a path, and its forms if it has several (what follows then is pydantic's, not the client's)."""
     for i, part in enumerate(location):
         is_absent = kind == "missing" and i == len(location) - 1
-        if part in FORMS and (part != "content" or i == 2) and not is_absent:
-            return ".".join(map(str, location[: i + 1])), FORMS[str(part)]
+        if part in forms and (part != "content" or i == 2) and not is_absent:
+            return ".".join(map(str, location[: i + 1])), forms[str(part)]
     return ".".join(map(str, location)), None
 
 
-def _complaint(error: ErrorDetails) -> str:
+def _complaint(error: ErrorDetails, shape: ShapeLimits) -> str:
     if error["type"] == "missing":
         return "is missing; it is required"
     if error["type"] == "refused":
@@ -110,6 +110,8 @@ def _complaint(error: ErrorDetails) -> str:
     if error["type"] == "too_short":
         return "is empty; it needs at least one entry"
     if error["type"] == "too_long":
-        return f"is too long; it may have {error['ctx']['max_length']:,} entries"
+        by_setting = {"messages": shape.max_messages, "stop_sequences": shape.max_stop_strings}
+        most = by_setting.get(str(error["loc"][-1]), error["ctx"]["max_length"])
+        return f"is too long; it may have {most:,} entries"
     message = error["msg"]
     return message.replace("Input should", "must") if message.startswith("Input should") else f"is invalid: {message}"

@@ -1,188 +1,40 @@
-"""HTTP to the pipeline and back: `/v1/chat/completions` and `/v1/completions`.
-
-A request is read, answered and ended in one place, `_Exchange.__call__`; its record is closed before an error is told.
-"""
+"""OpenAI's endpoints that generate text: `/v1/chat/completions` and `/v1/completions`."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
-import structlog
-from litestar import Request, post
 from litestar.handlers import HTTPRouteHandler
-from litestar.types import ASGIApp, Receive, Scope, Send
 
-from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.principal import Principal
-from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
-from moiety_platform.completions.body import receive_body
-from moiety_platform.completions.disconnect import ClientDisconnected, watching_for_disconnect
-from moiety_platform.completions.pipeline import Pipeline
+from moiety_platform.completions.answers import Choice
+from moiety_platform.completions.exchange import Endpoint, ExchangeServices, route
 from moiety_platform.completions.record import RequestRecord
-from moiety_platform.completions.recorder import STOPPING, RequestRecorder
-from moiety_platform.completions.reply import ABORT_CONNECTION, Reply
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.schemas import ChatBody, CompletionBody, GenerationBody
-from moiety_platform.completions.sse import DONE, ChatChunks, Chunks, CompletionChunks
-from moiety_platform.completions.whole import collect, echoes_of, head_of
-from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
-from moiety_platform.headers import header_of
-from moiety_platform.http_errors import internal_error
-from moiety_platform.metrics import Metrics
-from moiety_platform.request_ids import request_id_of
-from moiety_wire.messages import Finished
-
-CLASS_HEADER = "x-moiety-class"  # the class that is served
-ADMISSION_HEADER = "x-moiety-admission"  # the reason code of the engine's verdict
-
-log = structlog.get_logger(__name__)
+from moiety_platform.completions.sse import ChatChunks, CompletionChunks
+from moiety_platform.completions.text_answer import TextAnswer
+from moiety_platform.completions.whole import echoes_of, head_of, whole_answer
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionServices:
-    """What the two endpoints need."""
-
-    authenticator: Authenticator
-    recorder: RequestRecorder
-    pipeline: Pipeline
-    metrics: Metrics
-    max_body_bytes: int
-    max_json_depth: int
-    send_timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """What the two have of their own."""
-
-    path: str
-    operation: str
-    id_prefix: str
-    schema: type[GenerationBody]
-
-
-CHAT = Endpoint("/v1/chat/completions", "chat", "chatcmpl-", ChatBody)
-COMPLETIONS = Endpoint("/v1/completions", "text_completion", "cmpl-", CompletionBody)
-
-
-def completion_routes(services: CompletionServices) -> list[HTTPRouteHandler]:
+def completion_routes(services: ExchangeServices) -> list[HTTPRouteHandler]:
     """The handlers of both endpoints."""
-    return [_route(CHAT, services), _route(COMPLETIONS, services)]
+    return [route(CHAT, services), route(COMPLETIONS, services)]
 
 
-def _route(endpoint: Endpoint, services: CompletionServices) -> HTTPRouteHandler:
-    @post(endpoint.path, name=endpoint.operation)
-    async def create(request: Request[Any, Any, Any]) -> ASGIApp:
-        return _Exchange(endpoint, services)
-
-    return create
+async def _whole(body: GenerationBody, run: Run, record: RequestRecord, choices: Sequence[Choice]) -> bytes:
+    return msgspec.json.encode(await whole_answer(body, run, record, choices))
 
 
-class _Exchange:
-    """One request and its answer, as an ASGI application."""
-
-    def __init__(self, endpoint: Endpoint, services: CompletionServices) -> None:
-        self._endpoint = endpoint
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(send, self._services.send_timeout_s, scope.get("state", {}).get(ABORT_CONNECTION))
-        try:
-            principal = await self._authenticate(scope)
-            await self._serve(principal, scope, receive, reply)
-        except ClientDisconnected:
-            return
-        except asyncio.CancelledError:
-            await _tell(reply, STOPPING)
-            raise
-        except PlatformError as exc:
-            await _tell(reply, exc)
-        except Exception:  # the root of a request: told as 500, logged whole
-            log.exception("request_failed", request_id=request_id_of(scope))
-            await _tell(reply, internal_error())
-
-    async def _authenticate(self, scope: Scope) -> Principal:
-        try:
-            principal = await self._services.authenticator.authenticate(header_of(scope, b"authorization"))
-            require_scope(principal, INFERENCE_SCOPE)
-        except (Unauthenticated, Forbidden) as exc:
-            self._services.metrics.observe_refusal(exc.status)
-            raise
-        return principal
-
-    async def _serve(self, principal: Principal, scope: Scope, receive: Receive, reply: Reply) -> None:
-        services, endpoint = self._services, self._endpoint
-        async with services.recorder.open(
-            principal,
-            request_id=endpoint.id_prefix + secrets.token_hex(16),
-            client_request_id=request_id_of(scope),
-            operation=endpoint.operation,
-            endpoint=endpoint.path,
-            traceparent=header_of(scope, b"traceparent"),
-            tracestate=header_of(scope, b"tracestate"),
-        ) as record:
-            body = await receive_body(
-                endpoint.schema, receive, scope["headers"], services.max_body_bytes, services.max_json_depth
-            )
-            last: bytes | None = None
-            async with (
-                watching_for_disconnect(receive),
-                services.pipeline.run(record, body.generation()) as run,
-            ):
-                reply.headers = {
-                    CLASS_HEADER: record.service_class,
-                    ADMISSION_HEADER: record.admission_reason,
-                    **record.spending.headers(),
-                }
-                echoes = await echoes_of(body, run)
-                if body.stream:
-                    last = await _relay(body, run, record, reply, echoes)
-                else:
-                    answer = await collect(body, run, record, echoes)
-            record.completed()
-            if last is not None:
-                await reply.end_stream(last)
-            else:
-                await reply.whole(200, msgspec.json.encode(answer))
+async def _chat_chunks(body: ChatBody, run: Run, record: RequestRecord) -> ChatChunks:
+    return ChatChunks(head_of(run, record), body.include_usage)
 
 
-async def _tell(reply: Reply, error: PlatformError) -> None:
-    """Send an error to a client that may have stopped to read."""
-    with contextlib.suppress(ClientDisconnected):
-        await reply.fail(error)
+async def _completion_chunks(body: CompletionBody, run: Run, record: RequestRecord) -> CompletionChunks:
+    return CompletionChunks(head_of(run, record), body.include_usage, await echoes_of(body, run))
 
 
-async def _relay(body: GenerationBody, run: Run, record: RequestRecord, reply: Reply, echoes: Sequence[str]) -> bytes:
-    """Stream all choices as they come; returns what is to be sent last. The answer starts with the first tokens, so
-    that a request which an engine refuses still gets its proper status."""
-    chunks = _chunks(body, run, record, echoes)
-    opened = [False] * run.num_sequences
-    async for index, message in run:
-        parts: list[bytes] = []
-        if not opened[index]:
-            opened[index] = True
-            parts.append(chunks.opening(index))
-        if isinstance(message, Finished):
-            if message.text:
-                parts.append(chunks.piece(index, message.text, None))
-            parts.append(chunks.closing(index, message.reason.value))
-        elif message.text or message.logprobs:
-            parts.append(chunks.piece(index, message.text, message.logprobs))
-        data = b"".join(parts)
-        if data:
-            record.answered_status = 200
-            await reply.stream(data)
-    return chunks.usage(run.usage()) + DONE if body.include_usage else DONE
-
-
-def _chunks(body: GenerationBody, run: Run, record: RequestRecord, echoes: Sequence[str]) -> Chunks:
-    head = head_of(run, record)
-    if isinstance(body, CompletionBody):
-        return CompletionChunks(head, body.include_usage, echoes)
-    return ChatChunks(head, body.include_usage)
+CHAT = Endpoint("/v1/chat/completions", "chat", "chatcmpl-", ChatBody, TextAnswer(_whole, _chat_chunks))
+COMPLETIONS = Endpoint(
+    "/v1/completions", "text_completion", "cmpl-", CompletionBody, TextAnswer(_whole, _completion_chunks)
+)

@@ -11,9 +11,11 @@ from moiety_wire.messages import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages for the model's chat template, each with `role` and text `content`."""
+    """Messages for the model's chat template, each with `role` and text `content`. The answer to them begins with
+    `prefill`, and only the rest of it is generated."""
 
     messages: tuple[dict[str, Any], ...]
+    prefill: str = ""
 
 
 Prompt = Conversation | str | tuple[int, ...]
@@ -22,7 +24,7 @@ Prompt = Conversation | str | tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class Generation:
     """`num_choices` answers to each prompt; choice i of prompt p has index p · num_choices + i.
-    `max_tokens` None means all that the model's context leaves."""
+    `max_tokens` None means all that the model's context leaves, 0 that nothing is generated: see `embed`."""
 
     model: str
     prompts: tuple[Prompt, ...]
@@ -34,6 +36,9 @@ class Generation:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     service_tier: str | None = None  # OpenAI's word for the class that is wanted
+    embed: bool = False  # each prompt's vector is wanted, and no token: `max_tokens` is 0
+    dimensions: int | None = None  # how many numbers of each vector are wanted; None for all
+    prompt_field: str = "prompt"  # where the client wrote the prompts, for complaints about them
 
     @property
     def num_sequences(self) -> int:

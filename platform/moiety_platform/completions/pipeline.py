@@ -22,9 +22,8 @@ from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.spending import Tariff
 from moiety_platform.completions.text import ModelTexts
-from moiety_platform.errors import BadRequest, ContextTooLong, NotFound, Overloaded
+from moiety_platform.errors import BadRequest, ContextTooLong, Overloaded
 from moiety_platform.prices.cache import PriceCache
-from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import Card, Stopping, Submit
 
@@ -99,7 +98,7 @@ class Pipeline:
         if refusal is not None:
             raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)
         text = await self.texts.get(card)
-        prompts = await text.encode(generation.prompts)
+        prompts = await text.encode(generation.prompts, generation.prompt_field)
         longest = [_max_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
         num_prompt_tokens = sum(map(len, prompts))
         credit = await record.spending.begin(
@@ -114,6 +113,11 @@ class Pipeline:
             for number, (prompt_ids, max_tokens) in enumerate(zip(prompts, longest, strict=True))
             for submit in self._submits(record, generation, chosen, number, prompt_ids, max_tokens, credit)
         ]
+        if generation.embed:  # they are answered together, so each has the time that all of them are promised
+            submits = [
+                msgspec.structs.replace(submit, embed=True, sibling_tokens=num_prompt_tokens - len(submit.prompt_ids))
+                for submit in submits
+            ]
         placement = Placement(self._replicas, generation.model, chosen.service, self._failover_wait_s)
         return Run(record, chosen, prompts, text, placement, self._clock, self._credit_window), submits
 
@@ -123,16 +127,14 @@ class Pipeline:
         return Tariff({name: prices.of(model, name, catalogue[name].price_factor) for name in names})
 
     def _card(self, record: RequestRecord, model: str) -> Card:
-        allowed = record.principal.allowed_models
-        if allowed is not None and model not in allowed:
-            served = sorted(allowed & self._replicas.cards().keys())
-            raise NotFound(model_not_found(model[:256], served), code=MODEL_NOT_FOUND, param="model")
-        card = self._replicas.card(model)
+        card = self._replicas.card(model, record.principal.allowed_models)
         record.served_model = card.model
         return card
 
     def _check_limits(self, generation: Generation, card: Card) -> None:
-        if generation.num_sequences > self._max_sequences:
+        if generation.embed:
+            _check_embedding(generation, card)
+        elif generation.num_sequences > self._max_sequences:
             raise BadRequest(
                 f"{len(generation.prompts)} prompts × n={generation.num_choices} are {generation.num_sequences} "
                 f"sequences; a request may have {self._max_sequences}. Split it into several",
@@ -192,9 +194,31 @@ class Pipeline:
         ]
 
 
+def _check_embedding(generation: Generation, card: Card) -> None:
+    width = card.embedding_width
+    if not width:
+        raise BadRequest(
+            f"the engine of the model {card.model!r} makes no embeddings; use another model",
+            code="embeddings_not_supported",
+            param="model",
+        )
+    if generation.dimensions is not None and generation.dimensions > width:
+        raise BadRequest(
+            f"'dimensions' is {generation.dimensions}, and the vectors of {card.model!r} have {width} numbers; ask for "
+            "as many or fewer",
+            param="dimensions",
+        )
+
+
 def _max_tokens(generation: Generation, card: Card, num_prompt_tokens: int) -> int:
     """How many tokens may follow the prompt. Raises ContextTooLong, which names both lengths."""
     left = card.max_context_tokens - num_prompt_tokens
+    if generation.embed and left < 0:
+        raise ContextTooLong(
+            f"an input has {num_prompt_tokens} tokens; the model's context is {card.max_context_tokens} tokens. "
+            "Split it into shorter ones",
+            param=generation.prompt_field,
+        )
     wanted = generation.max_tokens if generation.max_tokens is not None else max(1, left)
     if wanted > left:
         raise ContextTooLong(

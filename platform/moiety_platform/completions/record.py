@@ -47,6 +47,7 @@ class RequestRecord:
     arrival_unix_ns: int
     on_submitted: Callable[[UsageRow], None]
     make_bill: Callable[[RequestRecord, int], Bill]
+    status_of: Callable[[PlatformError], int]  # with which its API tells an error
     spending: Spending
     bill: Bill | None = None  # once there is something to charge
     bills_failures: bool = True  # whether what was generated before a failure is billed
@@ -151,7 +152,7 @@ class RequestRecord:
         is_overload = isinstance(error, Overloaded) and self.answered_status is None
         is_refusal = is_overload or (not self.reached_engine and error.status != 500)
         self.outcome = "rejected" if is_refusal else "failed"
-        self.http_status = self.answered_status or error.status
+        self.http_status = self.answered_status or self.status_of(error)
         self.error_code = error.code
         if isinstance(error, Overloaded):
             self.admission_outcome, self.admission_reason = "rejected", error.reason.value

@@ -75,11 +75,12 @@ class RequestRecorder:
         endpoint: str,
         traceparent: str | None,
         tracestate: str | None,
+        status_of: Callable[[PlatformError], int],
         bills_failures: bool = True,
     ) -> AsyncIterator[RequestRecord]:
-        """A record for an authenticated request. Leaving it writes the one usage row; errors pass through. Without
-        `bills_failures` only an answer counts, and what was generated before a failure is neither billed nor
-        charged."""
+        """A record for an authenticated request, whose API tells an error with the status `status_of` it. Leaving it
+        writes the one usage row; errors pass through. Without `bills_failures` only an answer counts, and what was
+        generated before a failure is neither billed nor charged."""
         record = RequestRecord(
             request_id=request_id,
             client_request_id=client_request_id,
@@ -92,6 +93,7 @@ class RequestRecorder:
             arrival_unix_ns=self._clock.unix_ns(),
             on_submitted=self._usage.opened,
             make_bill=self._bill,
+            status_of=status_of,
             spending=Spending(self._quotas, principal),
             bills_failures=bills_failures,
         )
@@ -197,18 +199,19 @@ def _tpot_s(record: RequestRecord) -> float | None:
 
 def _describe_span(record: RequestRecord, row: UsageRow) -> None:
     generation = record.generation
-    sampling = generation.sampling if generation else None
+    sampling = generation.sampling if generation and not generation.embed else None
     record.span.describe(
         f"{record.operation} {record.served_model}",
         {
             "gen_ai.operation.name": record.operation,
             "gen_ai.provider.name": PROVIDER,
             "gen_ai.request.model": generation.model[:256] if generation else None,
-            "gen_ai.request.choice.count": generation.num_choices if generation else None,
-            "gen_ai.request.max_tokens": generation.max_tokens if generation else None,
+            "gen_ai.request.choice.count": generation.num_choices if generation and sampling else None,
+            "gen_ai.request.max_tokens": generation.max_tokens if generation and sampling else None,
             "gen_ai.request.temperature": sampling.temperature if sampling else None,
             "gen_ai.request.top_p": sampling.top_p if sampling else None,
             "gen_ai.request.seed": sampling.seed if sampling else None,
+            "gen_ai.embeddings.dimension.count": generation.dimensions if generation else None,
             "gen_ai.response.id": record.request_id,
             "gen_ai.response.model": record.served_model if record.reached_engine else None,
             "gen_ai.response.finish_reasons": record.finish_reasons or None,

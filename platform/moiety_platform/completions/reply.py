@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-import msgspec
 from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, Send
 
 from moiety_platform.completions.disconnect import ClientDisconnected
-from moiety_platform.completions.sse import error_event
 from moiety_platform.errors import PlatformError
-from moiety_platform.http_errors import error_fields, error_headers
+from moiety_platform.http_errors import ErrorForm, error_headers
+from moiety_platform.idempotency.keeper import Claim
+from moiety_platform.idempotency.store import KeptAnswer
 
 ABORT_CONNECTION = "moiety.abort_connection"
 """Where the server puts, into a request's `state`, what drops the request's connection at once."""
 
+REPLAYED_HEADER = b"idempotent-replayed"
+REPLAY_BYTES = 64 * 1024  # of a kept answer, at once
+_KEPT_HEADERS = "x-moiety-"  # what else the answers say of themselves is of their time
+
+_JSON_HEADERS: list[tuple[bytes, bytes]] = [(b"content-type", b"application/json")]
 _STREAM_HEADERS: list[tuple[bytes, bytes]] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -27,28 +32,72 @@ class Reply:
     """Owned by the exchange; sends one answer. A client that takes nothing for `timeout_s` counts as gone: its
     connection is dropped, and the send raises ClientDisconnected."""
 
-    def __init__(self, send: Send, timeout_s: float, abort: Callable[[], None] | None) -> None:
+    def __init__(
+        self, send: Send, timeout_s: float, abort: Callable[[], None] | None, errors: ErrorForm, request_id: str
+    ) -> None:
         self._raw_send = send
         self._timeout_s = timeout_s
         self._abort = abort
+        self._errors = errors
+        self._request_id = request_id
         self._streaming = False
+        self._in_pieces = False
         self.headers: dict[str, str] = {}  # of an answer; an error has its own
+        self.claim: Claim | None = None  # what the answer is kept under; an error is not kept
 
-    async def whole(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        """A whole answer; with `headers` in place of its own."""
-        fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await self._send(_start(status, fields + _encode(self.headers if headers is None else headers)))
-        await self._send(_body(body, more=False))
+    async def whole(self, status: int, body: bytes) -> None:
+        """A whole answer."""
+        await self._keep(status, _JSON_HEADERS, body)
+        await self._whole(status, body, self.headers)
+
+    async def pieces(self, pieces: Iterable[bytes]) -> None:
+        """A whole answer that is made while it is sent, and so is never in memory all at once."""
+        self._in_pieces = True
+        await self._send(_start(200, _JSON_HEADERS + _encode(self.headers)))
+        for piece in pieces:
+            self._note(piece)
+            await self._send(_body(piece, more=True))
+            await asyncio.sleep(0)  # sending waits for the connection only; others get their turn too
+        await self._keep(200, _JSON_HEADERS, b"")
+        await self._send(_body(b"", more=False))
 
     async def stream(self, data: bytes) -> None:
         """Send events; the first ones start the answer. Returns when the connection can take more."""
         if not self._streaming:
             self._streaming = True
             await self._send(_start(200, _STREAM_HEADERS + _encode(self.headers)))
+        self._note(data)
         await self._send(_body(data, more=True))
 
     async def end_stream(self, data: bytes) -> None:
+        """The last events of an answer that is whole."""
+        await self._keep(200, _STREAM_HEADERS, data)
         await self._send(_body(data, more=False))
+
+    async def replay(self, answer: KeptAnswer) -> None:
+        """What an earlier request was answered with, byte for byte."""
+        fields = _encode({**answer.headers, "content-length": str(len(answer.body))})
+        await self._send(_start(answer.status, [*fields, (REPLAYED_HEADER, b"true")]))
+        for start in range(0, len(answer.body), REPLAY_BYTES):
+            await self._send(_body(answer.body[start : start + REPLAY_BYTES], more=True))
+        await self._send(_body(b"", more=False))
+
+    def _note(self, data: bytes) -> None:
+        if self.claim is not None:
+            self.claim.note(data)
+
+    async def _keep(self, status: int, fields: list[tuple[bytes, bytes]], last: bytes) -> None:
+        """Keep what was sent and what is to be sent last, so that whoever has an answer finds it kept."""
+        if self.claim is not None:
+            self.claim.note(last)
+            headers = {name.decode(): value.decode() for name, value in fields}
+            own = {name: value for name, value in self.headers.items() if name.startswith(_KEPT_HEADERS)}
+            await self.claim.keep(status, headers | own)
+
+    async def _whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        fields = [*_JSON_HEADERS, (b"content-length", b"%d" % len(body))]
+        await self._send(_start(status, fields + _encode(headers)))
+        await self._send(_body(body, more=False))
 
     async def _send(self, event: HTTPResponseStartEvent | HTTPResponseBodyEvent) -> None:
         """Returns when the connection can take more."""
@@ -61,11 +110,15 @@ class Reply:
             raise ClientDisconnected from exc
 
     async def fail(self, error: PlatformError) -> None:
-        """An error answer, or an error event if the answer has begun."""
-        if self._streaming:
-            await self.end_stream(error_event(error))
+        """An error answer, or an error event if the answer has begun; the end of the connection where neither fits."""
+        if self._in_pieces:
+            if self._abort is not None:
+                self._abort()
+        elif self._streaming:
+            await self._send(_body(self._errors.event(error, self._request_id), more=False))
         else:
-            await self.whole(error.status, msgspec.json.encode(error_fields(error)), error_headers(error))
+            body = self._errors.body(error, self._request_id)
+            await self._whole(self._errors.status(error), body, error_headers(error))
 
 
 def _encode(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:

@@ -105,6 +105,8 @@ class Run:
         sequence, message = await self._next()
         if isinstance(message, Finished):
             self._num_open -= 1
+            if message.embedding:  # all that comes of a prompt that is embedded
+                sequence.progress.take(1, self._clock.monotonic() - self._record.started_s)
         else:
             self._relaying = sequence
             self._note_tokens(sequence, len(message.token_ids))
@@ -212,7 +214,8 @@ class Run:
             finished = sequence.stream.finished
             if finished is None:
                 continue
-            record.finish_reasons.append(finished.reason.value)
+            if not finished.embedding:
+                record.finish_reasons.append(finished.reason.value)
             record.was_cut_by_limit |= finished.detail == CREDIT_REFUSED
             record.num_preemptions += sum(event.kind is EventKind.PREEMPTED for event in finished.events)
             record.num_recomputed_tokens += finished.num_recomputed_tokens

@@ -5,50 +5,50 @@ Unknown fields are ignored, as OpenAI's clients expect; what is known and not su
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    StringConstraints,
-    ValidationInfo,
-    field_validator,
-    model_validator,
+from pydantic import Field, FiniteFloat, ValidationInfo, field_validator, model_validator
+
+from moiety_platform.completions.fields import (
+    INT32_MAX,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    GeneratingBody,
+    ModelName,
+    RawPrompts,
+    StopString,
+    StopStrings,
+    StrictBody,
+    TokenId,
+    as_prompts,
+    bounded,
+    forms_of_prompts,
+    refuse,
+    shape_of,
 )
-from pydantic_core import PydanticCustomError
-
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
 from moiety_wire.messages import Sampling
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-INT32_MAX = 2**31 - 1
 COMPLETION_DEFAULT_MAX_TOKENS = 16
-MAX_MESSAGES = 2048
-MAX_PARTS = 2048  # of one message
-MAX_PROMPTS = 2048
-MAX_TOKEN_IDS = 2**20  # of one prompt or text
 MAX_BIASES = 4096
 
+FORMS = MappingProxyType(
+    {
+        "content": 'must be a string or a list of parts {{"type": "text", "text": "…"}}; other parts are not '
+        "supported, and null is for the assistant only",
+        "prompt": forms_of_prompts("prompts"),
+        "stop": "must be a string or a list of at most {max_stop_strings} strings, none of them empty or longer than "
+        "{max_stop_chars:,} characters",
+    }
+)
+
 _Penalty = Annotated[FiniteFloat, Field(ge=-2, le=2)]
-_TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
-_StopString = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 
 
-# Lists end at their first bad entry: complaints about every entry of a large body would take seconds to collect.
-TokenIds = Annotated[list[_TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]
-
-
-def _refuse(message: str) -> PydanticCustomError:
-    return PydanticCustomError("refused", "{reason}", {"reason": message})
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-
-class StreamOptions(_Body):
+class StreamOptions(StrictBody):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -56,25 +56,27 @@ class StreamOptions(_Body):
     @classmethod
     def _usage_comes_once(cls, value: bool | None) -> bool | None:
         if value:
-            raise _refuse("usage in every chunk is not supported; leave it out, and set 'include_usage' for the totals")
+            raise refuse("usage in every chunk is not supported; leave it out, and set 'include_usage' for the totals")
         return value
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(StrictBody):
     type: str
 
     @field_validator("type")
     @classmethod
     def _only_text(cls, value: str) -> str:
         if value != "text":
-            raise _refuse(f"{value!r} is not supported yet; use 'text'")
+            raise refuse(f"{value!r} is not supported yet; use 'text'")
         return value
 
 
-class GenerationBody(_Body):
+class GenerationBody(GeneratingBody):
     """What both endpoints share. null means the default, as everywhere in OpenAI's API."""
 
-    model: Annotated[str, StringConstraints(min_length=1, max_length=512)]
+    forms: ClassVar[Mapping[str, str]] = FORMS
+
+    model: ModelName
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
@@ -86,20 +88,27 @@ class GenerationBody(_Body):
     frequency_penalty: _Penalty | None = None
     logit_bias: dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: _StopString | Annotated[list[_StopString], Field(fail_fast=True, max_length=16)] | None = None
-    stop_token_ids: Annotated[list[_TokenId], Field(fail_fast=True, max_length=128)] | None = None
+    stop: StopString | StopStrings | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=128)] | None = None
     ignore_eos: bool | None = None
-    n: Annotated[int, Field(ge=1, le=16)] | None = None
-    stream: bool | None = None
+    n: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     response_format: ResponseFormat | None = None
+
+    @field_validator("n")
+    @classmethod
+    def _few_choices(cls, value: int | None, info: ValidationInfo) -> int | None:
+        most = shape_of(info).max_choices
+        if value is not None and value > most:
+            raise refuse(f"it is {value}; it may be {most} at most")
+        return value
 
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _few_biases(cls, value: Any) -> Any:
         if isinstance(value, dict) and len(value) > MAX_BIASES:
-            raise _refuse(f"it has {len(value):,} entries; it may have {MAX_BIASES:,}")
+            raise refuse(f"it has {len(value):,} entries; it may have {MAX_BIASES:,}")
         return value
 
     @field_validator("logit_bias")
@@ -107,16 +116,16 @@ class GenerationBody(_Body):
     def _keys_are_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for key in value or {}:
             if not (key.isascii() and key.isdigit() and len(key) < 10):
-                raise _refuse(f"its keys must be token ids, such as '42'; {key[:32]!r} is none")
+                raise refuse(f"its keys must be token ids, such as '42'; {key[:32]!r} is none")
         return value
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise _refuse("'stream_options' is allowed only when 'stream' is true")
+            raise refuse("'stream_options' is allowed only when 'stream' is true")
         limit = self.output_limit
         if limit is not None and (self.min_tokens or 0) > limit:
-            raise _refuse(f"'min_tokens' ({self.min_tokens}) must not be more than the most tokens asked for ({limit})")
+            raise refuse(f"'min_tokens' ({self.min_tokens}) must not be more than the most tokens asked for ({limit})")
         return self
 
     @property
@@ -126,9 +135,6 @@ class GenerationBody(_Body):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    def generation(self) -> Generation:
-        raise NotImplementedError
 
     def _generation(self, prompts: tuple[Prompt, ...], num_logprobs: int | None) -> Generation:
         stop = self.stop or ()
@@ -157,12 +163,12 @@ class GenerationBody(_Body):
         )
 
 
-class TextPart(_Body):
+class TextPart(StrictBody):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(_Body):
+class ChatMessage(StrictBody):
     """One turn. Several text parts are joined by line breaks; null, which only an assistant may send, is no text."""
 
     role: str
@@ -175,21 +181,21 @@ class ChatMessage(_Body):
     @classmethod
     def _known_role(cls, value: str) -> str:
         if value not in ROLES:
-            raise _refuse(f"{value[:64]!r} is not a role; use one of {', '.join(ROLES)}")
+            raise refuse(f"{value[:64]!r} is not a role; use one of {', '.join(ROLES)}")
         return value
 
     @field_validator("content")
     @classmethod
     def _null_is_the_assistants(cls, value: Any, info: ValidationInfo) -> Any:
         if value is None and info.data.get("role", "assistant") != "assistant":
-            raise _refuse("null is for the assistant only")
+            raise refuse("null is for the assistant only")
         return value
 
     @field_validator("tool_calls")
     @classmethod
     def _no_calls(cls, value: list[Any] | None) -> list[Any] | None:
         if value:
-            raise _refuse("tool calls are not supported yet; leave them out")
+            raise refuse("tool calls are not supported yet; leave them out")
         return value
 
     def for_template(self) -> dict[str, Any]:
@@ -203,7 +209,11 @@ class ChatMessage(_Body):
         return message
 
 
-Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[
+    list[ChatMessage],
+    Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
+    bounded(lambda shape: shape.max_messages),
+]
 
 
 class ChatBody(GenerationBody):
@@ -220,13 +230,13 @@ class ChatBody(GenerationBody):
     @classmethod
     def _no_tools(cls, value: list[Any] | None) -> list[Any] | None:
         if value:
-            raise _refuse("tools are not supported yet; leave the field out")
+            raise refuse("tools are not supported yet; leave the field out")
         return value
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise _refuse("'top_logprobs' is allowed only when 'logprobs' is true")
+            raise refuse("'top_logprobs' is allowed only when 'logprobs' is true")
         return self
 
     @property
@@ -242,12 +252,7 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`. A prompt is raw: control tokens of the model that are written out in its text are encoded
     as such, since whoever sends it writes the whole of what the model reads. Chats are guarded against that."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
-    )
+    prompt: RawPrompts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -257,17 +262,17 @@ class CompletionBody(GenerationBody):
     @classmethod
     def _no_suffix(cls, value: str | None) -> str | None:
         if value:
-            raise _refuse("completing in front of a suffix is not supported; leave the field out")
+            raise refuse("completing in front of a suffix is not supported; leave the field out")
         return value
 
     @model_validator(mode="after")
     def _check_choices(self) -> Self:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise _refuse("'best_of' is not supported beyond 'n'; leave it out")
+            raise refuse("'best_of' is not supported beyond 'n'; leave it out")
         if self.echo and self.logprobs is not None:
-            raise _refuse("'echo' together with 'logprobs' is not supported; leave one of them out")
+            raise refuse("'echo' together with 'logprobs' is not supported; leave one of them out")
         if not self.prompt:
-            raise _refuse("'prompt' is empty; send at least one token of text")
+            raise refuse("'prompt' is empty; send at least one token of text")
         return self
 
     @property
@@ -275,15 +280,7 @@ class CompletionBody(GenerationBody):
         return self.max_tokens if self.max_tokens is not None else COMPLETION_DEFAULT_MAX_TOKENS
 
     def generation(self) -> Generation:
-        return self._generation(_prompts(self.prompt), self.logprobs)
-
-
-def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[Prompt, ...]:
-    if isinstance(prompt, str):
-        return (prompt,)
-    if isinstance(prompt[0], int):
-        return (tuple(prompt),)
-    return tuple(part if isinstance(part, str) else tuple(part) for part in prompt)
+        return self._generation(as_prompts(self.prompt), self.logprobs)
 
 
 def _default(value: float | None, default: float) -> float:

@@ -23,7 +23,7 @@ class Sequence:
     def __init__(self, index: int, submit: Submit) -> None:
         self.index = index
         self.prefix = prefix_keys(submit.cache_salt, submit.prompt_ids)
-        self.progress = Progress(len(submit.prompt_ids))
+        self.progress = Progress(len(submit.prompt_ids) + submit.sibling_tokens)  # for which its promise allows time
         self.max_tokens = submit.stopping.max_tokens
         self.accepted: Accepted | None = None  # the first verdict
         self.failure: PlatformError | None = None  # that made it move; until it has been taken in elsewhere

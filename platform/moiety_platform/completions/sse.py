@@ -1,4 +1,4 @@
-"""Server-sent events: the bytes of each chunk of a streamed answer.
+"""Server-sent events: the bytes of each chunk of a streamed answer, and OpenAI's.
 
 What all chunks of a request share is encoded once; a chunk costs the encoding of its text and one join.
 """
@@ -12,9 +12,7 @@ import msgspec
 
 from moiety_platform.completions.answers import AnswerHead, chat_logprobs, completion_logprobs, usage_fields
 from moiety_platform.completions.run import Usage
-from moiety_platform.errors import PlatformError
-from moiety_platform.http_errors import error_fields
-from moiety_wire.messages import TokenLogprob
+from moiety_wire.messages import Finished, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 
@@ -30,20 +28,27 @@ class Chunks(Protocol):
 
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes: ...
 
-    def closing(self, index: int, finish_reason: str) -> bytes: ...
+    def closing(self, index: int, finished: Finished) -> bytes:
+        """What a choice ends with."""
+        ...
 
-    def usage(self, usage: Usage) -> bytes: ...
+    def end(self, usage: Usage) -> bytes:
+        """What the stream ends with; `usage` is of all choices."""
+        ...
 
 
 class _Frame:
     """The parts around `choices` that every chunk of a request repeats."""
 
     def __init__(self, head: AnswerHead, kind: str, include_usage: bool) -> None:
+        self._include_usage = include_usage
         self.start = b"data: " + _encode(head.fields(kind))[:-1] + b',"choices":['
         self.end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
-    def usage(self, usage: Usage) -> bytes:
-        return b"".join((self.start, b'],"usage":', _encode(usage_fields(usage)), b"}\n\n"))
+    def end_stream(self, usage: Usage) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return b"".join((self.start, b'],"usage":', _encode(usage_fields(usage)), b"}\n\n", DONE))
 
 
 class ChatChunks:
@@ -59,11 +64,11 @@ class ChatChunks:
         delta = b'{"content":' + _encode(text) + b"}"
         return self._chunk(index, delta, b"null" if logprobs is None else _encode(chat_logprobs(logprobs)), b"null")
 
-    def closing(self, index: int, finish_reason: str) -> bytes:
-        return self._chunk(index, b"{}", b"null", _encode(finish_reason))
+    def closing(self, index: int, finished: Finished) -> bytes:
+        return self._chunk(index, b"{}", b"null", _encode(finished.reason.value))
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._frame.usage(usage)
+    def end(self, usage: Usage) -> bytes:
+        return self._frame.end_stream(usage)
 
     def _chunk(self, index: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
         return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b' % (
@@ -89,18 +94,13 @@ class CompletionChunks:
             self._offsets[index] += sum(len(entry.token) for entry in logprobs)
         return self._chunk(index, _encode(text), encoded, b"null")
 
-    def closing(self, index: int, finish_reason: str) -> bytes:
-        return self._chunk(index, b'""', b"null", _encode(finish_reason))
+    def closing(self, index: int, finished: Finished) -> bytes:
+        return self._chunk(index, b'""', b"null", _encode(finished.reason.value))
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._frame.usage(usage)
+    def end(self, usage: Usage) -> bytes:
+        return self._frame.end_stream(usage)
 
     def _chunk(self, index: int, text: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
         return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b' % (
             self._frame.start, index, text, logprobs, finish_reason, self._frame.end,
         )  # fmt: skip
-
-
-def error_event(error: PlatformError) -> bytes:
-    """What ends a stream that broke off; no `[DONE]` follows it."""
-    return b"data: " + _encode(error_fields(error)) + b"\n\n"

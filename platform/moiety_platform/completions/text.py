@@ -38,12 +38,13 @@ class ModelText:
         identity = f"{card.model}\0{card.family}\0{card.dtype}\0{card.device}"
         self.fingerprint = "fp_" + blake2b(identity.encode(), digest_size=5).hexdigest()
 
-    async def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The ids of each prompt, at least one. Long text is worked on in a thread. Raises BadRequest; for a prompt
-        that cannot fit the context, whatever its exact length, ContextTooLong."""
+    async def encode(self, prompts: Sequence[Prompt], field: str = "prompt") -> list[list[int]]:
+        """The ids of each prompt, at least one. Long text is worked on in a thread. Raises BadRequest, which may name
+        the `field` of the request; for a prompt that cannot fit the context, whatever its exact length,
+        ContextTooLong."""
         if self._is_short(prompts):
-            return self._encode_all(prompts)
-        return await asyncio.to_thread(self._encode_all, prompts)
+            return self._encode_all(prompts, field)
+        return await asyncio.to_thread(self._encode_all, prompts, field)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Raises BadRequest for an id that is not the model's."""
@@ -68,12 +69,18 @@ class ModelText:
                     return False
             if isinstance(prompt, Conversation):
                 left -= MESSAGE_COST * (len(prompt.messages) - 1)
-                if left < 0 or (self._conversations and self._conversations.spells_control_token(prompt.messages)):
+                if left < 0 or self._spells_control_token(prompt):
                     return False
         return True
 
-    def _encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        return [self._check_ids(prompt) if isinstance(prompt, tuple) else self._encode(prompt) for prompt in prompts]
+    def _spells_control_token(self, prompt: Conversation) -> bool:
+        encoder = self._conversations
+        return encoder is not None and encoder.spells_control_token(prompt.messages, prompt.prefill)
+
+    def _encode_all(self, prompts: Sequence[Prompt], field: str) -> list[list[int]]:
+        return [
+            self._check_ids(prompt, field) if isinstance(prompt, tuple) else self._encode(prompt) for prompt in prompts
+        ]
 
     def _encode(self, prompt: Conversation | str) -> list[int]:
         limit = self._max_context_tokens
@@ -81,7 +88,8 @@ class ModelText:
             if isinstance(prompt, str):
                 token_ids = self._tokenizer.encode(prompt, add_special_tokens=True, max_tokens=limit)
             else:
-                token_ids = self._conversation_encoder().encode(prompt.messages, max_tokens=limit)
+                encoder = self._conversation_encoder()
+                token_ids = encoder.encode(prompt.messages, prefill=prompt.prefill, max_tokens=limit)
         except TooManyTokens as exc:
             raise self._too_long(f"at least {exc.at_least}") from exc
         except (TextNotEncodable, TemplateRefused) as exc:
@@ -97,12 +105,12 @@ class ModelText:
             )
         return self._conversations
 
-    def _check_ids(self, token_ids: tuple[int, ...]) -> list[int]:
+    def _check_ids(self, token_ids: tuple[int, ...], field: str) -> list[int]:
         if not token_ids:
-            raise BadRequest("a prompt is empty; send at least one token id", param="prompt")
+            raise BadRequest("a prompt is empty; send at least one token id", param=field)
         if max(token_ids) >= self._vocab_size:
             raise BadRequest(
-                f"token id {max(token_ids)} is not the model's; its ids are below {self._vocab_size}", param="prompt"
+                f"token id {max(token_ids)} is not the model's; its ids are below {self._vocab_size}", param=field
             )
         return list(token_ids)
 
@@ -119,6 +127,7 @@ def _texts(prompt: Prompt) -> Iterator[str]:
     elif isinstance(prompt, Conversation):
         for message in prompt.messages:
             yield from message.values()
+        yield prompt.prefill
 
 
 class ModelTexts:

@@ -1,4 +1,4 @@
-"""A request answered as a whole, for whoever asks: a client that does not stream, or a batch."""
+"""An answer of text as a whole, for whoever asks: a client that does not stream, or a batch. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -12,20 +12,28 @@ from moiety_platform.completions.schemas import ChatBody, CompletionBody, Genera
 from moiety_wire.messages import Finished
 
 
-async def collect(body: GenerationBody, run: Run, record: RequestRecord, echoes: Sequence[str]) -> dict[str, Any]:
-    """Wait for all choices; the whole answer."""
+async def collect(run: Run) -> list[Choice]:
+    """Wait for all choices."""
     choices = [Choice() for _ in range(run.num_sequences)]
     async for index, message in run:
         choice = choices[index]
         choice.text.append(message.text)
         if isinstance(message, Finished):
-            choice.finish_reason = message.reason.value
+            choice.finished = message
         elif message.logprobs:
             choice.logprobs += message.logprobs
+    return choices
+
+
+async def whole_answer(
+    body: GenerationBody, run: Run, record: RequestRecord, choices: Sequence[Choice]
+) -> dict[str, Any]:
+    """OpenAI's answer, of choices that were collected."""
     head = head_of(run, record)
     if isinstance(body, ChatBody):
         return chat_answer(head, choices, run.usage(), with_logprobs=bool(body.logprobs))
     assert isinstance(body, CompletionBody)
+    echoes = await echoes_of(body, run)
     return completion_answer(head, choices, run.usage(), echoes=echoes, with_logprobs=body.logprobs is not None)
 
 
@@ -40,9 +48,9 @@ def head_of(run: Run, record: RequestRecord) -> AnswerHead:
     )
 
 
-async def echoes_of(body: GenerationBody, run: Run) -> Sequence[str]:
+async def echoes_of(body: CompletionBody, run: Run) -> Sequence[str]:
     """The prompt's text for each choice if the request wants it, else empty strings."""
-    if not isinstance(body, CompletionBody) or not body.echo:
+    if not body.echo:
         return [""] * run.num_sequences
     prompts = [
         prompt if isinstance(prompt, str) else await run.text.decode(token_ids)

@@ -4,6 +4,8 @@ exact counts at every end), and no sockets. For tests, and for measuring the gat
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
 from moiety_platform.errors import EngineFailed, Unavailable
+from moiety_text.stop import StopFinder
 from moiety_wire.messages import (
     Abort,
     Accepted,
@@ -58,6 +61,13 @@ def count_aloud(submit: Submit) -> Sequence[Piece]:
     return [(1 + i % 9, f"{' ' if i else ''}{i + 1}") for i in range(submit.stopping.max_tokens)]
 
 
+def name_last_token(submit: Submit, width: int) -> Sequence[float]:
+    """The default vector: a unit vector along the axis that the prompt's last token names, as a last token's hidden
+    state would."""
+    axis = submit.prompt_ids[-1] % width
+    return [float(i == axis) for i in range(width)]
+
+
 @dataclass(slots=True)
 class _Running:
     submit: Submit
@@ -75,7 +85,8 @@ class _Running:
 
 
 class FakeEngineClient:
-    """Answers every request by its script, a token a turn of the event loop, or every `token_s` seconds."""
+    """Answers every request by its script, a token a turn of the event loop, or every `token_s` seconds; an embedding
+    takes as long as one token."""
 
     def __init__(
         self,
@@ -84,11 +95,13 @@ class FakeEngineClient:
         clock: Clock | None = None,
         verdict: Callable[[Submit], Verdict] = admit,
         token_s: float = 0.0,
+        vector: Callable[[Submit, int], Sequence[float]] = name_last_token,
     ) -> None:
         self.card = card
         self.script = script
         self.verdict = verdict
         self._token_s = token_s
+        self._vector = vector
         self.class_loads: list[ClassLoad] = []
         self.load_age_s: float | None = 0.0
         self.submits: list[Submit] = []
@@ -191,7 +204,14 @@ class FakeEngineClient:
         if isinstance(script, Failed):
             run.stream.deliver(script)
             return
+        if run.submit.embed:
+            await self._embed(run, verdict, received_ns)
+            return
         reason, detail = FinishReason.STOP, ""
+        stops = run.submit.stopping.stop
+        finder = StopFinder(stops) if stops else None
+        if finder is not None:
+            finder.add("".join(text for _, text in islice(script, run.num_emitted)))
         for token_id, text in islice(script, run.num_emitted, None):  # what was resumed is not said again
             await asyncio.sleep(self._token_s)
             while run.num_emitted >= run.credit_tokens and not run.aborted and not run.credit_last:
@@ -203,23 +223,48 @@ class FakeEngineClient:
                 reason, detail = FinishReason.LENGTH, "credit_refused"
                 break
             logprobs = _logprobs(text, run.submit.sampling.num_logprobs)
+            shown, stopped_by = (text, None) if finder is None else finder.add(text)
             tokens = Tokens(
                 run.submit.request_id,
                 run.take_seq(),
                 run.num_emitted,
                 [token_id],
-                text,
+                shown,
                 logprobs,
                 verdict.num_cached_tokens,
             )
             run.num_emitted += 1
             self._num_output_tokens += 1
             run.stream.deliver(tokens)
+            if stopped_by is not None:
+                detail = stopped_by
+                break
             if run.num_emitted >= run.submit.stopping.max_tokens:
                 reason, detail = FinishReason.LENGTH, "max_tokens"
                 break
+        rest = "" if finder is None else finder.flush()
+        self._finish(run, verdict, received_ns, reason, detail, text=rest)
+
+    async def _embed(self, run: _Running, verdict: Verdict, received_ns: int) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._token_s):
+                await run.changed.wait()  # for an abort
+        width = self.card.embedding_width
+        vector = struct.pack(f"<{width}f", *self._vector(run.submit, width))
+        self._finish(run, verdict, received_ns, FinishReason.STOP, embedding=vector)
+
+    def _finish(
+        self,
+        run: _Running,
+        verdict: Verdict,
+        received_ns: int,
+        reason: FinishReason,
+        detail: str = "",
+        text: str = "",
+        embedding: bytes = b"",
+    ) -> None:
         if run.aborted:
-            reason, detail = FinishReason.ABORT, ""
+            reason, detail, embedding = FinishReason.ABORT, "", b""
         phases = Phases(received_ns, received_ns, received_ns, self._clock.unix_ns())
         run.stream.deliver(
             Finished(
@@ -230,9 +275,11 @@ class FakeEngineClient:
                 num_cached_tokens=verdict.num_cached_tokens,
                 num_output_tokens=run.num_emitted,
                 phases=phases,
+                text=text,
                 served_class=verdict.served_class,
                 events=list(verdict.events),
                 detail=detail,
+                embedding=embedding,
             )
         )
 

@@ -50,6 +50,7 @@ class EngineStream:
         self.finished: Finished | None = None
         self.ended = False
         self._send = send
+        self._embeds = submit.embed
         self._next_seq_in = 0
         self._next_seq_out = submit.seq + 1
         self._aborted = False
@@ -140,6 +141,9 @@ class EngineStream:
         self.inbox.put(self, message)
 
     def _take_finished(self, message: Finished) -> None:
+        if self._embeds and message.reason is not FinishReason.ABORT and not message.embedding:
+            self._break("an embedding ended without its vector")
+            return
         self.num_output_tokens, self.num_cached_tokens = message.num_output_tokens, message.num_cached_tokens
         self.finished = message
         self._end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from moiety_platform.etags import Tagged
 from moiety_platform.prices.models import PriceRecord
 from moiety_platform.prices.terms import ANY_CLASS, dollars
 
@@ -19,7 +20,7 @@ class NewPrice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     service_class: str | None = None
 
 
-class PriceView(msgspec.Struct, frozen=True):
+class PriceView(Tagged, frozen=True):
     """One price."""
 
     model: str

@@ -32,6 +32,21 @@ async def list_prices(session: AsyncSession) -> Sequence[PriceRecord]:
     return found.all()
 
 
+async def find_price(session: AsyncSession, model: str, service_class: str | None) -> PriceRecord | None:
+    """The price of exactly this model and class, if there is one."""
+    name = service_class or ANY_CLASS
+    could_be = len(model) <= MAX_MODEL_LENGTH and model.isprintable() and name.isprintable()
+    return await session.get(PriceRecord, (model, name)) if could_be else None
+
+
+async def get_price(session: AsyncSession, model: str, service_class: str | None) -> PriceRecord:
+    """Raises NotFound."""
+    record = await find_price(session, model, service_class)
+    if record is None:
+        raise NotFound("There is no such price; list them with GET /admin/v1/prices.", param="model")
+    return record
+
+
 async def set_price(session: AsyncSession, new: NewPrice) -> PriceRecord:
     """Set a price, or change it; it holds for requests that begin from then on, at every gateway within seconds. Raises
     BadRequest."""
@@ -55,9 +70,7 @@ async def set_price(session: AsyncSession, new: NewPrice) -> PriceRecord:
 
 async def delete_price(session: AsyncSession, model: str, service_class: str | None) -> PriceRecord:
     """Take a price away; what it was. Raises NotFound."""
-    record = await session.get(PriceRecord, (model[:MAX_MODEL_LENGTH], service_class or ANY_CLASS))
-    if record is None:
-        raise NotFound("There is no such price; list them with GET /admin/v1/prices.", param="model")
+    record = await get_price(session, model, service_class)
     await session.delete(record)
     return record
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from litestar import Controller, delete, get, put
+from litestar import Controller, Response, delete, get, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 
@@ -12,6 +12,7 @@ from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
+from moiety_platform.etags import Precondition, tagged
 from moiety_platform.query_parameters import Cursor, Limit
 from moiety_platform.quota import service
 from moiety_platform.quota.keeper import QuotaKeeper
@@ -32,14 +33,16 @@ class QuotaController(Controller):
         clock: NamedDependency[SkipValidation[Clock]],
         quotas: NamedDependency[QuotaKeeper],
         caller: NamedDependency[Caller],
+        precondition: NamedDependency[Precondition],
         data: JSONBody[NewQuota],
-    ) -> QuotaView:
+    ) -> Response[QuotaView]:
         """Set a limit, or change its cap; it holds here from the next request on, elsewhere within seconds."""
         _check_may_change(caller, data.level)
         async with store.write() as session:
+            precondition.check(await service.find_quota(session, data, clock.now()))
             view = await service.set_quota(session, data, clock.now())
         quotas.forget(Scope(Level(view.level), view.scope_id))
-        return view
+        return tagged(view)
 
     @get(opt=needs(Action.READ_QUOTAS))
     async def list_quotas(
@@ -60,10 +63,10 @@ class QuotaController(Controller):
         database: NamedDependency[Database],
         clock: NamedDependency[SkipValidation[Clock]],
         quota_id: FromPath[str],
-    ) -> QuotaView:
+    ) -> Response[QuotaView]:
         """One limit, and what is used of it in its window of now."""
         async with database.read() as session:
-            return await service.get_quota(session, quota_id, clock.now())
+            return tagged(await service.get_quota(session, quota_id, clock.now()))
 
     @delete("/{quota_id:str}", status_code=200, opt=needs(Action.WRITE_QUOTAS))
     async def delete_quota(
@@ -72,12 +75,15 @@ class QuotaController(Controller):
         clock: NamedDependency[SkipValidation[Clock]],
         quotas: NamedDependency[QuotaKeeper],
         caller: NamedDependency[Caller],
+        precondition: NamedDependency[Precondition],
         quota_id: FromPath[str],
     ) -> QuotaView:
         """Take a limit away; returns what it was."""
         async with store.write() as session:
+            current = await service.get_quota(session, quota_id, clock.now())
+            _check_may_change(caller, Level(current.level))
+            precondition.check(current)
             view = await service.delete_quota(session, quota_id, clock.now())
-            _check_may_change(caller, Level(view.level))
         quotas.forget(Scope(Level(view.level), view.scope_id))
         return view
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import ClassVar
 
 import msgspec
 
+from moiety_platform.etags import Tagged
 from moiety_platform.quota.bucket import Bucket
 from moiety_platform.quota.kinds import Kind, Level, window_end, window_start
 from moiety_platform.quota.models import Quota, QuotaRate, QuotaWindow
@@ -20,11 +22,13 @@ class NewQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cap: int
 
 
-class QuotaView(msgspec.Struct, frozen=True):
+class QuotaView(Tagged, frozen=True):
     """A limit and how it stands. Of a stock, `used` is settled in the window of now, and `reserved` is leased to
     gateways, for requests that run or are to come; what is left to lease is the cap less both. Of a rate, `used` is
     what has not worn off yet, which it has at `resets_at`. Of open requests, `used` counts those that run, and those
     that gateways keep room for. Amounts of money are nano-dollars."""
+
+    transient: ClassVar[frozenset[str]] = frozenset({"used", "reserved", "window_start", "resets_at"})
 
     id: str
     level: str

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from sqlalchemy import select, tuple_
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import ColumnElement, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.audit.trail import Change, note, row_of
+from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import BadRequest, NotFound
@@ -29,22 +29,24 @@ _TABLES: dict[Level, type[Tenant | Project | ApiKey]] = {
 async def set_quota(session: AsyncSession, new: NewQuota, now: datetime) -> QuotaView:
     """Set a limit, or change its cap; gateways go by it within seconds. A cap below what is used already lets nothing
     through until the window ends. Raises BadRequest, or NotFound where the scope is unknown."""
-    highest = MAX_CAP if new.kind.meter is Meter.STOCK else MAX_RATE
-    if not 0 <= new.cap <= highest:
-        raise BadRequest(f"'cap' must be a number from 0 to {highest}; 0 lets nothing through.", param="cap")
-    scope_id = await _require(session, Scope(new.level, new.scope_id))
+    scope_id = await _scope_id(session, new)
     same = (Quota.level, Quota.scope_id, Quota.kind)
     values = {"level": new.level, "scope_id": scope_id, "kind": new.kind, "cap": new.cap}
-    dialect = postgresql if session.get_bind().dialect.name == "postgresql" else sqlite
-    known = (Quota.level == new.level, Quota.scope_id == scope_id, Quota.kind == new.kind)
-    old_cap = await session.scalar(select(Quota.cap).where(*known))
-    statement = dialect.insert(Quota).values(id=new_id("quo"), created_at=now, **values)
-    statement = statement.on_conflict_do_update(index_elements=same, set_={"cap": new.cap})
-    quota = (await session.scalars(statement.returning(Quota))).one()
+    old_cap = await session.scalar(select(Quota.cap).where(*_same(new, scope_id)))
+    statement = insert_into(session, Quota).values(id=new_id("quo"), created_at=now, **values)
+    statement = statement.on_conflict_do_update(index_elements=same, set_={"cap": new.cap}).returning(Quota)
+    quota = (await session.scalars(statement, execution_options={"populate_existing": True})).one()
     after = row_of(quota)
     before = None if old_cap is None else {**after, "cap": old_cap}
     note(session, Change("create" if before is None else "change", Quota.__tablename__, quota.id, before, after))
     return (await _views(session, [quota], now))[0]
+
+
+async def find_quota(session: AsyncSession, new: NewQuota, now: datetime) -> QuotaView | None:
+    """The limit that `new` would replace, if there is one. Raises what `set_quota` raises."""
+    scope_id = await _scope_id(session, new)
+    quota = (await session.scalars(select(Quota).where(*_same(new, scope_id)))).one_or_none()
+    return None if quota is None else (await _views(session, [quota], now))[0]
 
 
 async def get_quota(session: AsyncSession, quota_id: str, now: datetime) -> QuotaView:
@@ -77,6 +79,18 @@ async def _find(session: AsyncSession, quota_id: str) -> Quota:
     if quota is None:
         raise NotFound("There is no limit with this id; list them with GET /admin/v1/quotas.", param="quota_id")
     return quota
+
+
+async def _scope_id(session: AsyncSession, new: NewQuota) -> str:
+    """The id that the limit stands under."""
+    highest = MAX_CAP if new.kind.meter is Meter.STOCK else MAX_RATE
+    if not 0 <= new.cap <= highest:
+        raise BadRequest(f"'cap' must be a number from 0 to {highest}; 0 lets nothing through.", param="cap")
+    return await _require(session, Scope(new.level, new.scope_id))
+
+
+def _same(new: NewQuota, scope_id: str) -> tuple[ColumnElement[bool], ...]:
+    return Quota.level == new.level, Quota.scope_id == scope_id, Quota.kind == new.kind
 
 
 async def _require(session: AsyncSession, scope: Scope) -> str:

@@ -41,6 +41,7 @@ def _describe(state: EngineState) -> dict[str, Any]:
             "device": card.device,
             "max_context_tokens": card.max_context_tokens,
             "vocab_size": card.vocab_size,
+            "embedding_width": card.embedding_width,
             "created_unix_s": card.created_unix_s,
         },
         "load": None if load is None else msgspec.to_builtins(load),

@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Self
 
 from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
-from moiety_platform.routing.choose import choose
+from moiety_platform.errors import NotFound
+from moiety_platform.routing.choose import MODEL_NOT_FOUND, choose, model_not_found
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Card
 
@@ -78,8 +79,12 @@ class Replicas:
             async with asyncio.timeout(timeout_s):
                 await changed.wait()
 
-    def card(self, model: str) -> Card:
-        """The card of an engine that can take a request. Raises NotFound or Unavailable."""
+    def card(self, model: str, allowed: frozenset[str] | None) -> Card:
+        """The card of an engine that can take a request, for a key that may use the models `allowed`, None being all.
+        Raises NotFound or Unavailable."""
+        if allowed is not None and model not in allowed:
+            served = sorted(allowed & self.cards().keys())
+            raise NotFound(model_not_found(model[:256], served), code=MODEL_NOT_FOUND, param="model")
         card = choose(self.states(), model).card
         assert card is not None, "choose returns engines that have a card"
         return card

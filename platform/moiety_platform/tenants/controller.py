@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from litestar import Controller, get, patch, post
+from litestar import Controller, Response, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 
@@ -11,6 +11,7 @@ from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
+from moiety_platform.etags import Precondition, tagged
 from moiety_platform.query_parameters import Cursor, Limit
 from moiety_platform.tenants import service
 from moiety_platform.tenants.schemas import (
@@ -54,18 +55,23 @@ class TenantController(Controller):
             return await service.list_tenants(session, parse_page(limit, cursor), name=name)
 
     @get("/{tenant_id:str}", opt=needs(Action.READ_TENANTS))
-    async def get_tenant(self, database: NamedDependency[Database], tenant_id: FromPath[str]) -> TenantView:
+    async def get_tenant(self, database: NamedDependency[Database], tenant_id: FromPath[str]) -> Response[TenantView]:
         """One tenant."""
         async with database.read() as session:
-            return TenantView.of(await service.get_tenant(session, tenant_id))
+            return tagged(TenantView.of(await service.get_tenant(session, tenant_id)))
 
     @patch("/{tenant_id:str}", opt=needs(Action.WRITE_TENANTS))
     async def change_tenant(
-        self, store: NamedDependency[AuditedStore], tenant_id: FromPath[str], data: JSONBody[TenantChange]
-    ) -> TenantView:
+        self,
+        store: NamedDependency[AuditedStore],
+        precondition: NamedDependency[Precondition],
+        tenant_id: FromPath[str],
+        data: JSONBody[TenantChange],
+    ) -> Response[TenantView]:
         """Change a tenant's name, class, weight or status; `suspended` refuses its keys within seconds."""
         async with store.write() as session:
-            return TenantView.of(await service.change_tenant(session, tenant_id, data))
+            precondition.check(TenantView.of(await service.get_tenant(session, tenant_id)))
+            return tagged(TenantView.of(await service.change_tenant(session, tenant_id, data)))
 
 
 class ProjectController(Controller):
@@ -99,7 +105,9 @@ class ProjectController(Controller):
             return await service.list_projects(session, parse_page(limit, cursor), tenant_id=tenant_id, name=name)
 
     @get("/{project_id:str}", opt=needs(Action.READ_PROJECTS))
-    async def get_project(self, database: NamedDependency[Database], project_id: FromPath[str]) -> ProjectView:
+    async def get_project(
+        self, database: NamedDependency[Database], project_id: FromPath[str]
+    ) -> Response[ProjectView]:
         """One project."""
         async with database.read() as session:
-            return ProjectView.of(await service.get_project(session, project_id))
+            return tagged(ProjectView.of(await service.get_project(session, project_id)))

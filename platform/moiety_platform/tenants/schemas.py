@@ -6,6 +6,7 @@ from datetime import datetime
 
 import msgspec
 
+from moiety_platform.etags import Tagged
 from moiety_platform.tenants.models import Project, Tenant
 from moiety_wire.classes import STANDARD
 
@@ -34,7 +35,7 @@ class NewProject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
 
 
-class TenantView(msgspec.Struct, frozen=True):
+class TenantView(Tagged, frozen=True):
     """A tenant as the API shows it."""
 
     id: str
@@ -56,7 +57,7 @@ class TenantPage(msgspec.Struct, frozen=True):
     next_cursor: str | None
 
 
-class ProjectView(msgspec.Struct, frozen=True):
+class ProjectView(Tagged, frozen=True):
     """A project as the API shows it."""
 
     id: str

@@ -163,7 +163,8 @@ class Moiety(Policy):
         predicted_s = wait_s + sequence.num_uncached * self._pace.token_s + self._pace.step_s
         if service.ttft_s is None or not self.tuning.admission:
             return Verdict(service, Reason.IN_TIME, predicted_s)
-        target_s = service.ttft_s + service.ttft_per_1k_s * sequence.num_uncached / 1000
+        num_allowed = sequence.num_uncached + sequence.submit.sibling_tokens
+        target_s = service.ttft_s + service.ttft_per_1k_s * num_allowed / 1000
         best = service.rank <= self._pace.best_rank
         if predicted_s <= (self.tuning.ttft_margin_of_best if best else self.tuning.ttft_margin) * target_s:
             return Verdict(service, Reason.IN_TIME, predicted_s)

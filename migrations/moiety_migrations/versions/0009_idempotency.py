@@ -1,0 +1,43 @@
+"""Answers kept under Idempotency-Keys."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0009"
+down_revision = "0008"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Make the two tables."""
+    op.create_table(
+        "idempotent_requests",
+        sa.Column("tenant_id", sa.String(32), primary_key=True),
+        sa.Column("key_hash", sa.LargeBinary(), primary_key=True),
+        sa.Column("fingerprint", sa.LargeBinary(), nullable=False),
+        sa.Column("claim_id", sa.String(32), nullable=False),
+        sa.Column("state", sa.String(16), nullable=False),
+        sa.Column("expires_ms", sa.BigInteger(), nullable=False),
+        sa.Column("num_bytes", sa.BigInteger(), nullable=False),
+        sa.Column("status", sa.Integer()),
+        sa.Column("headers", sa.JSON()),
+        sa.Column("body", sa.LargeBinary()),
+        sa.CheckConstraint("state IN ('running', 'kept', 'not_kept')", name=op.f("ck_idempotent_requests_state_known")),
+    )
+    op.create_index("ix_idempotent_requests_claim_id", "idempotent_requests", ["claim_id"], unique=True)
+    op.create_index("ix_idempotent_requests_expires_ms", "idempotent_requests", ["expires_ms"])
+    op.create_table(
+        "idempotency_tenants",
+        sa.Column("tenant_id", sa.String(32), primary_key=True),
+        sa.Column("num_keys", sa.BigInteger(), nullable=False),
+        sa.Column("num_bytes", sa.BigInteger(), nullable=False),
+    )
+
+
+def downgrade() -> None:
+    """Take them away again, with all that is kept."""
+    op.drop_table("idempotency_tenants")
+    op.drop_table("idempotent_requests")

@@ -1,0 +1,37 @@
+"""How many streams each key has open at this gateway, and the bound on them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from moiety_platform.errors import RateLimited
+
+RETRY_AFTER_S = 1.0
+
+
+class StreamGate:
+    """Counts streamed answers from their request's body to their end. One event loop."""
+
+    def __init__(self, max_per_key: int) -> None:
+        self._limit = max_per_key
+        self._num_open: Counter[str] = Counter()
+
+    @contextmanager
+    def hold(self, key_id: str) -> Iterator[None]:
+        """Count a stream as open. Raises RateLimited where the key has as many as it may have."""
+        if self._num_open[key_id] >= self._limit:
+            raise RateLimited(
+                f"This key has {self._limit} streams open at this gateway, and no more are allowed; read some to their "
+                "end or close them, then try again",
+                code="too_many_streams",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._num_open[key_id] += 1
+        try:
+            yield
+        finally:
+            self._num_open[key_id] -= 1
+            if not self._num_open[key_id]:
+                del self._num_open[key_id]

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API over the same pipeline: its fields, its words and its errors."""

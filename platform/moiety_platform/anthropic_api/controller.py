@@ -1,0 +1,116 @@
+"""Anthropic's endpoints: `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import structlog
+from litestar import Request, Response, post
+from litestar.handlers import HTTPRouteHandler
+from litestar.types import Scope
+
+from moiety_platform.anthropic_api.answers import MessageEvents, MessageHead, whole_message
+from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS
+from moiety_platform.anthropic_api.schemas import ConversationBody, MessagesBody
+from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
+from moiety_platform.completions.answers import Choice
+from moiety_platform.completions.body import receive_body
+from moiety_platform.completions.exchange import Endpoint, ExchangeServices, route
+from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.run import Run
+from moiety_platform.completions.text import ModelTexts
+from moiety_platform.completions.text_answer import TextAnswer
+from moiety_platform.errors import PlatformError
+from moiety_platform.headers import authorization_of, header_of
+from moiety_platform.http_errors import error_headers, internal_error
+from moiety_platform.request_ids import MESSAGES_PATH, request_id_of
+from moiety_platform.routing.replicas import Replicas
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageServices:
+    """What these endpoints need."""
+
+    exchange: ExchangeServices
+    replicas: Replicas
+    texts: ModelTexts
+
+
+def message_routes(services: MessageServices) -> list[HTTPRouteHandler]:
+    """The handlers of both endpoints."""
+    messages = Endpoint(
+        MESSAGES_PATH,
+        "chat",
+        "msg_",
+        MessagesBody,
+        TextAnswer(_whole, _events),
+        errors=ANTHROPIC_ERRORS,
+        authorization=_authorization_of,
+    )
+    return [route(messages, services.exchange), _count_route(services)]
+
+
+async def _whole(body: MessagesBody, run: Run, record: RequestRecord, choices: Sequence[Choice]) -> bytes:
+    (choice,) = choices
+    assert choice.finished is not None, "a collected answer has come to its end"
+    return whole_message(_head(body, record), "".join(choice.text), choice.finished, run.usage())
+
+
+async def _events(body: MessagesBody, run: Run, record: RequestRecord) -> MessageEvents:
+    return MessageEvents(_head(body, record), run.usage().prompt_tokens)
+
+
+def _head(body: MessagesBody, record: RequestRecord) -> MessageHead:
+    return MessageHead(record.request_id, record.served_model, record.served_tier, body.stop_sequences or ())
+
+
+def _count_route(services: MessageServices) -> HTTPRouteHandler:
+    exchange = services.exchange
+
+    @post(
+        f"{MESSAGES_PATH}/count_tokens",
+        name="count_message_tokens",
+        exception_handlers={PlatformError: _answer_error, Exception: _answer_unexpected},
+    )
+    async def count_tokens(request: Request[Any, Any, Any]) -> Response[bytes]:
+        principal = await exchange.authenticator.authenticate(_authorization_of(request.scope))
+        require_scope(principal, INFERENCE_SCOPE)
+        body = await receive_body(
+            ConversationBody,
+            request.receive,
+            request.scope["headers"],
+            exchange.max_body_bytes,
+            exchange.max_json_depth,
+            exchange.shape,
+        )
+        text = await services.texts.get(services.replicas.card(body.model, principal.allowed_models))
+        (token_ids,) = await text.encode([body.conversation()])
+        return _json(200, msgspec.json.encode({"input_tokens": len(token_ids)}))
+
+    return count_tokens
+
+
+def _authorization_of(scope: Scope) -> str | None:
+    """The key in Anthropic's own header goes before one in `Authorization`."""
+    key = header_of(scope, b"x-api-key")
+    return authorization_of(scope) if key is None else f"Bearer {key}"
+
+
+def _answer_error(request: Request[Any, Any, Any], error: PlatformError) -> Response[bytes]:
+    body = ANTHROPIC_ERRORS.body(error, request_id_of(request.scope))
+    return _json(ANTHROPIC_ERRORS.status(error), body, error_headers(error))
+
+
+def _answer_unexpected(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    """A defect of ours: logged whole, told without detail."""
+    log.error("unexpected_error", exc_info=error)
+    return _answer_error(request, internal_error())
+
+
+def _json(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response[bytes]:
+    return Response(body, status_code=status, headers=headers, media_type="application/json")

@@ -1,0 +1,47 @@
+"""Errors in Anthropic's form. Its `details` hold our stable code as `error_code`, and `param` and `reason` where there
+are any."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moiety_platform.errors import Overloaded, PlatformError
+from moiety_wire.messages import Reason
+
+OVERLOADED_STATUS = 529
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    OVERLOADED_STATUS: "overloaded_error",
+}
+
+
+class AnthropicErrors:
+    """The form of every error under `/v1/messages`, in an answer of its own or in a stream."""
+
+    def status(self, error: PlatformError) -> int:
+        """529 where the server has too much to do, 429 where the tenant itself has too much in flight."""
+        if isinstance(error, Overloaded) and error.reason is not Reason.TENANT_QUEUE_FULL:
+            return OVERLOADED_STATUS
+        return error.status
+
+    def body(self, error: PlatformError, request_id: str) -> bytes:
+        details = {"error_code": error.code}
+        if error.param is not None:
+            details["param"] = error.param
+        if isinstance(error, Overloaded):
+            details["reason"] = error.reason.value
+        status = self.status(error)
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        fields = {"type": kind, "message": error.message, "details": details}
+        return msgspec.json.encode({"type": "error", "error": fields, "request_id": request_id})
+
+    def event(self, error: PlatformError, request_id: str) -> bytes:
+        return b"event: error\ndata: " + self.body(error, request_id) + b"\n\n"
+
+
+ANTHROPIC_ERRORS = AnthropicErrors()

@@ -1,0 +1,172 @@
+"""One request over HTTP and its answer, in whichever API's words. Those are an `Endpoint`'s business.
+
+A request is read, answered and ended in one place, `Exchange.__call__`; its record is closed before an error is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import structlog
+from litestar import Request, post
+from litestar.handlers import HTTPRouteHandler
+from litestar.types import ASGIApp, Receive, Scope, Send
+
+from moiety_platform.admission.streams import StreamGate
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.principal import Principal
+from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
+from moiety_platform.completions.body import receive_body
+from moiety_platform.completions.disconnect import ClientDisconnected, watching_for_disconnect
+from moiety_platform.completions.fields import AskingBody
+from moiety_platform.completions.limits import ShapeLimits
+from moiety_platform.completions.once import Once
+from moiety_platform.completions.pipeline import Pipeline
+from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.recorder import STOPPING, RequestRecorder
+from moiety_platform.completions.reply import ABORT_CONNECTION, Reply
+from moiety_platform.completions.run import Run
+from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
+from moiety_platform.headers import authorization_of, header_of
+from moiety_platform.http_errors import OPENAI_ERRORS, ErrorForm, internal_error
+from moiety_platform.metrics import Metrics
+from moiety_platform.request_ids import request_id_of
+
+CLASS_HEADER = "x-moiety-class"  # the class that is served
+ADMISSION_HEADER = "x-moiety-admission"  # the reason code of the engine's verdict
+
+Body = TypeVar("Body", bound=AskingBody)
+SendLast = Callable[[], Awaitable[None]]
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeServices:
+    """What every endpoint needs that asks something of an engine."""
+
+    authenticator: Authenticator
+    recorder: RequestRecorder
+    pipeline: Pipeline
+    once: Once
+    metrics: Metrics
+    max_body_bytes: int
+    max_json_depth: int
+    shape: ShapeLimits
+    streams: StreamGate
+    send_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint(Generic[Body]):
+    """One path of one API: what it takes, and how it words what comes. `answer` is called once the request is admitted:
+    it reads the run to its end and sends what there is to send meanwhile. What it returns sends the rest, once the
+    request is known to be completed."""
+
+    path: str
+    operation: str  # OpenTelemetry's name for it
+    id_prefix: str
+    schema: type[Body]
+    answer: Callable[[Body, Run, RequestRecord, Reply], Awaitable[SendLast]]
+    errors: ErrorForm = OPENAI_ERRORS
+    authorization: Callable[[Scope], str | None] = authorization_of
+
+
+def route(endpoint: Endpoint[Body], services: ExchangeServices) -> HTTPRouteHandler:
+    """The handler of an endpoint."""
+
+    @post(endpoint.path, name=endpoint.path)
+    async def create(request: Request[Any, Any, Any]) -> ASGIApp:
+        return Exchange(endpoint, services)
+
+    return create
+
+
+class Exchange(Generic[Body]):
+    """One request and its answer, as an ASGI application."""
+
+    def __init__(self, endpoint: Endpoint[Body], services: ExchangeServices) -> None:
+        self._endpoint = endpoint
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = Reply(
+            send,
+            self._services.send_timeout_s,
+            scope.get("state", {}).get(ABORT_CONNECTION),
+            self._endpoint.errors,
+            request_id_of(scope),
+        )
+        try:
+            principal = await self._authenticate(scope)
+            await self._services.once.serve(
+                principal, self._endpoint.path, scope, receive, reply, partial(self._serve, principal, scope, reply)
+            )
+        except ClientDisconnected:
+            return
+        except asyncio.CancelledError:
+            await _tell(reply, STOPPING)
+            raise
+        except PlatformError as exc:
+            await _tell(reply, exc)
+        except Exception:  # the root of a request: told as 500, logged whole
+            log.exception("request_failed", request_id=request_id_of(scope))
+            await _tell(reply, internal_error())
+
+    async def _authenticate(self, scope: Scope) -> Principal:
+        try:
+            principal = await self._services.authenticator.authenticate(self._endpoint.authorization(scope))
+            require_scope(principal, INFERENCE_SCOPE)
+        except (Unauthenticated, Forbidden) as exc:
+            self._services.metrics.observe_refusal(exc.status)
+            raise
+        return principal
+
+    async def _serve(self, principal: Principal, scope: Scope, reply: Reply, receive: Receive) -> None:
+        services, endpoint = self._services, self._endpoint
+        async with services.recorder.open(
+            principal,
+            request_id=endpoint.id_prefix + secrets.token_hex(16),
+            client_request_id=request_id_of(scope),
+            operation=endpoint.operation,
+            endpoint=endpoint.path,
+            traceparent=header_of(scope, b"traceparent"),
+            tracestate=header_of(scope, b"tracestate"),
+            status_of=endpoint.errors.status,
+        ) as record:
+            body = await receive_body(
+                endpoint.schema,
+                receive,
+                scope["headers"],
+                services.max_body_bytes,
+                services.max_json_depth,
+                services.shape,
+            )
+            with services.streams.hold(principal.root_key_id) if body.wants_stream else contextlib.nullcontext():
+                await self._answer(body, record, receive, reply)
+
+    async def _answer(self, body: Body, record: RequestRecord, receive: Receive, reply: Reply) -> None:
+        async with (
+            watching_for_disconnect(receive),
+            self._services.pipeline.run(record, body.generation()) as run,
+        ):
+            reply.headers = {
+                CLASS_HEADER: record.service_class,
+                ADMISSION_HEADER: record.admission_reason,
+                **record.spending.headers(),
+            }
+            send_last = await self._endpoint.answer(body, run, record, reply)
+        record.completed()
+        await send_last()
+
+
+async def _tell(reply: Reply, error: PlatformError) -> None:
+    """Send an error to a client that may have stopped to read."""
+    with contextlib.suppress(ClientDisconnected):
+        await reply.fail(error)

@@ -1,0 +1,29 @@
+"""How much of everything a body may have, as far as the operator sets it. The schemas take it as pydantic's context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moiety_platform.settings import GatewaySettings
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeLimits:
+    """The defaults are those of the settings."""
+
+    max_messages: int = 2048
+    max_choices: int = 16  # n
+    max_stop_strings: int = 16
+    max_stop_chars: int = 1024  # of each
+
+    @classmethod
+    def of(cls, settings: GatewaySettings) -> ShapeLimits:
+        return cls(
+            max_messages=settings.max_messages,
+            max_choices=settings.max_choices,
+            max_stop_strings=settings.max_stop_strings,
+            max_stop_chars=settings.max_stop_chars,
+        )
+
+
+DEFAULT_SHAPE = ShapeLimits()

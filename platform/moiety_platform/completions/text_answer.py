@@ -1,0 +1,57 @@
+"""An answer of text, whole or streamed, in whichever API's words."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+from moiety_platform.completions.answers import Choice
+from moiety_platform.completions.exchange import SendLast
+from moiety_platform.completions.fields import GeneratingBody
+from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.reply import Reply
+from moiety_platform.completions.run import Run
+from moiety_platform.completions.sse import Chunks
+from moiety_platform.completions.whole import collect
+from moiety_wire.messages import Finished
+
+Body = TypeVar("Body", bound=GeneratingBody)
+
+
+@dataclass(frozen=True, slots=True)
+class TextAnswer(Generic[Body]):
+    """How an endpoint answers with text: `whole` makes the body of an answer that is not streamed, `chunks` the events
+    of one that is."""
+
+    whole: Callable[[Body, Run, RequestRecord, Sequence[Choice]], Awaitable[bytes]]
+    chunks: Callable[[Body, Run, RequestRecord], Awaitable[Chunks]]
+
+    async def __call__(self, body: Body, run: Run, record: RequestRecord, reply: Reply) -> SendLast:
+        if body.wants_stream:
+            chunks = await self.chunks(body, run, record)
+            return partial(reply.end_stream, await _relay(chunks, run, record, reply))
+        return partial(reply.whole, 200, await self.whole(body, run, record, await collect(run)))
+
+
+async def _relay(chunks: Chunks, run: Run, record: RequestRecord, reply: Reply) -> bytes:
+    """Stream all choices as they come; returns what is to be sent last. The answer starts with the first tokens, so
+    that a request which an engine refuses still gets its proper status."""
+    opened = [False] * run.num_sequences
+    async for index, message in run:
+        parts: list[bytes] = []
+        if not opened[index]:
+            opened[index] = True
+            parts.append(chunks.opening(index))
+        if isinstance(message, Finished):
+            if message.text:
+                parts.append(chunks.piece(index, message.text, None))
+            parts.append(chunks.closing(index, message))
+        elif message.text or message.logprobs:
+            parts.append(chunks.piece(index, message.text, message.logprobs))
+        data = b"".join(parts)
+        if data:
+            record.answered_status = 200
+            await reply.stream(data)
+    return chunks.end(run.usage())

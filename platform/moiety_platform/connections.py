@@ -1,0 +1,221 @@
+"""A client's connection, before there is a request: uvicorn's, with bounds on a request's head and on a client's time.
+
+A client that breaks a bound, or HTTP itself, is told so in its API's form and hung up on. Nothing but the connection
+is held for it: a request is served when its head is there, and everything that costs waits for its body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, cast
+
+import uvicorn
+from litestar.types import Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS
+from moiety_platform.completions.reply import ABORT_CONNECTION
+from moiety_platform.errors import BadRequest, HeadTooLarge, PlatformError, RequestTimeout
+from moiety_platform.http_errors import OPENAI_ERRORS
+from moiety_platform.request_ids import MESSAGES_PATH, request_id_of
+from moiety_platform.settings import GatewaySettings
+
+MIN_BODY_BYTES_PER_S = 500  # of a body that takes longer than the timeout
+LINGER_S = 1.0  # what still comes is read for so long and dropped: a connection reset would take the answer along
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What a client may send ahead of a request, and how long it may take."""
+
+    max_header_bytes: int
+    max_headers: int
+    header_timeout_s: float
+    body_timeout_s: float
+    keep_alive_s: int
+
+    @classmethod
+    def of(cls, settings: GatewaySettings) -> ConnectionLimits:
+        return cls(
+            max_header_bytes=settings.max_header_bytes,
+            max_headers=settings.max_headers,
+            header_timeout_s=settings.header_timeout_s,
+            body_timeout_s=settings.body_timeout_s,
+            keep_alive_s=settings.keep_alive_s,
+        )
+
+
+class ServerConfig(uvicorn.Config):
+    """uvicorn's, with our limits for its connections."""
+
+    def __init__(self, app: Any, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(app, http=Connection, timeout_keep_alive=limits.keep_alive_s, **options)
+        self.limits = limits
+
+
+class _Phase(Enum):
+    """What the client is to send next."""
+
+    NOTHING = auto()  # or another request
+    HEAD = auto()
+    BODY = auto()
+
+
+class Connection(HttpToolsProtocol):
+    """One connection. Lets the application drop it, for a client that takes nothing of its answer."""
+
+    def __init__(self, config: ServerConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self._limits = config.limits
+        self.url = b""  # before there is a request
+        self._phase = _Phase.NOTHING
+        self._header_bytes = 0  # of whole headers
+        self._line_bytes = 0  # of a line of the head that has not come to its end
+        self._num_bytes = self._num_bytes_before = 0  # in all; when the timer was set
+        self._timer: asyncio.TimerHandle | None = None
+        self._timed: _Phase | None = None
+        self._is_refused = False
+
+    # ── asyncio ──
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._set_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._clear_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._num_bytes += len(data)
+        super().data_received(data)
+        if self._is_refused or self.transport.is_closing():
+            return
+        if self._phase is _Phase.HEAD and self._is_line_too_long(data):
+            self._refuse(self._head_too_large())
+            return
+        if self._phase is _Phase.NOTHING and not self._is_idle:
+            self._clear_timer()
+        elif self._timed is not self._phase:
+            self._set_timer()
+
+    # ── the parser ──
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"][ABORT_CONNECTION] = self.transport.abort
+        self._enter(_Phase.HEAD)
+        self._header_bytes = self._line_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._header_bytes += len(name) + len(value) + 4
+        self._check_head()
+
+    def on_headers_complete(self) -> None:
+        self._check_head()
+        super().on_headers_complete()
+        self._enter(_Phase.BODY)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._enter(_Phase.NOTHING)
+
+    def send_400_response(self, msg: str) -> None:
+        """The parser has stopped, at what is no HTTP or because a bound is broken."""
+        if self._phase is not _Phase.NOTHING and self._is_too_large():
+            self._refuse(self._head_too_large())
+        else:
+            self._refuse(
+                BadRequest("This is not HTTP/1.1 as this server reads it; use an HTTP client", code="bad_http")
+            )
+
+    # ── bounds ──
+
+    @property
+    def _is_idle(self) -> bool:
+        """Nothing is being answered, and nobody else waits for the client."""
+        return (self.cycle is None or self.cycle.response_complete) and self.timeout_keep_alive_task is None
+
+    def _check_head(self) -> None:
+        if self._is_too_large():
+            raise self._head_too_large()  # stops the parser
+
+    def _is_too_large(self) -> bool:
+        num_bytes = self._header_bytes + len(self.url)
+        return num_bytes > self._limits.max_header_bytes or len(self.headers) > self._limits.max_headers
+
+    def _is_line_too_long(self, data: bytes) -> bool:
+        """The parser gives a header when it is whole; until then it keeps what comes."""
+        end = data.rfind(b"\n")
+        self._line_bytes = self._line_bytes + len(data) if end < 0 else len(data) - end - 1
+        return self._header_bytes + self._line_bytes > self._limits.max_header_bytes
+
+    def _head_too_large(self) -> HeadTooLarge:
+        return HeadTooLarge(
+            f"The request's line and headers are more than the {self._limits.max_header_bytes} bytes or "
+            f"{self._limits.max_headers} headers that this server accepts; send less"
+        )
+
+    def _enter(self, phase: _Phase) -> None:
+        self._phase = phase
+        if phase is not _Phase.BODY:
+            self._timed = None  # a timer that runs is of what came before
+
+    def _set_timer(self) -> None:
+        self._clear_timer()
+        self._timed, self._num_bytes_before = self._phase, self._num_bytes
+        seconds = self._limits.body_timeout_s if self._phase is _Phase.BODY else self._limits.header_timeout_s
+        self._timer = self.loop.call_later(seconds, self._time_is_up)
+
+    def _clear_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._timed = None
+
+    def _time_is_up(self) -> None:
+        if self.transport.is_closing():
+            return
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if self._phase is _Phase.HEAD and is_answering:
+            self._set_timer()  # a request ahead of its turn
+        elif self._phase is _Phase.BODY and self._body_comes_on():
+            self._set_timer()
+        elif self._phase is _Phase.NOTHING or (self._phase is _Phase.BODY and not is_answering):
+            self.transport.close()
+        else:
+            what = "body" if self._phase is _Phase.BODY else "headers"
+            self._refuse(RequestTimeout(f"The request's {what} did not come in time; send the request again, faster"))
+
+    def _body_comes_on(self) -> bool:
+        """Fast enough, or held up by this side."""
+        num_bytes = self._num_bytes - self._num_bytes_before
+        return self.flow.read_paused or num_bytes >= MIN_BODY_BYTES_PER_S * self._limits.body_timeout_s
+
+    def _refuse(self, error: PlatformError) -> None:
+        """Tell the client and hang up; the application sees a client that has left."""
+        self._is_refused = True
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if cycle.response_started or self.pipeline:
+                self.transport.abort()  # in the middle of an answer, nothing more can be said
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
+        body = self._word(error)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[error.status] + head + body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._clear_timer()
+        self._timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _word(self, error: PlatformError) -> bytes:
+        """In the form of the API that is asked, as far as that is known."""
+        if self.url.startswith(MESSAGES_PATH.encode()):
+            return ANTHROPIC_ERRORS.body(error, request_id_of(cast(Scope, self.scope)))
+        return OPENAI_ERRORS.body(error, "")

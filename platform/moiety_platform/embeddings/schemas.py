@@ -1,0 +1,58 @@
+"""The body of `/v1/embeddings`: OpenAI's fields, strictly typed, and what they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from moiety_platform.completions.fields import (
+    INT32_MAX,
+    AskingBody,
+    ModelName,
+    RawPrompts,
+    as_prompts,
+    forms_of_prompts,
+)
+from moiety_platform.completions.generation import Generation
+from moiety_platform.errors import BadRequest
+from moiety_wire.messages import Sampling
+
+
+class EmbeddingBody(AskingBody):
+    """null means the default, as everywhere in OpenAI's API. `user` is accepted and means nothing here."""
+
+    forms: ClassVar[Mapping[str, str]] = MappingProxyType({"input": forms_of_prompts("inputs")})
+
+    model: ModelName
+    input: RawPrompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    user: str | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+
+    def generation(self) -> Generation:
+        """What is asked of the engines. Raises BadRequest for an input without anything in it."""
+        _check_filled(self.input)
+        return Generation(
+            model=self.model,
+            prompts=as_prompts(self.input),
+            num_choices=1,
+            sampling=Sampling(),
+            max_tokens=0,
+            service_tier=self.service_tier,
+            embed=True,
+            dimensions=self.dimensions,
+            prompt_field="input",
+        )
+
+
+def _check_filled(given: str | list[str] | list[int] | list[list[int]]) -> None:
+    if not given:
+        raise BadRequest("'input' is empty; send a text, token ids, or a list of either", param="input")
+    if isinstance(given, list):
+        for index, one in enumerate(given):
+            if not one and not isinstance(one, int):
+                raise BadRequest(f"'input.{index}' is empty; leave it out, or send text or token ids", param="input")

@@ -1,0 +1,38 @@
+"""/admin/v1/tenants/{tenant_id}/idempotency: what is kept of a tenant's answers, erased on demand."""
+
+from __future__ import annotations
+
+import msgspec
+from litestar import Controller, delete
+from litestar.di import NamedDependency
+from litestar.params import FromPath
+
+from moiety_platform.access.table import Action, needs
+from moiety_platform.audit.trail import AuditedStore, Change, note
+from moiety_platform.idempotency.models import IdempotentRequest
+from moiety_platform.idempotency.store import KeyStore
+from moiety_platform.tenants.service import get_tenant
+
+
+class Erased(msgspec.Struct, frozen=True):
+    """How many keys and answers were erased."""
+
+    num_keys: int
+
+
+class IdempotencyController(Controller):
+    """Answers kept for requests with an `Idempotency-Key`."""
+
+    path = "/tenants/{tenant_id:str}/idempotency"
+    tags = ("tenants",)
+
+    @delete(status_code=200, opt=needs(Action.ERASE_KEPT_ANSWERS))
+    async def erase_kept_answers(self, store: NamedDependency[AuditedStore], tenant_id: FromPath[str]) -> Erased:
+        """Erase every answer that is kept for a tenant's Idempotency-Keys, before it expires. A key that is sent again
+        is served again."""
+        async with store.write() as session:
+            tenant = await get_tenant(session, tenant_id)
+            num_keys = await KeyStore().erase(session, tenant.id)
+            what = {"tenant_id": tenant.id, "num_keys": num_keys}
+            note(session, Change("delete", IdempotentRequest.__tablename__, tenant.id, what, None))
+        return Erased(num_keys)

@@ -1,0 +1,219 @@
+"""Keys in the database: held once among all gateways, counted exactly, and gone when they expire. On both databases."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from sqlalchemy import BigInteger, ColumnElement, func, literal, select
+
+from moiety_platform.db.session import Database
+from moiety_platform.idempotency.errors import AnswerNotKept, KeyInUse, KeyReused, TooManyKeys
+from moiety_platform.idempotency.keeper import CLAIM_S, Claim, IdempotencyKeeper, KeepingLimits
+from moiety_platform.idempotency.keys import Asked
+from moiety_platform.idempotency.models import IdempotencyTenant, IdempotentRequest
+from moiety_platform.idempotency.store import KeptAnswer, KeyStore
+
+LIMITS = KeepingLimits(ttl_s=60, max_answer_bytes=100, max_keys_per_tenant=1000, max_bytes_per_tenant=1000)
+
+NewKeeper = Callable[..., IdempotencyKeeper]
+
+
+class DatabaseClock:
+    """The database's clock, moved by hand."""
+
+    def __init__(self) -> None:
+        self.ms = 1_800_000_000_000
+
+    def advance(self, seconds: float) -> None:
+        self.ms += round(seconds * 1000)
+
+    def now(self) -> ColumnElement[int]:
+        return literal(self.ms, BigInteger)
+
+
+@pytest.fixture
+def time() -> DatabaseClock:
+    return DatabaseClock()
+
+
+@pytest.fixture
+def new_keeper(time: DatabaseClock) -> NewKeeper:
+    """Makes a gateway's keeper of keys. Nothing renews its claims by itself."""
+
+    def make(database: Database, limits: KeepingLimits = LIMITS) -> IdempotencyKeeper:
+        return IdempotencyKeeper(database, KeyStore(now=time.now), limits)
+
+    return make
+
+
+@pytest.fixture
+async def second(database_url: str) -> AsyncIterator[Database]:
+    """What another gateway has open."""
+    opened = Database.open(database_url)
+    yield opened
+    await opened.close()
+
+
+def asked(body: bytes = b"body", tenant_id: str = "ten_a") -> Asked:
+    return Asked(tenant_id, "prj", None, "/v1/x", body)
+
+
+async def hold(keeper: IdempotencyKeeper, key: bytes, what: Asked | None = None) -> Claim:
+    claim = await keeper.claim(key, what or asked())
+    assert isinstance(claim, Claim)
+    return claim
+
+
+async def answer(keeper: IdempotencyKeeper, key: bytes, data: bytes, what: Asked | None = None) -> None:
+    claim = await hold(keeper, key, what)
+    claim.note(data)
+    await claim.keep(200, {"content-type": "text/plain"})
+    await claim.release()
+
+
+async def check_sums(database: Database) -> None:
+    """What is counted for each tenant is what its rows add up to."""
+    tenant_id, size = IdempotentRequest.tenant_id, IdempotentRequest.num_bytes
+    actual = func.coalesce(func.length(IdempotentRequest.body), 0)
+    async with database.read() as session:
+        rows = await session.execute(select(tenant_id, func.count(), func.sum(size)).group_by(tenant_id))
+        there = {tenant: (int(keys), int(total)) for tenant, keys, total in rows}
+        sums = await session.scalars(select(IdempotencyTenant))
+        counted = {one.tenant_id: (one.num_keys, one.num_bytes) for one in sums}
+        assert (await session.scalars(select(tenant_id).where(size != actual))).all() == []
+    assert there == counted
+
+
+async def test_of_many_at_once_at_two_gateways_one_holds_the_key(
+    database: Database, second: Database, new_keeper: NewKeeper
+) -> None:
+    keepers = [new_keeper(one) for one in (database, second)] * 10
+    found = await asyncio.gather(*(keeper.claim(b"k", asked()) for keeper in keepers), return_exceptions=True)
+    assert sum(isinstance(one, Claim) for one in found) == 1
+    assert sum(isinstance(one, KeyInUse) for one in found) == len(keepers) - 1
+    await check_sums(database)
+
+
+async def test_an_answer_is_kept_until_it_expires(
+    database: Database, second: Database, new_keeper: NewKeeper, time: DatabaseClock
+) -> None:
+    here, there = new_keeper(database), new_keeper(second)
+    await answer(here, b"k", b"hello")
+    time.advance(LIMITS.ttl_s - 1)
+    assert await there.claim(b"k", asked()) == KeptAnswer(200, {"content-type": "text/plain"}, b"hello")
+    with pytest.raises(KeyReused):
+        await there.claim(b"k", asked(b"another body"))
+    time.advance(1)
+    await (await hold(there, b"k", asked(b"another body"))).release()
+    await hold(here, b"k")
+    await check_sums(database)
+
+
+async def test_a_claim_is_held_while_it_is_renewed_and_taken_over_when_it_is_not(
+    database: Database, second: Database, new_keeper: NewKeeper, time: DatabaseClock
+) -> None:
+    here, there = new_keeper(database), new_keeper(second)
+    lost = await hold(here, b"k")
+    for _ in range(3):
+        time.advance(CLAIM_S - 1)
+        await here.renew()
+        with pytest.raises(KeyInUse):
+            await there.claim(b"k", asked())
+    time.advance(CLAIM_S)
+    taken = await hold(there, b"k")
+    await here.renew()
+    lost.note(b"late")
+    await lost.keep(200, {})  # is not stored over what the other does
+    with pytest.raises(KeyInUse):
+        await here.claim(b"k", asked())
+    taken.note(b"mine")
+    await taken.keep(200, {})
+    assert await here.claim(b"k", asked()) == KeptAnswer(200, {}, b"mine")
+    await check_sums(database)
+
+
+async def test_a_keeper_that_was_started_renews_its_claims_by_itself(database: Database, second: Database) -> None:
+    here, there = (IdempotencyKeeper(one, KeyStore(), LIMITS, claim_s=0.6) for one in (database, second))
+    await hold(here, b"k")
+    await here.start()
+    await asyncio.sleep(0.8)  # of the database's own clock, which nobody moves
+    with pytest.raises(KeyInUse):
+        await there.claim(b"k", asked())
+    await here.stop()
+
+
+async def test_too_many_keys_and_too_many_bytes_are_those_of_one_tenant(
+    database: Database, new_keeper: NewKeeper
+) -> None:
+    keeper = new_keeper(database, KeepingLimits(60, 100, 3, 150))
+    await answer(keeper, b"1", b"x" * 100)
+    await answer(keeper, b"2", b"x" * 100)  # together more than 150
+    await answer(keeper, b"3", b"x" * 101)  # more than 100 by itself
+    for key in (b"2", b"3"):
+        with pytest.raises(AnswerNotKept):
+            await keeper.claim(key, asked())
+    with pytest.raises(TooManyKeys):
+        await keeper.claim(b"4", asked())
+    await answer(keeper, b"4", b"x" * 100, asked(tenant_id="ten_b"))
+    await check_sums(database)
+
+
+async def test_what_has_expired_is_purged_in_batches_and_what_has_not_stays(
+    database: Database, new_keeper: NewKeeper, time: DatabaseClock
+) -> None:
+    keeper = new_keeper(database)
+    for number in range(7):
+        await answer(keeper, b"%d" % number, b"hello", asked(tenant_id=f"ten_{number % 2}"))
+    time.advance(LIMITS.ttl_s)
+    await answer(keeper, b"stays", b"hello")
+    async with database.write() as session:
+        assert await KeyStore(now=time.now).purge(session, 5) == 5
+    await check_sums(database)
+    assert await keeper.purge() == 2
+    async with database.read() as session:
+        assert await session.scalar(select(func.count()).select_from(IdempotentRequest)) == 1
+        assert (await session.scalars(select(IdempotencyTenant.tenant_id))).all() == ["ten_a"]
+
+
+async def test_a_tenants_text_is_erased_on_demand_and_what_runs_leaves_none(
+    database: Database, new_keeper: NewKeeper
+) -> None:
+    keeper = new_keeper(database)
+    await answer(keeper, b"kept", b"hello")
+    await answer(keeper, b"kept", b"hello", asked(tenant_id="ten_b"))
+    running = await hold(keeper, b"running")
+    async with database.write() as session:
+        assert await KeyStore().erase(session, "ten_a") == 2
+    running.note(b"late")
+    await running.keep(200, {})
+    async with database.read() as session:
+        assert (await session.scalars(select(IdempotentRequest.tenant_id))).all() == ["ten_b"]
+    await check_sums(database)
+
+
+async def test_sums_stay_exact_whatever_happens_at_once(
+    database: Database, second: Database, new_keeper: NewKeeper, time: DatabaseClock
+) -> None:
+    rng = random.Random(8)
+    keepers = [new_keeper(one, KeepingLimits(2, 100, 1000, 300)) for one in (database, second)]
+
+    async def one_request(number: int) -> None:
+        keeper, key, tenant = keepers[number % 2], b"%d" % rng.randrange(6), f"ten_{rng.randrange(3)}"
+        try:
+            found = await keeper.claim(key, asked(tenant_id=tenant))
+        except (KeyInUse, AnswerNotKept):
+            return
+        if isinstance(found, Claim):
+            time.advance(rng.choice([0, 0, 1]))
+            found.note(b"x" * rng.randrange(120))
+            if rng.random() < 0.7:
+                await found.keep(200, {})
+            await found.release()
+
+    for _ in range(3):
+        purging = [keeper.purge() for keeper in keepers]
+        await asyncio.gather(*map(one_request, range(16)), *purging)
+        await check_sums(database)
