@@ -107,15 +107,3 @@ async def test_a_gateway_is_told_what_another_has_left(
         assert record.num_output_tokens == answer.end.num_output_tokens == 4
         await other.send(Settled("first", ["r"]))
         await other.until_load(lambda load: not load.unsettled_replicas)
-
-
-async def test_an_embedding_is_metered_as_a_prompt_without_output(bench: Any, submit: Any) -> None:
-    async with bench() as running:
-        gateway = running.connect()
-        await gateway.send(Hello("gateway", replica_id="first"))
-        await gateway.until(lambda: gateway.loads)
-        nothing = Stopping(max_tokens=0)
-        await gateway.ask(submit(bill=b"bill", embed=True, stopping=nothing, credit_tokens=0))
-        assert "first" in (await gateway.until_load(lambda load: load.unsettled_replicas)).unsettled_replicas
-        await gateway.send(Settled("first", ["r"]))
-        await gateway.until_load(lambda load: not load.unsettled_replicas)
