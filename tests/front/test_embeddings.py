@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from moiety_engine.scripted.script import Script
-from moiety_wire.messages import Abort, Accepted, Failed, FailureCode, Finished, FinishReason, Stopping
+from moiety_wire.messages import (
+    Abort,
+    Accepted,
+    Failed,
+    FailureCode,
+    Finished,
+    FinishReason,
+    Hello,
+    Settled,
+    Stopping,
+)
 
 NOTHING = Stopping(max_tokens=0)
 
@@ -81,3 +91,14 @@ async def test_an_abort_ends_it_without_a_vector(bench: Any, submit: Any) -> Non
         assert isinstance(end, Finished)
         assert (end.reason, end.embedding) == (FinishReason.ABORT, b"")
         await gateway.until_idle()
+
+
+async def test_an_embedding_is_metered_as_a_prompt_without_output(bench: Any, submit: Any) -> None:
+    async with bench() as running:
+        gateway = running.connect()
+        await gateway.send(Hello("gateway", replica_id="first"))
+        await gateway.until(lambda: gateway.loads)
+        await gateway.ask(wanted(submit, bill=b"bill"))
+        assert "first" in (await gateway.until_load(lambda load: load.unsettled_replicas)).unsettled_replicas
+        await gateway.send(Settled("first", ["r"]))
+        await gateway.until_load(lambda load: not load.unsettled_replicas)

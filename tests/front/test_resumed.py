@@ -24,6 +24,8 @@ CASES = {
     "broken at length": (Script(tokens=tuple("日本".encode())), Stopping(max_tokens=4)),
 }
 
+EMBEDDED = {"embed": True, "stopping": Stopping(max_tokens=0), "credit_tokens": 0}
+
 
 @pytest.mark.parametrize("case", CASES)
 async def test_text_end_and_counts_are_those_of_an_undisturbed_run_wherever_it_was_broken_off(
@@ -75,6 +77,9 @@ async def test_who_was_admitted_elsewhere_is_let_in_where_others_are_turned_away
         assert isinstance((await gateway.ask(submit("new"))).end, Failed)
         resumed = await gateway.ask(submit("resumed", resumed_ids=[]))
         assert (resumed.text, resumed.end.reason) == ("hello", FinishReason.STOP)
+        embedded = await gateway.ask(submit("embedded", resumed_ids=[], **EMBEDDED))
+        assert (embedded.accepted.reason, embedded.end.reason) == (Reason.FAILED_OVER, FinishReason.STOP)
+        assert embedded.end.embedding
 
 
 @pytest.mark.parametrize(
@@ -82,6 +87,7 @@ async def test_who_was_admitted_elsewhere_is_let_in_where_others_are_turned_away
     [
         ({"resumed_ids": [END_ID + 1000]}, "outside of the model's vocabulary"),
         ({"resumed_ids": [97] * 101}, "101 tokens of output are to be resumed, but this engine allows 100"),
+        ({**EMBEDDED, "resumed_ids": [97]}, "1 tokens of output are to be resumed, but this engine allows 0"),
     ],
 )
 async def test_what_cannot_be_resumed_is_refused(bench: Any, submit: Any, changes: Any, words: str) -> None:

@@ -131,7 +131,7 @@ async def test_a_real_name_leads_to_a_real_engine(until):
             name = f"dns+tcp://localhost:{port}"
             await DnsWatch(name, replicas, lambda address: ZmqEngineClient(address, context, clock)).refresh()
             await until(lambda: not replicas.why_not_ready())
-            assert replicas.card("scripted").engine_id == "engine-1"
+            assert replicas.card("scripted", None).engine_id == "engine-1"
     finally:
         await front.close()
         context.destroy(linger=0)

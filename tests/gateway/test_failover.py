@@ -94,6 +94,51 @@ async def test_a_whole_answer_with_several_choices_and_logprobs_is_that_of_an_un
         assert (row.output_tokens, row.prompt_tokens) == (undisturbed.output_tokens, undisturbed.prompt_tokens)
 
 
+async def test_a_stop_string_that_begins_at_one_engine_ends_at_another(start_gateway, new_card):
+    engines = engines_of(new_card, 2)
+    dies_at(engines, 10)
+    async with start_gateway(engines) as gateway:
+        stream = await gateway.client.chat.completions.create(**ASK, stop="10 11", stream=True)
+        assert await text_of(stream) == "1 2 3 4 5 6 7 8 9 "
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.output_tokens) == ("stop", 11)
+
+
+async def test_a_message_in_anthropics_words_goes_on_as_well(start_gateway, new_card):
+    engines = engines_of(new_card, 2)
+    dies_at(engines, 10)
+    async with start_gateway(engines) as gateway:
+        status, _, body = await gateway.post("/v1/messages", ASK)
+        assert (status, json.loads(body)["content"]) == (200, [{"type": "text", "text": WHOLE}])
+        first, second = submits_of(engines)
+        assert first.bill == second.bill != b""
+
+
+async def test_an_input_whose_engine_is_lost_before_its_vector_came_is_embedded_at_another(start_gateway, new_card):
+    lost = []
+
+    def vector(submit, width):
+        axis = submit.prompt_ids[0] % width
+        if len(submit.prompt_ids) == 2 and not lost:
+            lost.extend(engine for engine in busy(engines) if submit in engine.submits)
+            lost[0].die()
+        return [float(i == axis) for i in range(width)]
+
+    cards = [new_card(f"engine-{i}", embedding_width=8) for i in range(2)]
+    engines = [FakeEngineClient(card, vector=vector, token_s=0.01) for card in cards]
+    async with start_gateway(engines) as gateway:
+        given = [[3], [5, 1], [7, 1, 1]]
+        answer = await gateway.client.embeddings.create(model="tiny", input=given, encoding_format="float")
+        axes = [entry.embedding.index(1.0) for entry in answer.data]
+        assert (axes, answer.usage.prompt_tokens) == ([3, 5, 7], 6)
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.prompt_tokens, row.output_tokens, row.num_choices) == ("stop", 6, 0, 3)
+        again = [one for engine in engines for one in engine.submits if one.resumed_ids is not None]
+        assert [(one.resumed_ids, one.embed, one.stopping.max_tokens) for one in again] == [([], True, 0)] * len(again)
+        assert [5, 1] in [one.prompt_ids for one in again]
+        assert len({one.bill for engine in engines for one in engine.submits} - {b""}) == 1
+
+
 async def test_a_request_that_kills_every_engine_takes_three_and_no_more(start_gateway, new_card):
     engines = engines_of(new_card, 5)
 

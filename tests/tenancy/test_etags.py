@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from .conftest import Admin
+
 JSON = dict[str, Any]
 
 
@@ -107,6 +109,33 @@ async def test_an_answer_to_a_change_has_the_tag_for_the_next(admin: Any, demo: 
         assert response.status_code == 200
         tag = response.headers["etag"]
     assert tag == await tag_of(admin, path)
+
+
+async def test_a_tenants_own_administrator_is_held_to_tags_and_sees_none_of_others(
+    app: Any, admin: Any, demo: Any
+) -> None:
+    other = await admin.call("POST", "tenants", 201, json={"name": "globex"})
+    project = await admin.call("POST", "projects", 201, json={"tenant_id": other["id"], "name": "theirs"})
+    new = {"name": "own", "role": "tenant-admin", "tenant_id": other["id"]}
+    own = Admin(app, (await admin.call("POST", "keys", 201, json=new))["secret"])
+    limit = {"level": "project", "scope_id": project["id"], "kind": "tokens_per_day"}
+    of_tenant = await put_quota(admin, demo)
+    async with own.http:
+        made = await own.call("PUT", "quotas", 200, json={**limit, "cap": 5})
+        path = f"quotas/{made['id']}"
+        tag = await tag_of(own, path)
+        assert tag == await tag_of(admin, path)
+        assert await send(own, "PUT", "quotas", '"another"', {**limit, "cap": 6}) == FAILED
+        assert await send(own, "PUT", "quotas", tag, {**limit, "cap": 6}) == (200, "")
+        assert await send(own, "DELETE", path, tag) == FAILED
+        assert await send(own, "DELETE", path, await tag_of(own, path)) == (200, "")
+        for theirs in (f"quotas/{of_tenant['id']}", f"keys/{demo.key_id}"):
+            method, change = ("DELETE", theirs) if "quotas" in theirs else ("POST", f"{theirs}/revoke")
+            for condition in ("*", '"another"', await tag_of(admin, theirs)):
+                assert await send(own, method, change, condition) == (404, "not_found"), theirs
+        their_limit = {"level": "tenant", "scope_id": other["id"], "kind": "tokens_per_day", "cap": 5}
+        tenants_own = await admin.call("PUT", "quotas", 200, json=their_limit)
+        assert await send(own, "DELETE", f"quotas/{tenants_own['id']}", '"another"') == (403, "missing_role")
 
 
 @pytest.mark.parametrize("num_at_once", [8])

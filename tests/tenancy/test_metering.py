@@ -147,6 +147,18 @@ async def test_each_of_several_answers_is_billed_once_and_the_prompts_cache_hits
     assert found.agree()
 
 
+async def test_inputs_that_were_embedded_are_billed_their_prompts_and_each_its_own_cache_hits(leased: Database) -> None:
+    bill = make_bill()
+    bill = msgspec.structs.replace(bill, row=msgspec.structs.replace(bill.row, num_choices=3))
+    assert (
+        await charge_all(leased, *(metered(bill, sequence=s, output=0, cached=10 + s) for s in range(3))) == [True] * 3
+    )
+    found = await books(leased)
+    assert (found.request.prompt_tokens, found.request.cached_tokens, found.request.output_tokens) == (PROMPT, 33, 0)
+    assert found.request.cost_nanodollars == PRICES["standard"].cost(PROMPT, 33, 0)
+    assert found.agree()
+
+
 async def test_a_downgraded_request_costs_what_the_class_that_served_it_costs(leased: Database) -> None:
     assert await charge_all(leased, metered(make_bill(), served="flex")) == [True]
     found = await books(leased)

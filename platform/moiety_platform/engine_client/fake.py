@@ -210,9 +210,11 @@ class FakeEngineClient:
         reason, detail = FinishReason.STOP, ""
         stops = run.submit.stopping.stop
         finder = StopFinder(stops) if stops else None
+        pieces = iter(script)
+        resumed = "".join([text for _, text in islice(pieces, run.num_emitted)])  # is not said again
         if finder is not None:
-            finder.add("".join(text for _, text in islice(script, run.num_emitted)))
-        for token_id, text in islice(script, run.num_emitted, None):  # what was resumed is not said again
+            finder.add(resumed)
+        for token_id, text in pieces:
             await asyncio.sleep(self._token_s)
             while run.num_emitted >= run.credit_tokens and not run.aborted and not run.credit_last:
                 run.changed.clear()
