@@ -190,6 +190,7 @@ class Card(msgspec.Struct, frozen=True, tag="card"):
     dtype: str
     device: str
     protocol_version: int = PROTOCOL_VERSION
+    extensible: bool = True  # False: credit cannot be raised, nor does it remember what ended requests used
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):
