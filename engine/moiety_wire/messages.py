@@ -197,6 +197,7 @@ class Card(msgspec.Struct, frozen=True, tag="card"):
     device: str
     protocol_version: int = PROTOCOL_VERSION
     embedding_width: int = 0  # numbers of a vector; 0 where the engine makes none
+    extensible: bool = True  # False: credit cannot be raised, nor does it remember what ended requests used
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):

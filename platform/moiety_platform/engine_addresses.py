@@ -1,13 +1,93 @@
-"""How engines are named in the settings: `tcp://HOST:PORT`, `ipc://PATH`, or `dns+tcp://NAME:PORT` for several."""
+"""How engines are named in the settings: `tcp://HOST:PORT`, `ipc://PATH`, `dns+tcp://NAME:PORT` for several, or
+`openai+http://HOST:PORT/v1?model=NAME&kind=KIND&tokenizer=FOLDER` for a server of others."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
+
 DNS_SCHEME = "dns+tcp://"
+FOREIGN_SCHEMES = ("openai+http://", "openai+https://")
+FOREIGN_FORM = "openai+http://HOST:PORT/v1?model=NAME&kind=KIND&tokenizer=FOLDER"
+SWITCH = {"on": True, "off": False}
+
+
+class Kind(StrEnum):
+    """The servers of others whose ways are known; `generic` is any that does what OpenAI documents."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    LLAMA_CPP = "llama.cpp"
+    GENERIC = "generic"
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignAddress:
+    """A server of others and what must be known of it beforehand."""
+
+    base_url: str  # up to and including /v1
+    model: str
+    kind: Kind
+    tokenizer: Path  # the folder of a checkpoint, or its tokenizer.json
+    context_tokens: int | None = None  # None: the server says it
+    key_file: Path | None = None
+    priority: bool = False  # whether it was told to schedule by priority
+    shared_cache: bool = False  # whether prompts may share a cache that cannot be split by tenant
+
+    @property
+    def name(self) -> str:
+        """What stands for it in logs, metrics and the choice among engines."""
+        return f"openai+{self.base_url}?{urlencode({'model': self.model}, safe='/:')}"
+
+    @property
+    def root_url(self) -> str:
+        """Without /v1: where health and metrics are."""
+        return self.base_url.removesuffix("/v1")
+
+    @classmethod
+    def parse(cls, address: str) -> Self:
+        """Raises ValueError, which says what to write."""
+        parts = urlsplit(address.removeprefix("openai+"))
+        if "@" in parts.netloc:
+            raise ValueError("an engine address must hold no user or password; name the key's file by key_file=PATH")
+        _check_place(address, parts)
+        pairs = parse_qsl(parts.query, keep_blank_values=True)
+        given = dict(pairs)
+        known = ("model", "kind", "tokenizer", "context", "key_file", "priority", "shared_cache")
+        if len(given) != len(pairs) or not given.keys() <= set(known):
+            raise ValueError(f"engine address {address!r} may have each of {', '.join(known)} once, and nothing else")
+        for name, what in (
+            ("model", "the model's name at that server"),
+            ("kind", f"one of {', '.join(Kind)}"),
+            ("tokenizer", "the folder with the model's tokenizer.json, by which prompts are counted exactly"),
+        ):
+            if not given.get(name):
+                raise ValueError(f"engine address {address!r} lacks {name}=…, {what}; its form is {FOREIGN_FORM}")
+        if given["kind"] not in list(Kind):
+            raise ValueError(f"engine address {address!r}: kind must be one of {', '.join(Kind)}")
+        return cls(
+            f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}",
+            given["model"],
+            Kind(given["kind"]),
+            Path(given["tokenizer"]),
+            _count(address, given, "context"),
+            Path(given["key_file"]) if given.get("key_file") else None,
+            _switch(address, given, "priority"),
+            _switch(address, given, "shared_cache"),
+        )
 
 
 def is_name(address: str) -> bool:
     """Whether it stands for as many engines as the name has addresses."""
     return address.startswith(DNS_SCHEME)
+
+
+def is_foreign(address: str) -> bool:
+    """Whether a server of others is there."""
+    return address.startswith(FOREIGN_SCHEMES)
 
 
 def split_name(address: str) -> tuple[str, int]:
@@ -18,9 +98,39 @@ def split_name(address: str) -> tuple[str, int]:
     return name, int(port)
 
 
-def check_address(address: str) -> None:
-    """Raises ValueError for what is none of the three."""
+def identity(address: str) -> str:
+    """What two addresses of one engine have in common. Raises ValueError for what is no address."""
+    if is_foreign(address):
+        return ForeignAddress.parse(address).name
     if is_name(address):
         split_name(address)
     elif not address.startswith(("tcp://", "ipc://")):
-        raise ValueError(f"engine address {address!r} must start with tcp://, ipc:// or {DNS_SCHEME}")
+        raise ValueError(
+            f"engine address {address!r} must start with tcp://, ipc:// or {DNS_SCHEME}, or be {FOREIGN_FORM}"
+        )
+    return address
+
+
+def _check_place(address: str, parts: SplitResult) -> None:
+    try:
+        port = parts.port
+    except ValueError:
+        port = 0
+    if not parts.hostname or port == 0 or parts.fragment or not parts.path.rstrip("/").endswith("/v1"):
+        raise ValueError(f"engine address {address!r} must have the form {FOREIGN_FORM}")
+
+
+def _count(address: str, given: dict[str, str], name: str) -> int | None:
+    text = given.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) > 1):
+        raise ValueError(f"engine address {address!r}: {name} must be a number of tokens")
+    return int(text)
+
+
+def _switch(address: str, given: dict[str, str], name: str) -> bool:
+    text = given.get(name, "off")
+    if text not in SWITCH:
+        raise ValueError(f"engine address {address!r}: {name} must be on or off")
+    return SWITCH[text]

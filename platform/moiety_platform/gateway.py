@@ -30,7 +30,9 @@ from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.connections import ConnectionLimits, ServerConfig
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import Database
-from moiety_platform.engine_addresses import is_name
+from moiety_platform.engine_addresses import ForeignAddress, is_foreign, is_name
+from moiety_platform.engine_client.base import EngineClient
+from moiety_platform.engine_client.foreign.client import ForeignEngineClient
 from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
@@ -46,6 +48,7 @@ from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing, build_provider, shut_down
 from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
+from moiety_text.errors import TextError
 
 LAST_RECORDS_S = 10.0
 BACKLOG = 2048
@@ -53,12 +56,16 @@ BACKLOG = 2048
 log = structlog.get_logger(__name__)
 
 
+class CannotUseEngine(Exception):
+    """A file that the address of an engine names is missing or unusable; the message says which."""
+
+
 class CannotListen(Exception):
     """The address is taken or not ours; the message says what to do."""
 
 
 def run_gateway(settings: GatewaySettings) -> None:
-    """Serve until SIGINT or SIGTERM; a second one ends without draining. Raises CannotListen."""
+    """Serve until SIGINT or SIGTERM; a second one ends without draining. Raises CannotListen or CannotUseEngine."""
     configure_logging(settings.log_level, settings.log_format)
     listener = bind(settings.host, settings.port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -211,7 +218,9 @@ async def _connect(
         )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
-    def client_of(address: str) -> ZmqEngineClient:
+    def client_of(address: str) -> EngineClient:
+        if is_foreign(address):
+            return _foreign_client(ForeignAddress.parse(address), settings, clock)
         return ZmqEngineClient(address, context, clock, curve, replica_id=replica_id, on_unsettled=meter.take)
 
     names = [address for address in settings.engines if is_name(address)]
@@ -227,3 +236,14 @@ async def _connect(
                 await asyncio.gather(*watches, return_exceptions=True)
     finally:
         context.destroy(linger=0)
+
+
+def _foreign_client(address: ForeignAddress, settings: GatewaySettings, clock: SystemClock) -> ForeignEngineClient:
+    """Raises CannotUseEngine where its files cannot be read."""
+    key = settings.engine_api_key.get_secret_value() if settings.engine_api_key else None
+    try:
+        if address.key_file is not None:
+            key = address.key_file.read_text(encoding="utf-8").strip()
+        return ForeignEngineClient(address, clock, key)
+    except (TextError, OSError, UnicodeDecodeError) as exc:
+        raise CannotUseEngine(f"engine {address.name}: {exc}") from exc

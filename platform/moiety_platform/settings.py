@@ -13,7 +13,7 @@ from pydantic import AliasChoices, Field, SecretStr, field_validator, model_vali
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from moiety_platform.config_file import read_config_section
-from moiety_platform.engine_addresses import check_address
+from moiety_platform.engine_addresses import identity
 
 SECTION = "gateway"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -30,7 +30,8 @@ class GatewaySettings(BaseSettings):
     database_url: str | None = None  # None: SQLite in data_dir
     key_pepper: SecretStr | None = None  # mixed into the hash of every API key; lives outside the database
 
-    engines: Annotated[tuple[str, ...], NoDecode] = ()  # of engine fronts: ZeroMQ addresses, or names of several
+    engines: Annotated[tuple[str, ...], NoDecode] = ()  # fronts: ZeroMQ addresses, or names of several; or of others
+    engine_api_key: SecretStr | None = None  # for servers of others whose address names no key_file
     curve_server_key: str | None = None  # the engines' public key; set all three or none
     curve_public_key: str | None = None
     curve_secret_key: SecretStr | None = None
@@ -88,9 +89,7 @@ class GatewaySettings(BaseSettings):
     @field_validator("engines")
     @classmethod
     def _check_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for address in value:
-            check_address(address)
-        if len(set(value)) != len(value):
+        if len({identity(address) for address in value}) != len(value):
             raise ValueError("an engine address is listed twice")
         return value
 

@@ -20,7 +20,7 @@ from moiety_platform.config_file import ConfigFileError
 from moiety_platform.db.session import Database
 from moiety_platform.db.url import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
-from moiety_platform.gateway import CannotListen, run_gateway
+from moiety_platform.gateway import CannotListen, CannotUseEngine, run_gateway
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, FirstKeys, write_first_keys
 
@@ -32,7 +32,10 @@ def gateway(
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; 8000 if not set.")] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option(help="tcp://HOST:PORT or ipc://PATH of an engine, dns+tcp://NAME:PORT of several; repeatable."),
+        typer.Option(
+            help="tcp://HOST:PORT or ipc://PATH of an engine, dns+tcp://NAME:PORT of several, or "
+            "openai+http://HOST:PORT/v1?model=NAME&kind=KIND&tokenizer=FOLDER of another's; repeatable."
+        ),
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Where the key pepper, the usage journal and SQLite are kept.")
@@ -78,7 +81,7 @@ def gateway(
             if keys is not None:  # where the store was empty, those of the file were another store's
                 write_first_keys(first_keys, keys)
         run_gateway(settings)
-    except (CannotListen, BadPepper, BadDatabaseUrl, PlatformError) as exc:
+    except (CannotListen, CannotUseEngine, BadPepper, BadDatabaseUrl, PlatformError) as exc:
         raise CommandError(str(exc)) from exc
 
 

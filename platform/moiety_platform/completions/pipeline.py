@@ -101,10 +101,11 @@ class Pipeline:
         prompts = await text.encode(generation.prompts, generation.prompt_field)
         longest = [_max_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
         num_prompt_tokens = sum(map(len, prompts))
+        is_extensible = self._replicas.are_extensible(card.model)
         credit = await record.spending.begin(
             num_prompt_tokens,
             generation.num_sequences,
-            min(max(longest), self._credit_window),
+            min(max(longest), self._credit_window) if is_extensible else max(longest),
             await self._tariff(card.model, catalogue, chosen),
         )
         bill = record.reserved(num_prompt_tokens)

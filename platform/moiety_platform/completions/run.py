@@ -176,7 +176,12 @@ class Run:
         window, stream = self._credit_window, sequence.stream
         target = min(sequence.max_tokens, stream.num_output_tokens + window)
         more = target - stream.credit_tokens
-        if stream.ended or more <= 0 or stream.credit_tokens - stream.num_output_tokens > window // 2:
+        if (
+            stream.ended
+            or stream.credit_is_last
+            or more <= 0
+            or stream.credit_tokens - stream.num_output_tokens > window // 2
+        ):
             return
         reserved = self.usage().prompt_tokens + sum(other.num_claimed_tokens for other in self._sequences)
         spending = self._record.spending

@@ -52,6 +52,8 @@ class EngineState:
         long: no open request and none that is not settled, nor has it lost any since by a restart."""
         if not self.healthy or self.load is None or not self.load_is_fresh or self.connected_for_s < seconds:
             return False
+        if self.card is None or not self.card.extensible:
+            return False
         return replica_id not in self.load.unsettled_replicas
 
     @property

@@ -94,6 +94,11 @@ class Replicas:
         ordered = sorted(self.states(), key=lambda state: state.healthy)
         return {state.card.model: state.card for state in ordered if state.card is not None}
 
+    def are_extensible(self, model: str) -> bool:
+        """Whether every engine of that model takes more credit later; else a request needs all of it at once."""
+        cards = (state.card for state in self.states())
+        return all(card.extensible for card in cards if card is not None and card.model == model)
+
     def have_settled_for(self, replica_id: str, seconds: float) -> bool:
         """Whether every engine has proven that it holds nothing of a gateway process that nobody has heard of for so
         long."""

@@ -1,0 +1,210 @@
+"""One request at a server of others: from the pieces of its stream to the messages of the wire.
+
+Owns the count of output positions, the detokenizer and the search for stop strings, which go on where another engine
+was lost. It knows no HTTP. Where a server tells no ids, those of the tokenizer for its text stand for them: they
+continue the text if it has to move, and what is billed is the server's own count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from moiety_platform.clock import Clock
+from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, PieceLogprob, Token
+from moiety_text.detokenizer import Detokenizer
+from moiety_text.stop import StopFinder
+from moiety_text.tokenizer import Tokenizer
+from moiety_wire.messages import (
+    Accepted,
+    Finished,
+    FinishReason,
+    Phases,
+    Reason,
+    Submit,
+    TokenLogprob,
+    Tokens,
+    TopLogprob,
+)
+
+FINISH_REASONS = {"length": FinishReason.LENGTH, "abort": FinishReason.ABORT}  # all others are a stop
+
+
+class Answer:
+    """Gives out Accepted, then Tokens, then one Finished."""
+
+    def __init__(self, submit: Submit, tokenizer: Tokenizer, eos_token_ids: Collection[int], clock: Clock) -> None:
+        self._submit = submit
+        self._tokenizer = tokenizer
+        self._stop_ids = set(submit.stopping.stop_token_ids)
+        if not submit.stopping.ignore_eos:
+            self._stop_ids.update(eos_token_ids)
+        self._clock = clock
+        self._detokenizer = Detokenizer(tokenizer)
+        self._finder = StopFinder(submit.stopping.stop) if submit.stopping.stop else None
+        self._min_tokens = submit.stopping.min_tokens
+        self._limit = min(submit.stopping.max_tokens, submit.credit_tokens)
+        self._num_output = 0
+        self._num_resumed = 0
+        self._num_counted: int | None = None  # output tokens by the server's count, without resumed ones
+        self._num_cached = 0
+        self._finish: FinishReason | None = None  # as the server says
+        self._stopped_by: str | None = None  # the stop string
+        self._seq = 0
+        self._received_unix_ns = clock.unix_ns()
+        self._first_token_unix_ns = 0
+
+    @property
+    def num_left(self) -> int:
+        """How many tokens may still come."""
+        return self._limit - self._num_output
+
+    @property
+    def num_min_left(self) -> int:
+        return max(0, self._min_tokens - self._num_output)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """What the server is to continue."""
+        return self._submit.prompt_ids + (self._submit.resumed_ids or [])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing that may still come belongs to it, although the server has not said that it is over."""
+        is_beyond = self._num_counted is not None and self._num_resumed + self._num_counted > self._limit
+        return self._finish is None and (self._stopped_by is not None or is_beyond)
+
+    def resume(self) -> Finished | None:
+        """Take in the output that another engine has sent. How the request ends, if that was all of it."""
+        token_ids = self._submit.resumed_ids
+        if not token_ids:
+            return None
+        ends_by_token = token_ids[-1] in self._stop_ids and len(token_ids) > self._min_tokens
+        self._text_of(token_ids[:-1] if ends_by_token else token_ids)
+        self._num_output = self._num_resumed = len(token_ids)
+        if ends_by_token or self._stopped_by is not None:
+            return self._finished(FinishReason.STOP, "")
+        return self.end() if self.num_left <= 0 else None
+
+    def accept(self) -> Accepted:
+        submit = self._submit
+        reason = Reason.FAILED_OVER if submit.resumed_ids is not None else Reason.IN_TIME
+        return Accepted(submit.request_id, self._next_seq(), submit.service.name, reason)
+
+    def take(self, piece: Piece) -> Tokens | None:
+        """The message for a piece; None if it brings nothing. Raises BadAnswer."""
+        num_more = None
+        if piece.num_output_tokens is not None:
+            num_more = piece.num_output_tokens - (self._num_counted or 0)
+            if num_more < 0:
+                raise BadAnswer("the count of output tokens goes down")
+            self._num_counted = piece.num_output_tokens
+        if piece.num_cached_tokens is not None:
+            self._num_cached = min(piece.num_cached_tokens, len(self._submit.prompt_ids))
+        if piece.finish is not None:
+            self._finish = FINISH_REASONS.get(piece.finish, FinishReason.STOP)
+        if self._stopped_by is not None:
+            return None
+        token_ids, text, logprobs = self._contents(piece, num_more)
+        if self._finish is FinishReason.STOP and piece.stop_string is not None:
+            self._stopped_by = self._stopped_by or piece.stop_string
+        if not token_ids and not text and not logprobs:
+            return None
+        if not self._first_token_unix_ns:
+            self._first_token_unix_ns = self._clock.unix_ns()
+        position = self._num_output
+        self._num_output += len(token_ids)
+        described = None if self._submit.sampling.num_logprobs is None else [self._describe(one) for one in logprobs]
+        request_id = self._submit.request_id
+        return Tokens(request_id, self._next_seq(), position, token_ids, text, described, self._num_cached)
+
+    def end(self) -> Finished:
+        """The last message, of a request that has come to its end."""
+        reason = self._finish
+        text = ""
+        if self._stopped_by is None:
+            text = self._last_text()
+        if self._stopped_by is not None:
+            return self._finished(FinishReason.STOP, text, self._stopped_by)
+        if reason is None or reason is FinishReason.LENGTH:
+            is_short_of_credit = self._submit.credit_tokens < self._submit.stopping.max_tokens
+            return self._finished(FinishReason.LENGTH, text, "credit_refused" if is_short_of_credit else "max_tokens")
+        return self._finished(reason, text)
+
+    def abort(self) -> Finished:
+        """The last message of one that was ended by this gateway."""
+        return self._finished(FinishReason.ABORT, "")
+
+    def _contents(self, piece: Piece, num_more: int | None) -> tuple[list[int], str, list[PieceLogprob]]:
+        """The ids, the text and the logprobs of a piece, without what is beyond the limit or a stop string."""
+        token_ids = piece.token_ids
+        if piece.text is not None:
+            if token_ids is None or (num_more is not None and num_more != len(token_ids)):
+                token_ids = self._tokenizer.encode(piece.text) if piece.text else []
+            return token_ids[: self.num_left], self._search(piece.text, self._num_output), piece.logprobs
+        assert token_ids is not None, "a piece has text or ids"
+        if num_more is not None and num_more != len(token_ids):
+            raise BadAnswer(f"{len(token_ids)} ids came where the count rose by {num_more}")
+        token_ids = token_ids[: self.num_left]
+        ends_by_token = (
+            bool(token_ids) and piece.finish == "stop" and piece.stop_string is None and token_ids[-1] in self._stop_ids
+        )
+        text, num_shown = self._text_of(token_ids[:-1] if ends_by_token else token_ids)
+        if self._stopped_by is not None:
+            token_ids = token_ids[:num_shown]
+        return token_ids, text, piece.logprobs[: len(token_ids)]
+
+    def _text_of(self, token_ids: list[int]) -> tuple[str, int]:
+        """(text, tokens up to and including the one that completes a stop string, or all of them)."""
+        if self._finder is None:
+            return self._detokenizer.add(token_ids), len(token_ids)
+        text = ""
+        for i, token_id in enumerate(token_ids):
+            text += self._search(self._detokenizer.add((token_id,)), self._num_output + i)
+            if self._stopped_by is not None:
+                return text, i + 1
+        return text, len(token_ids)
+
+    def _search(self, text: str, position: int) -> str:
+        """The part of that text which may be given out."""
+        if self._finder is None or position < self._min_tokens:
+            return text
+        text, self._stopped_by = self._finder.add(text)
+        return text
+
+    def _last_text(self) -> str:
+        """What was held back; it may complete a stop string."""
+        text = self._search(self._detokenizer.flush(), self._num_output)
+        return text if self._finder is None or self._stopped_by is not None else text + self._finder.flush()
+
+    def _describe(self, one: PieceLogprob) -> TokenLogprob:
+        top = one.top[: self._submit.sampling.num_logprobs]
+        best = [TopLogprob(*self._spell(token), logprob) for token, logprob in top]
+        return TokenLogprob(*self._spell(one.token), one.logprob, best)
+
+    def _spell(self, token: Token) -> tuple[str, bytes]:
+        if isinstance(token, str):
+            return token, token.encode()
+        spelled = b"" if self._tokenizer.find_token(token) is None else self._tokenizer.token_bytes(token)
+        return spelled.decode(errors="replace"), spelled
+
+    def _finished(self, reason: FinishReason, text: str, detail: str = "") -> Finished:
+        submit = self._submit
+        num_output = self._num_output
+        if self._num_counted is not None and not self.is_complete:
+            num_output = min(self._num_resumed + self._num_counted, self._limit)
+        return Finished(
+            request_id=submit.request_id,
+            seq=self._next_seq(),
+            reason=reason,
+            num_prompt_tokens=len(submit.prompt_ids),
+            num_cached_tokens=self._num_cached,
+            num_output_tokens=num_output,
+            phases=Phases(self._received_unix_ns, 0, self._first_token_unix_ns, self._clock.unix_ns()),
+            text=text,
+            served_class=submit.service.name,
+            detail=detail,
+        )
+
+    def _next_seq(self) -> int:
+        self._seq += 1
+        return self._seq - 1

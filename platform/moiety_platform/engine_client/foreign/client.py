@@ -1,0 +1,233 @@
+"""The client of one server of others: watched by a heartbeat, and a connection of its own for each request.
+
+The server is there while it answers its health endpoint. One that refuses gets no new requests, but those that it has
+may go on: a server that drains does that. One that is silent for SILENCE_LIMIT_S has lost them all. Knows nothing of
+routing or of what the tokens mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import structlog
+
+from moiety_platform.clock import Clock
+from moiety_platform.engine_addresses import ForeignAddress, Kind
+from moiety_platform.engine_client.base import EngineState
+from moiety_platform.engine_client.foreign.answer import Answer
+from moiety_platform.engine_client.foreign.completions import Completions
+from moiety_platform.engine_client.foreign.exchange import Exchange
+from moiety_platform.engine_client.foreign.figures import Figures
+from moiety_platform.engine_client.foreign.llama_cpp import LlamaCpp
+from moiety_platform.engine_client.foreign.piece import Dialect
+from moiety_platform.engine_client.foreign.probe import Prober, Silent, Unwell
+from moiety_platform.engine_client.inbox import Inbox
+from moiety_platform.engine_client.stream import EngineStream
+from moiety_platform.errors import BadRequest, EngineFailed, Unavailable
+from moiety_wire.messages import SILENCE_LIMIT_S, Abort, Card, Extend, Load, Submit
+
+PROBE_INTERVAL_S = 1.0
+CONNECT_TIMEOUT_S = 5.0
+WRITE_TIMEOUT_S = 30.0
+KEEP_ALIVE_S = 2.0  # shorter than these servers', so that none is closed under a new request
+LINGER_S = 0.1  # after the end of an answer, for the end of its connection's use
+STREAM_SILENCE_S = 600.0  # within an answer: a request may wait for its first token, or between two when preempted
+
+log = structlog.get_logger(__name__)
+
+
+class ForeignEngineClient:
+    """One server at one address. Implements EngineClient."""
+
+    def __init__(self, address: ForeignAddress, clock: Clock, api_key: str | None = None) -> None:
+        """Raises moiety_text's errors where the tokenizer of the address cannot be used."""
+        self._address = address
+        self._clock = clock
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(STREAM_SILENCE_S, connect=CONNECT_TIMEOUT_S, write=WRITE_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE_S),
+            follow_redirects=False,
+            trust_env=False,
+        )
+        self._dialect: Dialect = LlamaCpp(address) if address.kind is Kind.LLAMA_CPP else Completions(address)
+        self._prober = Prober(address, self._http, self._dialect.max_num_logprobs)
+        self._running: dict[str, tuple[EngineStream, Answer, asyncio.Task[None]]] = {}
+        self._on_change: Callable[[], None] = lambda: None
+        self._is_healthy = False
+        self._reason = "not connected yet"
+        self._card: Card | None = None
+        self._figures: Figures | None = None
+        self._num_loads = 0
+        self._num_requests = 0
+        self._num_connections = 0
+        self._load_at_s = self._heard_at_s = self._since_s = clock.monotonic()
+        self._probe_now = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        return self._address.name
+
+    @property
+    def state(self) -> EngineState:
+        now_s = self._clock.monotonic()
+        return EngineState(
+            self.address,
+            self._is_healthy,
+            "" if self._is_healthy else self._reason,
+            self._card,
+            self._load() if self._num_loads else None,
+            len(self._running),
+            now_s - self._load_at_s,
+            self._num_connections,
+            now_s - self._since_s if self._is_healthy else 0.0,
+        )
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+
+    def settled(self, request_id: str) -> None:
+        """Such a server remembers nothing."""
+
+    async def start(self) -> None:
+        self._watcher = asyncio.create_task(self._keep_watch(), name=f"engine watch {self.address}")
+
+    async def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait({self._watcher})
+            self._watcher = None
+        self._fail_all()
+        await self._http.aclose()
+
+    @asynccontextmanager
+    async def open(self, submit: Submit, inbox: Inbox[EngineStream] | None = None) -> AsyncIterator[EngineStream]:
+        """Raises BadRequest as well, for what this kind of server cannot do."""
+        if not self._is_healthy:
+            raise Unavailable(f"the engine for {submit.model!r} is not there; try again shortly", retry_after_s=1)
+        stream = EngineStream(submit, inbox, self._take)
+        stream.credit_is_last = True  # such a server is told once how many tokens it may make
+        answer = Answer(submit, self._prober.tokenizer, self._prober.eos_token_ids, self._clock)
+        refusal = self._dialect.refusal(submit)
+        if refusal:
+            message = f"the engine of {submit.model!r} does not know {refusal}; leave that out"
+            if submit.resumed_ids is None:
+                raise BadRequest(message)
+            stream.fail(BadRequest(message))  # another engine has begun it
+            yield stream
+            return
+        url = self._address.root_url + self._dialect.path
+        exchange = Exchange(self._http, url, self._dialect, submit, answer, stream, self._suspect)
+        task = asyncio.create_task(exchange.run(), name=f"request {submit.request_id}")
+        self._running[submit.request_id] = stream, answer, task
+        self._num_requests += 1
+        try:
+            yield stream
+        finally:
+            stream.abort()
+            try:
+                await self._give_up(task)
+            finally:
+                self._running.pop(submit.request_id, None)
+
+    async def _give_up(self, task: asyncio.Task[None]) -> None:
+        """Return when the request's connection is free again, or closed where that does not come by itself."""
+        try:
+            if not task.done():
+                await asyncio.wait({task}, timeout=LINGER_S)
+        finally:
+            task.cancel()
+
+    def _take(self, message: Extend | Abort) -> None:
+        running = self._running.get(message.request_id)
+        if running is None or isinstance(message, Extend):
+            return
+        stream, answer, task = running
+        task.cancel()  # which closes the connection
+        stream.deliver(answer.abort())
+
+    async def _keep_watch(self) -> None:
+        while True:
+            self._probe_now.clear()
+            try:
+                await self._probe()
+            except Exception as error:
+                log.exception("engine_probe_failed", engine=self.address)
+                self._lost(f"its answers cannot be read: {error}")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PROBE_INTERVAL_S):
+                    await self._probe_now.wait()
+
+    async def _probe(self) -> None:
+        try:
+            await self._prober.check_health()
+            if not self._is_healthy:
+                card = await self._prober.card()
+                self._figures = await self._prober.figures()
+                self._note_load()
+                self._connected(card)
+            else:
+                self._figures = await self._prober.figures()
+                self._note_load()
+            self._heard_at_s = self._clock.monotonic()
+        except Unwell as error:
+            self._heard_at_s = self._clock.monotonic()
+            self._lost(str(error))
+        except Silent as error:
+            if self._clock.monotonic() - self._heard_at_s > SILENCE_LIMIT_S:
+                self._lost(str(error))
+                self._fail_all()
+
+    def _connected(self, card: Card) -> None:
+        self._card, self._is_healthy = card, True
+        self._num_connections += 1
+        self._since_s = self._clock.monotonic()
+        log.info("engine_connected", engine=self.address, engine_id=card.engine_id, model=card.model)
+        self._on_change()
+
+    def _lost(self, reason: str) -> None:
+        was_healthy, self._is_healthy = self._is_healthy, False
+        if was_healthy or reason != self._reason:
+            log.warning("engine_lost", engine=self.address, reason=reason, num_streams=len(self._running))
+        self._reason = reason
+        if was_healthy:
+            self._on_change()
+
+    def _suspect(self, reason: str) -> None:
+        """A connection has broken: nothing new goes there before the server has answered again."""
+        self._lost(reason)
+        self._probe_now.set()
+
+    def _fail_all(self) -> None:
+        for stream, _, task in list(self._running.values()):
+            stream.fail(EngineFailed("the engine was lost while it answered; send the request again"))
+            task.cancel()
+
+    def _note_load(self) -> None:
+        self._num_loads += 1
+        self._load_at_s = self._clock.monotonic()
+
+    def _load(self) -> Load:
+        """What it said last; of one that says nothing, what this gateway has given it."""
+        figures = self._figures or Figures(num_running=len(self._running), requests_total=self._num_requests)
+        return Load(
+            engine_id=self.address,
+            seq=self._num_loads,
+            num_running=figures.num_running,
+            num_waiting=figures.num_waiting,
+            num_paused=0,
+            kv_blocks_total=figures.kv_blocks_total,
+            kv_blocks_used=figures.kv_blocks_used,
+            kv_blocks_cached=0,
+            block_size=figures.block_size,
+            steps_total=0,
+            prompt_tokens_total=figures.prompt_tokens_total,
+            cached_tokens_total=figures.cached_tokens_total,
+            output_tokens_total=figures.output_tokens_total,
+            requests_total=figures.requests_total,
+        )

@@ -1,0 +1,164 @@
+"""OpenAI's `/v1/completions` with streams, as vLLM and SGLang extend it, and as everyone has it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+from moiety_platform.engine_addresses import ForeignAddress, Kind
+from moiety_platform.engine_client.foreign.failures import error_of
+from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, PieceLogprob, Token
+from moiety_platform.errors import PlatformError
+from moiety_wire.messages import Submit
+
+ID_PREFIX = "token_id:"  # by which vLLM spells a token that was asked for as an id
+MAX_STOP_STRINGS = 4  # that OpenAI documents
+
+
+class Completions:
+    """Implements Dialect."""
+
+    path = "/v1/completions"
+
+    def __init__(self, address: ForeignAddress) -> None:
+        self._model = address.model
+        self._kind = address.kind
+        self._has_priority = address.priority
+
+    @property
+    def max_num_logprobs(self) -> int:
+        return 5 if self._kind is Kind.GENERIC else 20
+
+    def refusal(self, submit: Submit) -> str:
+        if self._kind is not Kind.GENERIC:
+            return ""
+        sampling, stopping = submit.sampling, submit.stopping
+        asked = {
+            "top_k": sampling.top_k != 0,
+            "min_p": sampling.min_p != 0,
+            "repetition_penalty": sampling.repetition_penalty != 1,
+            "min_tokens": stopping.min_tokens != 0,
+            "stop_token_ids": bool(stopping.stop_token_ids),
+            "ignore_eos": stopping.ignore_eos,
+            f"more than {MAX_STOP_STRINGS} stop strings": len(stopping.stop) > MAX_STOP_STRINGS,
+        }
+        return ", ".join(name for name, is_asked in asked.items() if is_asked)
+
+    def body(self, submit: Submit, prompt_ids: list[int], max_tokens: int, min_tokens: int) -> dict[str, Any]:
+        sampling, stopping = submit.sampling, submit.stopping
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": prompt_ids,
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": sampling.temperature if sampling.top_p else 0.0,  # top_p 0 is the best token alone, which
+            "top_p": sampling.top_p or 1.0,  # these servers know as temperature 0
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+        }
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed
+        if sampling.logit_bias:
+            body["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias.items()}
+        if sampling.num_logprobs is not None:
+            body["logprobs"] = max(1, sampling.num_logprobs)
+        if stopping.stop:
+            body["stop"] = list(stopping.stop)
+        if self._kind is not Kind.GENERIC:
+            body |= self._more(submit, min_tokens)
+        return body
+
+    def _more(self, submit: Submit, min_tokens: int) -> dict[str, Any]:
+        """What both vLLM and SGLang have beyond OpenAI. All is said, for a server's own defaults may be others."""
+        sampling, stopping = submit.sampling, submit.stopping
+        more: dict[str, Any] = {
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "return_token_ids": True,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "min_tokens": min_tokens,
+            "stop_token_ids": list(stopping.stop_token_ids),
+            "ignore_eos": stopping.ignore_eos,
+        }
+        if submit.cache_salt:
+            more["cache_salt"] = base64.urlsafe_b64encode(submit.cache_salt).decode()
+        if self._has_priority:
+            more["priority"] = submit.service.rank
+        if self._kind is Kind.VLLM and sampling.num_logprobs is not None:
+            more["return_tokens_as_token_ids"] = True
+        return more
+
+    def read(self, event: dict[str, Any]) -> Piece | PlatformError:
+        error = event.get("error")
+        if error is not None:
+            code = error.get("code") if isinstance(error, dict) else None
+            return error_of(code if isinstance(code, int) else 500, error)
+        num_output, num_cached = _counts(event.get("usage"))
+        choices = event.get("choices")
+        if not isinstance(choices, list) or len(choices) > 1:
+            raise BadAnswer("an event has no list of one choice")
+        if not choices:
+            return Piece(text="", num_output_tokens=num_output, num_cached_tokens=num_cached)
+        choice = choices[0]
+        if not isinstance(choice, dict):
+            raise BadAnswer("a choice is no object")
+        text, token_ids = choice.get("text"), choice.get("token_ids")
+        if token_ids is not None and not (isinstance(token_ids, list) and all(type(one) is int for one in token_ids)):
+            raise BadAnswer("token_ids is no list of ids")
+        if token_ids is None and not isinstance(text, str):
+            raise BadAnswer("a choice has neither text nor token_ids")
+        stopped = choice.get("stop_reason", choice.get("matched_stop"))  # vLLM's word and SGLang's
+        finish = choice.get("finish_reason")
+        return Piece(
+            text=text if token_ids is None else None,
+            token_ids=token_ids,
+            logprobs=_logprobs(choice.get("logprobs")),
+            num_output_tokens=num_output,
+            num_cached_tokens=num_cached,
+            finish=finish if isinstance(finish, str) else None,
+            stop_string=stopped if isinstance(stopped, str) else None,
+        )
+
+
+def _counts(usage: Any) -> tuple[int | None, int | None]:
+    """(output tokens, cached prompt tokens), as far as they are told."""
+    if not isinstance(usage, dict):
+        return None, None
+    details = usage.get("prompt_tokens_details")
+    num_cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return _count(usage.get("completion_tokens")), _count(num_cached)
+
+
+def _count(value: Any) -> int | None:
+    if value is None:
+        return None
+    if type(value) is not int or value < 0:
+        raise BadAnswer("a count of tokens is no number")
+    return value
+
+
+def _logprobs(found: Any) -> list[PieceLogprob]:
+    """OpenAI's lists beside each other: tokens, their logprobs, and a map of the best for each."""
+    if found is None:
+        return []
+    try:
+        tokens, values = found["tokens"], found["token_logprobs"]
+        tops = found.get("top_logprobs") or [None] * len(tokens)
+        return [
+            PieceLogprob(_token(token), float(value), _best(top or {}))
+            for token, value, top in zip(tokens, values, tops, strict=True)
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise BadAnswer("logprobs are not of OpenAI's form") from exc
+
+
+def _best(top: Mapping[str, float]) -> list[tuple[Token, float]]:
+    return sorted(((_token(token), float(value)) for token, value in top.items()), key=lambda one: -one[1])
+
+
+def _token(spelled: str) -> Token:
+    number = spelled.removeprefix(ID_PREFIX)
+    return int(number) if number != spelled and number.isdecimal() else spelled

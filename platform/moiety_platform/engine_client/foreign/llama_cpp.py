@@ -1,0 +1,81 @@
+"""llama.cpp's own `/completion`: its `/v1/completions` does not say how many tokens have come until the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moiety_platform.engine_addresses import ForeignAddress
+from moiety_platform.engine_client.foreign.failures import error_of
+from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece
+from moiety_platform.errors import PlatformError
+from moiety_wire.messages import Submit
+
+FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
+SEEDS = 2**32 - 1  # the largest stands for any
+
+
+class LlamaCpp:
+    """Implements Dialect. Its prompt cache knows no tenants, so it is left out unless `shared_cache` allows it."""
+
+    path = "/completion"
+    max_num_logprobs = 0
+
+    def __init__(self, address: ForeignAddress) -> None:
+        self._cache_prompt = address.shared_cache
+
+    def refusal(self, submit: Submit) -> str:
+        asked = {
+            "logprobs": submit.sampling.num_logprobs is not None,
+            "min_tokens": submit.stopping.min_tokens != 0,
+            "stop_token_ids": bool(submit.stopping.stop_token_ids),
+        }
+        return ", ".join(name for name, is_asked in asked.items() if is_asked)
+
+    def body(self, submit: Submit, prompt_ids: list[int], max_tokens: int, min_tokens: int) -> dict[str, Any]:
+        sampling, stopping = submit.sampling, submit.stopping
+        body: dict[str, Any] = {
+            "prompt": prompt_ids,
+            "n_predict": max_tokens,
+            "stream": True,
+            "return_tokens": True,
+            "cache_prompt": self._cache_prompt,
+            "temperature": sampling.temperature if sampling.top_p else 0.0,
+            "top_p": sampling.top_p or 1.0,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repeat_penalty": sampling.repetition_penalty,
+            "repeat_last_n": -1,  # of all that has come
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "logit_bias": [[token_id, bias] for token_id, bias in sampling.logit_bias.items()],
+            "stop": list(stopping.stop),
+            "ignore_eos": stopping.ignore_eos,
+        }
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed % SEEDS
+        return body
+
+    def read(self, event: dict[str, Any]) -> Piece | PlatformError:
+        error = event.get("error")
+        if error is not None:
+            code = error.get("code") if isinstance(error, dict) else None
+            return error_of(code if isinstance(code, int) else 500, error)
+        text, num_output = event.get("content"), event.get("tokens_predicted")
+        if not isinstance(text, str) or type(num_output) is not int or num_output < 0:
+            raise BadAnswer("an event lacks content or tokens_predicted")
+        if not event.get("stop"):
+            token_ids = event.get("tokens")
+            if not (isinstance(token_ids, list) and token_ids and all(type(one) is int for one in token_ids)):
+                token_ids = None
+            return Piece(text=text, token_ids=token_ids, num_output_tokens=num_output)
+        stop_type = event.get("stop_type")
+        timings = event.get("timings")
+        num_cached = timings.get("cache_n") if isinstance(timings, dict) else None
+        return Piece(
+            text=text,
+            num_output_tokens=num_output,
+            num_cached_tokens=num_cached if type(num_cached) is int and num_cached >= 0 else None,
+            finish=FINISH.get(stop_type, "stop") if isinstance(stop_type, str) else "stop",
+            stop_string=event.get("stopping_word") or None if stop_type == "word" else None,
+            is_last=True,
+        )

@@ -1,0 +1,61 @@
+"""What a server's stream says, whichever words it uses, and what one who speaks to such a server must know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from moiety_platform.errors import PlatformError
+from moiety_wire.messages import Submit
+
+Token = int | str  # an id, or the text where the server tells no id
+
+
+class BadAnswer(Exception):
+    """The server's answer is not of the form that its kind has."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceLogprob:
+    token: Token
+    logprob: float
+    top: list[tuple[Token, float]]  # the best first
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one event says. `text` None means that it is to be made of the ids; `token_ids` None, that they are not
+    told. Counts are totals of this very request."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: list[PieceLogprob] = field(default_factory=list)
+    num_output_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    finish: str | None = None  # in OpenAI's words: stop, length; abort
+    stop_string: str | None = None  # that made it stop
+    is_last: bool = False
+
+
+class Dialect(Protocol):
+    """How requests are put to one kind of server, and how its answers are read."""
+
+    @property
+    def path(self) -> str:
+        """Of the endpoint, after the server's root."""
+        ...
+
+    @property
+    def max_num_logprobs(self) -> int: ...
+
+    def refusal(self, submit: Submit) -> str:
+        """The fields of the request that this kind of server cannot honour, by OpenAI's names; "" if there are none."""
+        ...
+
+    def body(self, submit: Submit, prompt_ids: list[int], max_tokens: int, min_tokens: int) -> dict[str, Any]:
+        """The request: that many tokens after that prompt."""
+        ...
+
+    def read(self, event: dict[str, Any]) -> Piece | PlatformError:
+        """What one event says; the error that the server ends its stream with. Raises BadAnswer."""
+        ...

@@ -1,0 +1,633 @@
+"""Servers of others behind the gateway: a small server on the loopback speaks as vLLM, llama.cpp's server and a plain
+OpenAI-compatible one do, in the forms that were recorded of them, and the real client of OpenAI asks the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import time
+
+import openai
+import pytest
+import tokenizers
+
+from moiety_platform.clock import SystemClock
+from moiety_platform.engine_addresses import ForeignAddress
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.engine_client.foreign import client as foreign_client
+from moiety_platform.engine_client.foreign.client import ForeignEngineClient
+from moiety_platform.routing.replicas import Replicas
+
+MODEL = "tiny"
+HELLO = [{"role": "user", "content": "hello"}]
+ASK = {"model": MODEL, "messages": HELLO, "max_tokens": 40}
+WHOLE = " ".join(str(1 + i) for i in range(400))
+CHAT = "/v1/chat/completions"
+METRICS = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="0",model_name="tiny"}} {running}.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{{engine="0",model_name="tiny"}} {waiting}.0
+vllm:kv_cache_usage_perc{{engine="0",model_name="tiny"}} 0.25
+vllm:cache_config_info{{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="200"}} 1.0
+vllm:prompt_tokens_total{{engine="0",model_name="tiny"}} 1234.0
+vllm:generation_tokens_total{{engine="0",model_name="tiny"}} 567.0
+vllm:request_success_total{{engine="0",finished_reason="stop",model_name="tiny"}} 3.0
+vllm:request_success_total{{engine="0",finished_reason="length",model_name="tiny"}} 4.0
+vllm:time_to_first_token_seconds_bucket{{engine="0",le="0.001",model_name="tiny"}} NaN
+"""
+
+
+class Server:
+    """Answers with WHOLE from where the prompt's end leaves it, a token an event, in the form of its `kind`."""
+
+    def __init__(self, kind: str, tokenizer: tokenizers.Tokenizer) -> None:
+        self.kind = kind
+        self.tokenizer = tokenizer
+        self.text = WHOLE
+        self.token_s = 0.0
+        self.bodies: list[dict] = []
+        self.headers: list[dict] = []
+        self.usages: list[dict] = []
+        self.left_after_s: list[float] = []  # how long after `leaving_at` a client's connection was found closed
+        self.running = self.waiting = 0
+        self.stop_at: int | None = None  # tokens, after which it ends by its end-of-sequence token
+        self.dies_at: int | None = None  # tokens, after which the connection is cut
+        self.raw: bytes | None = None  # an answer to every completion, as it is
+        self.ended = asyncio.Event()
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self, port: int = 0) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def kill(self) -> None:
+        self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader, writer) -> None:
+        self._writers.add(writer)
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                top, *lines = head.decode().split("\r\n")
+                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines) if name}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                method, path, _ = top.split(" ")
+                if method == "GET":
+                    await self._tell(writer, path)
+                    continue
+                self.bodies.append(json.loads(body))
+                self.headers.append({"path": path, **headers})
+                if self.raw is not None:
+                    writer.write(self.raw)
+                    await writer.drain()
+                    return
+                await self._answer(reader, writer, self.bodies[-1])
+        except (ConnectionError, asyncio.IncompleteReadError):
+            return
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _tell(self, writer, path: str) -> None:
+        model = {"id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "them"}
+        match self.kind, path:
+            case _, "/health":
+                answer = ""
+            case "vllm", "/v1/models":
+                answer = {"object": "list", "data": [{**model, "max_model_len": 512}]}
+            case "llama.cpp", "/v1/models":
+                answer = {"object": "list", "data": [{**model, "id": "/models/tiny.gguf", "meta": {"n_ctx_train": 9}}]}
+            case "generic", "/v1/models":
+                answer = {"object": "list", "data": [model]}
+            case "vllm", "/metrics":
+                answer = METRICS.format(running=self.running, waiting=self.waiting)
+            case "llama.cpp", "/props":
+                answer = {"default_generation_settings": {"n_ctx": 512}, "total_slots": 4}
+            case "llama.cpp", "/slots":
+                answer = [{"id": i, "n_ctx": 512, "is_processing": i < self.running} for i in range(4)]
+            case _:
+                writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}")
+                return
+        data = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+
+    async def _answer(self, reader, writer, body: dict) -> None:
+        self.running += 1
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        gone = asyncio.create_task(reader.read(1))
+        try:
+            events = self._native(body) if self.kind == "llama.cpp" else self._completion(body)
+            for number, event in enumerate(events):
+                if number == self.dies_at:
+                    writer.transport.abort()
+                    return
+                data = b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n"
+                writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+                await writer.drain()
+                await asyncio.wait({gone}, timeout=self.token_s)
+                if gone.done():
+                    return
+            writer.write(b"0\r\n\r\n")
+        finally:
+            gone.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+                await gone
+            self.running -= 1
+            self.ended_at = time.monotonic()
+            self.ended.set()
+
+    def _ids(self, prompt_ids: list[int], max_tokens: int) -> tuple[list[int], str]:
+        """(what comes after the prompt, the end-of-sequence token included, and why it ends)."""
+        whole = self.tokenizer.encode(self.text).ids
+        if self.stop_at is not None:
+            whole = [*whole[: self.stop_at], 256]
+        tails = (n for n in range(min(len(whole), len(prompt_ids)), 0, -1) if prompt_ids[-n:] == whole[:n])
+        num_had = next(tails, 0)
+        ids = whole[num_had : num_had + max_tokens]
+        return ids, "stop" if ids and ids[-1] == 256 else "length"
+
+    def _completion(self, body: dict):
+        ids, reason = self._ids(body["prompt"], body["max_tokens"])
+        head = {"id": "cmpl-1", "object": "text_completion", "created": 1_700_000_000, "model": MODEL}
+        num_prompt, is_vllm = len(body["prompt"]), self.kind == "vllm"
+        text = ""
+        for i, token_id in enumerate(ids):
+            piece = self.tokenizer.decode([token_id], skip_special_tokens=True)
+            text += piece
+            stopped = next((stop for stop in body.get("stop", []) if text.endswith(stop)), None)
+            if stopped:
+                ids, reason = ids[: i + 1], "stop"
+            is_last = i + 1 == len(ids)
+            choice = {"index": 0, "text": piece, "logprobs": None, "finish_reason": reason if is_last else None}
+            if "logprobs" in body:
+                token = f"token_id:{token_id}" if body.get("return_tokens_as_token_ids") else piece
+                top = {token: -0.25, f"token_id:{(token_id + 1) % 256}": -1.5} if is_vllm else {token: -0.25}
+                choice["logprobs"] = {
+                    "text_offset": [i],
+                    "token_logprobs": [-0.25],
+                    "tokens": [token],
+                    "top_logprobs": [top],
+                }
+            event = {**head, "choices": [choice]}
+            usage = {"prompt_tokens": num_prompt, "total_tokens": num_prompt + i + 1, "completion_tokens": i + 1}
+            if is_vllm:
+                choice |= {"stop_reason": stopped, "token_ids": [token_id]}
+                event["usage"] = usage
+            yield event
+            if is_last:
+                break
+        self.usages.append(usage)
+        if body["stream_options"]["include_usage"]:
+            details = {"prompt_tokens_details": {"cached_tokens": 7}} if is_vllm else {}
+            yield {**head, "choices": [], "usage": {**usage, **details}}
+        yield b"[DONE]"
+
+    def _native(self, body: dict):
+        ids, reason = self._ids(body["prompt"], body["n_predict"])
+        num_prompt, held = len(body["prompt"]), []
+        for i, token_id in enumerate(ids):
+            held.append(token_id)
+            piece = self.tokenizer.decode(held, skip_special_tokens=True)
+            if "\N{REPLACEMENT CHARACTER}" in piece or token_id == 256:
+                continue
+            held = []
+            yield {
+                "index": 0,
+                "content": piece,
+                "tokens": [token_id],
+                "stop": False,
+                "id_slot": 0,
+                "tokens_predicted": i + 1,
+                "tokens_evaluated": num_prompt,
+            }
+        self.usages.append({"prompt_tokens": num_prompt, "completion_tokens": len(ids)})
+        yield {
+            "index": 0,
+            "content": "",
+            "tokens": [],
+            "id_slot": 0,
+            "stop": True,
+            "model": "tiny",
+            "tokens_predicted": len(ids),
+            "tokens_evaluated": num_prompt,
+            "truncated": False,
+            "stop_type": "eos" if reason == "stop" else "limit",
+            "stopping_word": "",
+            "tokens_cached": num_prompt,
+            "timings": {"cache_n": 5, "prompt_n": num_prompt - 5},
+        }
+
+
+@pytest.fixture(autouse=True)
+def quick_probes(monkeypatch):
+    monkeypatch.setattr(foreign_client, "PROBE_INTERVAL_S", 0.05)
+
+
+@pytest.fixture
+def folder(tmp_path, card):
+    """A checkpoint's folder with the tokenizer and template of the other tests."""
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    (path / "tokenizer.json").write_text(card.tokenizer_json)
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    (path / "chat_template.jinja").write_text(card.chat_template)
+    return path
+
+
+@pytest.fixture
+async def start_server(card):
+    """`await start_server(kind)`: a server that listens."""
+    servers = []
+
+    async def start(kind="vllm", port=0):
+        servers.append(Server(kind, tokenizers.Tokenizer.from_str(card.tokenizer_json)))
+        await servers[-1].start(port)
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        await server.kill()
+
+
+@pytest.fixture
+def client_of(folder):
+    """The client of a server; `more` goes into its address."""
+
+    def make(server, more="", api_key=None):
+        address = f"openai+http://127.0.0.1:{server.port}/v1?model={MODEL}&kind={server.kind}&tokenizer={folder}{more}"
+        return ForeignEngineClient(ForeignAddress.parse(address), SystemClock(), api_key)
+
+    return make
+
+
+@pytest.fixture
+def start_over(start_gateway, until):
+    """`async with start_over(engines, **settings) as gateway`: once all are connected."""
+
+    @contextlib.asynccontextmanager
+    async def start(*engines, **settings):
+        async with start_gateway(list(engines), **settings) as gateway:
+            await until(lambda: all(engine.state.healthy for engine in engines))
+            yield gateway
+
+    return start
+
+
+async def text_of(stream) -> str:
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "cached"), [("vllm", "", 7), ("llama.cpp", "", 5), ("generic", "&context=512", 0)]
+)
+async def test_chats_and_completions_are_answered_and_billed_as_the_server_counts(
+    start_server, client_of, start_over, kind, more, cached
+):
+    server = await start_server(kind)
+    server.stop_at = 23
+    async with start_over(client_of(server, more)) as gateway:
+        whole = await gateway.client.chat.completions.create(**ASK)
+        stream = await gateway.client.chat.completions.create(
+            **ASK, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        raw = await gateway.client.completions.create(model=MODEL, prompt="count: ", max_tokens=10)
+        assert whole.choices[0].message.content == WHOLE[:23]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == WHOLE[:23]
+        assert raw.choices[0].text == WHOLE[:10]
+        assert [whole.choices[0].finish_reason, raw.choices[0].finish_reason] == ["stop", "length"]
+        for answer, row, counted in zip(
+            (whole, chunks[-1], raw), await gateway.rows.wait_for(3), server.usages, strict=True
+        ):
+            assert answer.usage.prompt_tokens == row.prompt_tokens == counted["prompt_tokens"]
+            assert answer.usage.completion_tokens == row.output_tokens == counted["completion_tokens"]
+            assert row.cached_tokens == cached
+        assert whole.usage.completion_tokens == 24  # with the token that ends
+        assert whole.usage.prompt_tokens == gateway.prompt_tokens("hello")
+        assert server.headers[0]["path"] == ("/completion" if kind == "llama.cpp" else "/v1/completions")
+
+
+async def test_what_a_tenant_and_its_class_are_reaches_the_server_and_not_what_a_client_claims(
+    start_server, client_of, start_over
+):
+    server = await start_server()
+    async with start_over(client_of(server, "&priority=on", "a key of theirs")) as gateway:
+        claims = {"cache_salt": "mine", "priority": -100}
+        await gateway.client.chat.completions.create(**ASK, service_tier="flex", extra_body=claims)
+        await gateway.client.chat.completions.create(**ASK)
+        flex, standard = server.bodies
+        assert flex["cache_salt"] == standard["cache_salt"] != "mine"
+        assert len(base64.urlsafe_b64decode(flex["cache_salt"])) >= 16
+        assert flex["priority"] > standard["priority"] >= 0
+        assert flex["prompt"] == list(b"<|user|>hello\n<|assistant|>") or len(flex["prompt"]) == gateway.prompt_tokens(
+            "hello"
+        )
+        assert server.headers[0]["authorization"] == "Bearer a key of theirs"
+        assert gateway.key not in json.dumps([server.headers, server.bodies])
+
+
+async def test_sampling_parameters_are_passed_on(start_server, client_of, start_over):
+    server, native = await start_server(), await start_server("llama.cpp")
+    asked = {"temperature": 0.5, "top_p": 0.9, "presence_penalty": 0.25, "frequency_penalty": 0.75, "seed": 11}
+    more = {"top_k": 40, "min_p": 0.125, "repetition_penalty": 1.5, "ignore_eos": True}
+    bias = {"logit_bias": {"65": -1.5}, "stop": ["nothing"]}
+    vllm_only = {"min_tokens": 3, "stop_token_ids": [12]}
+    async with start_over(client_of(server)) as gateway:
+        await gateway.client.chat.completions.create(**ASK, **asked, **bias, extra_body=more | vllm_only)
+        (body,) = server.bodies
+        expected = asked | more | bias | vllm_only | {"stop": ["nothing"], "max_tokens": 40, "stream": True}
+        assert {name: body[name] for name in expected} == expected
+        assert "priority" not in body
+        await gateway.client.chat.completions.create(**ASK, top_p=0)
+        assert (server.bodies[-1]["temperature"], server.bodies[-1]["top_p"]) == (0, 1)
+    async with start_over(client_of(native)) as gateway:
+        await gateway.client.chat.completions.create(**ASK, **asked, **bias, extra_body=more)
+        (body,) = native.bodies
+        assert (body["repeat_penalty"], body["n_predict"], body["logit_bias"]) == (1.5, 40, [[65, -1.5]])
+        assert all(body[name] == value for name, value in asked.items())
+        assert body["cache_prompt"] is False  # its cache knows no tenants
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("generic", "top_k", 5),
+        ("generic", "min_tokens", 2),
+        ("generic", "stop", list("abcde")),
+        ("llama.cpp", "stop_token_ids", [5]),
+        ("llama.cpp", "min_tokens", 2),
+    ],
+)
+async def test_what_a_server_cannot_do_is_refused_by_name_and_costs_nothing(
+    start_server, client_of, start_over, kind, field, value
+):
+    server = await start_server(kind)
+    async with start_over(client_of(server, "&context=512")) as gateway:
+        with pytest.raises(openai.BadRequestError, match=field.split("_")[0]):
+            await gateway.client.chat.completions.create(**ASK, extra_body={field: value})
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.prompt_tokens) == ("rejected", 0)
+        assert server.bodies == []
+
+
+async def test_logprobs_come_with_the_bytes_of_the_tokens(start_server, client_of, start_over):
+    server = await start_server()
+    async with start_over(client_of(server)) as gateway:
+        answer = await gateway.client.chat.completions.create(**ASK, logprobs=True, top_logprobs=2)
+        content = answer.choices[0].logprobs.content
+        assert "".join(one.token for one in content) == WHOLE[:40]
+        assert (content[0].bytes, content[0].logprob) == ([ord("1")], -0.25)
+        assert [one.logprob for one in content[0].top_logprobs] == [-0.25, -1.5]
+        assert server.bodies[0]["logprobs"] == 2
+
+
+@pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
+async def test_a_client_that_leaves_ends_the_request_at_the_server_within_a_second(
+    start_server, client_of, start_over, kind
+):
+    server = await start_server(kind)
+    server.token_s = 0.01
+    async with start_over(client_of(server)) as gateway:
+        stream = await gateway.client.chat.completions.create(**{**ASK, "max_tokens": 400}, stream=True)
+        async for chunk in stream:
+            if "5" in (chunk.choices[0].delta.content or ""):
+                break
+        left_at = time.monotonic()
+        await stream.close()
+        async with asyncio.timeout(5):
+            await server.ended.wait()
+        assert server.ended_at - left_at < 1
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.http_status) == ("disconnected", 499)
+        assert 9 <= row.output_tokens < 400
+        assert gateway.engine.state.num_inflight == 0
+
+
+async def limit_of(gateway, cap):
+    (tenant,) = json.loads((await gateway.request("GET", "/admin/v1/tenants", b"", gateway.admin_key))[2])["data"]
+    body = {"level": "tenant", "scope_id": tenant["id"], "kind": "tokens_per_day", "cap": cap}
+    status, _, answer = await gateway.request("PUT", "/admin/v1/quotas", json.dumps(body).encode(), gateway.admin_key)
+    assert status == 200, answer
+    return json.loads(answer)["id"]
+
+
+async def used(gateway, quota_id):
+    await gateway.rows.flush()
+    answer = await gateway.request("GET", f"/admin/v1/quotas/{quota_id}", b"", gateway.admin_key)
+    return json.loads(answer[2])["used"]
+
+
+async def test_all_of_the_output_is_reserved_before_the_server_is_asked_and_what_it_reports_is_settled(
+    start_server, client_of, start_over
+):
+    server = await start_server()
+    server.stop_at, server.token_s = 23, 0.005
+    async with start_over(client_of(server), stores_usage=True) as gateway:
+        size = gateway.prompt_tokens("hello")
+        quota_id = await limit_of(gateway, 2 * (size + 300) - 1)
+        first = await gateway.client.chat.completions.create(**{**ASK, "max_tokens": 300}, stream=True)
+        second = await gateway.client.chat.completions.create(**{**ASK, "max_tokens": 300}, stream=True)
+        assert await text_of(first) == await text_of(second) == WHOLE[:23]
+        assert [body["max_tokens"] for body in server.bodies] == [300, 299]  # the second finds one token less
+        assert await used(gateway, quota_id) == 2 * (size + 24)
+
+
+async def test_a_limit_that_has_not_so_much_left_shortens_the_answer_or_refuses_it(start_server, client_of, start_over):
+    server = await start_server()
+    async with start_over(client_of(server), stores_usage=True) as gateway:
+        size = gateway.prompt_tokens("hello")
+        quota_id = await limit_of(gateway, size + 20)
+        started = time.monotonic()
+        answer = await gateway.client.chat.completions.create(**ASK)
+        assert time.monotonic() - started < 5  # nothing is waited for: more cannot come
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (WHOLE[:20], "length")
+        assert server.bodies[0]["max_tokens"] == 20
+        assert await used(gateway, quota_id) == size + 20
+        with pytest.raises(openai.RateLimitError):
+            await gateway.client.chat.completions.create(**ASK)
+        assert len(server.bodies) == 1
+
+
+async def test_a_server_that_is_not_there_is_503_until_it_comes(start_server, client_of, start_gateway, until):
+    server = await start_server()
+    engine = client_of(server)
+    await server.kill()
+    async with start_gateway([engine]) as gateway:
+        await until(lambda: "cannot be reached" in engine.state.reason)
+        with pytest.raises(openai.InternalServerError) as caught:
+            await gateway.client.chat.completions.create(**ASK)
+        assert (caught.value.status_code, caught.value.code) == (503, "no_engine")
+        assert caught.value.response.headers["retry-after"] == "1"
+        status, _, body = await gateway.request("GET", "/readyz")
+        assert status == 503
+        assert b"cannot be reached" in body
+        await server.start(server.port)
+        await until(lambda: engine.state.healthy)
+        answer = await gateway.client.chat.completions.create(**ASK)
+        assert answer.choices[0].message.content == WHOLE[:40]
+
+
+async def test_a_server_that_is_killed_in_the_middle_ends_the_stream_with_an_error(start_server, client_of, start_over):
+    server = await start_server()
+    server.dies_at = 10
+    async with start_over(client_of(server)) as gateway:
+        stream = await gateway.client.chat.completions.create(**ASK, stream=True)
+        with pytest.raises(openai.APIError) as caught:
+            await text_of(stream)
+        assert caught.value.code == "engine_failed"
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.http_status, row.error_code) == ("failed", 200, "engine_failed")
+        assert row.output_tokens == 10 * len(server.bodies)
+
+
+@pytest.mark.parametrize("stop", [None, "12"])
+@pytest.mark.parametrize("kind", ["vllm", "llama.cpp", "generic"])
+async def test_a_lost_server_s_answer_goes_on_at_another_one(start_server, client_of, start_over, kind, stop):
+    dying, other = await start_server(kind), await start_server(kind)
+    dying.dies_at = other.dies_at = 24  # in the middle of "12"
+    expected = WHOLE[:40] if stop is None else WHOLE[: WHOLE.index("12")]
+    async with start_over(client_of(dying, "&context=512"), client_of(other, "&context=512")) as gateway:
+        server = asyncio.create_task(watch_first(dying, other))
+        stream = await gateway.client.chat.completions.create(**ASK, stream=True, stop=stop)
+        assert await text_of(stream) == expected
+        await server
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.prompt_tokens, row.output_tokens) == (
+            gateway.prompt_tokens("hello"),
+            40 if stop is None else len(expected) + 2,
+        )
+        first, second = sorted(dying.bodies + other.bodies, key=lambda body: len(body["prompt"]))
+        assert len(second["prompt"]) == len(first["prompt"]) + 24
+        size = "n_predict" if kind == "llama.cpp" else "max_tokens"
+        assert (first[size], second[size]) == (40, 16)
+
+
+async def watch_first(*servers) -> None:
+    """Once one has a request, the others are not to die."""
+    while not any(server.bodies for server in servers):  # noqa: ASYNC110 - a server has no event for it
+        await asyncio.sleep(0)
+    for server in servers:
+        if not server.bodies:
+            server.dies_at = None
+
+
+async def test_one_of_ours_and_one_of_theirs_take_over_from_each_other(start_server, client_of, start_over, new_card):
+    server = await start_server()
+    server.dies_at = 10
+    ours = FakeEngineClient(new_card(), lambda submit: [(ord(letter), letter) for letter in WHOLE])
+    async with start_over(client_of(server), ours, credit_window_tokens=8) as gateway:
+        for _ in range(2):
+            answer = await gateway.client.chat.completions.create(**ASK)
+            assert answer.choices[0].message.content == WHOLE[:40]
+        assert server.bodies
+        assert all(submit.credit_tokens == 40 for submit in ours.submits)  # all of it: it may have to move
+
+
+def stream_of(data: bytes) -> bytes:
+    """A whole answer with that stream in it."""
+    return b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + data
+
+
+def refusal(status: str, message: str, header: bytes = b"") -> bytes:
+    """As vLLM words it."""
+    error = {"message": message, "type": "BadRequestError", "param": None, "code": int(status[:3])}
+    body = json.dumps({"error": error}).encode()
+    return b"HTTP/1.1 %s\r\n%sContent-Length: %d\r\n\r\n%s" % (status.encode(), header, len(body), body)
+
+
+@pytest.mark.parametrize(
+    ("raw", "status", "code", "retry_after"),
+    [
+        (stream_of(b"data: {what\n\n"), 502, "engine_protocol_violation", None),
+        (stream_of(b"data: [1]\n\n"), 502, "engine_protocol_violation", None),
+        (stream_of(b'data: {"choices": 7}\n\n'), 502, "engine_protocol_violation", None),
+        (stream_of(b'data: {"choices": [{"token_ids": ["x"]}]}\n\n'), 502, "engine_protocol_violation", None),
+        (stream_of(b"data: [DONE]\n\n"), 502, "engine_failed", None),
+        (stream_of(b""), 502, "engine_failed", None),
+        (stream_of(b'data: {"error": {"message": "x", "code": 503}}\n\n'), 503, "unavailable", "1"),
+        (refusal("302 Found", "", b"Location: http://127.0.0.1:1/\r\n"), 502, "engine_failed", None),
+        (
+            refusal("400 Bad", "maximum context length is 512 tokens"),
+            400,
+            "context_length_exceeded",
+            None,
+        ),
+        (refusal("400 Bad", "no"), 400, "invalid_request", None),
+        (refusal("429 Too Many", "full", b"Retry-After: 7\r\n"), 429, "overloaded", "7"),
+        (refusal("503 No", "not yet", b"Retry-After: 9\r\n"), 503, "unavailable", "9"),
+        (refusal("500 No", "a trace of theirs"), 502, "engine_failed", None),
+    ],
+)
+async def test_a_server_s_errors_and_nonsense_have_stable_codes(
+    start_server, client_of, start_over, raw, status, code, retry_after
+):
+    server = await start_server()
+    server.raw = raw
+    async with start_over(client_of(server)) as gateway:
+        got, headers, body = await gateway.post(CHAT, ASK)
+        assert (got, json.loads(body)["error"]["code"]) == (status, code)
+        assert headers.get("retry-after") == retry_after
+        (row,) = await gateway.rows.wait_for(1)
+        assert row.output_tokens == 0
+
+
+async def test_its_load_is_seen_and_routes_around_it(start_server, client_of, start_over, until):
+    busy, idle = await start_server(), await start_server()
+    busy.running, busy.waiting = 30, 12
+    engines = client_of(busy), client_of(idle)
+    async with start_over(*engines) as gateway:
+        load = engines[0].state.load
+        assert (load.num_running, load.num_waiting, load.kv_blocks_total, load.kv_blocks_used) == (30, 12, 200, 50)
+        assert (load.prompt_tokens_total, load.output_tokens_total, load.requests_total) == (1234, 567, 7)
+        assert engines[0].state.load_is_fresh
+        for i in range(6):
+            await gateway.client.chat.completions.create(
+                **{**ASK, "messages": [{"role": "user", "content": f"{i}" * 40}]}
+            )
+        assert (len(busy.bodies), len(idle.bodies)) == (0, 6)
+        status, _, answer = await gateway.request("GET", "/admin/v1/engines", b"", gateway.admin_key)
+        assert (status, json.loads(answer)["data"][0]["card"]["family"]) == (200, "vllm")
+
+
+async def test_llama_cpp_without_metrics_tells_its_load_by_its_slots(start_server, client_of, start_over, until):
+    server = await start_server("llama.cpp")
+    server.running = 3
+    engine = client_of(server)
+    async with start_over(engine):
+        await until(lambda: engine.state.load.num_running == 3)
+
+
+async def test_text_that_a_server_holds_back_is_counted_and_goes_on(start_server, client_of, start_over):
+    server = await start_server("llama.cpp")
+    server.text = "naïve 日本語 🙂 " * 20
+    async with start_over(client_of(server)) as gateway:
+        stream = await gateway.client.chat.completions.create(
+            **{**ASK, "max_tokens": 53}, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == server.text.encode()[:53].decode(errors="ignore")
+        assert chunks[-1].usage.completion_tokens == 53
+
+
+async def test_a_server_that_cannot_prove_what_it_has_done_never_does(start_server, client_of, until):
+    engine = client_of(await start_server())
+    async with Replicas([engine]) as replicas:
+        await until(lambda: engine.state.healthy)
+        assert not replicas.have_settled_for("another", 0.0)
+        assert not replicas.are_extensible(MODEL)
+
+
+async def test_a_server_with_another_model_says_so(start_server, client_of, until):
+    server = await start_server("generic")
+    engine = client_of(server)
+    async with Replicas([engine]):
+        await until(lambda: "add context=" in engine.state.reason)
+        assert not engine.state.healthy
