@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from ipaddress import ip_network
 
 import httpx
 import structlog
@@ -45,6 +46,10 @@ from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing, build_provider, shut_down
 from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
+from moiety_platform.webhooks.addresses import Reach
+from moiety_platform.webhooks.controller import webhook_routes
+from moiety_platform.webhooks.poster import Poster
+from moiety_platform.webhooks.sender import AlertSender
 
 LAST_RECORDS_S = 10.0
 KEEP_ALIVE_S = 60
@@ -166,7 +171,12 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         authenticator = Authenticator(database, pepper, clock)
         classes, prices = ClassCache(database, clock), PriceCache(database, clock)
         oidc = await stack.enter_async_context(_verify_tokens(settings, database, clock))
-        more = engine_routes(replicas)
+        reach = Reach(tuple(map(ip_network, settings.webhook_networks)))
+        poster = await stack.enter_async_context(Poster(reach))
+        alerts = AlertSender(database, poster, pepper, clock)
+        await alerts.start()
+        stack.push_async_callback(alerts.stop)
+        more = [*engine_routes(replicas), *webhook_routes(reach, pepper)]
         admin = admin_router(database, authenticator, classes, prices, quotas, pepper, clock, oidc=oidc, more=more)
         yield Services(
             authenticator=authenticator,

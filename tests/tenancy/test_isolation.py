@@ -43,6 +43,8 @@ from moiety_platform.tenants.service import create_project, create_tenant
 from moiety_platform.traces.tracing import Tracing, build_provider
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.store import insert_rows
+from moiety_platform.webhooks.addresses import Reach
+from moiety_platform.webhooks.controller import webhook_routes
 
 from .conftest import PEPPER, Admin
 from .test_recorder import make_row
@@ -113,6 +115,9 @@ ASKS = [
     Ask("GET /overview", EVERYBODY),
     Ask("GET /audit", "200 200   403 403   200 200   403 403   200 200", query={"object_id": "{project_id}"}),
     Ask("GET /engines", ALL_READERS),
+    Ask("GET /webhooks", OPERATORS),
+    Ask("POST /webhooks", OPERATORS_MAKE, body={"url": "https://example.com/{new}"}),
+    Ask("DELETE /webhooks/{webhook_id}", OPERATORS),
     Ask("GET /classes", EVERYBODY),
     Ask("GET /classes/{name}", EVERYBODY, path={"name": "flex"}),
     Ask("POST /classes", OPERATORS_MAKE, body={"name": "{new}", **CLASS}),
@@ -140,6 +145,7 @@ class Side:
     key_quota_id: str = ""
     class_name: str = ""
     priced_model: str = ""
+    webhook_id: str = ""
     secrets: tuple[str, ...] = ()
 
     def ids(self) -> set[str]:
@@ -183,6 +189,9 @@ class World:
         async with owner.http:
             await owner.call("POST", "classes", 201, json={"name": new, **CLASS})
             await owner.call("PUT", "prices", 200, json={"model": new, "input": "1", "output": "1"})
+            if side.webhook_id:  # there may be only so many
+                await owner.http.delete(f"webhooks/{side.webhook_id}")
+            hook = await owner.call("POST", "webhooks", 201, json={"url": f"https://example.com/{new}"})
         secrets = (*side.secrets, text.secret, admin_text.secret)
         return replace(
             side,
@@ -193,6 +202,7 @@ class World:
             key_quota_id=quotas[2],
             class_name=new,
             priced_model=new,
+            webhook_id=hook["webhook"]["id"],
             secrets=secrets,
         )
 
@@ -204,7 +214,7 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
     quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
     usage, metrics, tracing = UsageRecorder(database, folder), Metrics(), Tracing(build_provider(None))
     replicas = Replicas([])
-    handlers = [*engine_routes(replicas), *more]
+    handlers = [*engine_routes(replicas), *webhook_routes(Reach(), PEPPER), *more]
     router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=handlers)
     services = Services(
         authenticator=authenticator,
@@ -358,7 +368,8 @@ async def test_lists_hold_only_the_own_tenants_objects_whatever_is_asked(world: 
         own = {name: filters[name] for name in names}  # one that is not known here fails the test
         for query in [{}, own, *({name: value} for name, value in own.items())]:
             answer = await call(who, Ask(f"GET {route}", "", query=query), world.b)
-            assert answer.status_code in ((403,) if route == "/engines" else (200, 404)), (route, query, answer.text)
+            allowed = (403,) if route in ("/engines", "/webhooks") else (200, 404)
+            assert answer.status_code in allowed, (route, query, answer.text)
             shown = [thing for thing in (*world.b.ids(), *world.b.secrets, "globex") if thing in answer.text]
             assert shown == [], (route, query)
     everything = await call(who, Ask("GET /usage", "", query={"group_by": "tenant"}), world.a)

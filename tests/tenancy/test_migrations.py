@@ -38,7 +38,8 @@ from moiety_platform.usage.models import UsageRecord
 QUOTAS = {"quotas", "quota_windows", "quota_leases", "quota_rates", "prices"}
 USAGE = {"usage_hours", "ledger", "audit_log"}
 BATCHES = {"files", "file_chunks", "batches", "batch_lines"}
-TABLES = {"tenants", "projects", "api_keys", "usage", "service_classes", *QUOTAS, *USAGE, *BATCHES}
+ALERTS = {"quota_thresholds", "quota_alerts", "webhooks", "webhook_deliveries"}
+TABLES = {"tenants", "projects", "api_keys", "usage", "service_classes", *QUOTAS, *USAGE, *BATCHES, *ALERTS}
 
 
 def table_names(url: str) -> set[str]:
@@ -98,7 +99,7 @@ def test_upgrading_an_upgraded_database_keeps_its_rows(empty_url: str) -> None:
 def test_tenants_of_the_first_schema_come_along_with_their_projects_and_go_back_again(empty_url: str) -> None:
     upgrade(empty_url)
     downgrade(empty_url, "0001")
-    assert table_names(empty_url) == TABLES - {"service_classes", *QUOTAS, *USAGE, *BATCHES}
+    assert table_names(empty_url) == TABLES - {"service_classes", *QUOTAS, *USAGE, *BATCHES, *ALERTS}
     moment = "'2026-01-01 00:00:00'"
     execute(empty_url, f"INSERT INTO tenants VALUES ('t', 'n', 'flex', 1.0, 'active', {moment})")
     execute(empty_url, f"INSERT INTO projects VALUES ('p', 't', 'n', {moment})")

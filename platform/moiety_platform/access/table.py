@@ -37,6 +37,8 @@ class Action(StrEnum):
     READ_PRICES = "prices.read"
     WRITE_PRICES = "prices.write"
     READ_ENGINES = "engines.read"
+    READ_WEBHOOKS = "webhooks.read"
+    WRITE_WEBHOOKS = "webhooks.write"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
         Action.READ_PRICES: Rule(anyone=_READERS, own=_OWN_READERS),
         Action.WRITE_PRICES: Rule(anyone=_OPERATORS),
         Action.READ_ENGINES: Rule(anyone=_READERS),
+        Action.READ_WEBHOOKS: Rule(anyone=_OPERATORS),  # an address may have a secret of its receiver in it
+        Action.WRITE_WEBHOOKS: Rule(anyone=_OPERATORS),
     }
 )
 

@@ -24,7 +24,7 @@ from moiety_platform.db.base import Base
 from moiety_platform.db.session import Database
 from moiety_platform.prices.models import PriceRecord
 from moiety_platform.quota.kinds import Level
-from moiety_platform.quota.models import Quota, QuotaLease, QuotaRate, QuotaWindow
+from moiety_platform.quota.models import Quota, QuotaLease, QuotaRate, QuotaThreshold, QuotaWindow
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 
 Condition = ColumnElement[bool]
@@ -97,7 +97,7 @@ def _own_quota(tenant_id: str) -> Condition:
     )
 
 
-def _of_own_quota(table: type[QuotaWindow | QuotaRate | QuotaLease], tenant_id: str) -> Condition:
+def _of_own_quota(table: type[QuotaWindow | QuotaRate | QuotaLease | QuotaThreshold], tenant_id: str) -> Condition:
     return table.quota_id.in_(select(Quota.id).where(_own_quota(tenant_id)))
 
 
@@ -109,5 +109,6 @@ _CONDITIONS: Mapping[type[Any], Callable[[str], Condition]] = MappingProxyType(
         QuotaWindow: partial(_of_own_quota, QuotaWindow),
         QuotaRate: partial(_of_own_quota, QuotaRate),
         QuotaLease: partial(_of_own_quota, QuotaLease),
+        QuotaThreshold: partial(_of_own_quota, QuotaThreshold),
     }
 )

@@ -13,7 +13,7 @@ from collections import Counter
 
 import structlog
 
-from moiety_platform.batches.backoff import Backoff
+from moiety_platform.backoff import Backoff
 from moiety_platform.batches.claims import (
     ClaimedLine,
     LineKey,
