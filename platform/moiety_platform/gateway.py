@@ -34,6 +34,7 @@ from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import Database
 from moiety_platform.engine_addresses import is_name
 from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
+from moiety_platform.erasure.controller import erasure_routes
 from moiety_platform.logs import configure_logging
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
@@ -176,7 +177,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         alerts = AlertSender(database, poster, pepper, clock)
         await alerts.start()
         stack.push_async_callback(alerts.stop)
-        more = [*engine_routes(replicas), *webhook_routes(reach, pepper)]
+        more = [*engine_routes(replicas), *webhook_routes(reach, pepper), *erasure_routes()]
         admin = admin_router(database, authenticator, classes, prices, quotas, pepper, clock, oidc=oidc, more=more)
         yield Services(
             authenticator=authenticator,

@@ -28,6 +28,7 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.db.session import Database
+from moiety_platform.erasure.controller import erasure_routes
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
@@ -83,6 +84,8 @@ ASKS = [
     Ask("POST /tenants", OPERATORS_MAKE, body={"name": "{new}"}),
     Ask("GET /tenants/{tenant_id}", OWN_ONLY),
     Ask("PATCH /tenants/{tenant_id}", OPERATORS, body={"service_class": "priority", "weight": 9}),
+    Ask("DELETE /tenants/{tenant_id}/data", "202 202   403 403   403 403   403 403   403 403",
+        path={"tenant_id": "{spare_tenant_id}"}),
     Ask("GET /projects", OWN_ONLY, query={"tenant_id": "{tenant_id}"}),
     Ask("GET /projects", EVERYBODY, query={"name": "{project_name}"}),
     Ask("POST /projects", WRITERS_MAKE, body={"tenant_id": "{tenant_id}", "name": "{new}"}),
@@ -146,6 +149,7 @@ class Side:
     class_name: str = ""
     priced_model: str = ""
     webhook_id: str = ""
+    spare_tenant_id: str = ""
     secrets: tuple[str, ...] = ()
 
     def ids(self) -> set[str]:
@@ -181,6 +185,7 @@ class World:
             viewer = NewKey(name=new, role=Role.VIEWER, tenant_id=side.tenant_id)
             admin_key, admin_text = await create_key(session, viewer, PEPPER, now)
             scopes = {Level.TENANT: side.tenant_id, Level.PROJECT: side.project_id, Level.KEY: key.id}
+            spare = await create_tenant(session, NewTenant(name=new), now)
             quotas = [
                 (await set_quota(session, NewQuota(level, scope_id, Kind.REQUESTS_PER_MINUTE, 5), now)).id
                 for level, scope_id in scopes.items()
@@ -203,6 +208,7 @@ class World:
             class_name=new,
             priced_model=new,
             webhook_id=hook["webhook"]["id"],
+            spare_tenant_id=spare.id,
             secrets=secrets,
         )
 
@@ -214,7 +220,7 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
     quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
     usage, metrics, tracing = UsageRecorder(database, folder), Metrics(), Tracing(build_provider(None))
     replicas = Replicas([])
-    handlers = [*engine_routes(replicas), *webhook_routes(Reach(), PEPPER), *more]
+    handlers = [*engine_routes(replicas), *webhook_routes(Reach(), PEPPER), *erasure_routes(), *more]
     router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=handlers)
     services = Services(
         authenticator=authenticator,

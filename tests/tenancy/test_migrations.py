@@ -38,7 +38,7 @@ from moiety_platform.usage.models import UsageRecord
 QUOTAS = {"quotas", "quota_windows", "quota_leases", "quota_rates", "prices"}
 USAGE = {"usage_hours", "ledger", "audit_log"}
 BATCHES = {"files", "file_chunks", "batches", "batch_lines"}
-ALERTS = {"quota_thresholds", "quota_alerts", "webhooks", "webhook_deliveries"}
+ALERTS = {"quota_thresholds", "quota_alerts", "webhooks", "webhook_deliveries", "erasures"}
 TABLES = {"tenants", "projects", "api_keys", "usage", "service_classes", *QUOTAS, *USAGE, *BATCHES, *ALERTS}
 
 

@@ -21,6 +21,7 @@ class Action(StrEnum):
 
     READ_TENANTS = "tenants.read"
     WRITE_TENANTS = "tenants.write"
+    ERASE_TENANTS = "tenants.erase"
     READ_PROJECTS = "projects.read"
     WRITE_PROJECTS = "projects.write"
     READ_KEYS = "keys.read"
@@ -60,6 +61,7 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
     {
         Action.READ_TENANTS: Rule(anyone=_READERS, own=_OWN_READERS),
         Action.WRITE_TENANTS: Rule(anyone=_OPERATORS),
+        Action.ERASE_TENANTS: Rule(anyone=_OWNER),
         Action.READ_PROJECTS: Rule(anyone=_READERS, own=_OWN_READERS),
         Action.WRITE_PROJECTS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
         Action.READ_KEYS: Rule(anyone=_READERS, own=_OWN_READERS),

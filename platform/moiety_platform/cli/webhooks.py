@@ -33,10 +33,10 @@ def list_webhooks(admin: Admin) -> None:
 @admin_command
 def create_webhook(
     admin: Admin,
-    url: Annotated[str, typer.Argument(help="Where alerts are to be posted: an https:// address.")],
+    address: Annotated[str, typer.Argument(help="Where alerts are to be posted: an https:// address.")],
 ) -> None:
     """Send alerts to this address from now on. Prints the secret that they are signed with."""
-    made = admin.client.call("POST", "/webhooks", {"url": url})
+    made = admin.client.call("POST", "/webhooks", {"url": address})
     if admin.as_json:
         show_json(made)
         return
