@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from ipaddress import ip_network
 
 import httpx
 import structlog
@@ -34,6 +35,7 @@ from moiety_platform.engine_addresses import ForeignAddress, is_foreign, is_name
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.foreign.client import ForeignEngineClient
 from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
+from moiety_platform.erasure.controller import erasure_routes
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.logs import configure_logging
@@ -48,6 +50,10 @@ from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing, build_provider, shut_down
 from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
+from moiety_platform.webhooks.addresses import Reach
+from moiety_platform.webhooks.controller import webhook_routes
+from moiety_platform.webhooks.poster import Poster
+from moiety_platform.webhooks.sender import AlertSender
 from moiety_text.errors import TextError
 
 LAST_RECORDS_S = 10.0
@@ -170,7 +176,12 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         authenticator = Authenticator(database, pepper, clock)
         classes, prices = ClassCache(database, clock), PriceCache(database, clock)
         oidc = await stack.enter_async_context(_verify_tokens(settings, database, clock))
-        more = engine_routes(replicas)
+        reach = Reach(tuple(map(ip_network, settings.webhook_networks)))
+        poster = await stack.enter_async_context(Poster(reach))
+        alerts = AlertSender(database, poster, pepper, clock)
+        await alerts.start()
+        stack.push_async_callback(alerts.stop)
+        more = [*engine_routes(replicas), *webhook_routes(reach, pepper), *erasure_routes()]
         admin = admin_router(database, authenticator, classes, prices, quotas, pepper, clock, oidc=oidc, more=more)
         yield Services(
             authenticator=authenticator,

@@ -5,6 +5,7 @@ Read and validated by the entry point, passed down by argument; nothing else rea
 
 from __future__ import annotations
 
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -40,6 +41,8 @@ class GatewaySettings(BaseSettings):
     oidc_audience: str | None = None  # which the tokens must name
     oidc_roles_claim: str = "moiety_roles"  # a role or a list of them; a claim inside another with dots
     oidc_tenant_claim: str = "moiety_tenant"  # the id of the one tenant that the token is for, if any
+
+    webhook_networks: Annotated[tuple[str, ...], NoDecode] = ()  # that webhooks may go to beside the public internet
 
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     max_json_depth: int = Field(default=64, ge=4, le=128)
@@ -79,9 +82,9 @@ class GatewaySettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "json", "console"] = "auto"
 
-    @field_validator("engines", mode="before")
+    @field_validator("engines", "webhook_networks", mode="before")
     @classmethod
-    def _split_addresses(cls, value: object) -> object:
+    def _split_list(cls, value: object) -> object:
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
@@ -91,6 +94,13 @@ class GatewaySettings(BaseSettings):
     def _check_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len({identity(address) for address in value}) != len(value):
             raise ValueError("an engine address is listed twice")
+        return value
+
+    @field_validator("webhook_networks")
+    @classmethod
+    def _check_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for network in value:
+            ip_network(network)
         return value
 
     @field_validator("oidc_issuer")

@@ -326,3 +326,40 @@ def asks(serve: Any, key: str) -> int:
     body = {"model": "moiety-demo", "messages": [{"role": "user", "content": "hello"}]}
     headers = {"Authorization": f"Bearer {key}"}
     return httpx.post(f"{serve.url}/v1/chat/completions", json=body, headers=headers, timeout=DEADLINE_S).status_code
+
+
+def test_limits_alert_at_percents_and_webhooks_are_made_listed_and_removed(moiety: Callable[..., Any]) -> None:
+    moiety("tenant", "create", "budgeted")
+    set_limits = ("quota", "set", "--tenant", "budgeted", "--tokens-per-day", "1000", "--requests-per-minute", "9")
+    made = json.loads(moiety(*set_limits, "--alert-at", "80,50", "--json").stdout)["data"]
+    assert {one["kind"]: one["alert_at"] for one in made} == {"requests_per_minute": [], "tokens_per_day": [50, 80]}
+    assert "50, 80" in moiety("quota", "list", "--tenant", "budgeted").stdout
+    for wrong in ("all", "150"):
+        assert moiety(*set_limits, "--alert-at", wrong).returncode != 0
+    assert moiety("quota", "set", "--tenant", "budgeted", "--tokens-per-minute", "9", "--alert-at", "5").returncode == 2
+    assert "50, 80" not in moiety(*set_limits, "--alert-at", "none").stdout
+    hook = moiety("webhook", "create", "https://example.com/moiety")
+    assert hook.stdout.startswith("whsec_")
+    assert "not shown again" in hook.stderr
+    (listed,) = json.loads(moiety("webhook", "list", "--json").stdout)["data"]
+    assert (listed["url"], listed["pending"], listed["dead"]) == ("https://example.com/moiety", 0, 0)
+    assert "https://example.com/moiety" in moiety("webhook", "list").stdout
+    assert moiety("webhook", "delete", listed["id"]).returncode == 0
+    private = moiety("webhook", "create", "https://127.0.0.1/")
+    assert (private.returncode, "may not go to" in private.stderr) == (1, True)
+
+
+def test_a_tenant_is_erased_and_the_log_verifies(moiety: Callable[..., Any], serve: Any) -> None:
+    made = json.loads(moiety("tenant", "create", "forgotten", "--json").stdout)
+    key = moiety("key", "create", "app", "--tenant", "forgotten").stdout.strip()
+    assert asks(serve, key) == 200
+    refused = moiety("tenant", "erase", "forgotten")
+    assert (refused.returncode, "--yes" in refused.stderr) == (2, True)
+    done = json.loads(moiety("tenant", "erase", "forgotten", "--yes", "--json").stdout)
+    assert (done["state"], done["counts"]["api_keys"]) == ("erased", 1)
+    assert asks(serve, key) == 401
+    assert json.loads(moiety("tenant", "show", made["id"], "--json").stdout)["name"] == f"erased-{made['id']}"
+    verified = json.loads(moiety("audit", "verify", "--json").stdout)
+    assert 0 < verified["erased"] < verified["entries"]
+    assert "(erased)" in moiety("audit", "list").stdout
+    assert "forgotten" not in moiety("audit", "list", "--json").stdout

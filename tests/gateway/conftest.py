@@ -15,8 +15,8 @@ from moiety_platform.app import Services, create_app, create_pipeline
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.bootstrap import ensure_bootstrap
+from moiety_platform.backoff import Backoff
 from moiety_platform.batches.assembly import Batches
-from moiety_platform.batches.backoff import Backoff
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.schemas import NewClass
 from moiety_platform.classes.service import create_class, load_classes

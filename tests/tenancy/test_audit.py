@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, select, update
 
-from moiety_platform.audit.chain import FIELDS, GENESIS, BrokenChain, entry_hash, verify
+from moiety_platform.audit.chain import FIELDS, GENESIS, BrokenChain, digest, entry_hash, verify
 from moiety_platform.audit.models import AuditEntry
 from moiety_platform.db.session import Database
 
@@ -71,7 +71,7 @@ async def test_the_chain_covers_the_role_of_who_acted_and_entries_from_before_ro
     for role in ("viewer", None):
         with pytest.raises(BrokenChain):
             verify([{**entry, "actor_role": role}])
-    earlier = {**entry, "actor_role": None}
+    earlier = {**entry, "actor_role": None, "version": 1, "salt": None, "digest": None}
     written = {name: earlier[name] for name in FIELDS}  # all that there was
     verify([{**earlier, "hash": entry_hash(GENESIS, written)}])
 
@@ -79,9 +79,9 @@ async def test_the_chain_covers_the_role_of_who_acted_and_entries_from_before_ro
 async def test_changes_at_once_make_one_chain(admin: Any) -> None:
     await asyncio.gather(*(admin.call("POST", "tenants", 201, json={"name": f"t{n}"}) for n in range(12)))
     entries = await log(admin)
-    count, head = verify(entries)
-    assert count == len(entries) >= 12
-    assert head == entries[-1]["hash"]
+    verified = verify(entries)
+    assert verified.num_entries == len(entries) >= 12
+    assert verified.head == entries[-1]["hash"]
 
 
 async def test_what_was_before_is_right_where_several_change_one_thing_at_once(admin: Any, demo: Any) -> None:
@@ -108,6 +108,9 @@ async def test_what_is_done_to_the_log_shows(admin: Any, database: Database) -> 
     with pytest.raises(BrokenChain, match="something is missing"):
         verify(await log(admin))
     forged = {**entries[1], "after": {}}
+    with pytest.raises(BrokenChain, match="entry 2"):
+        verify([entries[0], forged, *entries[2:]])
+    forged["digest"] = digest(forged["salt"], forged)
     forged["hash"] = entry_hash(entries[0]["hash"], forged)
     with pytest.raises(BrokenChain, match="entry 3"):
         verify([entries[0], forged, *entries[2:]])

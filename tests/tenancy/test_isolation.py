@@ -28,6 +28,7 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.db.session import Database
+from moiety_platform.erasure.controller import erasure_routes
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.metrics import Metrics
@@ -45,6 +46,8 @@ from moiety_platform.tenants.service import create_project, create_tenant
 from moiety_platform.traces.tracing import Tracing, build_provider
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.store import insert_rows
+from moiety_platform.webhooks.addresses import Reach
+from moiety_platform.webhooks.controller import webhook_routes
 
 from .conftest import PEPPER, Admin
 from .test_recorder import make_row
@@ -83,6 +86,8 @@ ASKS = [
     Ask("POST /tenants", OPERATORS_MAKE, body={"name": "{new}"}),
     Ask("GET /tenants/{tenant_id}", OWN_ONLY),
     Ask("PATCH /tenants/{tenant_id}", OPERATORS, body={"service_class": "priority", "weight": 9}),
+    Ask("DELETE /tenants/{tenant_id}/data", "202 202   403 403   403 403   403 403   403 403",
+        path={"tenant_id": "{spare_tenant_id}"}),
     Ask("GET /projects", OWN_ONLY, query={"tenant_id": "{tenant_id}"}),
     Ask("GET /projects", EVERYBODY, query={"name": "{project_name}"}),
     Ask("POST /projects", WRITERS_MAKE, body={"tenant_id": "{tenant_id}", "name": "{new}"}),
@@ -116,6 +121,9 @@ ASKS = [
     Ask("GET /overview", EVERYBODY),
     Ask("GET /audit", "200 200   403 403   200 200   403 403   200 200", query={"object_id": "{project_id}"}),
     Ask("GET /engines", ALL_READERS),
+    Ask("GET /webhooks", OPERATORS),
+    Ask("POST /webhooks", OPERATORS_MAKE, body={"url": "https://example.com/{new}"}),
+    Ask("DELETE /webhooks/{webhook_id}", OPERATORS),
     Ask("GET /classes", EVERYBODY),
     Ask("GET /classes/{name}", EVERYBODY, path={"name": "flex"}),
     Ask("POST /classes", OPERATORS_MAKE, body={"name": "{new}", **CLASS}),
@@ -145,6 +153,8 @@ class Side:
     key_quota_id: str = ""
     class_name: str = ""
     priced_model: str = ""
+    webhook_id: str = ""
+    spare_tenant_id: str = ""
     secrets: tuple[str, ...] = ()
 
     def ids(self) -> set[str]:
@@ -180,6 +190,7 @@ class World:
             viewer = NewKey(name=new, role=Role.VIEWER, tenant_id=side.tenant_id)
             admin_key, admin_text = await create_key(session, viewer, PEPPER, now)
             scopes = {Level.TENANT: side.tenant_id, Level.PROJECT: side.project_id, Level.KEY: key.id}
+            spare = await create_tenant(session, NewTenant(name=new), now)
             quotas = [
                 (await set_quota(session, NewQuota(level, scope_id, Kind.REQUESTS_PER_MINUTE, 5), now)).id
                 for level, scope_id in scopes.items()
@@ -188,6 +199,9 @@ class World:
         async with owner.http:
             await owner.call("POST", "classes", 201, json={"name": new, **CLASS})
             await owner.call("PUT", "prices", 200, json={"model": new, "input": "1", "output": "1"})
+            if side.webhook_id:  # there may be only so many
+                await owner.http.delete(f"webhooks/{side.webhook_id}")
+            hook = await owner.call("POST", "webhooks", 201, json={"url": f"https://example.com/{new}"})
         secrets = (*side.secrets, text.secret, admin_text.secret)
         return replace(
             side,
@@ -198,6 +212,8 @@ class World:
             key_quota_id=quotas[2],
             class_name=new,
             priced_model=new,
+            webhook_id=hook["webhook"]["id"],
+            spare_tenant_id=spare.id,
             secrets=secrets,
         )
 
@@ -209,7 +225,7 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
     quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
     usage, metrics, tracing = UsageRecorder(database, folder), Metrics(), Tracing(build_provider(None))
     replicas, settings = Replicas([]), GatewaySettings()
-    handlers = [*engine_routes(replicas), *more]
+    handlers = [*engine_routes(replicas), *webhook_routes(Reach(), PEPPER), *erasure_routes(), *more]
     router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=handlers)
     services = Services(
         authenticator=authenticator,
@@ -351,7 +367,7 @@ async def test_nobody_else_gets_in(world: World, call: Any, who: str, status: in
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), ask
 
 
-OF_ALL = ("/engines", "/usage/reconciliation")  # what is of no one tenant
+OF_ALL = ("/engines", "/usage/reconciliation", "/webhooks")  # what is of no one tenant
 
 
 @pytest.mark.parametrize("who", ["tenant-admin of A", "viewer of A"])

@@ -39,7 +39,8 @@ QUOTAS = {"quotas", "quota_windows", "quota_leases", "quota_rates", "prices"}
 USAGE = {"usage_hours", "ledger", "audit_log"}
 BATCHES = {"files", "file_chunks", "batches", "batch_lines"}
 IDEMPOTENCY = {"idempotent_requests", "idempotency_tenants"}
-LATER = {"service_classes", *QUOTAS, *USAGE, *BATCHES, *IDEMPOTENCY}  # than the first schema
+ALERTS = {"quota_thresholds", "quota_alerts", "webhooks", "webhook_deliveries", "erasures"}
+LATER = {"service_classes", *QUOTAS, *USAGE, *BATCHES, *IDEMPOTENCY, *ALERTS}  # than the first schema
 TABLES = {"tenants", "projects", "api_keys", "usage", *LATER}
 
 

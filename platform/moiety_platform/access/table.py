@@ -21,6 +21,7 @@ class Action(StrEnum):
 
     READ_TENANTS = "tenants.read"
     WRITE_TENANTS = "tenants.write"
+    ERASE_TENANTS = "tenants.erase"
     READ_PROJECTS = "projects.read"
     WRITE_PROJECTS = "projects.write"
     READ_KEYS = "keys.read"
@@ -39,6 +40,8 @@ class Action(StrEnum):
     WRITE_PRICES = "prices.write"
     READ_ENGINES = "engines.read"
     ERASE_KEPT_ANSWERS = "kept_answers.erase"
+    READ_WEBHOOKS = "webhooks.read"
+    WRITE_WEBHOOKS = "webhooks.write"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
     {
         Action.READ_TENANTS: Rule(anyone=_READERS, own=_OWN_READERS),
         Action.WRITE_TENANTS: Rule(anyone=_OPERATORS),
+        Action.ERASE_TENANTS: Rule(anyone=_OWNER),
         Action.READ_PROJECTS: Rule(anyone=_READERS, own=_OWN_READERS),
         Action.WRITE_PROJECTS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
         Action.READ_KEYS: Rule(anyone=_READERS, own=_OWN_READERS),
@@ -78,6 +82,8 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
         Action.WRITE_PRICES: Rule(anyone=_OPERATORS),
         Action.READ_ENGINES: Rule(anyone=_READERS),
         Action.ERASE_KEPT_ANSWERS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
+        Action.READ_WEBHOOKS: Rule(anyone=_OPERATORS),  # an address may have a secret of its receiver in it
+        Action.WRITE_WEBHOOKS: Rule(anyone=_OPERATORS),
     }
 )
 

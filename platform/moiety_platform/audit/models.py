@@ -1,11 +1,11 @@
-"""The table of the audit log. Rows are only ever added."""
+"""The table of the audit log. Rows are only ever added; the content of one may be erased, once."""
 
 from __future__ import annotations
 
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Index, String
+from sqlalchemy import JSON, BigInteger, Index, SmallInteger, String
 from sqlalchemy.orm import Mapped, mapped_column
 
 from moiety_platform.db.base import Base, UtcDateTime
@@ -13,12 +13,15 @@ from moiety_platform.db.base import Base, UtcDateTime
 ACTOR_LENGTH = 64
 ROLE_LENGTH = 16
 TENANT_LENGTH = 32
+SALT_LENGTH = 32
 
 
 class AuditEntry(Base):
     """One change. `before` is null of what was made, `after` of what was deleted; hashes of keys are in neither.
     `actor_role` is null where the platform itself is the actor, and in entries from before there were roles.
-    `tenant_id` says whose the changed thing is, null if nobody's; it follows from the rest, so no hash covers it."""
+    `tenant_id` says whose the changed thing is, null if nobody's; it follows from the rest, so no hash covers it.
+    `version` says how the hash is made (see `chain.py`); `salt` and `digest` are null in version 1, and the salt is in
+    what is erased."""
 
     __tablename__ = "audit_log"
     __table_args__ = (Index(None, "object_id"), Index(None, "tenant_id", "seq"))
@@ -34,3 +37,7 @@ class AuditEntry(Base):
     after: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     tenant_id: Mapped[str | None] = mapped_column(String(TENANT_LENGTH))
     hash: Mapped[str] = mapped_column(String(64))
+    version: Mapped[int] = mapped_column(SmallInteger, server_default="1")
+    salt: Mapped[str | None] = mapped_column(String(SALT_LENGTH))
+    digest: Mapped[str | None] = mapped_column(String(64))
+    erased_at: Mapped[datetime | None] = mapped_column(UtcDateTime)

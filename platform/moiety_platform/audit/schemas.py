@@ -11,8 +11,10 @@ from moiety_platform.audit.models import AuditEntry
 
 class AuditView(msgspec.Struct, frozen=True):
     """One change. `actor` is the id of the key that made it, `actor_role` what that key was then. `hash` is the SHA-256
-    of the hash before (64 zeros for the first), a line feed, and the other fields as JSON with sorted keys and without
-    spaces, `actor_role` only where it is not null."""
+    of the hash before (64 zeros for the first), a line feed, and, as JSON with sorted keys and without spaces, in
+    version 1 the fields from `seq` to `after`, in version 2 those without `actor`, `before` and `after`, but with
+    `version` and `digest`; `actor_role` only where it is not null. `digest` is the SHA-256 of `salt`, a line feed,
+    and the JSON of `actor`, `before` and `after`. Where `erased_at` is not null, salt and content are gone."""
 
     seq: int
     at: str
@@ -24,6 +26,10 @@ class AuditView(msgspec.Struct, frozen=True):
     before: dict[str, Any] | None
     after: dict[str, Any] | None
     hash: str
+    version: int
+    salt: str | None
+    digest: str | None
+    erased_at: str | None
 
     @classmethod
     def of(cls, entry: AuditEntry) -> AuditView:
@@ -38,6 +44,10 @@ class AuditView(msgspec.Struct, frozen=True):
             before=entry.before,
             after=entry.after,
             hash=entry.hash,
+            version=entry.version,
+            salt=entry.salt,
+            digest=entry.digest,
+            erased_at=None if entry.erased_at is None else entry.erased_at.isoformat(),
         )
 
 

@@ -6,6 +6,7 @@ the session's objects tells of itself with `note`.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, UOWTransaction
 
 from moiety_platform.access.roles import Role
-from moiety_platform.audit.chain import FIELDS, GENESIS, OPTIONAL_FIELDS, entry_hash
-from moiety_platform.audit.models import AuditEntry
+from moiety_platform.audit.chain import FIELDS, GENESIS, OPTIONAL_FIELDS, VERSION, digest, entry_hash
+from moiety_platform.audit.models import SALT_LENGTH, AuditEntry
 from moiety_platform.clock import Clock
 from moiety_platform.db.base import Base
 from moiety_platform.db.session import UNRESTRICTED, Database
@@ -32,7 +33,7 @@ _ADVISORY_LOCK = 0x6175_6469  # "audi"
 class Change:
     """One change to one row, in words that the log keeps."""
 
-    action: str  # create, change, delete
+    action: str  # create, change, delete, erase
     object_kind: str  # the table
     object_id: str
     before: Mapping[str, Any] | None
@@ -75,7 +76,9 @@ class AuditedStore:
         now = self.clock.now()
         for change in changes:
             seq += 1
-            fields = {
+            fields: dict[str, Any] = {
+                "version": VERSION,
+                "salt": secrets.token_hex(SALT_LENGTH // 2),
                 "seq": seq,
                 "at": now.isoformat(),
                 "actor": self.actor,
@@ -86,8 +89,10 @@ class AuditedStore:
                 "before": _plain(change.before),
                 "after": _plain(change.after),
             }
+            fields["digest"] = digest(fields["salt"], fields)
             previous = entry_hash(previous, fields)
-            columns = {name: fields[name] for name in (*FIELDS, *OPTIONAL_FIELDS) if name != "at"}
+            names = (*FIELDS, *OPTIONAL_FIELDS, "version", "salt", "digest")
+            columns = {name: fields[name] for name in names if name != "at"}
             tenant_id = await self.tenant_of(session, change)
             session.add(AuditEntry(**columns, at=now, tenant_id=tenant_id, hash=previous))
         await session.flush()

@@ -24,7 +24,7 @@ from moiety_platform.db.base import Base
 from moiety_platform.db.session import Database
 from moiety_platform.prices.models import PriceRecord
 from moiety_platform.quota.kinds import Level
-from moiety_platform.quota.models import Quota, QuotaLease, QuotaRate, QuotaWindow
+from moiety_platform.quota.models import Quota, QuotaLease, QuotaRate, QuotaThreshold, QuotaWindow
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 
 Condition = ColumnElement[bool]
@@ -45,7 +45,7 @@ def criteria_of(tenant_id: str) -> tuple[ORMOption, ...]:
     """For every table that is not shared: which rows are the tenant's. Raises UnownedTable."""
     tables = (mapper.class_ for mapper in Base.registry.mappers)
     return tuple(
-        with_loader_criteria(table, _condition(table, tenant_id), include_aliases=True)
+        with_loader_criteria(table, rows_of(table, tenant_id), include_aliases=True)
         for table in tables
         if table not in SHARED
     )
@@ -72,7 +72,8 @@ async def _tenant_of_scope(session: AsyncSession, level: Level, scope_id: str) -
     return await session.scalar(found)
 
 
-def _condition(table: type[Any], tenant_id: str) -> Condition:
+def rows_of(table: type[Any], tenant_id: str) -> Condition:
+    """Which rows of a table that is not shared are the tenant's. Raises UnownedTable."""
     own = _CONDITIONS.get(table) or getattr(table, "of_tenant", None)
     if own is None and "tenant_id" not in table.__mapper__.columns:
         raise UnownedTable(f"{table.__name__} has no tenant_id: say by its of_tenant whose its rows are")
@@ -97,7 +98,7 @@ def _own_quota(tenant_id: str) -> Condition:
     )
 
 
-def _of_own_quota(table: type[QuotaWindow | QuotaRate | QuotaLease], tenant_id: str) -> Condition:
+def _of_own_quota(table: type[QuotaWindow | QuotaRate | QuotaLease | QuotaThreshold], tenant_id: str) -> Condition:
     return table.quota_id.in_(select(Quota.id).where(_own_quota(tenant_id)))
 
 
@@ -109,5 +110,6 @@ _CONDITIONS: Mapping[type[Any], Callable[[str], Condition]] = MappingProxyType(
         QuotaWindow: partial(_of_own_quota, QuotaWindow),
         QuotaRate: partial(_of_own_quota, QuotaRate),
         QuotaLease: partial(_of_own_quota, QuotaLease),
+        QuotaThreshold: partial(_of_own_quota, QuotaThreshold),
     }
 )

@@ -15,7 +15,7 @@ from moiety_platform.db.paging import PageRequest, Position, after_position, cut
 from moiety_platform.errors import BadRequest, Conflict, NotFound
 from moiety_platform.tenants.checks import check_moment, check_name, is_id
 from moiety_platform.tenants.models import ApiKey, Project
-from moiety_platform.tenants.service import get_project, get_tenant
+from moiety_platform.tenants.service import get_living_tenant, get_project, get_tenant
 
 MAX_ALLOWED_MODELS = 100
 MAX_MODEL_LENGTH = 200
@@ -23,13 +23,18 @@ MAX_GRACE_S = 90 * 24 * 3600
 
 
 async def create_key(session: AsyncSession, new: NewKey, pepper: bytes, now: datetime) -> tuple[ApiKey, KeyText]:
-    """A new key and its text, which nothing keeps. Raises BadRequest, or NotFound for an unknown project or tenant."""
+    """A new key and its text, which nothing keeps. Raises BadRequest, NotFound for an unknown project or tenant, or
+    Conflict for an erased one."""
     expires_at = None if new.expires_at is None else check_moment(new.expires_at, "expires_at")
     if expires_at is not None and expires_at <= now:
         raise BadRequest("'expires_at' must lie in the future.", param="expires_at")
     _check_purpose(new)
-    project_id = None if new.project_id is None else (await get_project(session, new.project_id)).id
-    tenant_id = None if new.tenant_id is None else (await get_tenant(session, new.tenant_id)).id
+    project_id = None
+    if new.project_id is not None:
+        project = await get_project(session, new.project_id)
+        await get_living_tenant(session, project.tenant_id)
+        project_id = project.id
+    tenant_id = None if new.tenant_id is None else (await get_living_tenant(session, new.tenant_id)).id
     key = ApiKey(
         project_id=project_id,
         role=new.role,

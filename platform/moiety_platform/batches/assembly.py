@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from litestar.handlers import HTTPRouteHandler
 
 from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.batches.backoff import Backoff
+from moiety_platform.backoff import Backoff
 from moiety_platform.batches.controller import BatchServices, batch_routes
 from moiety_platform.batches.execution import HeldRows, LineRunner
 from moiety_platform.batches.lines import Limits

@@ -15,8 +15,8 @@ import structlog
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
+from moiety_platform.backoff import Backoff
 from moiety_platform.batches.answers import answered, line_key, refused
-from moiety_platform.batches.backoff import Backoff
 from moiety_platform.batches.claims import ClaimedLine
 from moiety_platform.batches.endpoints import ENDPOINTS
 from moiety_platform.batches.lines import body_of

@@ -16,7 +16,7 @@ import structlog
 from sqlalchemy import exc as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.batches.backoff import Backoff
+from moiety_platform.backoff import Backoff
 from moiety_platform.batches.claims import (
     ClaimedLine,
     LineKey,

@@ -58,14 +58,15 @@ def verify_chain(
             yield entry
 
     try:
-        count, head = verify(watched())
+        verified = verify(watched())
     except BrokenChain as exc:
         raise CommandError(f"the audit log was tampered with: {exc}") from exc
     if expect is not None and not (
-        expected_seq.isdigit() and 0 < int(expected_seq) <= count and seen[int(expected_seq) - 1] == expected_hash
+        expected_seq.isdigit() and 0 < int(expected_seq) <= len(seen) and seen[int(expected_seq) - 1] == expected_hash
     ):
         raise CommandError(f"the audit log has no entry {expect} any more: it was cut off or made anew")
-    admin.show_row({"entries": count, "head": f"{count}:{head}"})
+    head = f"{verified.num_entries}:{verified.head}"
+    admin.show_row({"entries": verified.num_entries, "erased": verified.num_erased, "head": head})
 
 
 def entries(client: AdminClient, object_id: str | None, *, whole: bool = False) -> Iterator[dict[str, Any]]:
@@ -82,6 +83,8 @@ def entries(client: AdminClient, object_id: str | None, *, whole: bool = False) 
 def in_words(entry: dict[str, Any]) -> str:
     """What changed, field by field; of what was made or deleted, its name."""
     before, after = entry["before"], entry["after"]
+    if entry["erased_at"] is not None:
+        return "(erased)"
     if before is None or after is None:
         row = after or before or {}
         return str(row.get("name") or row.get("kind") or row.get("model") or "")

@@ -18,8 +18,12 @@ COLUMNS = {
     "used": "used",
     "reserved": "reserved",
     "resets_at": "renewed",
+    "alert_at": "alert at %",
+    "alerted": "alerted %",
     "id": "limit's id",
 }
+
+WINDOWS = ("_per_day", "_per_month")
 
 app = typer.Typer(no_args_is_help=True, help="Limits on what a tenant, a project or a key may use.")
 
@@ -57,8 +61,13 @@ def set_quota(
     tokens_per_month: Annotated[int | None, typer.Option(min=0, help="The same for a calendar month, UTC.")] = None,
     dollars_per_day: Annotated[str | None, typer.Option(help="By the prices of `moiety price`, a UTC day.")] = None,
     dollars_per_month: Annotated[str | None, typer.Option(help="The same for a calendar month, UTC.")] = None,
+    alert_at: Annotated[
+        str | None,
+        typer.Option(help="Percents of the caps a day or month, as 50,80,100, that webhooks are told of; or none."),
+    ] = None,
 ) -> None:
     """Set limits, or change their caps. They hold at every gateway within seconds."""
+    percents = thresholds(alert_at)
     caps = {
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
@@ -71,11 +80,15 @@ def set_quota(
     chosen = {kind: cap for kind, cap in caps.items() if cap is not None}
     if sum(given is not None for given in (tenant, project, key)) != 1 or not chosen:
         raise typer.BadParameter("give one of --tenant, --project and --key, and --tokens-per-day or another limit")
+    if percents and not any(kind.endswith(WINDOWS) for kind in chosen):
+        raise typer.BadParameter("--alert-at is for limits a day or a month; give one of these as well")
     ((level, scope_id),) = _scopes(admin.client, tenant, project, key)
-    rows = [
-        admin.client.call("PUT", "/quotas", {"level": level, "scope_id": scope_id, "kind": kind, "cap": cap})
-        for kind, cap in chosen.items()
-    ]
+    rows = []
+    for kind, cap in chosen.items():
+        body: dict[str, Any] = {"level": level, "scope_id": scope_id, "kind": kind, "cap": cap}
+        if percents is not None and kind.endswith(WINDOWS):
+            body["alert_at"] = percents
+        rows.append(admin.client.call("PUT", "/quotas", body))
     _show(admin, rows)
 
 
@@ -107,6 +120,16 @@ def nano_dollars(text: str | None) -> int | None:
         return None if text is None else parse_dollars(text)
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from exc
+
+
+def thresholds(text: str | None) -> list[int] | None:
+    """Percents as they were given, none of them for `none`. Raises typer.BadParameter."""
+    if text is None or text.strip() == "none":
+        return None if text is None else []
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as exc:
+        raise typer.BadParameter("--alert-at takes whole percents, as 50,80,100, or none") from exc
 
 
 def _show(admin: Admin, rows: list[dict[str, Any]]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 import typer
 
 from moiety_platform.cli.admin_command import Admin, admin_command
+
+PAUSE_S = 1.0  # until an erasure is asked how far it is
 
 TENANT_COLUMNS = {
     "name": "name",
@@ -96,6 +99,23 @@ def resume_tenant(
     """Let a suspended tenant's keys work again."""
     tenant_id = admin.client.find_tenant(name)["id"]
     admin.show_row(admin.client.call("PATCH", f"/tenants/{tenant_id}", {"status": "active"}))
+
+
+@tenant_app.command("erase")
+@admin_command
+def erase_tenant(
+    admin: Admin,
+    name: Name,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; there is no way back.")] = False,
+) -> None:
+    """Revoke a tenant's keys and erase its content and all names, for good. What it used stays, as numbers."""
+    tenant = admin.client.find_tenant(name)
+    if not yes:
+        raise typer.BadParameter(f"this erases all data of {tenant['name']} for good; give --yes to do it")
+    while (done := admin.client.call("DELETE", f"/tenants/{tenant['id']}/data"))["state"] != "erased":
+        time.sleep(PAUSE_S)
+    counts = done.pop("counts")
+    admin.show_row({**done, "counts": counts} if admin.as_json else {**done, **counts})
 
 
 @project_app.command("list")

@@ -56,6 +56,36 @@ class QuotaWindow(Base):
     settled: Mapped[int] = mapped_column(BigInteger)
 
 
+class QuotaThreshold(Base):
+    """A part of a limit's cap, in percent, that an alert is wanted at. Of stocks only."""
+
+    __tablename__ = "quota_thresholds"
+    __table_args__ = (CheckConstraint("percent BETWEEN 1 AND 100", name="percent_in_range"),)
+
+    quota_id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    percent: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+
+class QuotaAlert(Base):
+    """A window's use has passed a threshold: one row each, made by whichever gateway saw it first, with what it saw
+    then. Outlives the limit. `tenant_id` is null where the limit is on a key of no tenant."""
+
+    __tablename__ = "quota_alerts"
+    __table_args__ = (Index(None, "id", unique=True),)
+
+    quota_id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    start: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
+    percent: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    id: Mapped[str] = mapped_column(String(ID_LENGTH))
+    tenant_id: Mapped[str | None] = mapped_column(String(ID_LENGTH))
+    level: Mapped[str] = mapped_column(String(16))
+    scope_id: Mapped[str] = mapped_column(String(ID_LENGTH))
+    kind: Mapped[str] = mapped_column(String(32))
+    cap: Mapped[int] = mapped_column(BigInteger)
+    used: Mapped[int] = mapped_column(BigInteger)
+    at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
 class QuotaRate(Base):
     """The bucket of one rate: its debt (see `bucket.py`) at a moment of the database's clock, Unix milliseconds."""
 

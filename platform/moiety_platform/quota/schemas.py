@@ -14,19 +14,22 @@ from moiety_platform.quota.models import Quota, QuotaRate, QuotaWindow
 
 
 class NewQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A limit to be set; one of the same scope and kind is replaced."""
+    """A limit to be set; one of the same scope and kind is replaced. `alert_at` are percents of the cap, 1 to 100, at
+    which alerts go to webhooks; where it is left out, those that there are stay, and an empty list takes them away."""
 
     level: Level
     scope_id: str
     kind: Kind
     cap: int
+    alert_at: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class QuotaView(Tagged, frozen=True):
     """A limit and how it stands. Of a stock, `used` is settled in the window of now, and `reserved` is leased to
     gateways, for requests that run or are to come; what is left to lease is the cap less both. Of a rate, `used` is
     what has not worn off yet, which it has at `resets_at`. Of open requests, `used` counts those that run, and those
-    that gateways keep room for. Amounts of money are nano-dollars."""
+    that gateways keep room for. Amounts of money are nano-dollars. `alert_at` are the percents of the cap at which
+    alerts are wanted, `alerted` those that were passed in the window of now."""
 
     transient: ClassVar[frozenset[str]] = frozenset({"used", "reserved", "window_start", "resets_at"})
 
@@ -40,6 +43,8 @@ class QuotaView(Tagged, frozen=True):
     window_start: datetime | None
     resets_at: datetime | None
     created_at: datetime
+    alert_at: tuple[int, ...] = ()
+    alerted: tuple[int, ...] = ()
 
 
 def window_view(quota: Quota, window: QuotaWindow | None, now: datetime) -> QuotaView:

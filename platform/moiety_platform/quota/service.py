@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
+from typing import Any
 
-from sqlalchemy import ColumnElement, select, tuple_
+import msgspec
+from sqlalchemy import ColumnElement, delete, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.audit.trail import Change, note, row_of
@@ -14,10 +16,12 @@ from moiety_platform.db.now import now_ms
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import BadRequest, NotFound
 from moiety_platform.quota.kinds import MAX_CAP, MAX_RATE, Kind, Level, Meter, Scope, window_start
-from moiety_platform.quota.models import Quota, QuotaRate, QuotaWindow
+from moiety_platform.quota.models import Quota, QuotaAlert, QuotaRate, QuotaThreshold, QuotaWindow
 from moiety_platform.quota.schemas import NewQuota, QuotaPage, QuotaView, rate_view, window_view
 from moiety_platform.tenants.checks import is_id, new_id
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
+
+MAX_THRESHOLDS = 5
 
 _TABLES: dict[Level, type[Tenant | Project | ApiKey]] = {
     Level.TENANT: Tenant,
@@ -30,14 +34,18 @@ async def set_quota(session: AsyncSession, new: NewQuota, now: datetime) -> Quot
     """Set a limit, or change its cap; gateways go by it within seconds. A cap below what is used already lets nothing
     through until the window ends. Raises BadRequest, or NotFound where the scope is unknown."""
     scope_id = await _scope_id(session, new)
+    alert_at = _check_thresholds(new)
     same = (Quota.level, Quota.scope_id, Quota.kind)
     values = {"level": new.level, "scope_id": scope_id, "kind": new.kind, "cap": new.cap}
     old_cap = await session.scalar(select(Quota.cap).where(*_same(new, scope_id)))
     statement = insert_into(session, Quota).values(id=new_id("quo"), created_at=now, **values)
     statement = statement.on_conflict_do_update(index_elements=same, set_={"cap": new.cap}).returning(Quota)
     quota = (await session.scalars(statement, execution_options={"populate_existing": True})).one()
-    after = row_of(quota)
-    before = None if old_cap is None else {**after, "cap": old_cap}
+    old_thresholds = (await _thresholds(session, [quota.id])).get(quota.id, ())
+    if alert_at is not None and alert_at != old_thresholds:
+        await _set_thresholds(session, quota.id, alert_at)
+    after = {**row_of(quota), "alert_at": list(old_thresholds if alert_at is None else alert_at)}
+    before = None if old_cap is None else {**after, "cap": old_cap, "alert_at": list(old_thresholds)}
     note(session, Change("create" if before is None else "change", Quota.__tablename__, quota.id, before, after))
     return (await _views(session, [quota], now))[0]
 
@@ -70,6 +78,7 @@ async def delete_quota(session: AsyncSession, quota_id: str, now: datetime) -> Q
     """Take a limit away; what it was. Raises NotFound."""
     quota = await _find(session, quota_id)
     view = (await _views(session, [quota], now))[0]
+    await _set_thresholds(session, quota.id, ())
     await session.delete(quota)
     return view
 
@@ -102,13 +111,60 @@ async def _require(session: AsyncSession, scope: Scope) -> str:
     return (found.root_id or found.id) if isinstance(found, ApiKey) else found.id
 
 
+def _check_thresholds(new: NewQuota) -> tuple[int, ...] | None:
+    """The percents in order; None where they are to stay as they are. Raises BadRequest."""
+    if isinstance(new.alert_at, msgspec.UnsetType):
+        return None
+    if new.alert_at and new.kind.meter is not Meter.STOCK:
+        raise BadRequest(
+            f"A limit of {new.kind} has no window that is used up, so there is nothing to alert at; leave 'alert_at' "
+            "out, or set it on a limit a day or a month.",
+            code="no_alerts_on_this_kind",
+            param="alert_at",
+        )
+    if len(new.alert_at) > MAX_THRESHOLDS or not all(1 <= percent <= 100 for percent in new.alert_at):
+        raise BadRequest(
+            f"'alert_at' must be at most {MAX_THRESHOLDS} percents of the cap, each from 1 to 100.", param="alert_at"
+        )
+    return tuple(sorted(set(new.alert_at)))
+
+
+async def _set_thresholds(session: AsyncSession, quota_id: str, percents: Sequence[int]) -> None:
+    await session.execute(delete(QuotaThreshold).where(QuotaThreshold.quota_id == quota_id))
+    if percents:
+        rows = [{"quota_id": quota_id, "percent": percent} for percent in percents]
+        await session.execute(insert_into(session, QuotaThreshold).on_conflict_do_nothing(), rows)
+
+
+async def _thresholds(session: AsyncSession, quota_ids: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The percents of each limit that has any, in order."""
+    columns = QuotaThreshold.quota_id, QuotaThreshold.percent
+    wanted = select(*columns).where(QuotaThreshold.quota_id.in_(quota_ids)).order_by(*columns)
+    return _grouped(await session.execute(wanted))
+
+
+def _grouped(rows: Iterable[Any]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for quota_id, percent in rows:
+        found[quota_id] = (*found.get(quota_id, ()), percent)
+    return found
+
+
 async def _views(session: AsyncSession, quotas: Sequence[Quota], now: datetime) -> list[QuotaView]:
     starts = {quota.id: window_start(Kind(quota.kind).period, now) for quota in quotas}
     wanted = tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_(list(starts.items()))
     windows = {window.quota_id: window for window in await session.scalars(select(QuotaWindow).where(wanted))}
     of_rates = select(QuotaRate, now_ms()).where(QuotaRate.quota_id.in_(list(starts)))
     rates = {rate.quota_id: (rate, moment) for rate, moment in await session.execute(of_rates)}
-    return [
+    thresholds = await _thresholds(session, list(starts))
+    columns = QuotaAlert.quota_id, QuotaAlert.percent
+    sent = tuple_(QuotaAlert.quota_id, QuotaAlert.start).in_(list(starts.items()))
+    alerted = _grouped(await session.execute(select(*columns).where(sent).order_by(*columns)))
+    views = [
         rate_view(quota, *rates[quota.id]) if quota.id in rates else window_view(quota, windows.get(quota.id), now)
         for quota in quotas
+    ]
+    return [
+        msgspec.structs.replace(view, alert_at=thresholds.get(view.id, ()), alerted=alerted.get(view.id, ()))
+        for view in views
     ]

@@ -40,6 +40,17 @@ class Tenant(Base):
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
+class Erasure(Base):
+    """A tenant's data is being erased, or has been: nothing is added to such a tenant. `counts` are rows, by table."""
+
+    __tablename__ = "erasures"
+
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    begun_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    ended_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    counts: Mapped[dict[str, int]] = mapped_column(JSON)
+
+
 class Project(Base):
     """A tenant's unit of work, which its keys belong to."""
 

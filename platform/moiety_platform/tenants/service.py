@@ -13,7 +13,7 @@ from moiety_platform.classes.service import require_class
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import Conflict, NotFound
 from moiety_platform.tenants.checks import check_name, check_status, check_weight, is_id, new_id
-from moiety_platform.tenants.models import Project, Tenant, TenantStatus
+from moiety_platform.tenants.models import Erasure, Project, Tenant, TenantStatus
 from moiety_platform.tenants.schemas import (
     NewProject,
     NewTenant,
@@ -48,6 +48,14 @@ async def get_tenant(session: AsyncSession, tenant_id: str) -> Tenant:
     return tenant
 
 
+async def get_living_tenant(session: AsyncSession, tenant_id: str) -> Tenant:
+    """One whose data nobody has erased. Raises NotFound, or Conflict."""
+    tenant = await get_tenant(session, tenant_id)
+    if await session.get(Erasure, tenant_id) is not None:
+        raise Conflict("This tenant's data was erased; make a new tenant instead.", code="tenant_erased")
+    return tenant
+
+
 async def list_tenants(session: AsyncSession, page: PageRequest, *, name: str | None = None) -> TenantPage:
     """Tenants, oldest first; with `name`, the one with exactly that name."""
     statement = select(Tenant)
@@ -60,8 +68,9 @@ async def list_tenants(session: AsyncSession, page: PageRequest, *, name: str | 
 
 
 async def change_tenant(session: AsyncSession, tenant_id: str, change: TenantChange) -> Tenant:
-    """Change what is given. Raises NotFound, BadRequest, or Conflict when the new name is taken."""
-    tenant = await get_tenant(session, tenant_id)
+    """Change what is given. Raises NotFound, BadRequest, or Conflict when the new name is taken, or the tenant is
+    erased."""
+    tenant = await get_living_tenant(session, tenant_id)
     if not isinstance(change.name, msgspec.UnsetType):
         tenant.name = check_name(change.name)
     if not isinstance(change.service_class, msgspec.UnsetType):
@@ -75,8 +84,9 @@ async def change_tenant(session: AsyncSession, tenant_id: str, change: TenantCha
 
 
 async def create_project(session: AsyncSession, new: NewProject, now: datetime) -> Project:
-    """Raises NotFound (no such tenant), BadRequest, or Conflict when the tenant has a project of this name."""
-    tenant = await get_tenant(session, new.tenant_id)
+    """Raises NotFound (no such tenant), BadRequest, or Conflict when the tenant has a project of this name or is
+    erased."""
+    tenant = await get_living_tenant(session, new.tenant_id)
     project = Project(id=new_id("prj"), tenant_id=tenant.id, name=check_name(new.name), created_at=now)
     session.add(project)
     taken = f"The tenant {tenant.name!r} has a project named {project.name!r} already; choose another name."

@@ -1,0 +1,54 @@
+"""`moiety webhook …`. A webhook's secret is shown once, by the command that makes it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.tables import show_json
+
+COLUMNS = {
+    "url": "address",
+    "pending": "waiting",
+    "dead": "given up",
+    "delivered_at": "last taken",
+    "failed_at": "last failed",
+    "last_error": "with",
+    "id": "id",
+}
+
+app = typer.Typer(no_args_is_help=True, help="Webhooks: addresses that alerts of limits go to.")
+
+
+@app.command("list")
+@admin_command
+def list_webhooks(admin: Admin) -> None:
+    """Webhooks, oldest first, and how they fare."""
+    admin.show_rows(admin.client.get("/webhooks")["data"], COLUMNS)
+
+
+@app.command("create")
+@admin_command
+def create_webhook(
+    admin: Admin,
+    address: Annotated[str, typer.Argument(help="Where alerts are to be posted: an https:// address.")],
+) -> None:
+    """Send alerts to this address from now on. Prints the secret that they are signed with."""
+    made = admin.client.call("POST", "/webhooks", {"url": address})
+    if admin.as_json:
+        show_json(made)
+        return
+    typer.echo(made["secret"])
+    typer.echo(f"the secret of {made['webhook']['id']}; it is not shown again", err=True)
+
+
+@app.command("delete")
+@admin_command
+def delete_webhook(
+    admin: Admin,
+    webhook_id: Annotated[str, typer.Argument(help="Id of the webhook; list them with: moiety webhook list.")],
+) -> None:
+    """Send nothing there any more."""
+    admin.show_row(admin.client.call("DELETE", f"/webhooks/{webhook_id}"))

@@ -1,0 +1,40 @@
+"""`/admin/v1/tenants/{id}/data`: erases it. The door is the admin router's."""
+
+from __future__ import annotations
+
+from litestar import Response, delete
+from litestar.di import NamedDependency
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath
+
+from moiety_platform.access.table import Action, needs
+from moiety_platform.audit.trail import AuditedStore
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.erasure.schemas import ErasureView
+from moiety_platform.erasure.service import Eraser
+
+BUDGET_S = 10.0
+
+
+def erasure_routes(budget_s: float = BUDGET_S) -> list[HTTPRouteHandler]:
+    """The handlers, for the admin router to take in."""
+
+    @delete(
+        "/tenants/{tenant_id:str}/data",
+        status_code=200,
+        tags=["tenants"],
+        name="erase_tenant_data",
+        opt=needs(Action.ERASE_TENANTS),
+    )
+    async def erase_tenant_data(
+        store: NamedDependency[AuditedStore], authenticator: NamedDependency[Authenticator], tenant_id: FromPath[str]
+    ) -> Response[ErasureView]:
+        """Revoke a tenant's keys and erase its content and names, for good; what it used stays as numbers. While there
+        is more to do the answer is 202: ask again, until it is 200."""
+        eraser = Eraser(store, tenant_id)
+        for key_id in await eraser.begin():
+            authenticator.forget(key_id)
+        view = ErasureView.of(await eraser.work(budget_s))
+        return Response(view, status_code=202 if view.ended_at is None else 200)
+
+    return [erase_tenant_data]

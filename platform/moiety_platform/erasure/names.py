@@ -1,0 +1,78 @@
+"""What is blanked: names that the tenant gave, of itself, its projects and keys, and of models that nobody serves.
+Within the caller's transaction."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, CursorResult, delete, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.auth.reach import rows_of
+from moiety_platform.db.dialect import insert_into
+from moiety_platform.prices.models import PriceRecord
+from moiety_platform.tenants.models import ApiKey, Project, Tenant
+from moiety_platform.usage.models import UsageHour, UsageRecord
+
+ERASED = "erased"
+HOURS_AT_ONCE = 20
+
+_KEYS = tuple(column.name for column in UsageHour.__table__.primary_key)
+_SUMS = tuple(column.name for column in UsageHour.__table__.columns if column.name not in _KEYS)
+
+
+async def blank_names(session: AsyncSession, tenant_id: str) -> Counter[str]:
+    """How many rows were blanked, by table."""
+    counts: Counter[str] = Counter()
+    for table in (Tenant, Project):
+        name: ColumnElement[str] = f"{ERASED}-" + table.id
+        named = rows_of(table, tenant_id), table.name != name
+        counts[table.__tablename__] = await _change(session, update(table).where(*named).values(name=name))
+    telling = or_(ApiKey.name != ERASED, ApiKey.hint != "", ApiKey.allowed_models.is_not(None))
+    blank = {"name": ERASED, "hint": "", "allowed_models": None}
+    changed = update(ApiKey).where(rows_of(ApiKey, tenant_id), telling).values(blank)
+    counts[ApiKey.__tablename__] = await _change(session, changed)
+    return counts
+
+
+async def blank_models(session: AsyncSession, tenant_id: str) -> Counter[str]:
+    """A request for a model that nobody ever got an answer of, and that has no price, has a name in its usage row that
+    its sender made up. Some hours at a time, in their rows and in their sums; how many rows were blanked, by table."""
+    served = select(UsageHour.model).where(UsageHour.output_tokens > 0)
+    made_up = (
+        UsageHour.tenant_id == tenant_id,
+        UsageHour.model.not_in(("", ERASED)),
+        UsageHour.model.not_in(served),
+        UsageHour.model.not_in(select(PriceRecord.model)),
+    )
+    found = select(UsageHour).where(*made_up).order_by(*(getattr(UsageHour, name) for name in _KEYS))
+    counts: Counter[str] = Counter()
+    for hour in (await session.scalars(found.limit(HOURS_AT_ONCE).with_for_update())).all():
+        counts[UsageRecord.__tablename__] += await _rename_rows(session, hour)
+        await _move_sums(session, hour)
+        counts[UsageHour.__tablename__] += 1
+    return counts
+
+
+async def _rename_rows(session: AsyncSession, hour: UsageHour) -> int:
+    same = [getattr(UsageRecord, name) == getattr(hour, name) for name in _KEYS if name != "hour"]
+    within = UsageRecord.started_at >= hour.hour, UsageRecord.started_at < hour.hour + timedelta(hours=1)
+    return await _change(session, update(UsageRecord).where(*same, *within).values(model=ERASED))
+
+
+async def _move_sums(session: AsyncSession, hour: UsageHour) -> None:
+    """Add them to those of the same hour under the name that all such models get."""
+    values = {name: getattr(hour, name) for name in (*_KEYS, *_SUMS)} | {"model": ERASED}
+    await session.execute(delete(UsageHour).where(*(getattr(UsageHour, name) == getattr(hour, name) for name in _KEYS)))
+    added = insert_into(session, UsageHour).values(values)
+    sums = {name: getattr(UsageHour, name) + added.excluded[name] for name in _SUMS}
+    await session.execute(added.on_conflict_do_update(index_elements=_KEYS, set_=sums))
+
+
+async def _change(session: AsyncSession, statement: Any) -> int:
+    """Carry out an update past the session's objects; how many rows it changed."""
+    connection = await session.connection()
+    result: CursorResult[Any] = await connection.execute(statement)
+    return result.rowcount

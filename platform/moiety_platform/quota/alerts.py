@@ -1,0 +1,95 @@
+"""Which windows have passed a threshold of their limit, and that it is told once. Within the caller's transaction.
+
+Looked for now and then, by the sums that usage was booked into, so no request has a part in it. A threshold of 100
+counts as passed a thousandth of the cap before its end, since what is left there is seldom enough for another token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+from sqlalchemy import ColumnElement, Double, Select, and_, case, cast, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.db.dialect import insert_into
+from moiety_platform.quota.kinds import Kind, Level, Period, window_start
+from moiety_platform.quota.models import Quota, QuotaAlert, QuotaThreshold, QuotaWindow
+from moiety_platform.tenants.checks import new_id
+from moiety_platform.tenants.models import ApiKey, Project
+
+ALERTS_AT_ONCE = 200
+LATE = timedelta(hours=1)  # for so long after a window's end what is booked late is looked for
+
+
+async def any_to_tell(session: AsyncSession, now: datetime) -> bool:
+    """Whether a window has passed a threshold that nobody has told of."""
+    return (await session.execute(_untold(now).limit(1))).first() is not None
+
+
+async def tell(session: AsyncSession, now: datetime) -> list[QuotaAlert]:
+    """Enter alerts for what nobody has told of yet, and return those that were entered here. Gateways that do it at
+    the same time enter each alert once."""
+    found = (await session.execute(_untold(now).limit(ALERTS_AT_ONCE))).all()
+    if not found:
+        return []
+    rows = [{**row._mapping, "id": new_id("evt"), "at": now} for row in found]
+    inserted = insert_into(session, QuotaAlert).on_conflict_do_nothing().returning(QuotaAlert)
+    return list(await session.scalars(inserted, rows))
+
+
+def _untold(now: datetime) -> Select[str, datetime, int, str | None, str, str, str, int, int]:
+    """What is to be entered, but for its id and time. In the order of the table, so that gateways do not lock each
+    other out."""
+    told = and_(
+        QuotaAlert.quota_id == QuotaWindow.quota_id,
+        QuotaAlert.start == QuotaWindow.start,
+        QuotaAlert.percent == QuotaThreshold.percent,
+    )
+    per_mille = case((QuotaThreshold.percent == 100, 999.0), else_=QuotaThreshold.percent * 10.0)
+    passed = cast(QuotaWindow.settled, Double) * 1000.0 >= cast(Quota.cap, Double) * per_mille
+    return (
+        select(
+            QuotaWindow.quota_id,
+            QuotaWindow.start,
+            QuotaThreshold.percent,
+            _tenant().label("tenant_id"),
+            Quota.level,
+            Quota.scope_id,
+            Quota.kind,
+            Quota.cap,
+            QuotaWindow.settled.label("used"),
+        )
+        .join(QuotaThreshold, QuotaThreshold.quota_id == QuotaWindow.quota_id)
+        .join(Quota, Quota.id == QuotaWindow.quota_id)
+        .outerjoin(QuotaAlert, told)
+        .where(QuotaAlert.id.is_(None), QuotaWindow.settled > 0, passed, _of_now(now))
+        .order_by(QuotaWindow.quota_id, QuotaWindow.start, QuotaThreshold.percent)
+    )
+
+
+def _of_now(now: datetime) -> ColumnElement[bool]:
+    """The windows that are open, and those that have just ended."""
+    moments = (now, now - LATE)
+    return or_(*(and_(Quota.kind.in_(_kinds(p)), QuotaWindow.start.in_(_starts(p, moments))) for p in Period))
+
+
+def _kinds(period: Period) -> list[Kind]:
+    return [kind for kind in Kind if kind.period is period]
+
+
+def _starts(period: Period, moments: Sequence[datetime]) -> list[datetime]:
+    return sorted({window_start(period, moment) for moment in moments})
+
+
+def _tenant() -> ColumnElement[str | None]:
+    """Whose the limit is."""
+    of_project = select(Project.tenant_id).where(Project.id == Quota.scope_id).scalar_subquery()
+    of_key = (
+        select(func.coalesce(Project.tenant_id, ApiKey.tenant_id))
+        .select_from(ApiKey)
+        .outerjoin(Project, Project.id == ApiKey.project_id)
+        .where(ApiKey.id == Quota.scope_id)
+        .scalar_subquery()
+    )
+    return case((Quota.level == Level.TENANT, Quota.scope_id), (Quota.level == Level.PROJECT, of_project), else_=of_key)

@@ -1,0 +1,119 @@
+"""The events that wait for webhooks, within the caller's transaction.
+
+Every gateway takes from the same queue, under leases on the database's clock: what a killed one was sending is sent
+again by another, so an event may come twice, and never not at all but for a webhook that takes nothing for hours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.quota.models import QuotaAlert
+from moiety_platform.webhooks.events import body_of
+from moiety_platform.webhooks.models import DeliveryState, Webhook, WebhookDelivery
+
+MAX_PENDING = 1000  # events that wait for one webhook
+MAX_TRIES = 12
+AT_ONCE = 4  # for one webhook, by one gateway
+KEPT_MS = 30 * 24 * 3600 * 1000  # how long what was given up is remembered
+QUEUE_FULL = "queue_full"
+
+Now = Callable[[], ColumnElement[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One event to be sent, for as long as its lease. `num_tries` counts this one."""
+
+    webhook_id: str
+    alert_id: str
+    num_tries: int
+    url: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What came of it: `error` None is success. `wait_ms` is how long to wait before another try; None: no more."""
+
+    delivery: Delivery
+    error: str | None = None
+    wait_ms: int | None = None
+
+
+async def enqueue(session: AsyncSession, alerts: Sequence[QuotaAlert], now: Now) -> None:
+    """Each alert once for each webhook that there is now. What a full queue does not take is dead at once."""
+    pending = func.count().filter(WebhookDelivery.state == DeliveryState.PENDING)
+    waiting = select(Webhook.id, pending).outerjoin(WebhookDelivery, WebhookDelivery.webhook_id == Webhook.id)
+    moment = await session.scalar(select(now()))
+    for webhook_id, num_pending in await session.execute(waiting.group_by(Webhook.id).order_by(Webhook.id)):
+        room = max(0, MAX_PENDING - num_pending)
+        for number, alert in enumerate(alerts):
+            state = DeliveryState.PENDING if number < room else DeliveryState.DEAD
+            session.add(
+                WebhookDelivery(webhook_id=webhook_id, alert_id=alert.id, state=state, num_tries=0, available_ms=moment)
+            )
+        if room < len(alerts):
+            failed = {"failed_ms": moment, "last_error": QUEUE_FULL}
+            await session.execute(update(Webhook).where(Webhook.id == webhook_id).values(failed))
+
+
+async def any_due(session: AsyncSession, now: Now) -> bool:
+    """Whether something is to be sent now."""
+    return (await session.execute(select(WebhookDelivery.alert_id).where(*_due(now)).limit(1))).first() is not None
+
+
+async def claim(session: AsyncSession, lease_ms: int, now: Now) -> list[Delivery]:
+    """Some of what is to be sent now: a few for each webhook, so that one that answers slowly does not hold up the
+    others. Counted as a try, so that what kills its sender is given up one day as well."""
+    found = []
+    with_due = select(WebhookDelivery.webhook_id).where(*_due(now)).distinct()
+    for webhook_id in (await session.scalars(with_due.order_by(WebhookDelivery.webhook_id))).all():
+        statement = (
+            select(WebhookDelivery, Webhook.url, QuotaAlert)
+            .join(Webhook, Webhook.id == WebhookDelivery.webhook_id)
+            .join(QuotaAlert, QuotaAlert.id == WebhookDelivery.alert_id)
+            .where(*_due(now), WebhookDelivery.webhook_id == webhook_id)
+            .order_by(WebhookDelivery.available_ms, WebhookDelivery.alert_id)
+            .limit(AT_ONCE)
+            .with_for_update(of=WebhookDelivery, skip_locked=True)
+        )
+        moment = await session.scalar(select(now())) or 0
+        for row, url, alert in (await session.execute(statement)).all():
+            row.num_tries += 1
+            row.available_ms = moment + lease_ms
+            found.append(Delivery(webhook_id, alert.id, row.num_tries, url, body_of(alert)))
+    return found
+
+
+async def store(session: AsyncSession, results: Sequence[Sent], now: Now) -> None:
+    """What came of deliveries. One whose lease was over, and that another has claimed since, is left to that one,
+    unless it was taken."""
+    moment = await session.scalar(select(now())) or 0
+    for sent in sorted(results, key=lambda one: (one.delivery.webhook_id, one.delivery.alert_id)):
+        one = sent.delivery
+        mine = WebhookDelivery.webhook_id == one.webhook_id, WebhookDelivery.alert_id == one.alert_id
+        webhook = update(Webhook).where(Webhook.id == one.webhook_id)
+        if sent.error is None:
+            await session.execute(delete(WebhookDelivery).where(*mine))
+            await session.execute(webhook.values(delivered_ms=moment))
+            continue
+        change = {"state": DeliveryState.DEAD} if sent.wait_ms is None else {"available_ms": moment + sent.wait_ms}
+        still = WebhookDelivery.num_tries == one.num_tries
+        await session.execute(update(WebhookDelivery).where(*mine, still).values(change))
+        await session.execute(webhook.values(failed_ms=moment, last_error=sent.error))
+
+
+async def forget_old(session: AsyncSession, now: Now) -> None:
+    """Erase what was given up long ago, and what has lost its webhook."""
+    old = and_(WebhookDelivery.state == DeliveryState.DEAD, WebhookDelivery.available_ms < now() - KEPT_MS)
+    lost = WebhookDelivery.webhook_id.not_in(select(Webhook.id))
+    await session.execute(delete(WebhookDelivery).where(or_(old, lost)))
+
+
+def _due(now: Now) -> tuple[ColumnElement[bool], ...]:
+    return WebhookDelivery.state == DeliveryState.PENDING, WebhookDelivery.available_ms <= now()

@@ -1,0 +1,68 @@
+"""What receivers get: the event as JSON, and the signature by which they know that it is ours. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from datetime import datetime
+
+import msgspec
+
+from moiety_platform.quota.kinds import Kind, window_end
+from moiety_platform.quota.models import QuotaAlert
+
+SIGNATURE_HEADER = "Moiety-Signature"
+SECRET_PREFIX = "whsec_"
+
+
+class ThresholdEvent(msgspec.Struct, frozen=True):
+    """A limit's use has passed `threshold` percent of its `cap` in a window; `used` is what it was when that was seen,
+    nano-dollars where `kind` is of money. `id` is the same whenever the event is sent again."""
+
+    id: str
+    type: str
+    at: datetime
+    tenant_id: str | None
+    level: str
+    scope_id: str
+    quota_id: str
+    kind: str
+    cap: int
+    used: int
+    threshold: int
+    window_start: datetime
+    window_end: datetime
+
+
+def body_of(alert: QuotaAlert) -> bytes:
+    """The event of an alert, the same bytes each time."""
+    period = Kind(alert.kind).period
+    assert period is not None, "alerts are of stocks, which have a period"
+    return msgspec.json.encode(
+        ThresholdEvent(
+            id=alert.id,
+            type="quota.threshold",
+            at=alert.at,
+            tenant_id=alert.tenant_id,
+            level=alert.level,
+            scope_id=alert.scope_id,
+            quota_id=alert.quota_id,
+            kind=alert.kind,
+            cap=alert.cap,
+            used=alert.used,
+            threshold=alert.percent,
+            window_start=alert.start,
+            window_end=window_end(period, alert.start),
+        )
+    )
+
+
+def derive_secret(webhook_id: str, pepper: bytes) -> str:
+    """A webhook's secret: 256 bits that nobody without the pepper can compute."""
+    return SECRET_PREFIX + hmac.digest(pepper, b"webhook:" + webhook_id.encode(), hashlib.sha256).hex()
+
+
+def signature(secret: str, body: bytes, unix_s: int) -> str:
+    """The header's value: the time, and the HMAC-SHA256 of the time, a dot and the body."""
+    mac = hmac.digest(secret.encode(), b"%d." % unix_s + body, hashlib.sha256).hex()
+    return f"t={unix_s},v1={mac}"

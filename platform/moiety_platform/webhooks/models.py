@@ -1,0 +1,60 @@
+"""The tables of webhooks. Times are Unix milliseconds by the database's clock."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+
+from sqlalchemy import BigInteger, CheckConstraint, ColumnElement, Index, String, false
+from sqlalchemy.orm import Mapped, mapped_column
+
+from moiety_platform.db.base import Base, UtcDateTime
+from moiety_platform.tenants.models import ID_LENGTH
+
+MAX_URL_LENGTH = 1000
+MAX_ERROR_LENGTH = 64
+
+
+class DeliveryState(StrEnum):
+    PENDING = "pending"  # to be sent, or being sent
+    DEAD = "dead"  # given up
+
+
+class Webhook(Base):
+    """Where events go to. Its secret is not kept: it follows from its id and the deployment's pepper."""
+
+    __tablename__ = "webhooks"
+
+    id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    url: Mapped[str] = mapped_column(String(MAX_URL_LENGTH))
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    delivered_ms: Mapped[int | None] = mapped_column(BigInteger)  # when it last took an event
+    failed_ms: Mapped[int | None] = mapped_column(BigInteger)  # when it last did not
+    last_error: Mapped[str | None] = mapped_column(String(MAX_ERROR_LENGTH))  # of that
+
+    @classmethod
+    def of_tenant(cls, _tenant_id: str) -> ColumnElement[bool]:
+        """The deployment's own, no tenant's."""
+        return false()
+
+
+class WebhookDelivery(Base):
+    """One event for one webhook; what was delivered is gone. `available_ms` is a lease and a pause in one: until then
+    nobody else takes the row."""
+
+    __tablename__ = "webhook_deliveries"
+    __table_args__ = (
+        CheckConstraint("state IN ('pending', 'dead')", name="state_known"),
+        Index(None, "state", "available_ms"),
+    )
+
+    webhook_id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    alert_id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    state: Mapped[str] = mapped_column(String(16))
+    num_tries: Mapped[int]
+    available_ms: Mapped[int] = mapped_column(BigInteger)
+
+    @classmethod
+    def of_tenant(cls, _tenant_id: str) -> ColumnElement[bool]:
+        """The deployment's own, no tenant's."""
+        return false()

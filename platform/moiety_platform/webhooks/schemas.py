@@ -1,0 +1,59 @@
+"""What the admin API says and hears of webhooks."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import msgspec
+
+from moiety_platform.webhooks.models import Webhook
+
+
+class NewWebhook(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where events are to go to."""
+
+    url: str
+
+
+class WebhookView(msgspec.Struct, frozen=True):
+    """A webhook and how it fares: events that wait, events that were given up in the last 30 days, when it last took
+    one, and when and why it last did not."""
+
+    id: str
+    url: str
+    created_at: datetime
+    pending: int
+    dead: int
+    delivered_at: datetime | None
+    failed_at: datetime | None
+    last_error: str | None
+
+    @classmethod
+    def of(cls, webhook: Webhook, pending: int, dead: int) -> WebhookView:
+        return cls(
+            id=webhook.id,
+            url=webhook.url,
+            created_at=webhook.created_at,
+            pending=pending,
+            dead=dead,
+            delivered_at=_moment(webhook.delivered_ms),
+            failed_at=_moment(webhook.failed_ms),
+            last_error=webhook.last_error,
+        )
+
+
+class WebhookViews(msgspec.Struct, frozen=True):
+    """All webhooks, oldest first."""
+
+    data: list[WebhookView]
+
+
+class MadeWebhook(msgspec.Struct, frozen=True):
+    """A new webhook with its `secret`, which is shown this once and never again."""
+
+    webhook: WebhookView
+    secret: str
+
+
+def _moment(unix_ms: int | None) -> datetime | None:
+    return None if unix_ms is None else datetime.fromtimestamp(unix_ms / 1000, UTC)

@@ -1,0 +1,151 @@
+"""Tells receivers of limits that are being used up: one task of each gateway process, apart from all requests.
+
+Every few seconds it asks the database, in one transaction that reads, whether a window has passed a threshold that
+nobody has told of, and whether something waits to be sent; away from both that is all. When the database is away it
+waits, and finds the same later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+
+from moiety_platform.backoff import Backoff
+from moiety_platform.clock import Clock
+from moiety_platform.db.now import now_ms
+from moiety_platform.db.session import Database
+from moiety_platform.errors import Unavailable
+from moiety_platform.quota.alerts import any_to_tell, tell
+from moiety_platform.webhooks.addresses import CannotReach
+from moiety_platform.webhooks.deliveries import (
+    MAX_TRIES,
+    Delivery,
+    Now,
+    Sent,
+    any_due,
+    claim,
+    enqueue,
+    forget_old,
+    store,
+)
+from moiety_platform.webhooks.events import SIGNATURE_HEADER, derive_secret, signature
+from moiety_platform.webhooks.poster import TIMEOUT_S, Poster
+
+INTERVAL_S = 5.0
+TIDY_S = 3600.0
+LEASE_S = 3 * TIMEOUT_S
+BACKOFF = Backoff(first_s=5.0, max_s=3600.0)  # twelve tries take some two and a half hours
+
+log = structlog.get_logger(__name__)
+
+
+class AlertSender:
+    """Owned by the entry point; one event loop. `start`, then `stop` before the poster is closed."""
+
+    def __init__(
+        self,
+        database: Database,
+        poster: Poster,
+        pepper: bytes,
+        clock: Clock,
+        *,
+        interval_s: float = INTERVAL_S,
+        backoff: Backoff = BACKOFF,
+        now: Now = now_ms,
+    ) -> None:
+        self._database = database
+        self._poster = poster
+        self._pepper = pepper
+        self._clock = clock
+        self._interval_s = interval_s
+        self._backoff = backoff
+        self._now = now
+        self._stopping = asyncio.Event()
+        self._tidied_s = float("-inf")
+        self._is_away = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="alert-sender")
+
+    async def stop(self) -> None:
+        """What is being sent is sent to its end. Idempotent."""
+        if self._task is not None:
+            self._stopping.set()
+            await self._task
+            self._task = None
+
+    async def round(self) -> bool:
+        """Enter what is to be told, and send what is to be sent; whether there may be more. Raises Unavailable."""
+        num_done = 0
+        async with self._database.read() as session:
+            to_tell, to_send = await any_to_tell(session, self._clock.now()), await any_due(session, self._now)
+        if to_tell:
+            async with self._database.write() as session:
+                alerts = await tell(session, self._clock.now())
+                await enqueue(session, alerts, self._now)
+            num_done += len(alerts)
+            for alert in alerts:
+                log.info("quota_threshold_passed", tenant_id=alert.tenant_id, kind=alert.kind, percent=alert.percent)
+        if to_tell or to_send:
+            num_done += await self._send()
+        if self._clock.monotonic() - self._tidied_s >= TIDY_S:
+            self._tidied_s = self._clock.monotonic()
+            async with self._database.write() as session:
+                await forget_old(session, self._now)
+        return num_done > 0
+
+    async def _run(self) -> None:
+        more = False
+        while not self._stopping.is_set():
+            if not more:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), self._interval_s)
+                    return
+            try:
+                more = await self.round()
+            except Unavailable as error:
+                more = False
+                if not self._is_away:
+                    log.warning("alert_store_away", reason=str(error))
+                self._is_away = True
+            except Exception:  # the root of a task: told, and tried again
+                more = False
+                log.exception("alert_round_failed")
+            else:
+                self._is_away = False
+
+    async def _send(self) -> int:
+        """How many were sent, or tried."""
+        async with self._database.write() as session:
+            deliveries = await claim(session, round(LEASE_S * 1000), self._now)
+        results = await asyncio.gather(*(self._deliver(delivery) for delivery in deliveries))
+        if results:
+            async with self._database.write() as session:
+                await store(session, results, self._now)
+        return len(results)
+
+    async def _deliver(self, delivery: Delivery) -> Sent:
+        secret = derive_secret(delivery.webhook_id, self._pepper)
+        headers = {
+            "Content-Type": "application/json",
+            "User-Agent": "moiety-webhooks",
+            SIGNATURE_HEADER: signature(secret, delivery.body, int(self._clock.now().timestamp())),
+        }
+        try:
+            await self._poster.post(delivery.url, delivery.body, headers)
+        except CannotReach as error:
+            is_last = delivery.num_tries >= MAX_TRIES
+            wait_ms = None if is_last else round(self._backoff.after(delivery.num_tries - 1) * 1000)
+            log.warning(
+                "webhook_failed",
+                webhook_id=delivery.webhook_id,
+                event_id=delivery.alert_id,
+                error=error.code,
+                num_tries=delivery.num_tries,
+                given_up=is_last,
+            )
+            return Sent(delivery, error.code, wait_ms)
+        return Sent(delivery)
