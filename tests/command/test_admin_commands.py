@@ -187,22 +187,24 @@ def test_a_batch_is_submitted_followed_and_fetched(moiety: Callable[..., Any], t
 
 
 def test_usage_is_summed_by_tenant(moiety: Callable[..., Any], serve: Any) -> None:
+    moiety("tenant", "create", "summed-inc")
+    key = moiety("key", "create", "ci", "--tenant", "summed-inc").stdout.strip()
     body = {"model": "moiety-demo", "messages": [{"role": "user", "content": "hello"}]}
-    headers = {"Authorization": f"Bearer {serve.tenant_key}"}
+    headers = {"Authorization": f"Bearer {key}"}
     answer = httpx.post(f"{serve.url}/v1/chat/completions", json=body, headers=headers, timeout=DEADLINE_S).json()
     tokens = answer["usage"]["completion_tokens"]
 
     def used() -> int:
-        report = json.loads(moiety("usage", "--tenant", "demo", "--json").stdout)
+        report = json.loads(moiety("usage", "--tenant", "summed-inc", "--json").stdout)
         return sum(one["totals"]["output_tokens"] for one in report["data"])
 
     for _ in range(20):  # rows are written in batches; each try takes a process's time
         if used() == tokens:
             break
     assert used() == tokens
-    assert "demo" in moiety("usage").stdout
-    (exported,) = csv.DictReader(moiety("usage", "--tenant", "demo", "--csv").stdout.splitlines())
-    assert (exported["tenant_name"], int(exported["output_tokens"])) == ("demo", tokens)
+    assert "summed-inc" in moiety("usage").stdout
+    (exported,) = csv.DictReader(moiety("usage", "--tenant", "summed-inc", "--csv").stdout.splitlines())
+    assert (exported["tenant_name"], int(exported["output_tokens"])) == ("summed-inc", tokens)
     assert int(exported["cost_nanodollars"]) == 0
     assert moiety("usage", "--csv", "--json").returncode == 2
     by_class = moiety("usage", "--by", "service_class").stdout

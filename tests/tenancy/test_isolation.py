@@ -428,11 +428,12 @@ async def test_a_tenants_administrator_reads_its_tenants_audit_entries_and_no_ot
         limit = {"level": "key", "scope_id": made.json()["key"]["id"], **LIMIT}
         set_up = await call(who, Ask("PUT /quotas", "", body=limit), side)
         await call(who, Ask(f"DELETE /quotas/{set_up.json()['id']}", ""), side)
+        await call(who, Ask("DELETE /tenants/{tenant_id}/idempotency", ""), side)
     await call("owner", Ask("PATCH /classes/flex", "", body={"max_queue_s": 5}), world.a)
     own = (await call("tenant-admin of A", Ask("GET /audit", ""), world.a)).json()
     everything = (await call("owner", Ask("GET /audit", ""), world.a)).json()
     told = [(entry["actor_role"], entry["action"], entry["object_kind"]) for entry in own["data"]]
-    steps = [("create", "api_keys"), ("create", "quotas"), ("delete", "quotas")]
+    steps = [("create", "api_keys"), ("create", "quotas"), ("delete", "quotas"), ("delete", "idempotent_requests")]
     assert told == [(role, *step) for role in ("tenant-admin", "operator") for step in steps]
     assert [entry for entry in everything["data"] if entry["seq"] in {e["seq"] for e in own["data"]}] == own["data"]
     assert (own["whole"], everything["whole"]) == (False, True)
