@@ -7,6 +7,8 @@ import asyncio
 import base64
 import contextlib
 import json
+import subprocess
+import sys
 import time
 
 import openai
@@ -16,14 +18,14 @@ import tokenizers
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_addresses import ForeignAddress
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.engine_client.foreign import client as foreign_client
-from moiety_platform.engine_client.foreign.client import ForeignEngineClient
+from moiety_platform.engine_client.foreign.client import ForeignEngineClient, Heartbeat
 from moiety_platform.routing.replicas import Replicas
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
 ASK = {"model": MODEL, "messages": HELLO, "max_tokens": 40}
 WHOLE = " ".join(str(1 + i) for i in range(400))
+HEARTBEAT = Heartbeat(interval_s=0.05, timeout_s=0.2, silence_s=0.3)
 CHAT = "/v1/chat/completions"
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -57,12 +59,20 @@ class Server:
         self.stop_at: int | None = None  # tokens, after which it ends by its end-of-sequence token
         self.dies_at: int | None = None  # tokens, after which the connection is cut
         self.raw: bytes | None = None  # an answer to every completion, as it is
+        self.is_silent = False
         self.ended = asyncio.Event()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._answering: set[asyncio.StreamWriter] = set()
 
     async def start(self, port: int = 0) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    def stop_listening(self) -> None:
+        """As one that drains: what runs goes on."""
+        self._server.close()
+        for writer in self._writers - self._answering:
+            writer.close()
 
     async def kill(self) -> None:
         self._server.close()
@@ -80,7 +90,8 @@ class Server:
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 method, path, _ = top.split(" ")
                 if method == "GET":
-                    await self._tell(writer, path)
+                    if not self.is_silent:
+                        await self._tell(writer, path)
                     continue
                 self.bodies.append(json.loads(body))
                 self.headers.append({"path": path, **headers})
@@ -120,6 +131,7 @@ class Server:
 
     async def _answer(self, reader, writer, body: dict) -> None:
         self.running += 1
+        self._answering.add(writer)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         gone = asyncio.create_task(reader.read(1))
         try:
@@ -131,7 +143,7 @@ class Server:
                 data = b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n"
                 writer.write(b"%x\r\n%s\r\n" % (len(data), data))
                 await writer.drain()
-                await asyncio.wait({gone}, timeout=self.token_s)
+                await asyncio.wait({gone}, timeout=60 if self.is_silent else self.token_s)
                 if gone.done():
                     return
             writer.write(b"0\r\n\r\n")
@@ -140,6 +152,7 @@ class Server:
             with contextlib.suppress(asyncio.CancelledError, ConnectionError):
                 await gone
             self.running -= 1
+            self._answering.discard(writer)
             self.ended_at = time.monotonic()
             self.ended.set()
 
@@ -225,11 +238,6 @@ class Server:
         }
 
 
-@pytest.fixture(autouse=True)
-def quick_probes(monkeypatch):
-    monkeypatch.setattr(foreign_client, "PROBE_INTERVAL_S", 0.05)
-
-
 @pytest.fixture
 def folder(tmp_path, card):
     """A checkpoint's folder with the tokenizer and template of the other tests."""
@@ -262,7 +270,7 @@ def client_of(folder):
 
     def make(server, more="", api_key=None):
         address = f"openai+http://127.0.0.1:{server.port}/v1?model={MODEL}&kind={server.kind}&tokenizer={folder}{more}"
-        return ForeignEngineClient(ForeignAddress.parse(address), SystemClock(), api_key)
+        return ForeignEngineClient(ForeignAddress.parse(address), SystemClock(), api_key, HEARTBEAT)
 
     return make
 
@@ -356,24 +364,22 @@ async def test_sampling_parameters_are_passed_on(start_server, client_of, start_
 
 
 @pytest.mark.parametrize(
-    ("kind", "field", "value"),
+    ("kind", "fields"),
     [
-        ("generic", "top_k", 5),
-        ("generic", "min_tokens", 2),
-        ("generic", "stop", list("abcde")),
-        ("llama.cpp", "stop_token_ids", [5]),
-        ("llama.cpp", "min_tokens", 2),
+        ("generic", {"top_k": 5, "min_tokens": 2, "stop": list("abcde"), "ignore_eos": True}),
+        ("llama.cpp", {"stop_token_ids": [5], "min_tokens": 2}),
     ],
 )
 async def test_what_a_server_cannot_do_is_refused_by_name_and_costs_nothing(
-    start_server, client_of, start_over, kind, field, value
+    start_server, client_of, start_over, kind, fields
 ):
     server = await start_server(kind)
     async with start_over(client_of(server, "&context=512")) as gateway:
-        with pytest.raises(openai.BadRequestError, match=field.split("_")[0]):
-            await gateway.client.chat.completions.create(**ASK, extra_body={field: value})
-        (row,) = await gateway.rows.wait_for(1)
-        assert (row.outcome, row.prompt_tokens) == ("rejected", 0)
+        for field, value in fields.items():
+            with pytest.raises(openai.BadRequestError, match=field):
+                await gateway.client.chat.completions.create(**ASK, extra_body={field: value})
+        rows = await gateway.rows.wait_for(len(fields))
+        assert {(row.outcome, row.prompt_tokens) for row in rows} == {("rejected", 0)}
         assert server.bodies == []
 
 
@@ -487,26 +493,27 @@ async def test_a_server_that_is_killed_in_the_middle_ends_the_stream_with_an_err
         assert row.output_tokens == 10 * len(server.bodies)
 
 
-@pytest.mark.parametrize("stop", [None, "12"])
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp", "generic"])
-async def test_a_lost_server_s_answer_goes_on_at_another_one(start_server, client_of, start_over, kind, stop):
-    dying, other = await start_server(kind), await start_server(kind)
-    dying.dies_at = other.dies_at = 24  # in the middle of "12"
-    expected = WHOLE[:40] if stop is None else WHOLE[: WHOLE.index("12")]
-    async with start_over(client_of(dying, "&context=512"), client_of(other, "&context=512")) as gateway:
-        server = asyncio.create_task(watch_first(dying, other))
-        stream = await gateway.client.chat.completions.create(**ASK, stream=True, stop=stop)
-        assert await text_of(stream) == expected
-        await server
-        (row,) = await gateway.rows.wait_for(1)
-        assert (row.prompt_tokens, row.output_tokens) == (
-            gateway.prompt_tokens("hello"),
-            40 if stop is None else len(expected) + 2,
-        )
-        first, second = sorted(dying.bodies + other.bodies, key=lambda body: len(body["prompt"]))
-        assert len(second["prompt"]) == len(first["prompt"]) + 24
-        size = "n_predict" if kind == "llama.cpp" else "max_tokens"
-        assert (first[size], second[size]) == (40, 16)
+async def test_a_lost_server_s_answer_goes_on_at_another_one(start_server, client_of, start_over, until, kind):
+    servers = [await start_server(kind), await start_server(kind)]
+    engines = [client_of(server, "&context=512") for server in servers]
+    async with start_over(*engines) as gateway:
+        for stop, expected in ((None, WHOLE[:40]), ("12", WHOLE[: WHOLE.index("12")])):
+            await until(lambda: all(engine.state.healthy for engine in engines))
+            for server in servers:
+                server.bodies, server.dies_at = [], WHOLE.index("12") + 1
+            first_only = asyncio.create_task(watch_first(*servers))
+            stream = await gateway.client.chat.completions.create(**ASK, stream=True, stop=stop)
+            assert await text_of(stream) == expected
+            await first_only
+            row = (await gateway.rows.wait_for(1 if stop is None else 2))[-1]
+            assert row.prompt_tokens == gateway.prompt_tokens("hello")
+            assert row.output_tokens == (40 if stop is None else len(expected) + 2)
+            first, second = sorted(servers[0].bodies + servers[1].bodies, key=lambda body: len(body["prompt"]))
+            num_relayed = WHOLE.index("12") + 1
+            assert len(second["prompt"]) == len(first["prompt"]) + num_relayed
+            size = "n_predict" if kind == "llama.cpp" else "max_tokens"
+            assert (first[size], second[size]) == (40, 40 - num_relayed)
 
 
 async def watch_first(*servers) -> None:
@@ -518,15 +525,32 @@ async def watch_first(*servers) -> None:
             server.dies_at = None
 
 
-async def test_one_of_ours_and_one_of_theirs_take_over_from_each_other(start_server, client_of, start_over, new_card):
+@pytest.mark.parametrize("lost", ["ours", "theirs"])
+async def test_one_of_ours_and_one_of_theirs_take_over_from_each_other(
+    start_server, client_of, start_over, new_card, lost
+):
     server = await start_server()
-    server.dies_at = 10
-    ours = FakeEngineClient(new_card(), lambda submit: [(ord(letter), letter) for letter in WHOLE])
+    ours = FakeEngineClient(new_card())
+
+    def script(submit):
+        for position, token_id in enumerate(server.tokenizer.encode(WHOLE).ids):
+            if lost == "ours" and position == 10 and submit.resumed_ids is None:
+                ours.die()
+            yield token_id, server.tokenizer.decode([token_id])
+
+    ours.script = script
+    server.dies_at = 10 if lost == "theirs" else None
     async with start_over(client_of(server), ours, credit_window_tokens=8) as gateway:
-        for _ in range(2):
-            answer = await gateway.client.chat.completions.create(**ASK)
+        for number in range(50):  # either engine is some prompts' favourite
+            messages = [{"role": "user", "content": f"{number} is my number"}]
+            answer = await gateway.client.chat.completions.create(**{**ASK, "messages": messages})
             assert answer.choices[0].message.content == WHOLE[:40]
-        assert server.bodies
+            if any(submit.resumed_ids for submit in ours.submits) or any(
+                body["max_tokens"] < 40 for body in server.bodies
+            ):
+                break
+        else:
+            pytest.fail("none had to move")
         assert all(submit.credit_tokens == 40 for submit in ours.submits)  # all of it: it may have to move
 
 
@@ -542,40 +566,37 @@ def refusal(status: str, message: str, header: bytes = b"") -> bytes:
     return b"HTTP/1.1 %s\r\n%sContent-Length: %d\r\n\r\n%s" % (status.encode(), header, len(body), body)
 
 
-@pytest.mark.parametrize(
-    ("raw", "status", "code", "retry_after"),
-    [
-        (stream_of(b"data: {what\n\n"), 502, "engine_protocol_violation", None),
-        (stream_of(b"data: [1]\n\n"), 502, "engine_protocol_violation", None),
-        (stream_of(b'data: {"choices": 7}\n\n'), 502, "engine_protocol_violation", None),
-        (stream_of(b'data: {"choices": [{"token_ids": ["x"]}]}\n\n'), 502, "engine_protocol_violation", None),
-        (stream_of(b"data: [DONE]\n\n"), 502, "engine_failed", None),
-        (stream_of(b""), 502, "engine_failed", None),
-        (stream_of(b'data: {"error": {"message": "x", "code": 503}}\n\n'), 503, "unavailable", "1"),
-        (refusal("302 Found", "", b"Location: http://127.0.0.1:1/\r\n"), 502, "engine_failed", None),
-        (
-            refusal("400 Bad", "maximum context length is 512 tokens"),
-            400,
-            "context_length_exceeded",
-            None,
-        ),
-        (refusal("400 Bad", "no"), 400, "invalid_request", None),
-        (refusal("429 Too Many", "full", b"Retry-After: 7\r\n"), 429, "overloaded", "7"),
-        (refusal("503 No", "not yet", b"Retry-After: 9\r\n"), 503, "unavailable", "9"),
-        (refusal("500 No", "a trace of theirs"), 502, "engine_failed", None),
-    ],
-)
-async def test_a_server_s_errors_and_nonsense_have_stable_codes(
-    start_server, client_of, start_over, raw, status, code, retry_after
-):
+ERRORS = [
+    (stream_of(b"data: {what\n\n"), 502, "engine_protocol_violation", None),
+    (stream_of(b"data: [1]\n\n"), 502, "engine_protocol_violation", None),
+    (stream_of(b'data: {"choices": 7}\n\n'), 502, "engine_protocol_violation", None),
+    (stream_of(b'data: {"choices": [{"token_ids": ["x"]}]}\n\n'), 502, "engine_protocol_violation", None),
+    (stream_of(b'data: {"choices": [{"token_ids": [1]}], "usage": {"completion_tokens": 9}}\n\n'), 502, None, None),
+    (stream_of(b"data: [DONE]\n\n"), 502, "engine_failed", None),
+    (stream_of(b""), 502, "engine_failed", None),
+    (stream_of(b'data: {"error": {"message": "x", "code": 503}}\n\n'), 503, "unavailable", "1"),
+    (refusal("302 Found", "", b"Location: http://127.0.0.1:1/\r\n"), 502, "engine_failed", None),
+    (refusal("400 Bad", "maximum context length is 512 tokens"), 400, "context_length_exceeded", None),
+    (refusal("400 Bad", "no"), 400, "invalid_request", None),
+    (refusal("429 Too Many", "full", b"Retry-After: 7\r\n"), 429, "overloaded", "7"),
+    (refusal("503 No", "not yet", b"Retry-After: 9\r\n"), 503, "unavailable", "9"),
+    (refusal("500 No", "a trace of theirs"), 502, "engine_failed", None),
+]
+
+
+async def test_a_server_s_errors_and_nonsense_have_stable_codes(start_server, client_of, start_over, until):
     server = await start_server()
-    server.raw = raw
-    async with start_over(client_of(server)) as gateway:
-        got, headers, body = await gateway.post(CHAT, ASK)
-        assert (got, json.loads(body)["error"]["code"]) == (status, code)
-        assert headers.get("retry-after") == retry_after
-        (row,) = await gateway.rows.wait_for(1)
-        assert row.output_tokens == 0
+    engine = client_of(server)
+    async with start_over(engine, failover_wait_s=0) as gateway:
+        for raw, status, code, retry_after in ERRORS:
+            await until(lambda: engine.state.healthy)
+            server.raw = raw
+            got, headers, body = await gateway.post(CHAT, ASK)
+            error = json.loads(body)["error"]
+            assert (got, error["code"]) == (status, code or "engine_protocol_violation"), raw
+            assert headers.get("retry-after") == retry_after
+            assert "a trace of theirs" not in error["message"]
+        assert not any(row.output_tokens for row in await gateway.rows.wait_for(len(ERRORS)))
 
 
 async def test_its_load_is_seen_and_routes_around_it(start_server, client_of, start_over, until):
@@ -631,3 +652,52 @@ async def test_a_server_with_another_model_says_so(start_server, client_of, unti
     async with Replicas([engine]):
         await until(lambda: "add context=" in engine.state.reason)
         assert not engine.state.healthy
+
+
+async def test_a_server_that_falls_silent_loses_its_streams_and_gets_no_new_ones(
+    start_server, client_of, start_over, until
+):
+    server = await start_server()
+    server.token_s = 0.01
+    engine = client_of(server)
+    async with start_over(engine) as gateway:
+        stream = await gateway.client.chat.completions.create(**{**ASK, "max_tokens": 400}, stream=True)
+        with pytest.raises(openai.APIError) as caught:
+            async for _ in stream:
+                server.is_silent = True
+        assert caught.value.code == "engine_failed"
+        assert "did not answer" in engine.state.reason
+        with pytest.raises(openai.InternalServerError) as caught:
+            await gateway.client.chat.completions.create(**ASK)
+        assert caught.value.status_code == 503
+        server.is_silent = False
+        await until(lambda: engine.state.healthy)
+
+
+async def test_a_server_that_takes_no_new_requests_may_finish_those_that_it_has(
+    start_server, client_of, start_over, until
+):
+    server = await start_server()
+    server.token_s = 0.01
+    engine = client_of(server)
+    async with start_over(engine) as gateway:
+        stream = await gateway.client.chat.completions.create(**{**ASK, "max_tokens": 80}, stream=True)
+        server.stop_listening()
+        await until(lambda: not engine.state.healthy)
+        assert await text_of(stream) == WHOLE[:80]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("&tokenizer={tmp_path}/nowhere", "is not a folder; give the folder of a checkpoint"),
+        ("&tokenizer={folder}&key_file={tmp_path}/nowhere", "No such file"),
+    ],
+)
+def test_a_gateway_whose_engine_lacks_a_file_does_not_start_and_says_why(tmp_path, folder, more, words):
+    address = "openai+http://127.0.0.1:9/v1?model=tiny&kind=vllm" + more.format(tmp_path=tmp_path, folder=folder)
+    arguments = ["gateway", "--engine", address, "--data-dir", tmp_path / "data", "--port", "0", "--migrate"]
+    command = [sys.executable, "-c", "from moiety_platform.cli.main import main; main()", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert words in " ".join(done.stderr.split())

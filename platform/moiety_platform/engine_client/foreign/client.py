@@ -1,8 +1,8 @@
 """The client of one server of others: watched by a heartbeat, and a connection of its own for each request.
 
 The server is there while it answers its health endpoint. One that refuses gets no new requests, but those that it has
-may go on: a server that drains does that. One that is silent for SILENCE_LIMIT_S has lost them all. Knows nothing of
-routing or of what the tokens mean.
+may go on: a server that drains does that. One that is silent for the heartbeat's `silence_s` has lost them all. Knows
+nothing of routing or of what the tokens mean.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import httpx
 import structlog
@@ -30,7 +31,6 @@ from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import BadRequest, EngineFailed, Unavailable
 from moiety_wire.messages import SILENCE_LIMIT_S, Abort, Card, Extend, Load, Submit
 
-PROBE_INTERVAL_S = 1.0
 CONNECT_TIMEOUT_S = 5.0
 WRITE_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 2.0  # shorter than these servers', so that none is closed under a new request
@@ -40,12 +40,28 @@ STREAM_SILENCE_S = 600.0  # within an answer: a request may wait for its first t
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """How a server is watched: asked again so long after each answer, which is waited for so long. `silence_s` without
+    any loses its requests."""
+
+    interval_s: float = 1.0
+    timeout_s: float = 2.0
+    silence_s: float = SILENCE_LIMIT_S
+
+
+HEARTBEAT = Heartbeat()
+
+
 class ForeignEngineClient:
     """One server at one address. Implements EngineClient."""
 
-    def __init__(self, address: ForeignAddress, clock: Clock, api_key: str | None = None) -> None:
+    def __init__(
+        self, address: ForeignAddress, clock: Clock, api_key: str | None = None, heartbeat: Heartbeat = HEARTBEAT
+    ) -> None:
         """Raises moiety_text's errors where the tokenizer of the address cannot be used."""
         self._address = address
+        self._heartbeat = heartbeat
         self._clock = clock
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -55,7 +71,7 @@ class ForeignEngineClient:
             trust_env=False,
         )
         self._dialect: Dialect = LlamaCpp(address) if address.kind is Kind.LLAMA_CPP else Completions(address)
-        self._prober = Prober(address, self._http, self._dialect.max_num_logprobs)
+        self._prober = Prober(address, self._http, self._dialect.max_num_logprobs, heartbeat.timeout_s)
         self._running: dict[str, tuple[EngineStream, Answer, asyncio.Task[None]]] = {}
         self._on_change: Callable[[], None] = lambda: None
         self._is_healthy = False
@@ -102,7 +118,8 @@ class ForeignEngineClient:
             self._watcher.cancel()
             await asyncio.wait({self._watcher})
             self._watcher = None
-        self._fail_all()
+        if tasks := self._fail_all():
+            await asyncio.wait(tasks)
         await self._http.aclose()
 
     @asynccontextmanager
@@ -160,7 +177,7 @@ class ForeignEngineClient:
                 log.exception("engine_probe_failed", engine=self.address)
                 self._lost(f"its answers cannot be read: {error}")
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PROBE_INTERVAL_S):
+                async with asyncio.timeout(self._heartbeat.interval_s):
                     await self._probe_now.wait()
 
     async def _probe(self) -> None:
@@ -179,7 +196,7 @@ class ForeignEngineClient:
             self._heard_at_s = self._clock.monotonic()
             self._lost(str(error))
         except Silent as error:
-            if self._clock.monotonic() - self._heard_at_s > SILENCE_LIMIT_S:
+            if self._clock.monotonic() - self._heard_at_s > self._heartbeat.silence_s:
                 self._lost(str(error))
                 self._fail_all()
 
@@ -203,10 +220,14 @@ class ForeignEngineClient:
         self._lost(reason)
         self._probe_now.set()
 
-    def _fail_all(self) -> None:
+    def _fail_all(self) -> list[asyncio.Task[None]]:
+        """The tasks whose end is still to come."""
+        tasks = []
         for stream, _, task in list(self._running.values()):
             stream.fail(EngineFailed("the engine was lost while it answered; send the request again"))
             task.cancel()
+            tasks.append(task)
+        return tasks
 
     def _note_load(self) -> None:
         self._num_loads += 1
