@@ -19,7 +19,9 @@ from moiety_platform.clock import SystemClock
 from moiety_platform.engine_addresses import ForeignAddress
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.engine_client.foreign.client import ForeignEngineClient, Heartbeat
+from moiety_platform.engine_client.foreign.waiting import Ends, class_loads
 from moiety_platform.routing.replicas import Replicas
+from moiety_wire.classes import FLEX, PRIORITY, STANDARD
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -687,17 +689,41 @@ async def test_a_server_that_takes_no_new_requests_may_finish_those_that_it_has(
         assert await text_of(stream) == WHOLE[:80]
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ("&tokenizer={tmp_path}/nowhere", "is not a folder; give the folder of a checkpoint"),
-        ("&tokenizer={folder}&key_file={tmp_path}/nowhere", "No such file"),
-    ],
-)
-def test_a_gateway_whose_engine_lacks_a_file_does_not_start_and_says_why(tmp_path, folder, more, words):
-    address = "openai+http://127.0.0.1:9/v1?model=tiny&kind=vllm" + more.format(tmp_path=tmp_path, folder=folder)
+def test_a_gateway_whose_engine_lacks_a_tokenizer_does_not_start_and_says_why(tmp_path):
+    address = f"openai+http://127.0.0.1:9/v1?model=tiny&kind=vllm&tokenizer={tmp_path}/nowhere"
     arguments = ["gateway", "--engine", address, "--data-dir", tmp_path / "data", "--port", "0", "--migrate"]
     command = [sys.executable, "-c", "from moiety_platform.cli.main import main; main()", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert words in " ".join(done.stderr.split())
+    assert "is not a folder; give the folder of a checkpoint" in " ".join(done.stderr.split())
+
+
+async def test_a_long_queue_there_is_a_long_wait_here_and_too_long_a_one_is_refused_early(
+    start_server, client_of, start_over, until
+):
+    server = await start_server()
+    engine = client_of(server)
+    async with start_over(engine) as gateway:
+        await gateway.client.chat.completions.create(**ASK)
+        await until(lambda: engine.state.class_load("standard") is not None)
+        assert engine.state.class_load("standard").predicted_ttft_s == 0
+        server.waiting = 100_000  # and none of them ends
+        await until(lambda: engine.state.class_load("standard").predicted_ttft_s > 2 * STANDARD.max_queue_s)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await gateway.client.chat.completions.create(**ASK)
+        assert caught.value.code == "overloaded"
+        assert int(caught.value.response.headers["retry-after"]) > 0
+        assert len(server.bodies) == 1
+
+
+def test_the_wait_is_the_queue_times_the_pace_of_ends_and_less_for_a_better_rank():
+    ends = Ends()
+    for at_s, num_ended in ((0.0, 90), (1.0, 3), (11.0, 8)):  # restarted after the first
+        ends.note(at_s, num_ended)
+    assert ends.seconds_each == 2.0
+    admitted = {PRIORITY: 1, FLEX: 5}
+    inflight = [(PRIORITY, False), (FLEX, False), (FLEX, False), (FLEX, False), (FLEX, True)]
+    for by_priority, expected in ((False, [80.0, 80.0]), (True, [20.0, 80.0])):
+        loads = class_loads(inflight, admitted, 40, ends.seconds_each, by_priority=by_priority)
+        assert [load.predicted_ttft_s for load in loads] == expected
+    assert [(load.num_waiting, load.num_running, load.admitted_total) for load in loads] == [(1, 0, 1), (3, 1, 5)]

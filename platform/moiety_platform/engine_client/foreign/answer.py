@@ -14,6 +14,7 @@ from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, PieceL
 from moiety_text.detokenizer import Detokenizer
 from moiety_text.stop import StopFinder
 from moiety_text.tokenizer import Tokenizer
+from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import (
     Accepted,
     Finished,
@@ -52,6 +53,15 @@ class Answer:
         self._seq = 0
         self._received_unix_ns = clock.unix_ns()
         self._first_token_unix_ns = 0
+
+    @property
+    def service(self) -> ServiceClass:
+        return self._submit.service
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the first output has come."""
+        return self._first_token_unix_ns != 0
 
     @property
     def num_left(self) -> int:

@@ -26,9 +26,11 @@ from moiety_platform.engine_client.foreign.figures import Figures
 from moiety_platform.engine_client.foreign.llama_cpp import LlamaCpp
 from moiety_platform.engine_client.foreign.piece import Dialect
 from moiety_platform.engine_client.foreign.probe import Prober, Silent, Unwell
+from moiety_platform.engine_client.foreign.waiting import Ends, class_loads
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import BadRequest, EngineFailed, Unavailable
+from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import SILENCE_LIMIT_S, Abort, Card, Extend, Load, Submit
 
 CONNECT_TIMEOUT_S = 5.0
@@ -78,8 +80,11 @@ class ForeignEngineClient:
         self._reason = "not connected yet"
         self._card: Card | None = None
         self._figures: Figures | None = None
+        self._load: Load | None = None
         self._num_loads = 0
-        self._num_requests = 0
+        self._num_ended = 0
+        self._ends = Ends()
+        self._admitted: dict[str, tuple[ServiceClass, int]] = {}  # ours, by class
         self._num_connections = 0
         self._load_at_s = self._heard_at_s = self._since_s = clock.monotonic()
         self._probe_now = asyncio.Event()
@@ -97,7 +102,7 @@ class ForeignEngineClient:
             self._is_healthy,
             "" if self._is_healthy else self._reason,
             self._card,
-            self._load() if self._num_loads else None,
+            self._load,
             len(self._running),
             now_s - self._load_at_s,
             self._num_connections,
@@ -142,7 +147,8 @@ class ForeignEngineClient:
         exchange = Exchange(self._http, url, self._dialect, submit, answer, stream, self._suspect)
         task = asyncio.create_task(exchange.run(), name=f"request {submit.request_id}")
         self._running[submit.request_id] = stream, answer, task
-        self._num_requests += 1
+        name = submit.service.name
+        self._admitted[name] = submit.service, self._admitted.get(name, (submit.service, 0))[1] + 1
         try:
             yield stream
         finally:
@@ -151,6 +157,7 @@ class ForeignEngineClient:
                 await self._give_up(task)
             finally:
                 self._running.pop(submit.request_id, None)
+                self._num_ended += 1
 
     async def _give_up(self, task: asyncio.Task[None]) -> None:
         """Return when the request's connection is free again, or closed where that does not come by itself."""
@@ -230,12 +237,22 @@ class ForeignEngineClient:
         return tasks
 
     def _note_load(self) -> None:
-        self._num_loads += 1
         self._load_at_s = self._clock.monotonic()
+        told = self._figures.requests_total if self._figures is not None else 0
+        self._ends.note(self._load_at_s, told or self._num_ended)
+        self._load = self._make_load()
+        self._num_loads += 1
 
-    def _load(self) -> Load:
-        """What it said last; of one that says nothing, what this gateway has given it."""
-        figures = self._figures or Figures(num_running=len(self._running), requests_total=self._num_requests)
+    def _make_load(self) -> Load:
+        """What it has just said; of one that says nothing, what this gateway has given it."""
+        figures = self._figures or Figures(num_running=len(self._running), requests_total=self._num_ended)
+        classes = class_loads(
+            ((answer.service, answer.has_started) for _, answer, _ in self._running.values()),
+            dict(self._admitted.values()),
+            figures.num_waiting,
+            self._ends.seconds_each,
+            by_priority=self._address.priority,
+        )
         return Load(
             engine_id=self.address,
             seq=self._num_loads,
@@ -251,4 +268,5 @@ class ForeignEngineClient:
             cached_tokens_total=figures.cached_tokens_total,
             output_tokens_total=figures.output_tokens_total,
             requests_total=figures.requests_total,
+            classes=classes,
         )
