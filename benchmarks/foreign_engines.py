@@ -276,7 +276,7 @@ def _vllm(python: Path, checkpoint: Path, folder: Path, threads: int) -> Iterato
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
     }
-    command = [python.with_name("vllm"), "serve", checkpoint, "--served-model-name", MODEL]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--served-model-name", MODEL]
     command += ["--port", port, "--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", CONTEXT_TOKENS]
     command += ["--enforce-eager", "--enable-prompt-tokens-details", "--scheduling-policy", "priority"]
     with _process(command, folder / "vllm.log", environment) as process:

@@ -22,6 +22,7 @@ from moiety_platform.engine_client.foreign.client import ForeignEngineClient, He
 from moiety_platform.engine_client.foreign.waiting import Ends, class_loads
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import FLEX, PRIORITY, STANDARD
+from moiety_wire.messages import Reason, Sampling, Stopping, Submit
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -113,7 +114,7 @@ class Server:
         match self.kind, path:
             case _, "/health":
                 answer = ""
-            case "vllm", "/v1/models":
+            case "vllm" | "sglang", "/v1/models":
                 answer = {"object": "list", "data": [{**model, "max_model_len": 512}]}
             case "llama.cpp", "/v1/models":
                 answer = {"object": "list", "data": [{**model, "id": "/models/tiny.gguf", "meta": {"n_ctx_train": 9}}]}
@@ -171,7 +172,7 @@ class Server:
     def _completion(self, body: dict):
         ids, reason = self._ids(body["prompt"], body["max_tokens"])
         head = {"id": "cmpl-1", "object": "text_completion", "created": 1_700_000_000, "model": MODEL}
-        num_prompt, is_vllm = len(body["prompt"]), self.kind == "vllm"
+        num_prompt, is_vllm = len(body["prompt"]), self.kind in ("vllm", "sglang")
         text = ""
         for i, token_id in enumerate(ids):
             piece = self.tokenizer.decode([token_id], skip_special_tokens=True)
@@ -193,7 +194,8 @@ class Server:
             event = {**head, "choices": [choice]}
             usage = {"prompt_tokens": num_prompt, "total_tokens": num_prompt + i + 1, "completion_tokens": i + 1}
             if is_vllm:
-                choice |= {"stop_reason": stopped, "token_ids": [token_id]}
+                matched = stopped or (256 if token_id == 256 and self.kind == "sglang" else None)
+                choice |= {"stop_reason" if self.kind == "vllm" else "matched_stop": matched, "token_ids": [token_id]}
                 event["usage"] = usage
             yield event
             if is_last:
@@ -295,7 +297,8 @@ async def text_of(stream) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "cached"), [("vllm", "", 7), ("llama.cpp", "", 5), ("generic", "&context=512", 0)]
+    ("kind", "more", "cached"),
+    [("vllm", "", 7), ("sglang", "", 7), ("llama.cpp", "", 5), ("generic", "&context=512", 0)],
 )
 async def test_chats_and_completions_are_answered_and_billed_as_the_server_counts(
     start_server, client_of, start_over, kind, more, cached
@@ -638,6 +641,43 @@ async def test_text_that_a_server_holds_back_is_counted_and_goes_on(start_server
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         assert text == server.text.encode()[:53].decode(errors="ignore")
         assert chunks[-1].usage.completion_tokens == 53
+
+
+@pytest.mark.parametrize(
+    ("resumed", "stop", "reason", "text"),
+    [
+        (WHOLE[:40], (), "length", ""),
+        (WHOLE[:20], ("8 9",), "stop", ""),
+        (WHOLE[:39] + "<|end|>", (), "stop", ""),
+        (WHOLE[:40], (WHOLE[38:41],), "length", WHOLE[38:40]),  # what looked like a stop string was held back
+    ],
+)
+async def test_an_answer_of_which_only_the_end_was_lost_is_ended_without_asking(
+    start_server, client_of, until, resumed, stop, reason, text
+):
+    server = await start_server()
+    engine = client_of(server)
+    token_ids = server.tokenizer.encode(resumed).ids
+    async with Replicas([engine]):
+        await until(lambda: engine.state.healthy)
+        stopping = Stopping(40, stop=stop)
+        submit = Submit("r", 0, MODEL, "t", STANDARD, [1], Sampling(), stopping, 40, b"", 0, resumed_ids=token_ids)
+        async with engine.open(submit) as stream:
+            (finished,) = [message async for message in stream.messages()]
+        assert (finished.reason, finished.num_output_tokens, finished.text) == (reason, len(token_ids), text)
+        assert stream.accepted.reason is Reason.FAILED_OVER
+        assert server.bodies == []
+
+
+async def test_an_answer_that_is_whole_is_no_failure_although_the_connection_breaks(
+    start_server, client_of, start_over
+):
+    server = await start_server()
+    server.dies_at = 40  # before the last usage
+    async with start_over(client_of(server)) as gateway:
+        answer = await gateway.client.chat.completions.create(**ASK)
+        assert (answer.choices[0].message.content, answer.usage.completion_tokens) == (WHOLE[:40], 40)
+        assert len(server.bodies) == 1
 
 
 async def test_a_server_that_cannot_prove_what_it_has_done_never_does(start_server, client_of, until):

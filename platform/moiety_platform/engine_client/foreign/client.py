@@ -190,15 +190,12 @@ class ForeignEngineClient:
     async def _probe(self) -> None:
         try:
             await self._prober.check_health()
-            if not self._is_healthy:
-                card = await self._prober.card()
-                self._figures = await self._prober.figures()
-                self._note_load()
-                self._connected(card)
-            else:
-                self._figures = await self._prober.figures()
-                self._note_load()
             self._heard_at_s = self._clock.monotonic()
+            card = None if self._is_healthy else await self._prober.card()
+            self._figures = await self._prober.figures()
+            self._note_load()
+            if card is not None:
+                self._connected(card)
         except Unwell as error:
             self._heard_at_s = self._clock.monotonic()
             self._lost(str(error))
