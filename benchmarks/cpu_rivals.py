@@ -38,7 +38,7 @@ def main() -> None:
     checkpoint = options.work / "qwen3-moe-670m"
     if not (checkpoint / "config.json").exists():
         subprocess.run([sys.executable, HERE / "checkpoint.py", checkpoint], check=True)
-    rival_python = _install_rival(options.work / "vllm")
+    rival_python = install_rival(options.work / "vllm")
     rounds = []
     for number in range(options.rounds):
         ours = {str(count): _run_ours(checkpoint, count, options) for count in COUNTS}
@@ -76,7 +76,7 @@ def main() -> None:
     print(json.dumps(report["ratio_median"]))
 
 
-def _install_rival(folder: Path) -> Path:
+def install_rival(folder: Path) -> Path:
     python = folder / "bin" / "python"
     if not (folder / "installed").exists():
         print(f"installing {RIVAL} into an environment of its own", file=sys.stderr)

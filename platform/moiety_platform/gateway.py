@@ -251,7 +251,7 @@ async def _connect(
 
 def _foreign_client(address: ForeignAddress, settings: GatewaySettings, clock: SystemClock) -> ForeignEngineClient:
     """Raises CannotUseEngine where its files cannot be read."""
-    key = settings.engine_api_key.get_secret_value() if settings.engine_api_key else None
+    key = settings.foreign_api_key.get_secret_value() if settings.foreign_api_key else None
     try:
         if address.key_file is not None:
             key = address.key_file.read_text(encoding="utf-8").strip()

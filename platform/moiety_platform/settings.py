@@ -32,7 +32,7 @@ class GatewaySettings(BaseSettings):
     key_pepper: SecretStr | None = None  # mixed into the hash of every API key; lives outside the database
 
     engines: Annotated[tuple[str, ...], NoDecode] = ()  # fronts: ZeroMQ addresses, or names of several; or of others
-    engine_api_key: SecretStr | None = None  # for servers of others whose address names no key_file
+    foreign_api_key: SecretStr | None = None  # for servers of others whose address names no key_file
     curve_server_key: str | None = None  # the engines' public key; set all three or none
     curve_public_key: str | None = None
     curve_secret_key: SecretStr | None = None

@@ -7,6 +7,8 @@ import asyncio
 import base64
 import contextlib
 import json
+import subprocess
+import sys
 import time
 
 import openai
@@ -16,14 +18,17 @@ import tokenizers
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_addresses import ForeignAddress
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.engine_client.foreign import client as foreign_client
-from moiety_platform.engine_client.foreign.client import ForeignEngineClient
+from moiety_platform.engine_client.foreign.client import ForeignEngineClient, Heartbeat
+from moiety_platform.engine_client.foreign.waiting import Ends, class_loads
 from moiety_platform.routing.replicas import Replicas
+from moiety_wire.classes import FLEX, PRIORITY, STANDARD
+from moiety_wire.messages import Reason, Sampling, Stopping, Submit
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
 ASK = {"model": MODEL, "messages": HELLO, "max_tokens": 40}
 WHOLE = " ".join(str(1 + i) for i in range(400))
+HEARTBEAT = Heartbeat(interval_s=0.05, timeout_s=0.2, silence_s=0.3)
 CHAT = "/v1/chat/completions"
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -57,12 +62,20 @@ class Server:
         self.stop_at: int | None = None  # tokens, after which it ends by its end-of-sequence token
         self.dies_at: int | None = None  # tokens, after which the connection is cut
         self.raw: bytes | None = None  # an answer to every completion, as it is
+        self.is_silent = False
         self.ended = asyncio.Event()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._answering: set[asyncio.StreamWriter] = set()
 
     async def start(self, port: int = 0) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    def stop_listening(self) -> None:
+        """As one that drains: what runs goes on."""
+        self._server.close()
+        for writer in self._writers - self._answering:
+            writer.close()
 
     async def kill(self) -> None:
         self._server.close()
@@ -80,7 +93,8 @@ class Server:
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 method, path, _ = top.split(" ")
                 if method == "GET":
-                    await self._tell(writer, path)
+                    if not self.is_silent:
+                        await self._tell(writer, path)
                     continue
                 self.bodies.append(json.loads(body))
                 self.headers.append({"path": path, **headers})
@@ -100,7 +114,7 @@ class Server:
         match self.kind, path:
             case _, "/health":
                 answer = ""
-            case "vllm", "/v1/models":
+            case "vllm" | "sglang", "/v1/models":
                 answer = {"object": "list", "data": [{**model, "max_model_len": 512}]}
             case "llama.cpp", "/v1/models":
                 answer = {"object": "list", "data": [{**model, "id": "/models/tiny.gguf", "meta": {"n_ctx_train": 9}}]}
@@ -120,6 +134,7 @@ class Server:
 
     async def _answer(self, reader, writer, body: dict) -> None:
         self.running += 1
+        self._answering.add(writer)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         gone = asyncio.create_task(reader.read(1))
         try:
@@ -131,7 +146,7 @@ class Server:
                 data = b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n"
                 writer.write(b"%x\r\n%s\r\n" % (len(data), data))
                 await writer.drain()
-                await asyncio.wait({gone}, timeout=self.token_s)
+                await asyncio.wait({gone}, timeout=60 if self.is_silent else self.token_s)
                 if gone.done():
                     return
             writer.write(b"0\r\n\r\n")
@@ -140,6 +155,7 @@ class Server:
             with contextlib.suppress(asyncio.CancelledError, ConnectionError):
                 await gone
             self.running -= 1
+            self._answering.discard(writer)
             self.ended_at = time.monotonic()
             self.ended.set()
 
@@ -156,7 +172,7 @@ class Server:
     def _completion(self, body: dict):
         ids, reason = self._ids(body["prompt"], body["max_tokens"])
         head = {"id": "cmpl-1", "object": "text_completion", "created": 1_700_000_000, "model": MODEL}
-        num_prompt, is_vllm = len(body["prompt"]), self.kind == "vllm"
+        num_prompt, is_vllm = len(body["prompt"]), self.kind in ("vllm", "sglang")
         text = ""
         for i, token_id in enumerate(ids):
             piece = self.tokenizer.decode([token_id], skip_special_tokens=True)
@@ -178,7 +194,8 @@ class Server:
             event = {**head, "choices": [choice]}
             usage = {"prompt_tokens": num_prompt, "total_tokens": num_prompt + i + 1, "completion_tokens": i + 1}
             if is_vllm:
-                choice |= {"stop_reason": stopped, "token_ids": [token_id]}
+                matched = stopped or (256 if token_id == 256 and self.kind == "sglang" else None)
+                choice |= {"stop_reason" if self.kind == "vllm" else "matched_stop": matched, "token_ids": [token_id]}
                 event["usage"] = usage
             yield event
             if is_last:
@@ -225,11 +242,6 @@ class Server:
         }
 
 
-@pytest.fixture(autouse=True)
-def quick_probes(monkeypatch):
-    monkeypatch.setattr(foreign_client, "PROBE_INTERVAL_S", 0.05)
-
-
 @pytest.fixture
 def folder(tmp_path, card):
     """A checkpoint's folder with the tokenizer and template of the other tests."""
@@ -262,7 +274,7 @@ def client_of(folder):
 
     def make(server, more="", api_key=None):
         address = f"openai+http://127.0.0.1:{server.port}/v1?model={MODEL}&kind={server.kind}&tokenizer={folder}{more}"
-        return ForeignEngineClient(ForeignAddress.parse(address), SystemClock(), api_key)
+        return ForeignEngineClient(ForeignAddress.parse(address), SystemClock(), api_key, HEARTBEAT)
 
     return make
 
@@ -285,7 +297,8 @@ async def text_of(stream) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "cached"), [("vllm", "", 7), ("llama.cpp", "", 5), ("generic", "&context=512", 0)]
+    ("kind", "more", "cached"),
+    [("vllm", "", 7), ("sglang", "", 7), ("llama.cpp", "", 5), ("generic", "&context=512", 0)],
 )
 async def test_chats_and_completions_are_answered_and_billed_as_the_server_counts(
     start_server, client_of, start_over, kind, more, cached
@@ -356,24 +369,22 @@ async def test_sampling_parameters_are_passed_on(start_server, client_of, start_
 
 
 @pytest.mark.parametrize(
-    ("kind", "field", "value"),
+    ("kind", "fields"),
     [
-        ("generic", "top_k", 5),
-        ("generic", "min_tokens", 2),
-        ("generic", "stop", list("abcde")),
-        ("llama.cpp", "stop_token_ids", [5]),
-        ("llama.cpp", "min_tokens", 2),
+        ("generic", {"top_k": 5, "min_tokens": 2, "stop": list("abcde"), "ignore_eos": True}),
+        ("llama.cpp", {"stop_token_ids": [5], "min_tokens": 2}),
     ],
 )
 async def test_what_a_server_cannot_do_is_refused_by_name_and_costs_nothing(
-    start_server, client_of, start_over, kind, field, value
+    start_server, client_of, start_over, kind, fields
 ):
     server = await start_server(kind)
     async with start_over(client_of(server, "&context=512")) as gateway:
-        with pytest.raises(openai.BadRequestError, match=field.split("_")[0]):
-            await gateway.client.chat.completions.create(**ASK, extra_body={field: value})
-        (row,) = await gateway.rows.wait_for(1)
-        assert (row.outcome, row.prompt_tokens) == ("rejected", 0)
+        for field, value in fields.items():
+            with pytest.raises(openai.BadRequestError, match=field):
+                await gateway.client.chat.completions.create(**ASK, extra_body={field: value})
+        rows = await gateway.rows.wait_for(len(fields))
+        assert {(row.outcome, row.prompt_tokens) for row in rows} == {("rejected", 0)}
         assert server.bodies == []
 
 
@@ -487,26 +498,27 @@ async def test_a_server_that_is_killed_in_the_middle_ends_the_stream_with_an_err
         assert row.output_tokens == 10 * len(server.bodies)
 
 
-@pytest.mark.parametrize("stop", [None, "12"])
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp", "generic"])
-async def test_a_lost_server_s_answer_goes_on_at_another_one(start_server, client_of, start_over, kind, stop):
-    dying, other = await start_server(kind), await start_server(kind)
-    dying.dies_at = other.dies_at = 24  # in the middle of "12"
-    expected = WHOLE[:40] if stop is None else WHOLE[: WHOLE.index("12")]
-    async with start_over(client_of(dying, "&context=512"), client_of(other, "&context=512")) as gateway:
-        server = asyncio.create_task(watch_first(dying, other))
-        stream = await gateway.client.chat.completions.create(**ASK, stream=True, stop=stop)
-        assert await text_of(stream) == expected
-        await server
-        (row,) = await gateway.rows.wait_for(1)
-        assert (row.prompt_tokens, row.output_tokens) == (
-            gateway.prompt_tokens("hello"),
-            40 if stop is None else len(expected) + 2,
-        )
-        first, second = sorted(dying.bodies + other.bodies, key=lambda body: len(body["prompt"]))
-        assert len(second["prompt"]) == len(first["prompt"]) + 24
-        size = "n_predict" if kind == "llama.cpp" else "max_tokens"
-        assert (first[size], second[size]) == (40, 16)
+async def test_a_lost_server_s_answer_goes_on_at_another_one(start_server, client_of, start_over, until, kind):
+    servers = [await start_server(kind), await start_server(kind)]
+    engines = [client_of(server, "&context=512") for server in servers]
+    async with start_over(*engines) as gateway:
+        for stop, expected in ((None, WHOLE[:40]), ("12", WHOLE[: WHOLE.index("12")])):
+            await until(lambda: all(engine.state.healthy for engine in engines))
+            for server in servers:
+                server.bodies, server.dies_at = [], WHOLE.index("12") + 1
+            first_only = asyncio.create_task(watch_first(*servers))
+            stream = await gateway.client.chat.completions.create(**ASK, stream=True, stop=stop)
+            assert await text_of(stream) == expected
+            await first_only
+            row = (await gateway.rows.wait_for(1 if stop is None else 2))[-1]
+            assert row.prompt_tokens == gateway.prompt_tokens("hello")
+            assert row.output_tokens == (40 if stop is None else len(expected) + 2)
+            first, second = sorted(servers[0].bodies + servers[1].bodies, key=lambda body: len(body["prompt"]))
+            num_relayed = WHOLE.index("12") + 1
+            assert len(second["prompt"]) == len(first["prompt"]) + num_relayed
+            size = "n_predict" if kind == "llama.cpp" else "max_tokens"
+            assert (first[size], second[size]) == (40, 40 - num_relayed)
 
 
 async def watch_first(*servers) -> None:
@@ -518,15 +530,32 @@ async def watch_first(*servers) -> None:
             server.dies_at = None
 
 
-async def test_one_of_ours_and_one_of_theirs_take_over_from_each_other(start_server, client_of, start_over, new_card):
+@pytest.mark.parametrize("lost", ["ours", "theirs"])
+async def test_one_of_ours_and_one_of_theirs_take_over_from_each_other(
+    start_server, client_of, start_over, new_card, lost
+):
     server = await start_server()
-    server.dies_at = 10
-    ours = FakeEngineClient(new_card(), lambda submit: [(ord(letter), letter) for letter in WHOLE])
+    ours = FakeEngineClient(new_card())
+
+    def script(submit):
+        for position, token_id in enumerate(server.tokenizer.encode(WHOLE).ids):
+            if lost == "ours" and position == 10 and submit.resumed_ids is None:
+                ours.die()
+            yield token_id, server.tokenizer.decode([token_id])
+
+    ours.script = script
+    server.dies_at = 10 if lost == "theirs" else None
     async with start_over(client_of(server), ours, credit_window_tokens=8) as gateway:
-        for _ in range(2):
-            answer = await gateway.client.chat.completions.create(**ASK)
+        for number in range(50):  # either engine is some prompts' favourite
+            messages = [{"role": "user", "content": f"{number} is my number"}]
+            answer = await gateway.client.chat.completions.create(**{**ASK, "messages": messages})
             assert answer.choices[0].message.content == WHOLE[:40]
-        assert server.bodies
+            if any(submit.resumed_ids for submit in ours.submits) or any(
+                body["max_tokens"] < 40 for body in server.bodies
+            ):
+                break
+        else:
+            pytest.fail("none had to move")
         assert all(submit.credit_tokens == 40 for submit in ours.submits)  # all of it: it may have to move
 
 
@@ -542,40 +571,37 @@ def refusal(status: str, message: str, header: bytes = b"") -> bytes:
     return b"HTTP/1.1 %s\r\n%sContent-Length: %d\r\n\r\n%s" % (status.encode(), header, len(body), body)
 
 
-@pytest.mark.parametrize(
-    ("raw", "status", "code", "retry_after"),
-    [
-        (stream_of(b"data: {what\n\n"), 502, "engine_protocol_violation", None),
-        (stream_of(b"data: [1]\n\n"), 502, "engine_protocol_violation", None),
-        (stream_of(b'data: {"choices": 7}\n\n'), 502, "engine_protocol_violation", None),
-        (stream_of(b'data: {"choices": [{"token_ids": ["x"]}]}\n\n'), 502, "engine_protocol_violation", None),
-        (stream_of(b"data: [DONE]\n\n"), 502, "engine_failed", None),
-        (stream_of(b""), 502, "engine_failed", None),
-        (stream_of(b'data: {"error": {"message": "x", "code": 503}}\n\n'), 503, "unavailable", "1"),
-        (refusal("302 Found", "", b"Location: http://127.0.0.1:1/\r\n"), 502, "engine_failed", None),
-        (
-            refusal("400 Bad", "maximum context length is 512 tokens"),
-            400,
-            "context_length_exceeded",
-            None,
-        ),
-        (refusal("400 Bad", "no"), 400, "invalid_request", None),
-        (refusal("429 Too Many", "full", b"Retry-After: 7\r\n"), 429, "overloaded", "7"),
-        (refusal("503 No", "not yet", b"Retry-After: 9\r\n"), 503, "unavailable", "9"),
-        (refusal("500 No", "a trace of theirs"), 502, "engine_failed", None),
-    ],
-)
-async def test_a_server_s_errors_and_nonsense_have_stable_codes(
-    start_server, client_of, start_over, raw, status, code, retry_after
-):
+ERRORS = [
+    (stream_of(b"data: {what\n\n"), 502, "engine_protocol_violation", None),
+    (stream_of(b"data: [1]\n\n"), 502, "engine_protocol_violation", None),
+    (stream_of(b'data: {"choices": 7}\n\n'), 502, "engine_protocol_violation", None),
+    (stream_of(b'data: {"choices": [{"token_ids": ["x"]}]}\n\n'), 502, "engine_protocol_violation", None),
+    (stream_of(b'data: {"choices": [{"token_ids": [1]}], "usage": {"completion_tokens": 9}}\n\n'), 502, None, None),
+    (stream_of(b"data: [DONE]\n\n"), 502, "engine_failed", None),
+    (stream_of(b""), 502, "engine_failed", None),
+    (stream_of(b'data: {"error": {"message": "x", "code": 503}}\n\n'), 503, "unavailable", "1"),
+    (refusal("302 Found", "", b"Location: http://127.0.0.1:1/\r\n"), 502, "engine_failed", None),
+    (refusal("400 Bad", "maximum context length is 512 tokens"), 400, "context_length_exceeded", None),
+    (refusal("400 Bad", "no"), 400, "invalid_request", None),
+    (refusal("429 Too Many", "full", b"Retry-After: 7\r\n"), 429, "overloaded", "7"),
+    (refusal("503 No", "not yet", b"Retry-After: 9\r\n"), 503, "unavailable", "9"),
+    (refusal("500 No", "a trace of theirs"), 502, "engine_failed", None),
+]
+
+
+async def test_a_server_s_errors_and_nonsense_have_stable_codes(start_server, client_of, start_over, until):
     server = await start_server()
-    server.raw = raw
-    async with start_over(client_of(server)) as gateway:
-        got, headers, body = await gateway.post(CHAT, ASK)
-        assert (got, json.loads(body)["error"]["code"]) == (status, code)
-        assert headers.get("retry-after") == retry_after
-        (row,) = await gateway.rows.wait_for(1)
-        assert row.output_tokens == 0
+    engine = client_of(server)
+    async with start_over(engine, failover_wait_s=0) as gateway:
+        for raw, status, code, retry_after in ERRORS:
+            await until(lambda: engine.state.healthy)
+            server.raw = raw
+            got, headers, body = await gateway.post(CHAT, ASK)
+            error = json.loads(body)["error"]
+            assert (got, error["code"]) == (status, code or "engine_protocol_violation"), raw
+            assert headers.get("retry-after") == retry_after
+            assert "a trace of theirs" not in error["message"]
+        assert not any(row.output_tokens for row in await gateway.rows.wait_for(len(ERRORS)))
 
 
 async def test_its_load_is_seen_and_routes_around_it(start_server, client_of, start_over, until):
@@ -617,6 +643,43 @@ async def test_text_that_a_server_holds_back_is_counted_and_goes_on(start_server
         assert chunks[-1].usage.completion_tokens == 53
 
 
+@pytest.mark.parametrize(
+    ("resumed", "stop", "reason", "text"),
+    [
+        (WHOLE[:40], (), "length", ""),
+        (WHOLE[:20], ("8 9",), "stop", ""),
+        (WHOLE[:39] + "<|end|>", (), "stop", ""),
+        (WHOLE[:40], (WHOLE[38:41],), "length", WHOLE[38:40]),  # what looked like a stop string was held back
+    ],
+)
+async def test_an_answer_of_which_only_the_end_was_lost_is_ended_without_asking(
+    start_server, client_of, until, resumed, stop, reason, text
+):
+    server = await start_server()
+    engine = client_of(server)
+    token_ids = server.tokenizer.encode(resumed).ids
+    async with Replicas([engine]):
+        await until(lambda: engine.state.healthy)
+        stopping = Stopping(40, stop=stop)
+        submit = Submit("r", 0, MODEL, "t", STANDARD, [1], Sampling(), stopping, 40, b"", 0, resumed_ids=token_ids)
+        async with engine.open(submit) as stream:
+            (finished,) = [message async for message in stream.messages()]
+        assert (finished.reason, finished.num_output_tokens, finished.text) == (reason, len(token_ids), text)
+        assert stream.accepted.reason is Reason.FAILED_OVER
+        assert server.bodies == []
+
+
+async def test_an_answer_that_is_whole_is_no_failure_although_the_connection_breaks(
+    start_server, client_of, start_over
+):
+    server = await start_server()
+    server.dies_at = 40  # before the last usage
+    async with start_over(client_of(server)) as gateway:
+        answer = await gateway.client.chat.completions.create(**ASK)
+        assert (answer.choices[0].message.content, answer.usage.completion_tokens) == (WHOLE[:40], 40)
+        assert len(server.bodies) == 1
+
+
 async def test_a_server_that_cannot_prove_what_it_has_done_never_does(start_server, client_of, until):
     engine = client_of(await start_server())
     async with Replicas([engine]) as replicas:
@@ -631,3 +694,76 @@ async def test_a_server_with_another_model_says_so(start_server, client_of, unti
     async with Replicas([engine]):
         await until(lambda: "add context=" in engine.state.reason)
         assert not engine.state.healthy
+
+
+async def test_a_server_that_falls_silent_loses_its_streams_and_gets_no_new_ones(
+    start_server, client_of, start_over, until
+):
+    server = await start_server()
+    server.token_s = 0.01
+    engine = client_of(server)
+    async with start_over(engine) as gateway:
+        stream = await gateway.client.chat.completions.create(**{**ASK, "max_tokens": 400}, stream=True)
+        with pytest.raises(openai.APIError) as caught:
+            async for _ in stream:
+                server.is_silent = True
+        assert caught.value.code == "engine_failed"
+        assert "did not answer" in engine.state.reason
+        with pytest.raises(openai.InternalServerError) as caught:
+            await gateway.client.chat.completions.create(**ASK)
+        assert caught.value.status_code == 503
+        server.is_silent = False
+        await until(lambda: engine.state.healthy)
+
+
+async def test_a_server_that_takes_no_new_requests_may_finish_those_that_it_has(
+    start_server, client_of, start_over, until
+):
+    server = await start_server()
+    server.token_s = 0.01
+    engine = client_of(server)
+    async with start_over(engine) as gateway:
+        stream = await gateway.client.chat.completions.create(**{**ASK, "max_tokens": 80}, stream=True)
+        server.stop_listening()
+        await until(lambda: not engine.state.healthy)
+        assert await text_of(stream) == WHOLE[:80]
+
+
+def test_a_gateway_whose_engine_lacks_a_tokenizer_does_not_start_and_says_why(tmp_path):
+    address = f"openai+http://127.0.0.1:9/v1?model=tiny&kind=vllm&tokenizer={tmp_path}/nowhere"
+    arguments = ["gateway", "--engine", address, "--data-dir", tmp_path / "data", "--port", "0", "--migrate"]
+    command = [sys.executable, "-c", "from moiety_platform.cli.main import main; main()", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "is not a folder; give the folder of a checkpoint" in " ".join(done.stderr.split())
+
+
+async def test_a_long_queue_there_is_a_long_wait_here_and_too_long_a_one_is_refused_early(
+    start_server, client_of, start_over, until
+):
+    server = await start_server()
+    engine = client_of(server)
+    async with start_over(engine) as gateway:
+        await gateway.client.chat.completions.create(**ASK)
+        await until(lambda: engine.state.class_load("standard") is not None)
+        assert engine.state.class_load("standard").predicted_ttft_s == 0
+        server.waiting = 100_000  # and none of them ends
+        await until(lambda: engine.state.class_load("standard").predicted_ttft_s > 2 * STANDARD.max_queue_s)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await gateway.client.chat.completions.create(**ASK)
+        assert caught.value.code == "overloaded"
+        assert int(caught.value.response.headers["retry-after"]) > 0
+        assert len(server.bodies) == 1
+
+
+def test_the_wait_is_the_queue_times_the_pace_of_ends_and_less_for_a_better_rank():
+    ends = Ends()
+    for at_s, num_ended in ((0.0, 90), (1.0, 3), (11.0, 8)):  # restarted after the first
+        ends.note(at_s, num_ended)
+    assert ends.seconds_each == 2.0
+    admitted = {PRIORITY: 1, FLEX: 5}
+    inflight = [(PRIORITY, False), (FLEX, False), (FLEX, False), (FLEX, False), (FLEX, True)]
+    for by_priority, expected in ((False, [80.0, 80.0]), (True, [20.0, 80.0])):
+        loads = class_loads(inflight, admitted, 40, ends.seconds_each, by_priority=by_priority)
+        assert [load.predicted_ttft_s for load in loads] == expected
+    assert [(load.num_waiting, load.num_running, load.admitted_total) for load in loads] == [(1, 0, 1), (3, 1, 5)]

@@ -11,6 +11,8 @@ from moiety_platform.completions.limits import DEFAULT_SHAPE, ShapeLimits
 from moiety_platform.config_file import ConfigFileError
 from moiety_platform.settings import GatewaySettings
 
+THEIRS = "openai+http://h:1/v1?model=m&kind=vllm&tokenizer=/m"
+
 
 @pytest.fixture
 def toml(tmp_path):
@@ -67,12 +69,33 @@ def test_a_missing_file_is_refused_with_what_to_check():
         ({"engines": "dns+tcp://engines"}, "NAME:PORT"),
         ({"engines": "dns+tcp://engines:99999"}, "NAME:PORT"),
         ({"engines": "tcp://a:1,tcp://a:1"}, "listed twice"),
+        ({"engines": f"{THEIRS}&priority=on,{THEIRS}"}, "listed twice"),
+        ({"engines": THEIRS.replace("&tokenizer=/m", "")}, "lacks tokenizer=…, the folder with the model's tokenizer"),
+        ({"engines": THEIRS.replace("model=m&", "")}, "lacks model=…"),
+        ({"engines": THEIRS.replace("vllm", "tgi")}, "kind must be one of vllm, sglang, llama.cpp, generic"),
+        ({"engines": f"{THEIRS}&colour=red"}, "and nothing else"),
+        ({"engines": f"{THEIRS}&context=many"}, "context must be a number"),
+        ({"engines": f"{THEIRS}&priority=7"}, "priority must be on or off"),
+        ({"engines": THEIRS.replace("/v1", "")}, "must have the form"),
+        ({"engines": THEIRS.replace("h:1", "h:99999")}, "must have the form"),
         ({"curve_server_key": "k"}, "together"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(changes, words):
     with pytest.raises(ValidationError, match=words):
         GatewaySettings(**changes)
+
+
+def test_a_password_in_an_address_is_refused_without_being_repeated():
+    with pytest.raises(ValidationError) as caught:
+        GatewaySettings(engines=THEIRS.replace("h:1", "me:word-of-mine@h:1"))
+    (error,) = caught.value.errors()
+    assert "key_file=PATH" in error["msg"]
+    assert "word-of-mine" not in error["msg"]
+
+
+def test_the_key_of_a_server_of_others_does_not_show_in_a_representation():
+    assert "secret words" not in repr(GatewaySettings(foreign_api_key="secret words"))
 
 
 def test_the_pepper_does_not_show_in_a_representation():

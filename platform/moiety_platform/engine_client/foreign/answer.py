@@ -14,6 +14,7 @@ from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, PieceL
 from moiety_text.detokenizer import Detokenizer
 from moiety_text.stop import StopFinder
 from moiety_text.tokenizer import Tokenizer
+from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import (
     Accepted,
     Finished,
@@ -54,6 +55,15 @@ class Answer:
         self._first_token_unix_ns = 0
 
     @property
+    def service(self) -> ServiceClass:
+        return self._submit.service
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the first output has come."""
+        return self._first_token_unix_ns != 0
+
+    @property
     def num_left(self) -> int:
         """How many tokens may still come."""
         return self._limit - self._num_output
@@ -68,22 +78,27 @@ class Answer:
         return self._submit.prompt_ids + (self._submit.resumed_ids or [])
 
     @property
+    def has_finished(self) -> bool:
+        """Whether the server has said that it is over; its counts may still come."""
+        return self._finish is not None
+
+    @property
     def is_complete(self) -> bool:
         """Whether nothing that may still come belongs to it, although the server has not said that it is over."""
         is_beyond = self._num_counted is not None and self._num_resumed + self._num_counted > self._limit
         return self._finish is None and (self._stopped_by is not None or is_beyond)
 
-    def resume(self) -> Finished | None:
-        """Take in the output that another engine has sent. How the request ends, if that was all of it."""
+    def resume(self) -> bool:
+        """Take in the output that another engine has sent; whether that was all of it, and only its end was lost."""
         token_ids = self._submit.resumed_ids
         if not token_ids:
-            return None
+            return False
         ends_by_token = token_ids[-1] in self._stop_ids and len(token_ids) > self._min_tokens
         self._text_of(token_ids[:-1] if ends_by_token else token_ids)
         self._num_output = self._num_resumed = len(token_ids)
-        if ends_by_token or self._stopped_by is not None:
-            return self._finished(FinishReason.STOP, "")
-        return self.end() if self.num_left <= 0 else None
+        if ends_by_token:
+            self._finish = FinishReason.STOP
+        return ends_by_token or self._stopped_by is not None or self.num_left <= 0
 
     def accept(self) -> Accepted:
         submit = self._submit

@@ -1,8 +1,8 @@
 """The client of one server of others: watched by a heartbeat, and a connection of its own for each request.
 
 The server is there while it answers its health endpoint. One that refuses gets no new requests, but those that it has
-may go on: a server that drains does that. One that is silent for SILENCE_LIMIT_S has lost them all. Knows nothing of
-routing or of what the tokens mean.
+may go on: a server that drains does that. One that is silent for the heartbeat's `silence_s` has lost them all. Knows
+nothing of routing or of what the tokens mean.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import httpx
 import structlog
@@ -25,12 +26,13 @@ from moiety_platform.engine_client.foreign.figures import Figures
 from moiety_platform.engine_client.foreign.llama_cpp import LlamaCpp
 from moiety_platform.engine_client.foreign.piece import Dialect
 from moiety_platform.engine_client.foreign.probe import Prober, Silent, Unwell
+from moiety_platform.engine_client.foreign.waiting import Ends, class_loads
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import BadRequest, EngineFailed, Unavailable
+from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import SILENCE_LIMIT_S, Abort, Card, Extend, Load, Submit
 
-PROBE_INTERVAL_S = 1.0
 CONNECT_TIMEOUT_S = 5.0
 WRITE_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 2.0  # shorter than these servers', so that none is closed under a new request
@@ -40,12 +42,28 @@ STREAM_SILENCE_S = 600.0  # within an answer: a request may wait for its first t
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """How a server is watched: asked again so long after each answer, which is waited for so long. `silence_s` without
+    any loses its requests."""
+
+    interval_s: float = 1.0
+    timeout_s: float = 2.0
+    silence_s: float = SILENCE_LIMIT_S
+
+
+HEARTBEAT = Heartbeat()
+
+
 class ForeignEngineClient:
     """One server at one address. Implements EngineClient."""
 
-    def __init__(self, address: ForeignAddress, clock: Clock, api_key: str | None = None) -> None:
+    def __init__(
+        self, address: ForeignAddress, clock: Clock, api_key: str | None = None, heartbeat: Heartbeat = HEARTBEAT
+    ) -> None:
         """Raises moiety_text's errors where the tokenizer of the address cannot be used."""
         self._address = address
+        self._heartbeat = heartbeat
         self._clock = clock
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -55,15 +73,18 @@ class ForeignEngineClient:
             trust_env=False,
         )
         self._dialect: Dialect = LlamaCpp(address) if address.kind is Kind.LLAMA_CPP else Completions(address)
-        self._prober = Prober(address, self._http, self._dialect.max_num_logprobs)
+        self._prober = Prober(address, self._http, self._dialect.max_num_logprobs, heartbeat.timeout_s)
         self._running: dict[str, tuple[EngineStream, Answer, asyncio.Task[None]]] = {}
         self._on_change: Callable[[], None] = lambda: None
         self._is_healthy = False
         self._reason = "not connected yet"
         self._card: Card | None = None
         self._figures: Figures | None = None
+        self._load: Load | None = None
         self._num_loads = 0
-        self._num_requests = 0
+        self._num_ended = 0
+        self._ends = Ends()
+        self._admitted: dict[str, tuple[ServiceClass, int]] = {}  # ours, by class
         self._num_connections = 0
         self._load_at_s = self._heard_at_s = self._since_s = clock.monotonic()
         self._probe_now = asyncio.Event()
@@ -81,7 +102,7 @@ class ForeignEngineClient:
             self._is_healthy,
             "" if self._is_healthy else self._reason,
             self._card,
-            self._load() if self._num_loads else None,
+            self._load,
             len(self._running),
             now_s - self._load_at_s,
             self._num_connections,
@@ -102,7 +123,8 @@ class ForeignEngineClient:
             self._watcher.cancel()
             await asyncio.wait({self._watcher})
             self._watcher = None
-        self._fail_all()
+        if tasks := self._fail_all():
+            await asyncio.wait(tasks)
         await self._http.aclose()
 
     @asynccontextmanager
@@ -125,7 +147,8 @@ class ForeignEngineClient:
         exchange = Exchange(self._http, url, self._dialect, submit, answer, stream, self._suspect)
         task = asyncio.create_task(exchange.run(), name=f"request {submit.request_id}")
         self._running[submit.request_id] = stream, answer, task
-        self._num_requests += 1
+        name = submit.service.name
+        self._admitted[name] = submit.service, self._admitted.get(name, (submit.service, 0))[1] + 1
         try:
             yield stream
         finally:
@@ -134,6 +157,7 @@ class ForeignEngineClient:
                 await self._give_up(task)
             finally:
                 self._running.pop(submit.request_id, None)
+                self._num_ended += 1
 
     async def _give_up(self, task: asyncio.Task[None]) -> None:
         """Return when the request's connection is free again, or closed where that does not come by itself."""
@@ -160,26 +184,23 @@ class ForeignEngineClient:
                 log.exception("engine_probe_failed", engine=self.address)
                 self._lost(f"its answers cannot be read: {error}")
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PROBE_INTERVAL_S):
+                async with asyncio.timeout(self._heartbeat.interval_s):
                     await self._probe_now.wait()
 
     async def _probe(self) -> None:
         try:
             await self._prober.check_health()
-            if not self._is_healthy:
-                card = await self._prober.card()
-                self._figures = await self._prober.figures()
-                self._note_load()
-                self._connected(card)
-            else:
-                self._figures = await self._prober.figures()
-                self._note_load()
             self._heard_at_s = self._clock.monotonic()
+            card = None if self._is_healthy else await self._prober.card()
+            self._figures = await self._prober.figures()
+            self._note_load()
+            if card is not None:
+                self._connected(card)
         except Unwell as error:
             self._heard_at_s = self._clock.monotonic()
             self._lost(str(error))
         except Silent as error:
-            if self._clock.monotonic() - self._heard_at_s > SILENCE_LIMIT_S:
+            if self._clock.monotonic() - self._heard_at_s > self._heartbeat.silence_s:
                 self._lost(str(error))
                 self._fail_all()
 
@@ -203,18 +224,32 @@ class ForeignEngineClient:
         self._lost(reason)
         self._probe_now.set()
 
-    def _fail_all(self) -> None:
+    def _fail_all(self) -> list[asyncio.Task[None]]:
+        """The tasks whose end is still to come."""
+        tasks = []
         for stream, _, task in list(self._running.values()):
             stream.fail(EngineFailed("the engine was lost while it answered; send the request again"))
             task.cancel()
+            tasks.append(task)
+        return tasks
 
     def _note_load(self) -> None:
-        self._num_loads += 1
         self._load_at_s = self._clock.monotonic()
+        told = self._figures.requests_total if self._figures is not None else 0
+        self._ends.note(self._load_at_s, told or self._num_ended)
+        self._load = self._make_load()
+        self._num_loads += 1
 
-    def _load(self) -> Load:
-        """What it said last; of one that says nothing, what this gateway has given it."""
-        figures = self._figures or Figures(num_running=len(self._running), requests_total=self._num_requests)
+    def _make_load(self) -> Load:
+        """What it has just said; of one that says nothing, what this gateway has given it."""
+        figures = self._figures or Figures(num_running=len(self._running), requests_total=self._num_ended)
+        classes = class_loads(
+            ((answer.service, answer.has_started) for _, answer, _ in self._running.values()),
+            dict(self._admitted.values()),
+            figures.num_waiting,
+            self._ends.seconds_each,
+            by_priority=self._address.priority,
+        )
         return Load(
             engine_id=self.address,
             seq=self._num_loads,
@@ -230,4 +265,5 @@ class ForeignEngineClient:
             cached_tokens_total=figures.cached_tokens_total,
             output_tokens_total=figures.output_tokens_total,
             requests_total=figures.requests_total,
+            classes=classes,
         )

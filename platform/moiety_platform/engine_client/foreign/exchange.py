@@ -66,7 +66,8 @@ class Exchange:
             self._on_break(f"cannot be reached: {error}")
             self._stream.fail(Unavailable("the engine cannot be reached; try again shortly", retry_after_s=1))
         except httpx.HTTPError as error:
-            if self._stream.ended:
+            if self._answer.has_finished:
+                self._end()
                 return
             self._on_break(f"the connection broke: {error or type(error).__name__}")
             self._stream.fail(EngineFailed("the engine was lost while it answered; send the request again"))
@@ -76,10 +77,9 @@ class Exchange:
 
     async def _ask(self) -> None:
         answer, submit = self._answer, self._submit
-        finished = answer.resume()
-        if finished is not None:
+        if answer.resume():
             self._stream.deliver(answer.accept())
-            self._stream.deliver(finished)
+            self._stream.deliver(answer.end())
             return
         body = self._dialect.body(submit, answer.prompt_ids, answer.num_left, answer.num_min_left)
         headers = {"Content-Type": "application/json", "X-Request-Id": submit.request_id}
@@ -95,29 +95,28 @@ class Exchange:
 
     async def _relay(self, response: httpx.Response) -> None:
         """After the end it is read on until the server closes it, so that the connection can serve another request."""
-        answer, has_finished = self._answer, False
+        answer = self._answer
         async with aclosing(data_of_events(response.aiter_raw())) as events:
             async for data in events:
                 if data == DONE:
-                    self._end(has_finished)
+                    self._end()
                     continue
                 piece = self._read(data)
-                has_finished |= piece.finish is not None
                 tokens = answer.take(piece)
                 if tokens is not None:
                     self._stream.deliver(tokens)
                 if answer.is_complete:
-                    self._end(True)
+                    self._stream.deliver(answer.end())
                     return
                 if piece.is_last:
-                    self._end(True)
-        self._end(has_finished)
+                    self._end()
+        self._end()
 
-    def _end(self, has_finished: bool) -> None:
+    def _end(self) -> None:
         """The server has said all that it will."""
         if self._stream.ended:
             return
-        if not has_finished:
+        if not self._answer.has_finished:
             raise EngineFailed("the engine broke off its answer; send the request again")
         self._stream.deliver(self._answer.end())
 

@@ -14,7 +14,6 @@ from moiety_text.folder import TextModel, read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.messages import Card
 
-PROBE_TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
@@ -29,11 +28,14 @@ class Silent(Exception):
 class Prober:
     """Asks one server."""
 
-    def __init__(self, address: ForeignAddress, http: httpx.AsyncClient, max_num_logprobs: int) -> None:
+    def __init__(
+        self, address: ForeignAddress, http: httpx.AsyncClient, max_num_logprobs: int, timeout_s: float
+    ) -> None:
         """Reads the tokenizer. Raises moiety_text's errors where it cannot be used."""
         self._address = address
         self._http = http
         self._max_num_logprobs = max_num_logprobs
+        self._timeout_s = timeout_s
         folder = address.tokenizer.parent if address.tokenizer.name == "tokenizer.json" else address.tokenizer
         self._text: TextModel = read_text_model(folder)
         self.tokenizer = Tokenizer.from_json(self._text.tokenizer_json)
@@ -120,11 +122,11 @@ class Prober:
     async def _get(self, path: str) -> bytes:
         try:
             async with (
-                asyncio.timeout(PROBE_TIMEOUT_S),
+                asyncio.timeout(self._timeout_s),
                 self._http.stream("GET", self._address.root_url + path) as response,
             ):
                 if response.status_code in (401, 403):
-                    raise Unwell("refuses the API key; set engine_api_key, or key_file= in its address")
+                    raise Unwell("refuses the API key; set foreign_api_key, or key_file= in its address")
                 if response.status_code != 200:
                     raise Unwell(f"answers {path} with status {response.status_code}")
                 body = bytearray()
@@ -134,6 +136,6 @@ class Prober:
                         raise Unwell(f"answers {path} with more than {MAX_ANSWER_BYTES} bytes")
                 return bytes(body)
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise Silent(f"did not answer {path} within {PROBE_TIMEOUT_S:g} s") from error
+            raise Silent(f"did not answer {path} within {self._timeout_s:g} s") from error
         except httpx.HTTPError as error:
             raise Unwell(f"cannot be reached: {error or type(error).__name__}") from error
