@@ -259,3 +259,53 @@ async def test_who_reaches_one_tenant_has_only_its_requests_in_sums_of_whole_hou
     async with database.restricted(criteria_of("own")).read() as session:
         groups = (await sum_usage(session, wanted, ("tenant",))).data
     assert [(group.group["tenant_id"], group.totals.requests) for group in groups] == [("own", 8)]
+
+
+async def test_of_an_answer_that_two_engines_counted_the_longer_count_is_billed_in_whichever_order(
+    leased: Database,
+) -> None:
+    bill = make_bill()
+    records = [metered(bill, output=40), metered(bill, output=400), metered(bill, output=60)]
+    assert await charge_all(leased, *records) == [True, True, False]
+    found = await books(leased)
+    assert (found.request.output_tokens, found.settled["q-tokens"]) == (400, PROMPT + 400)
+    assert found.request.cost_nanodollars == PRICES["standard"].cost(PROMPT, 0, 400)
+    assert found.agree()
+
+
+async def test_what_a_gateway_that_was_taken_for_dead_says_after_all_replaces_what_was_stored_for_it(
+    leased: Database,
+) -> None:
+    bill = make_bill()
+    assert await charge_all(leased, metered(bill, output=40)) == [True]
+    cost = PRICES["standard"].cost(PROMPT, 10, 90)
+    own = make_row(
+        outcome="stop",
+        output_tokens=90,
+        cached_tokens=10,
+        cost_nanodollars=cost,
+        charges=(Charge(TOKENS, "dead", PROMPT + 90), Charge(MONEY, "dead", cost)),
+    )
+    for _ in range(2):
+        async with leased.write() as session:
+            await insert_rows(session, [own])
+    found = await books(leased)
+    assert (found.request.outcome, found.request.output_tokens, found.request.error_code) == ("stop", 90, None)
+    assert found.settled == {"q-tokens": PROMPT + 90, "q-money": cost}
+    assert found.agree()
+    assert await charge_all(leased, metered(bill, output=400)) == [False]
+
+
+async def test_what_comes_after_its_lease_was_released_is_booked_all_the_same(leased: Database) -> None:
+    store = LeaseStore("alive", 20.0)
+    async with leased.write() as session:
+        assert await store.release_quarantined(session, "dead") == 2
+    own = make_row(outcome="stop", output_tokens=50, charges=(Charge(TOKENS, "dead", PROMPT + 50),))
+    async with leased.write() as session:
+        await insert_rows(session, [own])
+    found = await books(leased)
+    assert found.settled["q-tokens"] == PROMPT + 50
+    async with leased.read() as session:
+        window = await session.get(QuotaWindow, ("q-tokens", DAY))
+    assert window is not None
+    assert window.granted == PROMPT + 50

@@ -89,6 +89,7 @@ class Front:
         self._meter = Meter(clock, self._journal)
         tokenizer = Tokenizer.from_json(text.tokenizer_json)
         self._desk = RequestDesk(tokenizer, self._post, self._meter, on_finished=on_finished)
+        self._num_tellings = 0
         self._load = LOADING
         self._refusal = ""
         self._drain_until_s: float | None = None
@@ -277,7 +278,8 @@ class Front:
             return
         records = self._meter.left_behind({session.replica_id for session in self._sessions.all()})
         if records:
-            self._post(sessions[0], Unsettled(self.engine_id, records))
+            self._num_tellings += 1  # one that does not store them is not asked alone
+            self._post(sessions[self._num_tellings % len(sessions)], Unsettled(self.engine_id, records))
 
     def _send_loads(self) -> None:
         for session in self._sessions.all():

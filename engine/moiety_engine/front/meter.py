@@ -6,8 +6,10 @@ nothing was heard of it for a while, is told to another.
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
+from operator import itemgetter
 
 import structlog
 
@@ -107,11 +109,11 @@ class Meter:
         gone = {replica_id for replica_id, at_s in self._heard_at_s.items() if now_s - at_s > GRACE_S}
         if not gone:
             return []
-        found = []
-        for key, record in self._records.items():
-            if record.replica_id in gone and now_s - self._told_at_s.get(key, -REPEAT_S) >= REPEAT_S:
-                self._told_at_s[key] = now_s
-                found.append(record)
-                if len(found) == RECORDS_AT_ONCE:
-                    break
-        return found
+        due = [
+            (self._told_at_s.get(key, -REPEAT_S), key)
+            for key, record in self._records.items()
+            if record.replica_id in gone and now_s - self._told_at_s.get(key, -REPEAT_S) >= REPEAT_S
+        ]
+        chosen = [key for _, key in heapq.nsmallest(RECORDS_AT_ONCE, due, key=itemgetter(0))]  # the longest not told
+        self._told_at_s |= dict.fromkeys(chosen, now_s)
+        return [self._records[key] for key in chosen]

@@ -252,11 +252,15 @@ class _Session:
 
     async def run(self) -> str:
         """Keep the session; returns why it was lost."""
+        beat_at_s = self._clock.monotonic()
         while True:
             self._beat()
             done, _ = await asyncio.wait({self._lost}, timeout=HEARTBEAT_INTERVAL_S)
             if done:
                 return self._lost.result()
+            since_s, beat_at_s = self._clock.monotonic() - beat_at_s, self._clock.monotonic()
+            if self.card is not None and since_s > SILENCE_LIMIT_S:  # the engine has given this process up meanwhile
+                return f"this process stood still for {since_s:.1f} s"
             self._drain()  # what lies in the socket was said, even if this process was too busy to hear it
             silent_s = self._clock.monotonic() - self._heard_at_s
             if self.card is not None and silent_s > SILENCE_LIMIT_S:

@@ -241,25 +241,61 @@ class LeaseStore:
 
 
 async def have_room(session: AsyncSession, charges: Iterable[Charge]) -> bool:
-    """Whether the leases still have what is charged. They have, but for what was proven unspent and released."""
+    """Whether the leases still have what is charged under the limits that there still are. They have, but for what was
+    proven unspent and released."""
     for charge in charges:
         lease = await session.get(QuotaLease, (charge.window.quota_id, charge.window.start, charge.replica_id))
-        if lease is not None and lease.granted - lease.settled < charge.amount:
+        if lease is None or lease.granted - lease.settled >= charge.amount:
+            continue
+        if await session.get(Quota, charge.window.quota_id) is not None:
             return False
     return True
 
 
 async def book(session: AsyncSession, charges: Iterable[Charge]) -> None:
-    """Add what requests have used to what their windows and leases have settled."""
-    of_windows: dict[WindowId, int] = defaultdict(int)
-    of_leases: dict[tuple[WindowId, str], int] = defaultdict(int)
+    """Add what requests have used to what their windows and leases have settled. What comes so late that its lease was
+    released counts as granted too: what was used was used. Of a lease that is not known nothing is booked."""
+    amounts: dict[tuple[WindowId, str], int] = defaultdict(int)
     for charge in charges:
-        of_windows[charge.window] += charge.amount
-        of_leases[charge.window, charge.replica_id] += charge.amount
-    await _add(session, QuotaWindow, "settled", _by_window(of_windows))
-    keyed = sorted(of_leases.items())
-    leases = [({"quota_id": w.quota_id, "start": w.start, "replica_id": by}, amount) for (w, by), amount in keyed]
-    await _add(session, QuotaLease, "settled", leases)
+        amounts[charge.window, charge.replica_id] += charge.amount
+    if not amounts:
+        return
+    left = await _lock_leases(session, {window for window, _ in amounts})
+    settled: dict[WindowId, int] = defaultdict(int)
+    short: dict[WindowId, int] = defaultdict(int)
+    of_leases: list[Change] = []
+    short_leases: list[Change] = []
+    for (window, replica_id), amount in sorted(amounts.items()):
+        if (window, replica_id) not in left:
+            continue
+        key = {"quota_id": window.quota_id, "start": window.start, "replica_id": replica_id}
+        settled[window] += amount
+        of_leases.append((key, amount))
+        missing = amount - left[window, replica_id]
+        if missing > 0:
+            short[window] += missing
+            short_leases.append((key, missing))
+    await _add(session, QuotaWindow, "granted", _by_window(short))
+    await _add(session, QuotaLease, "granted", short_leases)
+    await _add(session, QuotaWindow, "settled", _by_window(settled))
+    await _add(session, QuotaLease, "settled", of_leases)
+
+
+async def _lock_leases(session: AsyncSession, windows: Iterable[WindowId]) -> dict[tuple[WindowId, str], int]:
+    """What each lease on these windows has left; nobody changes windows or leases until the end."""
+    found: dict[tuple[WindowId, str], int] = {}
+    for some in _in_order(windows):
+        wanted = [(window.quota_id, window.start) for window in some]
+        of_windows = tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_(wanted)
+        order = QuotaWindow.quota_id, QuotaWindow.start
+        await session.execute(select(*order).where(of_windows).order_by(*order).with_for_update())
+        keys = QuotaLease.quota_id, QuotaLease.start, QuotaLease.replica_id
+        of_leases = tuple_(QuotaLease.quota_id, QuotaLease.start).in_(wanted)
+        rows = await session.execute(
+            select(*keys, QuotaLease.granted - QuotaLease.settled).where(of_leases).order_by(*keys).with_for_update()
+        )
+        found |= {(WindowId(quota_id, start), replica_id): left for quota_id, start, replica_id, left in rows}
+    return found
 
 
 async def _add(session: AsyncSession, table: type[Base], column: str, changes: Sequence[Change]) -> None:

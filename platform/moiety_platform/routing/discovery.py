@@ -45,7 +45,10 @@ class DnsWatch:
     async def run(self) -> None:
         """Look the name up again and again, until cancelled."""
         while True:
-            await self.refresh()
+            try:
+                await self.refresh()
+            except Exception:  # the root of a task that a name's engines depend on: told, and tried again
+                log.exception("engine_name_watch_failed", name=self._address)
             await asyncio.sleep(INTERVAL_S)
 
     async def refresh(self) -> None:

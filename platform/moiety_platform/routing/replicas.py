@@ -55,8 +55,11 @@ class Replicas:
 
     async def close_retired(self) -> None:
         """Close the links to retired engines that have none of our requests any more."""
-        for address in [address for address, client in self._retired.items() if not client.state.num_inflight]:
-            await self._retired.pop(address).close()
+        idle = {address: client for address, client in self._retired.items() if not client.state.num_inflight}
+        for address in idle:  # at once, before others get their turn
+            del self._retired[address]
+        for client in idle.values():
+            await client.close()
 
     def states(self) -> list[EngineState]:
         return [client.state for client in self._clients.values()]
@@ -101,9 +104,11 @@ class Replicas:
 
     def have_settled_for(self, replica_id: str, seconds: float) -> bool:
         """Whether every engine has proven that it holds nothing of a gateway process that nobody has heard of for so
-        long."""
+        long. Nothing is proven while an engine is missing, or one that was left may still hold something."""
         states = self.states()
-        return bool(states) and all(state.has_settled_for(replica_id, seconds) for state in states)
+        if not states or self.missing or self._retired:
+            return False
+        return all(state.has_settled_for(replica_id, seconds) for state in states)
 
     def why_not_ready(self) -> list[str]:
         """Empty if at least one engine can take a request, else a reason an engine."""

@@ -14,7 +14,7 @@ from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.query_parameters import Cursor, Limit
 from moiety_platform.usage.queries import list_requests, parse_filter, parse_grouping, sum_usage
-from moiety_platform.usage.reconciliation import Reconciliation, reconcile
+from moiety_platform.usage.reconciliation import Reconciliation, hold_still, reconcile
 from moiety_platform.usage.schemas import RequestPage, UsageReport
 
 
@@ -79,4 +79,5 @@ class UsageController(Controller):
         """Whether requests, ledger, sums and limits say the same of these hours; the last 24 unless said otherwise."""
         wanted = parse_filter(clock.now(), since, until)
         async with database.read() as session:
+            await hold_still(session)
             return await reconcile(session, wanted.since, wanted.until)

@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import insert
+from sqlalchemy import BigInteger, cast, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour
 from moiety_platform.usage.row import UsageRow
 
+COUNTS = 1_000_000  # an answer's counts are entered under its number, and under that plus multiples of this
 _KEYS = tuple(column.name for column in UsageHour.__table__.primary_key)
 _SUMS = tuple(column.name for column in UsageHour.__table__.columns if column.name not in _KEYS)
 
@@ -40,28 +41,39 @@ async def settle(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
     await add_to_hours(session, rows)
 
 
-async def correct(session: AsyncSession, sequence: int, change: UsageRow) -> bool:
-    """Enter what an engine counted beyond what was settled; False, and nothing is changed, if it was entered before.
-    `change` has differences for tokens and cost."""
-    entry = insert_into(session, LedgerEntry).values(
-        request_id=change.request_id,
-        kind=EntryKind.METERED,
-        sequence=sequence,
-        tenant_id=change.tenant_id,
-        started_at=change.started_at,
-        prompt_tokens=change.prompt_tokens,
-        cached_tokens=change.cached_tokens,
-        output_tokens=change.output_tokens,
-        cost_nanodollars=change.cost_nanodollars,
+async def metered_before(session: AsyncSession, request_id: str, sequence: int) -> tuple[int, int]:
+    """How often an answer's count was entered, and the output tokens in all. The request's row is locked."""
+    same = (
+        LedgerEntry.request_id == request_id,
+        LedgerEntry.kind == EntryKind.METERED,
+        LedgerEntry.sequence % COUNTS == sequence,
     )
-    added = await session.execute(entry.on_conflict_do_nothing().returning(LedgerEntry.request_id))
-    return added.scalar() is not None
+    sums = select(func.count(), cast(func.coalesce(func.sum(LedgerEntry.output_tokens), 0), BigInteger)).where(*same)
+    count, tokens = (await session.execute(sums)).one()
+    return count, tokens
 
 
-async def add_to_hours(session: AsyncSession, rows: Iterable[UsageRow], *, sign: int = 1) -> None:
-    """Add the requests to the sums of their hours, or take them away. Sums are locked in order."""
+async def correct(session: AsyncSession, kind: EntryKind, sequence: int, before: UsageRow, after: UsageRow) -> None:
+    """Enter by how much a request's bill changes, and change the sums. Its row is locked."""
+    entry = insert(LedgerEntry).values(
+        request_id=before.request_id,
+        kind=kind,
+        sequence=sequence,
+        tenant_id=before.tenant_id,
+        started_at=before.started_at,
+        prompt_tokens=after.prompt_tokens - before.prompt_tokens,
+        cached_tokens=after.cached_tokens - before.cached_tokens,
+        output_tokens=after.output_tokens - before.output_tokens,
+        cost_nanodollars=after.cost_nanodollars - before.cost_nanodollars,
+    )
+    await session.execute(entry)
+    await add_to_hours(session, [after], [before])
+
+
+async def add_to_hours(session: AsyncSession, rows: Iterable[UsageRow], less: Iterable[UsageRow] = ()) -> None:
+    """Add requests to the sums of their hours, and take others away. Sums are locked in order."""
     sums: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0] * len(_SUMS))
-    for row in rows:
+    for sign, row in [*((1, row) for row in rows), *((-1, row) for row in less)]:
         hour = row.started_at.replace(minute=0, second=0, microsecond=0)
         key = (hour, row.tenant_id, row.project_id, row.key_id, row.model, row.service_class)
         total = sums[key]

@@ -15,10 +15,10 @@ from moiety_platform.errors import Unavailable
 from moiety_platform.quota.kinds import Unit
 from moiety_platform.quota.store import book
 from moiety_platform.usage.bill import Bill, decode_bill, sequence_of
-from moiety_platform.usage.ledger import add_to_hours, correct
-from moiety_platform.usage.models import UsageRecord
+from moiety_platform.usage.ledger import COUNTS, correct, metered_before
+from moiety_platform.usage.models import EntryKind, UsageRecord
 from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow
-from moiety_platform.usage.store import insert_rows, row_of
+from moiety_platform.usage.store import change_row, insert_rows, row_of
 from moiety_wire.messages import Metered
 
 MAX_WAITING = 64  # messages; an engine tells what was not settled again
@@ -83,22 +83,16 @@ async def charge(session: AsyncSession, record: Metered) -> bool:
         return False
     before = row_of(stored)
     sequence = sequence_of(record.request_id)
-    after = _with_count(before, bill, record, has_prompt=sequence % bill.num_choices == 0)
-    change = msgspec.structs.replace(
-        before,
-        prompt_tokens=0,
-        cached_tokens=after.cached_tokens - before.cached_tokens,
-        output_tokens=record.num_output_tokens,
-        cost_nanodollars=after.cost_nanodollars - before.cost_nanodollars,
-    )
-    if not await correct(session, sequence, change):
-        return False
-    stored.service_class = after.service_class
-    stored.cached_tokens, stored.output_tokens = after.cached_tokens, after.output_tokens
-    stored.cost_nanodollars = after.cost_nanodollars
-    await add_to_hours(session, [before], sign=-1)
-    await add_to_hours(session, [after])
-    await book(session, bill.charges({Unit.TOKENS: change.output_tokens, Unit.MONEY: change.cost_nanodollars}))
+    num_counts, num_tokens = await metered_before(session, before.request_id, sequence)
+    if num_counts and num_tokens >= record.num_output_tokens:
+        return False  # of an answer that two engines had a part in, each counts all positions up to its own end
+    more = msgspec.structs.replace(record, num_output_tokens=record.num_output_tokens - num_tokens)
+    has_prompt = sequence % bill.num_choices == 0 and not num_counts
+    after = _with_count(before, bill, more, has_prompt=has_prompt)
+    await correct(session, EntryKind.METERED, sequence + COUNTS * num_counts, before, after)
+    await change_row(session, after)
+    cost = after.cost_nanodollars - before.cost_nanodollars
+    await book(session, bill.charges({Unit.TOKENS: more.num_output_tokens, Unit.MONEY: cost}))
     return True
 
 

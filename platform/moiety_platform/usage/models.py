@@ -54,6 +54,7 @@ class UsageRecord(Base):
 class EntryKind(StrEnum):
     SETTLED = "settled"  # the end of the request, as its gateway saw it; sequence 0
     METERED = "metered"  # what an engine counted of a request whose gateway died; the sequence is that of the answer
+    CORRECTED = "corrected"  # what its gateway says after all, which was taken for dead
 
 
 class LedgerEntry(Base):

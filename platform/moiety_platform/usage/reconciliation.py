@@ -69,6 +69,12 @@ class Reconciliation(msgspec.Struct, frozen=True):
     quarantined: list[Quarantine]
 
 
+async def hold_still(session: AsyncSession) -> None:
+    """Have the transaction, which is to begin, see one moment throughout, as those of SQLite do by themselves."""
+    if session.get_bind().dialect.name == "postgresql":
+        await session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
+
+
 async def reconcile(session: AsyncSession, since: datetime, until: datetime) -> Reconciliation:
     """Compare what began in these hours, the first and the last taken whole. At most MAX_SHOWN of each are listed."""
     start, end = _floor(since), _floor(until) + (_HOUR if _floor(until) != until else timedelta())

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.dialect import insert_into
+from moiety_platform.quota.kinds import Kind, Unit
+from moiety_platform.quota.lease import Charge
+from moiety_platform.quota.models import Quota
 from moiety_platform.quota.store import book, have_room
-from moiety_platform.usage.ledger import settle
-from moiety_platform.usage.models import UsageRecord
+from moiety_platform.usage.ledger import correct, settle
+from moiety_platform.usage.models import EntryKind, UsageRecord
 from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow
 
 MAX_TEXT_LENGTH = 256
@@ -31,7 +35,49 @@ async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
     values = [_to_values(row) for row in first.values()]
     new = [first[id_] for id_ in await session.scalars(statement.returning(UsageRecord.request_id), values)]
     await settle(session, new)
-    await book(session, [charge for row in new for charge in row.charges])
+    charges = [charge for row in new for charge in row.charges]
+    known = [row for row in first.values() if row.error_code != GATEWAY_KILLED and row not in new]
+    charges += await _replace_killed(session, known) if known else []
+    await book(session, charges)
+
+
+async def change_row(session: AsyncSession, row: UsageRow) -> None:
+    """Make the request's row this one."""
+    values = {name: value for name, value in _to_values(row).items() if name != "request_id"}
+    await session.execute(update(UsageRecord).where(UsageRecord.request_id == row.request_id).values(values))
+
+
+async def _replace_killed(session: AsyncSession, rows: Sequence[UsageRow]) -> list[Charge]:
+    """What gateways that were taken for dead say of their requests after all: it counts, instead of what was stored for
+    them. What is charged beyond that."""
+    by_id = {row.request_id: row for row in rows}
+    killed = (
+        select(UsageRecord)
+        .where(UsageRecord.request_id.in_(by_id), UsageRecord.error_code == GATEWAY_KILLED)
+        .order_by(UsageRecord.request_id)
+        .with_for_update()
+    )
+    charges: list[Charge] = []
+    for stored in (await session.scalars(killed, execution_options={"populate_existing": True})).all():
+        before, after = row_of(stored), by_id[stored.request_id]
+        await correct(session, EntryKind.CORRECTED, 0, before, after)
+        await change_row(session, after)
+        charges += await _beyond(session, before, after)
+    return charges
+
+
+async def _beyond(session: AsyncSession, before: UsageRow, after: UsageRow) -> list[Charge]:
+    """What `after` charges beyond what was charged for `before`: the difference in tokens and in money; as a request it
+    has counted already."""
+    tokens = after.prompt_tokens + after.output_tokens - before.prompt_tokens - before.output_tokens
+    more = {Unit.TOKENS: tokens, Unit.MONEY: after.cost_nanodollars - before.cost_nanodollars}
+    found = []
+    for charge in after.charges:
+        quota = await session.get(Quota, charge.window.quota_id)
+        amount = more.get(Kind(quota.kind).unit, 0) if quota is not None else 0
+        if amount:
+            found.append(msgspec.structs.replace(charge, amount=amount))
+    return found
 
 
 async def _unless_released(session: AsyncSession, row: UsageRow) -> UsageRow:
