@@ -53,9 +53,10 @@ class ClaimedLine:
 
 
 async def open_batches(session: AsyncSession, now: Now) -> list[OpenBatch]:
-    """Those that have not ended, oldest first."""
+    """Those that have not ended: every tenant's oldest before anyone's second, so that nobody's many hide another's."""
+    turn = func.row_number().over(partition_by=Batch.tenant_id, order_by=(Batch.created_ms, Batch.id))
     wanted = select(Batch, now()).where(Batch.status.in_(OPEN))
-    rows = await session.execute(wanted.order_by(Batch.created_ms, Batch.id).limit(MAX_OPEN_BATCHES))
+    rows = await session.execute(wanted.order_by(turn, Batch.created_ms, Batch.id).limit(MAX_OPEN_BATCHES))
     return [
         OpenBatch(
             id=batch.id,
