@@ -136,18 +136,19 @@ async def deployed(folder: Path, database_url: str, num_gateways: int) -> AsyncI
         await deployment.kill()
 
 
-def line(number: int) -> dict:
-    """Lines of unequal lengths, so that their ends fall apart."""
+def line(number: int, least_tokens: int) -> dict:
+    """Lines of unequal lengths, so that their ends fall apart; a token takes the engine 2 ms."""
     body = {
         "model": "scripted",
         "messages": [{"role": "user", "content": f"say {number}"}],
-        "max_tokens": 5 + number % 20,
+        "max_tokens": least_tokens + number % 20,
+        "ignore_eos": True,
     }
     return {"custom_id": f"id-{number}", "method": "POST", "url": CHAT, "body": body}
 
 
-async def submit(client: AsyncOpenAI, num_lines: int) -> str:
-    content = b"\n".join(json.dumps(line(number)).encode() for number in range(num_lines))
+async def submit(client: AsyncOpenAI, num_lines: int, least_tokens: int) -> str:
+    content = b"\n".join(json.dumps(line(number, least_tokens)).encode() for number in range(num_lines))
     file = await client.files.create(file=("in.jsonl", content), purpose="batch")
     batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
     return batch.id
@@ -189,7 +190,7 @@ async def test_every_line_is_answered_and_billed_once_although_everything_is_kil
 ) -> None:
     async with deployed(tmp_path, database_url, 1) as deployment:
         async with deployment.client() as client:
-            batch_id = await submit(client, NUM_LINES)
+            batch_id = await submit(client, NUM_LINES, 20)
         for kill in range(NUM_KILLS):
             async with deployment.client() as client, asyncio.timeout(BATCH_S):
                 least = NUM_LINES * (kill + 1) // (NUM_KILLS + 2)
@@ -210,7 +211,7 @@ async def test_two_gateways_share_a_batch_and_one_that_is_killed_is_replaced(
     tmp_path: Path, clean_postgres: str
 ) -> None:
     async with deployed(tmp_path, clean_postgres, 2) as deployment, deployment.client() as client:
-        batch_id = await submit(client, NUM_LINES)
+        batch_id = await submit(client, NUM_LINES, 200)
         async with asyncio.timeout(BATCH_S):
             counts = [0.0]
             while not all(counts):

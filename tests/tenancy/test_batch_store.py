@@ -189,6 +189,16 @@ async def test_the_first_answer_counts_and_the_other_is_charged_but_not_billed(s
     assert json.loads(stored.answer) == {"custom_id": "id-1", "tokens": 5}
 
 
+async def test_a_line_that_comes_twice_in_one_round_counts_once(store: Store) -> None:
+    first, second = await store.claim("a", 2)
+    waits = PutBack(first, 0.0, 1, 0)
+    await store.store("a", answer(first, 5), answer(second, 6), answer(first, 7), waits)
+    batch = await store.batch()
+    assert (batch.completed, batch.output_tokens) == (2, 11)
+    assert sorted(row.output_tokens for row in await store.all(UsageRecord)) == [5, 6]
+    assert [line.number for line in await store.claim("b", 1)] == [3]
+
+
 async def test_a_line_that_is_put_back_waits_its_time_unless_another_has_it(store: Store) -> None:
     first, second = await store.claim("a", 2)
     await store.store("a", PutBack(first, 5.0, 1, 0))

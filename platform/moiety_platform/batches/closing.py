@@ -53,8 +53,9 @@ async def fail_unanswered(session: AsyncSession, batch_id: str) -> bool:
     pending = BatchLine.batch_id == batch_id, BatchLine.state == LineState.PENDING
     wanted = select(BatchLine.number, BatchLine.custom_id).where(*pending).order_by(BatchLine.number)
     rows = (await session.execute(wanted.limit(LINES_AT_ONCE).with_for_update())).all()
-    if not rows or batch is None or batch.status not in _CLOSABLE or batch.closing_error is None:
-        return not rows
+    if not rows or batch is None or batch.status not in _CLOSABLE:
+        return True
+    assert batch.closing_error is not None, "a batch is completed when every line has come to its end"
     answers = [(number, unanswered(batch_id, number, custom_id, batch.closing_error)) for number, custom_id in rows]
     connection = await session.connection()
     values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in ("answer", "answer_bytes")}

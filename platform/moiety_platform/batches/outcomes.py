@@ -17,7 +17,7 @@ import msgspec
 from sqlalchemy import bindparam, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.batches.claims import ClaimedLine
+from moiety_platform.batches.claims import ClaimedLine, LineKey
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.files.store import Now, read_clock
 from moiety_platform.usage.row import UsageRow
@@ -53,8 +53,11 @@ async def store_outcomes(
     """All of them, each once: what was stored before, in a transaction of which it is not known whether it was
     committed, is left as it is."""
     states = await _lock(session, [*(one.line for one in answered), *(one.line for one in put_back)])
-    first = [one for one in answered if states.get(one.line.key, _GONE)[0] == LineState.PENDING]
-    waiting = [one for one in put_back if states.get(one.line.key) == (LineState.PENDING, owner)]
+    pending = {one.line.key: one for one in reversed(answered) if _state(states, one)[0] == LineState.PENDING}
+    first = list(pending.values())
+    waiting = [
+        one for one in put_back if _state(states, one) == (LineState.PENDING, owner) and one.line.key not in pending
+    ]
     connection = await session.connection()
     here = BatchLine.batch_id == bindparam("of"), BatchLine.number == bindparam("at")
     if first:
@@ -94,11 +97,16 @@ async def store_outcomes(
     await _bill(session, owner, answered, first, states)
 
 
-_GONE = ("", None)
+States = dict[LineKey, tuple[str, str | None]]
 
 
-async def _lock(session: AsyncSession, lines: Sequence[ClaimedLine]) -> dict[tuple[str, int], tuple[str, str | None]]:
-    """The state and the owner of each line."""
+def _state(states: States, outcome: Answered | PutBack) -> tuple[str, str | None]:
+    """The state and the owner of the line as it was found."""
+    return states.get(outcome.line.key, ("", None))
+
+
+async def _lock(session: AsyncSession, lines: Sequence[ClaimedLine]) -> States:
+    """The state and the owner of each line, which nobody changes until the end."""
     columns = BatchLine.batch_id, BatchLine.number
     wanted = tuple_(*columns).in_([line.key for line in lines])
     statement = select(*columns, BatchLine.state, BatchLine.owner).where(wanted).order_by(*columns).with_for_update()
@@ -137,13 +145,13 @@ async def _bill(
     owner: str,
     answered: Sequence[Answered],
     first: Sequence[Answered],
-    states: dict[tuple[str, int], tuple[str, str | None]],
+    states: States,
 ) -> None:
     """The usage rows of what counts, and of what was dropped those that charge something."""
     rows = [one.row for one in first if one.row is not None]
     counted = {one.line.key for one in first}
     for one in answered:
-        was_stored_here = states.get(one.line.key, _GONE)[1] == owner
+        was_stored_here = _state(states, one)[1] == owner
         if one.line.key not in counted and not was_stored_here and one.row is not None and one.row.charges:
             rows.append(_superseded(one.row, owner))
     if rows:

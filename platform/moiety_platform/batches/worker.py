@@ -191,12 +191,16 @@ class BatchWorker:
 
     async def _renew(self) -> None:
         """What is not ours any more is given up: another worker is at it, or its batch has ended."""
-        running = list(self._running)
+        held = self._held()
         async with self._database.write() as session:
-            ours = await renew_lines(session, running, self._id, round(self._lease_s * 1000), self._now)
-        for key in set(running) - ours:
+            ours = await renew_lines(session, sorted(held), self._id, round(self._lease_s * 1000), self._now)
+        for key in held - ours:
             if key in self._running:
                 self._running[key][1].cancel()
+
+    def _held(self) -> set[LineKey]:
+        """Lines that are being answered here, or were and are not stored yet."""
+        return {*self._running, *(outcome.line.key for outcome in self._outcomes)}
 
     async def _look(self) -> None:
         """At all batches that have not ended: give up what is not to be answered any more, and tend the rest."""
@@ -244,7 +248,7 @@ class BatchWorker:
         return sum(running_id == batch_id for running_id, _ in self._running)
 
     def _begin(self, line: ClaimedLine) -> None:
-        if line.key not in self._running:  # else its lease had run out, and it is ours again
+        if line.key not in self._held():  # else its lease had run out, and it is ours again
             task = asyncio.create_task(self._answer(line), name="batch-line")
             self._running[line.key] = line, task
 
