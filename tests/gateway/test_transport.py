@@ -252,8 +252,8 @@ async def test_a_killed_engine_process_fails_its_streams_at_once(connected, unti
         assert client.state.reason == "the connection dropped"  # and not silence, noticed later
 
 
-async def test_what_lies_unread_in_the_socket_is_no_silence(context, card, until):
-    """As after a pause of the whole process, longer than the limit, in which the engine went on to speak."""
+async def test_a_process_that_stood_still_begins_anew_though_the_engine_went_on_to_speak(context, card, until):
+    """For the engine has heard nothing for longer than the limit, and given it up."""
     engine, clock = context.socket(zmq.ROUTER), ManualClock()
     client = ZmqEngineClient(f"tcp://127.0.0.1:{engine.bind_to_random_port('tcp://127.0.0.1')}", context, clock)
 
@@ -281,8 +281,10 @@ async def test_what_lies_unread_in_the_socket_is_no_silence(context, card, until
         )
         engine.send_multipart([identity, encode(load)])
         clock.advance(SILENCE_LIMIT_S + 1)
-        assert isinstance((await next_message())[1], Heartbeat)  # and not a new session's Hello
-        assert client.state.load == load
+        other_identity, hello = await next_message()
+        assert isinstance(hello, Hello)
+        assert other_identity != identity
+        assert "stood still" in client.state.reason
     finally:
         await client.close()
         engine.close(linger=0)

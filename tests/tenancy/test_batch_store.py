@@ -22,6 +22,7 @@ from moiety_platform.batches.results import BatchFiles
 from moiety_platform.batches.schemas import NewBatch
 from moiety_platform.batches.service import create_batch
 from moiety_platform.batches.validation import Validation
+from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.files.models import StoredFile
@@ -35,7 +36,7 @@ from moiety_platform.usage.row import UsageRow
 URL = "/v1/completions"
 LEASE_MS = 30_000
 NUM_LINES = 12
-LIMITS = Limits(max_lines=100, max_line_bytes=10_000, max_json_depth=16)
+LIMITS = Limits(max_lines=100, max_line_bytes=10_000, max_json_depth=16, shape=ShapeLimits())
 OWNER = Principal("key", "key", "tenant", "t", "project", "standard", 1.0, b"", frozenset())
 TODAY = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -220,7 +220,12 @@ async def test_what_was_killed_in_the_middle_goes_on_where_it_stopped(
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(eraser.work(60.0), moment_s)
     clock.advance(6)
-    done = await admin.call("DELETE", f"tenants/{tenant['id']}/data", 200)
+    for _ in range(4):  # a transaction that was cut off may keep SQLite's lock for a moment longer
+        answer = await admin.http.request("DELETE", f"tenants/{tenant['id']}/data")
+        if answer.status_code != 503:
+            break
+    assert answer.status_code == 200, answer.text
+    done = answer.json()
     assert (done["counts"]["file_chunks"], done["counts"]["batch_lines"]) == (140, 3)
     assert await places_of(database, MARK) == set()
     assert await sums(database) == before

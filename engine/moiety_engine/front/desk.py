@@ -98,7 +98,7 @@ class RequestDesk:
             return None
         if self.is_draining:
             return FailureCode.DRAINING, "the engine is shutting down; send the request to another one"
-        if submit.bill and not session.replica_id:
+        if submit.bill and not session.gateway_id:
             return FailureCode.ENGINE_FAILED, "this connection was given up meanwhile; say Hello, and send it again"
         if submit.request_id in session.open_keys:
             return FailureCode.INVALID_REQUEST, "a request with this id is still open; choose another id"
