@@ -24,7 +24,7 @@ test: $(VENV)/.dev ## all that CI runs: lint, format, types, import contracts, t
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m pytest --numprocesses=logical --dist=loadfile $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist=loadfile $(ARGS)
 
 bench: $(VENV)/.serve ## measure the engine's throughput on the demo model (or ARGS="--model … --json")
 	@exec $(BIN)/moiety bench engine $(ARGS)
