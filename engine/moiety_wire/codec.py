@@ -1,4 +1,7 @@
-"""The one codec of the wire: msgpack with tagged unions, one decoder a direction."""
+"""The one codec of the wire: msgpack with tagged unions, one decoder a direction.
+
+A frame is one message, or an array of several in their order: what goes to one side in one turn goes as one frame.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,29 @@ from moiety_wire.errors import UndecodableMessage
 from moiety_wire.messages import ToEngine, ToGateway
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_to_gateway: msgspec.msgpack.Decoder[ToGateway] = msgspec.msgpack.Decoder(ToGateway)
+_to_engine: msgspec.msgpack.Decoder[ToEngine | list[ToEngine]] = msgspec.msgpack.Decoder(ToEngine | list[ToEngine])
+_to_gateway: msgspec.msgpack.Decoder[ToGateway | list[ToGateway]] = msgspec.msgpack.Decoder(ToGateway | list[ToGateway])
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # the last two: broken text, deep nesting
 
 
-def encode(message: ToEngine | ToGateway) -> bytes:
-    """One message as msgpack bytes."""
-    return _encoder.encode(message)
+def encode(*messages: ToEngine | ToGateway) -> bytes:
+    """A frame of messages, as msgpack bytes."""
+    return _encoder.encode(messages[0] if len(messages) == 1 else messages)
 
 
-def decode_to_engine(data: bytes | memoryview) -> ToEngine:
-    """A message addressed to an engine. Raises UndecodableMessage."""
+def decode_to_engine(data: bytes | memoryview) -> list[ToEngine]:
+    """The messages of a frame that is addressed to an engine. Raises UndecodableMessage."""
     try:
-        return _to_engine.decode(data)
+        found = _to_engine.decode(data)
     except _UNDECODABLE as exc:
         raise UndecodableMessage(f"not a message to an engine: {exc}") from exc
+    return found if isinstance(found, list) else [found]
 
 
-def decode_to_gateway(data: bytes | memoryview) -> ToGateway:
-    """A message addressed to a gateway. Raises UndecodableMessage."""
+def decode_to_gateway(data: bytes | memoryview) -> list[ToGateway]:
+    """The messages of a frame that is addressed to a gateway. Raises UndecodableMessage."""
     try:
-        return _to_gateway.decode(data)
+        found = _to_gateway.decode(data)
     except _UNDECODABLE as exc:
         raise UndecodableMessage(f"not a message to a gateway: {exc}") from exc
+    return found if isinstance(found, list) else [found]

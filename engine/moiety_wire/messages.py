@@ -32,7 +32,7 @@ import msgspec
 
 from moiety_wire.classes import ServiceClass
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 HEARTBEAT_INTERVAL_S = 0.5
 SILENCE_LIMIT_S = 5.0
 

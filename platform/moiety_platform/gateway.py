@@ -97,6 +97,7 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
             loop.add_signal_handler(signal_number, server.request_exit)
         host, port = listener.getsockname()[:2]
         gc.collect()
+        gc.set_threshold(20_000, 50, 100)
         gc.freeze()  # what lives as long as the process need not be looked at by every collection
         log.info("gateway_listening", host=host, port=port, engines=list(settings.engines))
         assert services.batches is not None, "a gateway with a store has batches"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -105,13 +106,16 @@ class Gateway:
         self.answers: dict[str, Answer] = {}
         self.loads: list[Load] = []
         self.cards: list[Card] = []
+        self._received: deque[ToGateway] = deque()
 
     async def send(self, *messages: ToEngine) -> None:
         for message in messages:
             await self.socket.send(encode(message))
 
     async def receive(self) -> ToGateway:
-        message = decode_to_gateway(await asyncio.wait_for(self.socket.recv(), DEADLINE_S))
+        if not self._received:
+            self._received += decode_to_gateway(await asyncio.wait_for(self.socket.recv(), DEADLINE_S))
+        message = self._received.popleft()
         if isinstance(message, Card):
             self.cards.append(message)
         elif isinstance(message, Load):

@@ -260,7 +260,7 @@ async def test_a_process_that_stood_still_begins_anew_though_the_engine_went_on_
     async def next_message():
         await until(lambda: engine.poll(0))
         identity, frame = engine.recv_multipart()
-        return identity, decode_to_engine(frame)
+        return identity, decode_to_engine(frame)[0]
 
     await client.start()
     try:

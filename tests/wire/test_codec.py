@@ -65,12 +65,19 @@ TO_GATEWAY = [
 
 @pytest.mark.parametrize("message", TO_ENGINE, ids=lambda message: type(message).__name__)
 def test_messages_to_an_engine_come_back_as_they_were(message: object) -> None:
-    assert decode_to_engine(encode(message)) == message  # type: ignore[arg-type]
+    assert decode_to_engine(encode(message)) == [message]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("message", TO_GATEWAY, ids=lambda message: type(message).__name__)
 def test_messages_to_a_gateway_come_back_as_they_were(message: object) -> None:
-    assert decode_to_gateway(encode(message)) == message  # type: ignore[arg-type]
+    assert decode_to_gateway(encode(message)) == [message]  # type: ignore[arg-type]
+
+
+def test_a_frame_brings_several_messages_in_their_order() -> None:
+    assert decode_to_engine(encode(*TO_ENGINE)) == TO_ENGINE  # type: ignore[arg-type]
+    assert decode_to_gateway(encode(*TO_GATEWAY)) == TO_GATEWAY  # type: ignore[arg-type]
+    with pytest.raises(UndecodableMessage, match="engine"):
+        decode_to_engine(encode(SUBMIT, TO_GATEWAY[1]))  # type: ignore[arg-type]
 
 
 def test_a_message_is_refused_by_the_side_that_it_is_not_for() -> None:
@@ -102,7 +109,7 @@ def test_a_damaged_message_is_a_message_or_undecodable(data: st.DataObject) -> N
 
 
 def test_a_field_of_a_later_version_does_no_harm() -> None:
-    assert decode_to_engine(encode(Hello("g")).replace(b"\x84", b"\x85", 1) + b"\xa3new\x01") == Hello("g")
+    assert decode_to_engine(encode(Hello("g")).replace(b"\x84", b"\x85", 1) + b"\xa3new\x01") == [Hello("g")]
 
 
 def test_deep_nesting_is_undecodable_or_skipped_but_never_an_accident() -> None:

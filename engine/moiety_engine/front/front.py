@@ -142,6 +142,7 @@ class Front:
         if self._beat is not None:
             self._beat.cancel()
         await self._core.stop()
+        self._sessions.flush()
         self._sessions.retry()
         if self._reader is not None:
             self._reader.close()
@@ -157,12 +158,14 @@ class Front:
         try:
             if len(frames) != 2:
                 raise UndecodableMessage(f"{len(frames) - 1} frames where one was expected")
-            message = decode_to_engine(data)
+            messages = decode_to_engine(data)
         except UndecodableMessage:
             self.num_undecodable += 1
             log.warning("gateway_message_undecodable", num_bytes=len(data), num_undecodable=self.num_undecodable)
             return
-        self._take(self._sessions.heard(identity, self._clock()), message)
+        session = self._sessions.heard(identity, self._clock())
+        for message in messages:
+            self._take(session, message)
 
     def _take(self, session: GatewaySession, message: ToEngine) -> None:
         match message:
@@ -201,13 +204,13 @@ class Front:
             case CoreStep():
                 self._load = message.load
                 self._desk.take_step(message)
-                self._settle()
             case CoreHello(state=CoreState.READY):
                 self._become_ready(message)
             case CoreHello(state=CoreState.REFUSED):
                 self._refusal = message.message
             case CoreHello():
                 log.info("core_loading", progress=message.message)
+        self._settle()
 
     def on_death(self, reason: str) -> None:
         was_ready = self.card is not None
@@ -238,6 +241,7 @@ class Front:
 
     def _settle(self) -> None:
         """After every turn: pass on what it brought."""
+        self._sessions.flush()
         for session in self._sessions.take_gone():
             self._desk.abort_session(session)
         commands = self._desk.take_commands()

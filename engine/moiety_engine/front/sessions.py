@@ -1,8 +1,9 @@
 """Gateways that are connected, and the sending of messages to them.
 
-A gateway that does not read holds up nobody: what its socket queue does not take waits in its outbox, which credit
-bounds for honest gateways and `max_outbox_messages` for all. A gateway that is gone is noted here; ending its requests
-is the desk's business.
+What a turn of the event loop has for a gateway goes to it as one frame: a step of the engine is one frame for each
+gateway, however many of its requests run. A gateway that does not read holds up nobody: what its socket queue does not
+take waits in its outbox, which credit bounds for honest gateways and `max_outbox_messages` for all. A gateway that is
+gone is noted here; ending its requests is the desk's business.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class GatewaySession:
         self.replica_id = ""  # of its process, which may come back by another session
         self.heard_at_s = heard_at_s
         self.open_keys: dict[str, int] = {}  # request id → key
-        self.outbox: deque[bytes] = deque()
+        self.unsent: list[ToGateway] = []  # of this turn
+        self.outbox: deque[tuple[bytes, int]] = deque()  # frames that its socket did not take, of so many messages
+        self.num_waiting = 0  # messages in the outbox
         self.wants_card = False
         self.has_card = False
         self.is_gone = False
@@ -43,6 +46,7 @@ class Sessions:
         self._max_outbox_messages = max_outbox_messages
         self._by_identity: dict[bytes, GatewaySession] = {}
         self._gone: list[GatewaySession] = []
+        self._with_unsent: list[GatewaySession] = []
         self._with_outbox: set[GatewaySession] = set()
 
     def all(self) -> list[GatewaySession]:
@@ -57,20 +61,32 @@ class Sessions:
         return session
 
     def post(self, session: GatewaySession, message: ToGateway) -> None:
-        """Send, or keep for later, or drop if the gateway is gone. Never blocks, never raises."""
+        """Send with the next `flush`, or keep for later, or drop if the gateway is gone. Never raises."""
+        if session.is_gone or (session.outbox and isinstance(message, Load)):  # it will be told when it reads again
+            return
+        if not session.unsent:
+            self._with_unsent.append(session)
+        session.unsent.append(message)
+
+    def flush(self) -> None:
+        """The end of a turn: send what was posted. Never blocks, never raises."""
+        sessions, self._with_unsent = self._with_unsent, []
+        for session in sessions:
+            messages, session.unsent = session.unsent, []
+            if session.is_gone:
+                continue
+            frame = encode(*messages)
+            if session.outbox or not self._send(session, frame):
+                self._keep(session, frame, len(messages))
+
+    def _keep(self, session: GatewaySession, frame: bytes, num_messages: int) -> None:
         if session.is_gone:
             return
-        if session.outbox:
-            if isinstance(message, Load):
-                return  # it will be told when it reads again
-            session.outbox.append(encode(message))
-            if len(session.outbox) > self._max_outbox_messages:
-                self.lose(session, "does not read")
-            return
-        data = encode(message)
-        if not self._send(session, data) and not session.is_gone:
-            session.outbox.append(data)
-            self._with_outbox.add(session)
+        session.outbox.append((frame, num_messages))
+        session.num_waiting += num_messages
+        self._with_outbox.add(session)
+        if session.num_waiting > self._max_outbox_messages:
+            self.lose(session, "does not read")
 
     @property
     def has_outbox(self) -> bool:
@@ -79,8 +95,8 @@ class Sessions:
     def retry(self) -> None:
         """Send what the outboxes hold, as far as it goes."""
         for session in list(self._with_outbox):
-            while session.outbox and self._send(session, session.outbox[0]):
-                session.outbox.popleft()
+            while session.outbox and self._send(session, session.outbox[0][0]):
+                session.num_waiting -= session.outbox.popleft()[1]
             if not session.outbox:
                 self._with_outbox.discard(session)
 
@@ -90,6 +106,7 @@ class Sessions:
             return
         session.is_gone = True
         session.outbox.clear()
+        session.unsent.clear()
         self._with_outbox.discard(session)
         if self._by_identity.get(session.identity) is session:
             del self._by_identity[session.identity]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -42,7 +42,8 @@ from moiety_wire.messages import (
 )
 
 RECONNECT_PAUSE_S = 0.05
-MESSAGES_A_TURN = 256  # then other tasks of the loop get theirs
+FRAMES_A_TURN = 256  # then other tasks of the loop get theirs
+IDS_IN_A_FRAME = 64 * 1024  # of prompts, unless one alone has more
 SETTLED_AT_ONCE = 256  # requests in one message
 MAX_SETTLED = 200_000  # that are remembered for an engine that is away
 
@@ -230,6 +231,7 @@ class _Session:
         self._heard_at_s = clock.monotonic()
         self._num_heartbeats = 0
         self._drain_is_due = False
+        self._unsent: list[ToEngine] = []
         self._id = f"gateway-{uuid.uuid4().hex}"
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, self._id.encode())
@@ -267,11 +269,21 @@ class _Session:
                 return f"silent for {silent_s:.1f} s"
 
     def send(self, message: ToEngine) -> None:
-        """Hand a message to the socket; if it cannot take it, the session is lost."""
-        if not self._try_send(message):
+        """Have a message sent, with all others of this turn of the loop."""
+        self._unsent.append(message)
+        if len(self._unsent) == 1:
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Hand what is to be sent to the socket; if it cannot take it, the session is lost."""
+        messages, self._unsent = self._unsent, []
+        unsent = [message for frame in _frames(messages) if not self._try_send(*frame) for message in frame]
+        for message in unsent:
+            stream = self.streams.get(message.request_id) if isinstance(message, Submit) else None
+            if stream is not None:
+                stream.fail(Unavailable("the engine is gone; try again shortly", retry_after_s=1))
+        if unsent:
             self._lose("the connection is gone")
-            if isinstance(message, Submit):
-                raise Unavailable("the engine is gone; try again shortly", retry_after_s=1)
 
     def close(self, error: EngineFailed) -> None:
         """Fail what still runs and free the sockets."""
@@ -288,14 +300,15 @@ class _Session:
             self._try_send(Hello(self._id, replica_id=self._replica_id))
         else:
             self._on_beat()
+            self._flush()
             self._try_send(Heartbeat(self._num_heartbeats))
             self._num_heartbeats += 1
 
-    def _try_send(self, message: ToEngine) -> bool:
+    def _try_send(self, *messages: ToEngine) -> bool:
         if self._socket.closed:
             return False
         try:
-            self._socket.send(encode(message), zmq.NOBLOCK)
+            self._socket.send(encode(*messages), zmq.NOBLOCK)
         except zmq.Again:
             return False
         self._drain_soon()  # a send may have swallowed the edge that announces messages to read
@@ -309,7 +322,7 @@ class _Session:
     def _drain(self) -> None:
         """Read what has come. The socket's descriptor is edge-triggered: read until there is no more."""
         self._drain_is_due = False
-        for _ in range(MESSAGES_A_TURN):
+        for _ in range(FRAMES_A_TURN):
             if self._socket.closed:
                 return
             try:
@@ -318,11 +331,12 @@ class _Session:
                 return
             self._heard_at_s = self._clock.monotonic()
             try:
-                message = decode_to_gateway(frame)
+                messages = decode_to_gateway(frame)
             except UndecodableMessage as exc:
                 log.warning("engine_message_undecodable", error=str(exc))
                 continue
-            self._take(message)
+            for message in messages:
+                self._take(message)
         self._drain_soon()
 
     def _take(self, message: ToGateway) -> None:
@@ -366,3 +380,17 @@ class _Session:
     def _lose(self, reason: str) -> None:
         if not self._lost.done():
             self._lost.set_result(reason)
+
+
+def _frames(messages: Sequence[ToEngine]) -> Iterator[list[ToEngine]]:
+    """What goes as one frame, none of them much larger than its largest message."""
+    frame: list[ToEngine] = []
+    num_ids = 0
+    for message in messages:
+        num_ids += len(message.prompt_ids) if isinstance(message, Submit) else 0
+        if frame and num_ids > IDS_IN_A_FRAME:
+            yield frame
+            frame, num_ids = [], 0
+        frame.append(message)
+    if frame:
+        yield frame
