@@ -94,7 +94,6 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
         **limits,
         shape=shape,
         streams=StreamGate(settings.max_streams_per_key),
-        send_timeout_s=settings.send_timeout_s,
     )
     models = ModelServices(services.authenticator, services.replicas, pipeline.texts, **limits, shape=shape)
     app = Litestar(

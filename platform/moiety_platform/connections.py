@@ -16,7 +16,7 @@ from litestar.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS
-from moiety_platform.completions.reply import ABORT_CONNECTION
+from moiety_platform.completions.disconnect import DEPARTURE, Departure
 from moiety_platform.errors import BadRequest, HeadTooLarge, PlatformError, RequestTimeout
 from moiety_platform.http_errors import OPENAI_ERRORS
 from moiety_platform.request_ids import MESSAGES_PATH, request_id_of
@@ -34,6 +34,7 @@ class ConnectionLimits:
     max_headers: int
     header_timeout_s: float
     body_timeout_s: float
+    send_timeout_s: float
     keep_alive_s: int
 
     @classmethod
@@ -43,6 +44,7 @@ class ConnectionLimits:
             max_headers=settings.max_headers,
             header_timeout_s=settings.header_timeout_s,
             body_timeout_s=settings.body_timeout_s,
+            send_timeout_s=settings.send_timeout_s,
             keep_alive_s=settings.keep_alive_s,
         )
 
@@ -63,8 +65,39 @@ class _Phase(Enum):
     BODY = auto()
 
 
+class _Gathering:
+    """A transport that writes what one turn of the loop has for it in one go: an answer's head with its body."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._held: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        if not self._held:
+            self._loop.call_soon(self.flush)
+        self._held.append(data)
+
+    def flush(self) -> None:
+        held, self._held = self._held, []
+        if held:
+            self._transport.writelines(held)
+
+    def write_eof(self) -> None:
+        self.flush()
+        self._transport.write_eof()
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class Connection(HttpToolsProtocol):
-    """One connection. Lets the application drop it, for a client that takes nothing of its answer."""
+    """One connection. Tells the application when its client has left, and drops one that takes nothing of its
+    answer."""
 
     def __init__(self, config: ServerConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
@@ -75,18 +108,30 @@ class Connection(HttpToolsProtocol):
         self._line_bytes = 0  # of a line of the head that has not come to its end
         self._num_bytes = self._num_bytes_before = 0  # in all; when the timer was set
         self._timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._departure = Departure(self._drop)
         self._timed: _Phase | None = None
         self._is_refused = False
 
     # ── asyncio ──
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, _Gathering(transport, self.loop)))
         self._set_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_timer()
+        self._clear_send_timer()
         super().connection_lost(exc)
+        self._departure.note()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_sending()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._clear_send_timer()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -107,7 +152,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["state"][ABORT_CONNECTION] = self.transport.abort
+        self.scope["state"][DEPARTURE] = self._departure
         self._enter(_Phase.HEAD)
         self._header_bytes = self._line_bytes = 0
 
@@ -176,6 +221,24 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._timed = None
+
+    def _watch_sending(self) -> None:
+        num_waiting = self.transport.get_write_buffer_size()
+        self._send_timer = self.loop.call_later(self._limits.send_timeout_s, self._send_time_is_up, num_waiting)
+
+    def _send_time_is_up(self, num_waiting: int) -> None:
+        if self.transport.get_write_buffer_size() < num_waiting:
+            self._watch_sending()  # slowly, but it reads
+        else:
+            self._drop()  # closing would wait for the client to take what was sent
+
+    def _clear_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _drop(self) -> None:
+        self.transport.abort()
 
     def _time_is_up(self) -> None:
         if self.transport.is_closing():

@@ -58,6 +58,7 @@ from moiety_text.errors import TextError
 
 LAST_RECORDS_S = 10.0
 BACKLOG = 2048
+RARELY = (20_000, 50, 100)  # a request leaves little in cycles, so looking for them at every few is time lost
 
 log = structlog.get_logger(__name__)
 
@@ -97,7 +98,7 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
             loop.add_signal_handler(signal_number, server.request_exit)
         host, port = listener.getsockname()[:2]
         gc.collect()
-        gc.set_threshold(20_000, 50, 100)
+        gc.set_threshold(*RARELY)
         gc.freeze()  # what lives as long as the process need not be looked at by every collection
         log.info("gateway_listening", host=host, port=port, engines=list(settings.engines))
         assert services.batches is not None, "a gateway with a store has batches"

@@ -6,6 +6,7 @@ The registry is passed by argument. What engines count is the business of `engin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -26,6 +27,8 @@ TPOT_BUCKETS_S = (
 DURATION_BUCKETS_S = tuple(0.01 * 2**i for i in range(16))
 _REQUEST = ("model", "service_class")
 
+_Metric = TypeVar("_Metric", Counter, Histogram)
+
 
 class _Statements(Collector):
     def __init__(self, read: Callable[[], int]) -> None:
@@ -40,6 +43,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
+        self._children: dict[tuple[Counter | Histogram, tuple[str, ...]], Counter | Histogram] = {}
         self._requests = Counter(
             "moiety_requests",
             "Authenticated generation requests by their end.",
@@ -98,7 +102,7 @@ class Metrics:
 
     def observe_admission(self, service_class: str, outcome: str, reason: str) -> None:
         """Count one verdict: by the class that was asked for, admitted, downgraded or rejected, and why."""
-        self._admissions.labels(service_class, outcome, reason).inc()
+        self._of(self._admissions, service_class, outcome, reason).inc()
 
     def observe_failover(self, served_model: str, cause: str) -> None:
         self._failovers.labels(served_model, cause).inc()
@@ -113,20 +117,27 @@ class Metrics:
     def observe(self, row: UsageRow, served_model: str, tpot_s: float | None) -> None:
         """Count one ended request. `served_model` is a model of ours or `unknown`, whatever the client asked for."""
         labels = (served_model, row.service_class)
-        self._requests.labels(*labels, row.outcome, str(row.http_status)).inc()
-        self._duration.labels(*labels, row.outcome).observe(row.duration_ms / 1000)
+        self._of(self._requests, *labels, row.outcome, str(row.http_status)).inc()
+        self._of(self._duration, *labels, row.outcome).observe(row.duration_ms / 1000)
         if row.sla_attained is not None:
-            self._promises.labels(*labels, str(row.sla_attained).lower()).inc()
+            self._of(self._promises, *labels, str(row.sla_attained).lower()).inc()
         if row.prompt_tokens:
-            self._tokens.labels(*labels, "input").inc(row.prompt_tokens)
+            self._of(self._tokens, *labels, "input").inc(row.prompt_tokens)
         if row.cached_tokens:
-            self._tokens.labels(*labels, "cached_input").inc(row.cached_tokens)
+            self._of(self._tokens, *labels, "cached_input").inc(row.cached_tokens)
         if row.output_tokens:
-            self._tokens.labels(*labels, "output").inc(row.output_tokens)
+            self._of(self._tokens, *labels, "output").inc(row.output_tokens)
         if row.ttft_ms is not None:
-            self._ttft.labels(*labels).observe(row.ttft_ms / 1000)
+            self._of(self._ttft, *labels).observe(row.ttft_ms / 1000)
         if tpot_s is not None:
-            self._tpot.labels(*labels).observe(tpot_s)
+            self._of(self._tpot, *labels).observe(tpot_s)
+
+    def _of(self, metric: _Metric, *labels: str) -> _Metric:
+        """The metric's child for these labels. Remembered, since looking for it locks and converts."""
+        child = self._children.get((metric, labels))
+        if child is None:
+            child = self._children[metric, labels] = metric.labels(*labels)
+        return cast(_Metric, child)
 
     def watch_statements(self, read: Callable[[], int]) -> None:
         """Tell, at each scrape, how many SQL statements were sent so far."""

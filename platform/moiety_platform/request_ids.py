@@ -4,14 +4,15 @@ Under `MESSAGES_PATH` an answer has it by Anthropic's name as well."""
 from __future__ import annotations
 
 import re
-import secrets
 
-from litestar.datastructures import MutableScopeHeaders
 from litestar.types import Message, Scope
+
+from moiety_platform.randomness import random_hex
 
 HEADER = "x-request-id"
 MESSAGES_PATH = "/v1/messages"
 MESSAGES_HEADER = "request-id"
+_HEADER, _MESSAGES_HEADER = HEADER.encode(), MESSAGES_HEADER.encode()
 _STATE_KEY = "moiety_request_id"
 _REASONABLE = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -21,7 +22,7 @@ def request_id_of(scope: Scope) -> str:
     state = scope.setdefault("state", {})
     request_id = state.get(_STATE_KEY)
     if request_id is None:
-        request_id = state[_STATE_KEY] = _offered(scope) or f"req_{secrets.token_hex(12)}"
+        request_id = state[_STATE_KEY] = _offered(scope) or f"req_{random_hex(12)}"
     return str(request_id)
 
 
@@ -36,7 +37,8 @@ def _offered(scope: Scope) -> str | None:
 async def add_request_id(message: Message, scope: Scope) -> None:
     """A `before_send` hook."""
     if message["type"] == "http.response.start":
-        headers = MutableScopeHeaders(message)
-        headers[HEADER] = request_id_of(scope)
+        request_id = request_id_of(scope).encode("latin-1")
+        more = [(_HEADER, request_id)]
         if scope["path"].startswith(MESSAGES_PATH):
-            headers[MESSAGES_HEADER] = request_id_of(scope)
+            more.append((_MESSAGES_HEADER, request_id))
+        message["headers"] = [*message["headers"], *more]

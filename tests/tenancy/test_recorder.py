@@ -304,6 +304,7 @@ async def main():
         recorder.opened(row)
         if row.outcome:
             recorder.record(row)
+    await asyncio.sleep(0)  # the turn ends, in which they came
     print("recorded", flush=True)
     await asyncio.Event().wait()
 

@@ -202,7 +202,7 @@ class Authenticator:
         entries = {}
         for key_id in key_ids:
             stored = found.get(key_id)
-            entries[key_id] = _Entry(stored, self._to_principal(stored), asked_at_s)
+            entries[key_id] = _Entry(stored, self._principal_of(key_id, stored), asked_at_s)
             if not self._edits.since(seen, key_id):
                 self._remember(key_id, entries[key_id])
         return entries
@@ -224,6 +224,10 @@ class Authenticator:
         for cache in (self._known, self._unknown):
             if key_id in cache:
                 cache.move_to_end(key_id)
+
+    def _principal_of(self, key_id: str, stored: StoredKey | None) -> Principal | None:
+        known = self._known.get(key_id)
+        return known.principal if known is not None and known.stored == stored else self._to_principal(stored)
 
     def _to_principal(self, stored: StoredKey | None) -> Principal | None:
         if stored is None:

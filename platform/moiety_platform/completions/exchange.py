@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,19 +22,20 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.completions.body import receive_body
-from moiety_platform.completions.disconnect import ClientDisconnected, watching_for_disconnect
+from moiety_platform.completions.disconnect import ClientDisconnected, Departure, WatchingForDisconnect
 from moiety_platform.completions.fields import AskingBody
 from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.completions.once import Once
 from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.recorder import STOPPING, RequestRecorder
-from moiety_platform.completions.reply import ABORT_CONNECTION, Reply
+from moiety_platform.completions.reply import Reply
 from moiety_platform.completions.run import Run
 from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
 from moiety_platform.headers import authorization_of, header_of
 from moiety_platform.http_errors import OPENAI_ERRORS, ErrorForm, internal_error
 from moiety_platform.metrics import Metrics
+from moiety_platform.randomness import random_hex
 from moiety_platform.request_ids import request_id_of
 
 CLASS_HEADER = "x-moiety-class"  # the class that is served
@@ -60,7 +60,6 @@ class ExchangeServices:
     max_json_depth: int
     shape: ShapeLimits
     streams: StreamGate
-    send_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +97,7 @@ class Exchange(Generic[Body]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(
             send,
-            self._services.send_timeout_s,
-            scope.get("state", {}).get(ABORT_CONNECTION),
+            Departure.of(scope["state"]),
             self._endpoint.errors,
             request_id_of(scope),
         )
@@ -132,7 +130,7 @@ class Exchange(Generic[Body]):
         services, endpoint = self._services, self._endpoint
         async with services.recorder.open(
             principal,
-            request_id=endpoint.id_prefix + secrets.token_hex(16),
+            request_id=endpoint.id_prefix + random_hex(16),
             client_request_id=request_id_of(scope),
             operation=endpoint.operation,
             endpoint=endpoint.path,
@@ -149,19 +147,17 @@ class Exchange(Generic[Body]):
                 services.shape,
             )
             with services.streams.hold(principal.root_key_id) if body.wants_stream else contextlib.nullcontext():
-                await self._answer(body, record, receive, reply)
+                await self._answer(body, record, reply)
 
-    async def _answer(self, body: Body, record: RequestRecord, receive: Receive, reply: Reply) -> None:
-        async with (
-            watching_for_disconnect(receive),
-            self._services.pipeline.run(record, body.generation()) as run,
-        ):
-            reply.headers = {
-                CLASS_HEADER: record.service_class,
-                ADMISSION_HEADER: record.admission_reason,
-                **record.spending.headers(),
-            }
-            send_last = await self._endpoint.answer(body, run, record, reply)
+    async def _answer(self, body: Body, record: RequestRecord, reply: Reply) -> None:
+        with WatchingForDisconnect(reply.departure):
+            async with self._services.pipeline.run(record, body.generation()) as run:
+                reply.headers = {
+                    CLASS_HEADER: record.service_class,
+                    ADMISSION_HEADER: record.admission_reason,
+                    **record.spending.headers(),
+                }
+                send_last = await self._endpoint.answer(body, run, record, reply)
         record.completed()
         await send_last()
 

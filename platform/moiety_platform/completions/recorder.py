@@ -127,7 +127,8 @@ class RequestRecorder:
             self._metrics.observe_failover(record.served_model, failover.cause)
         if record.admission_outcome and record.chosen is not None:
             self._metrics.observe_admission(record.chosen.name, record.admission_outcome, record.admission_reason)
-        _describe_span(record, row)
+        if record.span.is_recording:
+            _describe_span(record, row)
         record.span.end(record.error_code)
         log.info(
             "request",

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, Send
 
-from moiety_platform.completions.disconnect import ClientDisconnected
+from moiety_platform.completions.disconnect import ClientDisconnected, Departure
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import ErrorForm, error_headers
 from moiety_platform.idempotency.keeper import Claim
 from moiety_platform.idempotency.store import KeptAnswer
-
-ABORT_CONNECTION = "moiety.abort_connection"
-"""Where the server puts, into a request's `state`, what drops the request's connection at once."""
 
 REPLAYED_HEADER = b"idempotent-replayed"
 REPLAY_BYTES = 64 * 1024  # of a kept answer, at once
@@ -29,15 +26,11 @@ _STREAM_HEADERS: list[tuple[bytes, bytes]] = [
 
 
 class Reply:
-    """Owned by the exchange; sends one answer. A client that takes nothing for `timeout_s` counts as gone: its
-    connection is dropped, and the send raises ClientDisconnected."""
+    """Owned by the exchange; sends one answer. Sending to a client that has left raises ClientDisconnected."""
 
-    def __init__(
-        self, send: Send, timeout_s: float, abort: Callable[[], None] | None, errors: ErrorForm, request_id: str
-    ) -> None:
+    def __init__(self, send: Send, departure: Departure, errors: ErrorForm, request_id: str) -> None:
         self._raw_send = send
-        self._timeout_s = timeout_s
-        self._abort = abort
+        self.departure = departure
         self._errors = errors
         self._request_id = request_id
         self._streaming = False
@@ -101,19 +94,14 @@ class Reply:
 
     async def _send(self, event: HTTPResponseStartEvent | HTTPResponseBodyEvent) -> None:
         """Returns when the connection can take more."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._raw_send(event)
-        except TimeoutError as exc:
-            if self._abort is not None:
-                self._abort()  # closing would wait for the client to take what was sent
-            raise ClientDisconnected from exc
+        if self.departure.has_left:
+            raise ClientDisconnected
+        await self._raw_send(event)
 
     async def fail(self, error: PlatformError) -> None:
         """An error answer, or an error event if the answer has begun; the end of the connection where neither fits."""
         if self._in_pieces:
-            if self._abort is not None:
-                self._abort()
+            self.departure.drop()
         elif self._streaming:
             await self._send(_body(self._errors.event(error, self._request_id), more=False))
         else:

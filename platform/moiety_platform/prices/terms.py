@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -27,8 +28,7 @@ class Price:
 
     def times(self, factor: float) -> Price:
         """The price of a class with that factor."""
-        exact = Decimal(repr(factor))
-        return Price(*(round(exact * part) for part in (self.input, self.cached_input, self.output)))
+        return _times(self, factor)
 
     def most(self, other: Price) -> Price:
         """The dearer of two in every respect."""
@@ -37,6 +37,12 @@ class Price:
             max(self.cached_input, other.cached_input),
             max(self.output, other.output),
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def _times(price: Price, factor: float) -> Price:
+    exact = Decimal(repr(factor))
+    return Price(*(round(exact * part) for part in (price.input, price.cached_input, price.output)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Three meters: a *stock* is an amount within a window of UTC time, booked as it i
 
 from __future__ import annotations
 
+import functools
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
@@ -90,10 +91,16 @@ def window_start(period: Period | None, now: datetime) -> datetime:
     """When the window that `now` lies in began, in UTC."""
     if period is None:
         return ALWAYS
-    day = now.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
-    return day if period is Period.DAY else day.replace(day=1)
+    today = now.astimezone(UTC)
+    return _midnight(today.year, today.month, today.day if period is Period.DAY else 1)
 
 
+@functools.lru_cache(maxsize=64)
+def _midnight(year: int, month: int, day: int) -> datetime:
+    return datetime(year, month, day, tzinfo=UTC)
+
+
+@functools.lru_cache(maxsize=64)
 def window_end(period: Period, start: datetime) -> datetime:
     """When the window that began at `start` ends and the next begins."""
     if period is Period.DAY:

@@ -18,13 +18,15 @@ DEPTHS_BLOCKS = (1, 4, 16)  # what many prompts share comes first
 def prefix_keys(cache_salt: bytes, prompt_ids: Sequence[int]) -> tuple[bytes, ...]:
     """A key for each depth that the prompt fills, the shallowest first; none for a prompt shorter than a block. The
     salt is the tenant's, so another tenant's same prompt has other keys."""
-    keys = []
+    keys: list[bytes] = []
+    salt = b""
     for num_blocks in DEPTHS_BLOCKS:
         num_tokens = num_blocks * BLOCK_TOKENS
         if len(prompt_ids) < num_tokens:
             break
         tokens = array("Q", prompt_ids[:num_tokens]).tobytes()
-        keys.append(blake2b(tokens, digest_size=16, key=blake2b(cache_salt, digest_size=32).digest()).digest())
+        salt = salt or blake2b(cache_salt, digest_size=32).digest()
+        keys.append(blake2b(tokens, digest_size=16, key=salt).digest())
     return tuple(keys)
 
 

@@ -65,7 +65,7 @@ class RequestSpan:
     def __init__(self, tracer: trace.Tracer, span: trace.Span) -> None:
         self._tracer = tracer
         self._span = span
-        self._recording = span.is_recording()
+        self.is_recording = span.is_recording()
 
     @property
     def traceparent(self) -> str:
@@ -78,7 +78,7 @@ class RequestSpan:
     @contextmanager
     def child(self, name: str) -> Iterator[None]:
         """A span around a part of the gateway's own work."""
-        if not self._recording:
+        if not self.is_recording:
             yield
             return
         span = self._tracer.start_span(name, context=trace.set_span_in_context(self._span))
@@ -92,16 +92,16 @@ class RequestSpan:
 
     def note(self, event: str, attributes: Mapping[str, AttributeValue]) -> None:
         """Something happened now."""
-        if self._recording:
+        if self.is_recording:
             self._span.add_event(event, attributes)
 
     def describe(self, name: str, attributes: Mapping[str, AttributeValue | None]) -> None:
-        if self._recording:
+        if self.is_recording:
             self._span.update_name(name)
             self._span.set_attributes({key: value for key, value in attributes.items() if value is not None})
 
     def end(self, error_code: str | None) -> None:
-        if self._recording and error_code is not None:
+        if self.is_recording and error_code is not None:
             self._span.set_attribute("error.type", error_code)
             self._span.set_status(trace.StatusCode.ERROR, error_code)
         self._span.end()

@@ -33,15 +33,15 @@ class LiveLog:
         self._size = 0
         self._failing = False
 
-    def add(self, row: UsageRow) -> None:
-        """Write a row down."""
+    def add(self, rows: Sequence[UsageRow]) -> None:
+        """Write rows down."""
         try:
             if self._path is None:
                 self._path, self._descriptor = create_segment(self._directory)
                 self._size = 0
-            line = to_line(row) + b"\n"
-            write_all(self._descriptor, line)
-            self._size += len(line)
+            lines = b"".join([to_line(row) + b"\n" for row in rows])
+            write_all(self._descriptor, lines)
+            self._size += len(lines)
         except OSError as error:
             if not self._failing:
                 _log.error("usage_live_log_failed", error=str(error), directory=str(self._directory))

@@ -9,8 +9,8 @@ they are stored go to the journal directly once `max_pending` wait in memory. So
 to the journal survives the process. Should the journal fail too (disk full), rows stay in memory up to `max_pending`,
 and each beyond is written to the error log with all its fields.
 
-The rule when the process is killed: what is only in memory is in the live log as well, and so are requests that have
-reached an engine; the next start stores the former as they are and the latter as failed (see `opened`).
+The rule when the process is killed: what is only in memory is in the live log as well from the end of the
+loop's turn on, and so are requests that have reached an engine; the next start stores the former as they are and the latter as failed (see `opened`).
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class UsageRecorder:
         self._database = database
         self._journal = Journal(journal_dir)
         self._live_log = LiveLog(journal_dir)
+        self._unlogged: list[UsageRow] = []  # come in this turn of the loop
         self._running: dict[str, UsageRow] = {}
         self._when_stored: dict[str, Callable[[], None]] = {}
         self._interval_s = interval_s
@@ -97,6 +98,7 @@ class UsageRecorder:
             _log.warning("usage_left_in_journal", reason=str(error), journal_dir=str(self._journal.directory))
         while self._pending:  # only if the journal failed as well
             self._report_unstored(self._pending.popleft(), "stopped while database and journal were away")
+        self._write_log()
         self._live_log.close(keep=bool(self._running))
         await asyncio.to_thread(self._journal.close)
 
@@ -106,7 +108,7 @@ class UsageRecorder:
         with the code `gateway_killed`, its prompt's tokens, and no output tokens."""
         row = killed(storable(row))
         self._running[row.request_id] = row
-        self._live_log.add(row)
+        self._log(row)
 
     def record(self, row: UsageRow, when_stored: Callable[[], None] | None = None) -> None:
         """Take a row; returns at once and never raises. Rows with the same `request_id` count once. `when_stored` is
@@ -115,7 +117,7 @@ class UsageRecorder:
         if when_stored is not None:
             self._when_stored[row.request_id] = when_stored
         row = storable(row)
-        self._live_log.add(row)
+        self._log(row)
         self._running.pop(row.request_id, None)
         if len(self._pending) >= self._max_pending:
             self._spill_one(row)
@@ -174,7 +176,19 @@ class UsageRecorder:
         if self._journal.waiting:
             await self._replay()
 
+    def _log(self, row: UsageRow) -> None:
+        """Have a row written to the live log by the end of this turn, with the turn's others."""
+        self._unlogged.append(row)
+        if len(self._unlogged) == 1:
+            asyncio.get_running_loop().call_soon(self._write_log)
+
+    def _write_log(self) -> None:
+        rows, self._unlogged = self._unlogged, []
+        if rows:
+            self._live_log.add(rows)
+
     def _trim(self) -> None:
+        self._write_log()
         self._live_log.trim([*self._running.values(), *self._pending])
 
     async def _replay(self) -> None:

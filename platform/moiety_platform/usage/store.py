@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -24,6 +25,19 @@ _FIELDS = tuple(name for name in UsageRow.__struct_fields__ if name != "charges"
 _MOST = 2**48  # so that sums of such, too, are what a database takes
 _INT32_MAX = 2**31 - 1
 _INT32_FIELDS = frozenset({"http_status", "num_choices", "num_preemptions"})
+_texts_of = attrgetter(
+    "request_id", "tenant_id", "project_id", "key_id", "endpoint", "model", "service_class", "outcome", "error_code"
+)
+_numbers_of = attrgetter(
+    "http_status",
+    "num_choices",
+    "num_preemptions",
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "cost_nanodollars",
+)
+_times_of = attrgetter("queue_ms", "ttft_ms", "duration_ms")
 
 
 async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
@@ -34,9 +48,10 @@ async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
     first = {row.request_id: row for row in reversed(rows)}
     values = [_to_values(row) for row in first.values()]
     new = [first[id_] for id_ in await session.scalars(statement.returning(UsageRecord.request_id), values)]
+    new_ids = {row.request_id for row in new}
     await settle(session, new)
     charges = [charge for row in new for charge in row.charges]
-    known = [row for row in first.values() if row.error_code != GATEWAY_KILLED and row not in new]
+    known = [row for row in first.values() if row.error_code != GATEWAY_KILLED and row.request_id not in new_ids]
     charges += await _replace_killed(session, known) if known else []
     await book(session, charges)
 
@@ -91,6 +106,8 @@ async def _unless_released(session: AsyncSession, row: UsageRow) -> UsageRow:
 def storable(row: UsageRow) -> UsageRow:
     """The row with what no database takes made harmless: NUL and lone surrogates in texts, over-long texts, numbers
     that are not finite or too large. Any other row comes back as it is."""
+    if _is_storable(row):
+        return row
     changes: dict[str, Any] = {}
     for name in _FIELDS:
         value = getattr(row, name)
@@ -98,6 +115,21 @@ def storable(row: UsageRow) -> UsageRow:
         if clean is not value:
             changes[name] = clean
     return msgspec.structs.replace(row, **changes) if changes else row
+
+
+def _is_storable(row: UsageRow) -> bool:
+    """Whether it is beyond doubt as it is, which nearly every row is; by few and cheap looks, since each row is asked
+    twice."""
+    texts, numbers, times = _texts_of(row), _numbers_of(row), _times_of(row)
+    whole = "".join([text for text in texts if text])
+    return (
+        whole.isascii()
+        and whole.isprintable()
+        and max(map(len, filter(None, texts))) <= MAX_TEXT_LENGTH
+        and min(numbers) >= 0
+        and max(numbers) <= _INT32_MAX
+        and all(time is None or 0.0 <= time <= _MOST for time in times)
+    )
 
 
 def row_of(record: UsageRecord) -> UsageRow:
