@@ -29,7 +29,7 @@ from moiety_platform.edits import Edits
 from moiety_platform.errors import Unavailable
 from moiety_platform.quota.account import Account
 from moiety_platform.quota.errors import QuotaExceeded, exceeded
-from moiety_platform.quota.kinds import Meter, Scope, Unit, window_end, window_start
+from moiety_platform.quota.kinds import Meter, Period, Scope, Unit, window_end, window_start
 from moiety_platform.quota.lease import Hold, Lease, WindowId
 from moiety_platform.quota.limits import Limit, load_limits
 from moiety_platform.quota.rates import RateStore
@@ -74,6 +74,8 @@ class _Scope:
     limits: list[Limit]
     read_s: float
     used_s: float
+    accounts: list[Account] | None = None  # of its limits in the windows of `day`; None where they are to be found
+    day: datetime | None = None
 
 
 class QuotaKeeper:
@@ -109,9 +111,7 @@ class QuotaKeeper:
     async def hold(self, scopes: Sequence[Scope], amounts: Mapping[Unit, int]) -> Hold:
         """Reserve so much under every limit of these scopes. Raises QuotaExceeded, or Unavailable while the store is
         away and what is leased does not do."""
-        limits = await self._limits(scopes)
-        accounts = [self._account(limit) for limit in limits]
-        hold = Hold([account.lease for account in accounts])
+        hold = Hold([account.lease for account in await self._accounts_of(scopes)])
         refusal = await self.extend(hold, amounts)
         if refusal is not None:
             error = refusal.error(self._clock.now())
@@ -323,8 +323,11 @@ class QuotaKeeper:
         for account in self._accounts.values():
             account.learn_limit(now_known.get(account.limit.quota_id, account.limit))
         for scope, of_scope in limits.items():
-            if scope in self._scopes and not self._edits.since(seen, scope):
-                self._scopes[scope].limits, self._scopes[scope].read_s = of_scope, now_s
+            known = self._scopes.get(scope)
+            if known is not None and not self._edits.since(seen, scope):
+                if of_scope != known.limits:
+                    known.accounts = None
+                known.limits, known.read_s = of_scope, now_s
 
     def _ask(self, account: Account, lacking: int) -> asyncio.Future[Grant]:
         """Resolved by the next round, or at once where the store said of late that there is not so much left."""
@@ -342,8 +345,21 @@ class QuotaKeeper:
         self._work.set()
         return future
 
-    async def _limits(self, scopes: Sequence[Scope]) -> list[Limit]:
-        """Of all the scopes; read once for a scope that is new, then kept fresh by every round."""
+    async def _accounts_of(self, scopes: Sequence[Scope]) -> list[Account]:
+        """Of all limits of the scopes, in their windows of now."""
+        found: list[Account] = []
+        known = await self._known(scopes)
+        today, now_s = window_start(Period.DAY, self._clock.now()), self._clock.monotonic()
+        for one in known:
+            if one.accounts is None or one.day != today:
+                one.accounts, one.day = [self._account(limit) for limit in one.limits], today
+            found += one.accounts
+        for account in found:
+            account.used_s = now_s
+        return found
+
+    async def _known(self, scopes: Sequence[Scope]) -> list[_Scope]:
+        """The scopes with their limits; read once for a scope that is new, then kept fresh by every round."""
         now_s, seen = self._clock.monotonic(), self._edits.now
         known = [self._scopes[scope] for scope in scopes if scope in self._scopes]
         unknown = [scope for scope in scopes if scope not in self._scopes]
@@ -356,7 +372,7 @@ class QuotaKeeper:
             self._learn_limits(found, now_s, seen)
         for one in known:
             one.used_s = now_s
-        return [limit for one in known for limit in one.limits]
+        return known
 
     def _account(self, limit: Limit) -> Account:
         window = WindowId(limit.quota_id, window_start(limit.kind.period, self._clock.now()))
@@ -364,7 +380,6 @@ class QuotaKeeper:
         if account is None:
             lease = Lease(window, self.replica_id, limit.kind.unit, meter=limit.kind.meter)
             account = self._accounts[window] = Account(lease, limit)
-        account.used_s = self._clock.monotonic()
         return account
 
     def _set_aside(self, part: Callable[[Account], int]) -> dict[WindowId, int]:
@@ -396,6 +411,8 @@ class QuotaKeeper:
             for window, account in self._accounts.items()
             if account.used_s >= oldest_s or account.in_use(stored.get(window, _NOTHING))
         }
+        for known in self._scopes.values():
+            known.accounts = None
 
 
 def _fail(futures: Sequence[asyncio.Future[Grant]], error: BaseException) -> None:

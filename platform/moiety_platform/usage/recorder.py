@@ -9,8 +9,9 @@ they are stored go to the journal directly once `max_pending` wait in memory. So
 to the journal survives the process. Should the journal fail too (disk full), rows stay in memory up to `max_pending`,
 and each beyond is written to the error log with all its fields.
 
-The rule when the process is killed: what is only in memory is in the live log as well from the end of the
-loop's turn on, and so are requests that have reached an engine; the next start stores the former as they are and the latter as failed (see `opened`).
+The rule when the process is killed: what is only in memory is in the live log as well, from the end of the loop's turn
+on, and so are requests that have reached an engine; the next start stores the former as they are and the latter as
+failed (see `opened`).
 """
 
 from __future__ import annotations
