@@ -10,7 +10,6 @@ import msgspec
 import structlog
 
 _SHARED: tuple[structlog.typing.Processor, ...] = (
-    structlog.contextvars.merge_contextvars,
     structlog.processors.add_log_level,
     structlog.processors.TimeStamper(fmt="iso", utc=True),
     structlog.processors.StackInfoRenderer(),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
+
+import msgspec
 
 from moiety_platform.classes.terms import BATCH_TIER
 from moiety_platform.completions.controller import CHAT, COMPLETIONS
@@ -32,7 +34,7 @@ class BatchEndpoint:
 async def answer_generation(pipeline: Pipeline, record: RequestRecord, body: AskingBody) -> dict[str, Any]:
     """A whole chat or completion, in the class of batches whatever `service_tier` it asks for."""
     asked = cast("GenerationBody", body)
-    async with pipeline.run(record, replace(asked.generation(), service_tier=BATCH_TIER)) as run:
+    async with pipeline.run(record, msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER)) as run:
         return await whole_answer(asked, run, record, await collect(run))
 
 

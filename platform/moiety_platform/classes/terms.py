@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, SHIPPED, STANDARD, OverloadAction, ServiceClass
 
 SHIPPED_NAMES = frozenset(service.name for service in SHIPPED)
@@ -27,8 +29,7 @@ class ClassTerms:
     downgrade_to: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenClass:
+class ChosenClass(msgspec.Struct, frozen=True):
     """In which class a request is to be served, and in which if not in that one."""
 
     service: ServiceClass

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from moiety_platform.completions.run import Usage
 from moiety_wire.messages import Finished, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
+class AnswerHead(msgspec.Struct, frozen=True):
     """What every chunk and answer of a request repeats."""
 
     answer_id: str

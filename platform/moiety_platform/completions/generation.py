@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
+
+import msgspec
 
 from moiety_wire.messages import Sampling
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(msgspec.Struct, frozen=True):
     """Messages for the model's chat template, each with `role` and text `content`. The answer to them begins with
     `prefill`, and only the rest of it is generated."""
 
@@ -21,8 +21,7 @@ class Conversation:
 Prompt = Conversation | str | tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(msgspec.Struct, frozen=True):
     """`num_choices` answers to each prompt; choice i of prompt p has index p · num_choices + i.
     `max_tokens` None means all that the model's context leaves, 0 that nothing is generated: see `embed`."""
 

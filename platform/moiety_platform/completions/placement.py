@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from moiety_platform.engine_client.base import Connection, EngineClient
 from moiety_platform.errors import EngineFailed, NotFound, PlatformError, Unavailable
@@ -14,8 +15,7 @@ from moiety_wire.classes import ServiceClass
 MAX_RESUBMISSIONS = 2  # after failed engines: what kills its engine must not kill them all
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """An engine, by the connection to it at the moment of the choice."""
 
     client: EngineClient

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Self
+
+import msgspec
 
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.clock import Clock
@@ -23,8 +24,7 @@ from moiety_wire.messages import Accepted, EventKind, Finished, Submit, Tokens
 CREDIT_REFUSED = "credit_refused"  # the detail of an end for want of credit
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """What a request cost, in tokens. A prompt counts once, however many choices it has."""
 
     prompt_tokens: int

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from moiety_platform.auth.principal import Principal
 from moiety_platform.errors import Forbidden, Unavailable
@@ -26,8 +27,7 @@ class Throttled(Exception):
     """A rate has no room just now; asked again later it may have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tariff:
+class Tariff(msgspec.Struct, frozen=True):
     """The prices of the classes that a request may be served in; None is a model without a price."""
 
     by_class: Mapping[str, Price | None]
@@ -48,8 +48,7 @@ class Tariff:
         return self.by_class.get(service_class) or FREE
 
 
-@dataclass(frozen=True, slots=True)
-class Used:
+class Used(msgspec.Struct, frozen=True):
     """What a request came to."""
 
     service_class: str

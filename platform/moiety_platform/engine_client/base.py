@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import EngineStream
@@ -16,8 +17,7 @@ Connection = tuple[str, int]  # an engine's address, and the number of the conne
 LOAD_FRESH_S = 2.0  # four heartbeats; what is older says nothing of now
 
 
-@dataclass(frozen=True, slots=True)
-class EngineState:
+class EngineState(msgspec.Struct, frozen=True):
     """One engine at one moment. `card` is the last known and outlives the connection; `reason` says why it is not
     healthy, and is empty when it is. `num_inflight` counts this gateway's own requests there. `load_age_s` is None
     where it is not known. `num_connections` counts the connections to the address, this one included."""

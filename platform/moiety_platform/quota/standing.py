@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from moiety_platform.quota.kinds import Kind, Meter, Period, Unit
 
@@ -16,8 +17,7 @@ _OPENAI_NAMES = {Unit.REQUESTS: "requests", Unit.TOKENS: "tokens"}
 _PERIOD_S = {Period.DAY: 86_400, Period.MONTH: 30 * 86_400}
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True):
     """One limit: how much of it is left, about, and in how many seconds it is whole again; None for open requests,
     which end when they end."""
 
