@@ -147,6 +147,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     resumed_ids: list[int] | None = None  # the output so far of a request that another engine had admitted
     bill: bytes = b""  # whom to charge and at what price, in the gateway's own words; comes back in Metered
     embed: bool = False  # the prompt's vector is wanted, and no token: `max_tokens` and `credit_tokens` are 0
+    gathers: bool = False  # nobody reads along: after the first, tokens may come some at a time
     sibling_tokens: int = 0  # of the client's other prompts in the same request, for which its promise allows time too
 
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moiety_engine.scripted.script import Script
-from moiety_wire.messages import Extend, FinishReason, Heartbeat, Stopping
+from moiety_wire.messages import Extend, Finished, FinishReason, Heartbeat, Stopping, Tokens
 
 extensions = st.lists(st.integers(0, 40), max_size=8)
 
@@ -19,15 +19,23 @@ extensions = st.lists(st.integers(0, 40), max_size=8)
     tokens_per_step=st.integers(1, 7),
     max_tokens=st.integers(1, 40),
     ends_by_refusal=st.booleans(),
+    gathers=st.booleans(),
 )
 def test_no_gateway_ever_gets_more_tokens_than_the_credit_it_has_given(
-    bench: Any, submit: Any, first: int, more: list[int], tokens_per_step: int, max_tokens: int, ends_by_refusal: bool
+    bench: Any,
+    submit: Any,
+    first: int,
+    more: list[int],
+    tokens_per_step: int,
+    max_tokens: int,
+    ends_by_refusal: bool,
+    gathers: bool,
 ) -> None:
     async def converse() -> None:
         async with bench(Script(tokens_per_step=tokens_per_step), heartbeat_interval_s=0.002) as running:
             gateway = running.connect()
             stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
-            await gateway.send(submit(prompt="abc", credit_tokens=first, stopping=stopping))
+            await gateway.send(submit(prompt="abc", credit_tokens=first, stopping=stopping, gathers=gathers))
             await gateway.greet()
             await gateway.until(lambda: gateway.answers)  # the verdict
             answer, credit = gateway.answers["r"], first
@@ -49,7 +57,7 @@ def test_no_gateway_ever_gets_more_tokens_than_the_credit_it_has_given(
                 credit = max(credit, total)
                 await gateway.send(Extend("r", i + 1, total))
                 await settle()
-                assert len(answer.token_ids) <= credit
+                assert len(answer.token_ids) == credit if answer.end is None else len(answer.token_ids) <= credit
             if answer.end is None and ends_by_refusal:
                 await gateway.send(Extend("r", len(more) + 1, 0, last=True))
                 await gateway.finish()
@@ -63,3 +71,15 @@ def test_no_gateway_ever_gets_more_tokens_than_the_credit_it_has_given(
             await gateway.until_idle()
 
     asyncio.run(converse())
+
+
+async def test_where_nobody_reads_along_tokens_come_some_at_a_time_but_for_the_first(bench: Any, submit: Any) -> None:
+    async with bench() as running:
+        gateway = running.connect()
+        await gateway.send(submit(prompt="abc", stopping=Stopping(max_tokens=100, ignore_eos=True), gathers=True))
+        messages = [await gateway.receive()]
+        while not isinstance(messages[-1], Finished):
+            messages.append(await gateway.receive())
+        counts = [len(message.token_ids) for message in messages if isinstance(message, Tokens)]
+        assert counts == [1, 16, 16, 16, 16, 16, 16, 3]
+        assert gateway.answers["r"].text == ("abc" * 34)[:100]

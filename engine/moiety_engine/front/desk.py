@@ -108,6 +108,8 @@ class RequestDesk:
     def extend(self, session: GatewaySession, extend: Extend) -> None:
         key = session.open_keys.get(extend.request_id)
         if key is not None:
+            request, _ = self._open[key]
+            request.credit_tokens = max(request.credit_tokens, extend.credit_tokens)
             self._commands.append(CoreExtend(key, extend.credit_tokens, extend.last))
 
     def abort(self, session: GatewaySession, abort: Abort) -> None:
@@ -163,6 +165,7 @@ class RequestDesk:
 
     def _finish(self, request: OpenRequest, session: GatewaySession, finish: CoreFinish) -> None:
         self._close(request, session)
+        self._release(request, session)
         message = request.finish(finish, self._name_of)
         self._meter.note(session.replica_id, request.submit, message, request.served_class)
         self._post(session, message)
@@ -177,9 +180,16 @@ class RequestDesk:
             self._finish(request, session, ended)
             return
         self._close(request, session)
+        self._release(request, session)
         message = request.fail(failure)
         self._meter.note(session.replica_id, request.submit, message, request.served_class)
         self._post(session, message)
+
+    def _release(self, request: OpenRequest, session: GatewaySession) -> None:
+        """What is held goes out before the end does."""
+        tokens = request.release()
+        if tokens is not None:
+            self._post(session, tokens)
 
     def _close(self, request: OpenRequest, session: GatewaySession) -> None:
         del self._open[request.key]

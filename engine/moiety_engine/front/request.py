@@ -6,6 +6,7 @@ Owns the request's detokenizer, stop finder and counters. It knows no sockets an
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from dataclasses import dataclass, field
 
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput
 from moiety_text.detokenizer import Detokenizer
@@ -23,6 +24,9 @@ from moiety_wire.messages import (
     Tokens,
     TopLogprob,
 )
+
+GATHERED_TOKENS = 16
+GATHERED_CREDIT = 8  # at most such a part of the first credit is held, since a gateway renews it by what it has seen
 
 
 class TokenTable:
@@ -47,8 +51,27 @@ class TokenTable:
         )
 
 
+@dataclass(slots=True)
+class _Held:
+    """Tokens that wait to go with others."""
+
+    position: int
+    num_cached_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] | None = None
+
+
+def _most_held(submit: Submit, max_tokens: int) -> int:
+    if not submit.gathers:
+        return 0
+    is_paid = submit.credit_tokens >= max_tokens  # for all that may come
+    return GATHERED_TOKENS if is_paid else min(GATHERED_TOKENS, submit.credit_tokens // GATHERED_CREDIT)
+
+
 class OpenRequest:
-    """Gives out Accepted once the core has admitted it, then Tokens, then one Finished or Failed."""
+    """Gives out Accepted once the core has admitted it, then Tokens, then one Finished or Failed. Where nobody reads
+    along, tokens after the first are held until there are several, the credit is used up, or the end has come."""
 
     def __init__(
         self, submit: Submit, key: int, tokenizer: Tokenizer, table: TokenTable, *, max_tokens: int, now_unix_ns: int
@@ -62,6 +85,9 @@ class OpenRequest:
         self.stopped_by: str | None = None  # the stop string; the core is then told, and only its finish still counts
         self.abort_detail = ""
         self.served_class = ""  # until the core has admitted it
+        self.credit_tokens = submit.credit_tokens
+        self._held: _Held | None = None
+        self._most_held = _most_held(submit, max_tokens)
         self._max_tokens = max_tokens
         self._is_clipped = max_tokens < submit.stopping.max_tokens
         self._min_tokens = submit.stopping.min_tokens
@@ -99,7 +125,8 @@ class OpenRequest:
         )
 
     def take_tokens(self, output: CoreOutput) -> Tokens | None:
-        """The message for an output's tokens; sets `stopped_by` if they complete a stop string. None once stopped."""
+        """The message for an output's tokens, or None while they are held; sets `stopped_by` if they complete a stop
+        string. None once stopped."""
         if not output.token_ids or self.stopped_by is not None:
             return None
         token_ids = output.token_ids
@@ -111,13 +138,38 @@ class OpenRequest:
             text, num_shown = self._search(shown)
             if self.stopped_by is not None:
                 token_ids = token_ids[:num_shown]
-        position = self.num_output
+        held = self._held = self._held or _Held(self.num_output, output.num_cached_tokens)
+        held.token_ids += token_ids
+        held.text += text
         self.num_output += len(token_ids)
-        logprobs = None
         if output.logprobs is not None:
             pairs = zip(token_ids, output.logprobs, strict=False)  # shorter where a stop string cut the tokens
-            logprobs = [self._table.logprob(token_id, logprob) for token_id, logprob in pairs]
-        return Tokens(self.request_id, self._next_seq(), position, token_ids, text, logprobs, output.num_cached_tokens)
+            held.logprobs = held.logprobs or []
+            held.logprobs += [self._table.logprob(token_id, logprob) for token_id, logprob in pairs]
+        return None if self._may_wait(held) else self.release()
+
+    def release(self) -> Tokens | None:
+        """The message for what is held."""
+        held, self._held = self._held, None
+        if held is None:
+            return None
+        return Tokens(
+            self.request_id,
+            self._next_seq(),
+            held.position,
+            held.token_ids,
+            held.text,
+            held.logprobs,
+            held.num_cached_tokens,
+        )
+
+    def _may_wait(self, held: _Held) -> bool:
+        return (
+            held.position > 0
+            and len(held.token_ids) < self._most_held
+            and self.num_output < self.credit_tokens
+            and self.stopped_by is None
+        )
 
     def finish(self, finish: CoreFinish, name_of: Callable[[int], str]) -> Finished:
         """The last message. `name_of` tells the request id of a key, for the events."""

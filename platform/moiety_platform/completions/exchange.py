@@ -151,7 +151,7 @@ class Exchange(Generic[Body]):
 
     async def _answer(self, body: Body, record: RequestRecord, reply: Reply) -> None:
         with WatchingForDisconnect(reply.departure):
-            async with self._services.pipeline.run(record, body.generation()) as run:
+            async with self._services.pipeline.run(record, body.generation(), streams=body.wants_stream) as run:
                 reply.headers = {
                     CLASS_HEADER: record.service_class,
                     ADMISSION_HEADER: record.admission_reason,

@@ -55,22 +55,25 @@ class Pipeline:
         self._failover_wait_s = failover_wait_s
 
     @asynccontextmanager
-    async def run(self, record: RequestRecord, generation: Generation) -> AsyncIterator[Run]:
-        """Submit a request, and hold it once every sequence of it is admitted. However this is left, every sequence is
-        ended at its engine and counted in the record. Raises the errors of `moiety_platform.errors`; Overloaded where
-        one of the sequences is turned away, and then the others are ended too."""
+    async def run(self, record: RequestRecord, generation: Generation, *, streams: bool = False) -> AsyncIterator[Run]:
+        """Submit a request, whose reader wants each token as it comes if it `streams`, and hold it once every sequence
+        of it is admitted. However this is left, every sequence is ended at its engine and counted in the record. Raises
+        the errors of `moiety_platform.errors`; Overloaded where one of the sequences is turned away, and then the
+        others are ended too."""
         record.generation = generation
         async with AsyncExitStack() as stack:
             with record.span.child("admission"):
-                run = await self._admit(record, generation, stack)
+                run = await self._admit(record, generation, stack, streams)
             try:
                 yield run
             finally:
                 run.abort()
 
-    async def _admit(self, record: RequestRecord, generation: Generation, stack: AsyncExitStack) -> Run:
+    async def _admit(self, record: RequestRecord, generation: Generation, stack: AsyncExitStack, streams: bool) -> Run:
         """Submit every sequence and wait for the verdicts; what is held goes on the stack."""
         run, submits = await self._prepare(record, generation, stack)
+        if not streams:
+            submits = [msgspec.structs.replace(submit, gathers=True) for submit in submits]
         stack.callback(run.settle)
         record.spending.require_current()
         try:
