@@ -12,7 +12,16 @@ from collections.abc import Callable, Collection
 from typing import ClassVar
 
 from moiety_text.tools.calls import CallObject, CallText
-from moiety_text.tools.deltas import CallArguments, CallBegun, CallBroken, CallEnded, Content, Delta
+from moiety_text.tools.deltas import (
+    Call,
+    CallArguments,
+    CallBegun,
+    CallBroken,
+    CallEnded,
+    Content,
+    Delta,
+    assemble,
+)
 from moiety_text.tools.json_scanner import Malformed
 
 
@@ -51,6 +60,10 @@ class CallReader:
         elif not self._num_ended or self._held.strip(self.separators + " \t\n\r"):
             self._give(self._held)
         return self._taken()
+
+    def read(self, text: str) -> list[str | Call]:
+        """The whole answer, whose text is there."""
+        return assemble([*self.feed(text), *self.end()])
 
     # ── what a family may change: each takes some of the text and returns the rest ──
 
