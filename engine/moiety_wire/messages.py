@@ -149,6 +149,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     embed: bool = False  # the prompt's vector is wanted, and no token: `max_tokens` and `credit_tokens` are 0
     gathers: bool = False  # nobody reads along: after the first, tokens may come some at a time
     sibling_tokens: int = 0  # of the client's other prompts in the same request, for which its promise allows time too
+    shown_ids: tuple[int, ...] = ()  # special tokens that have a text in this answer: those that mark calls of tools
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):

@@ -90,7 +90,7 @@ def _translate(exc: ValidationError, forms: Mapping[str, str], shape: ShapeLimit
         return BadRequest("the body must be a JSON object; send one with at least 'model'", code="invalid_json")
     path, form = _path(first["loc"], first["type"], forms)
     complaint = _complaint(first, shape) if form is None else form.format(**asdict(shape))
-    return BadRequest(f"'{path}' {complaint}", param=path)
+    return BadRequest(f"'{path}' {complaint}", code=first.get("ctx", {}).get("code"), param=path)
 
 
 def _path(location: tuple[int | str, ...], kind: str, forms: Mapping[str, str]) -> tuple[str, str | None]:
@@ -110,7 +110,11 @@ def _complaint(error: ErrorDetails, shape: ShapeLimits) -> str:
     if error["type"] == "too_short":
         return "is empty; it needs at least one entry"
     if error["type"] == "too_long":
-        by_setting = {"messages": shape.max_messages, "stop_sequences": shape.max_stop_strings}
+        by_setting = {
+            "messages": shape.max_messages,
+            "stop_sequences": shape.max_stop_strings,
+            "tools": shape.max_tools,
+        }
         most = by_setting.get(str(error["loc"][-1]), error["ctx"]["max_length"])
         return f"is too long; it may have {most:,} entries"
     message = error["msg"]
