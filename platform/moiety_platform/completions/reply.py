@@ -38,7 +38,7 @@ class Reply:
         self._raw_send = send
         self._timeout_s = timeout_s
         self._abort = abort
-        self._errors = errors
+        self.errors = errors  # an answer may have its own once it streams
         self._request_id = request_id
         self._streaming = False
         self._in_pieces = False
@@ -115,10 +115,10 @@ class Reply:
             if self._abort is not None:
                 self._abort()
         elif self._streaming:
-            await self._send(_body(self._errors.event(error, self._request_id), more=False))
+            await self._send(_body(self.errors.event(error, self._request_id), more=False))
         else:
-            body = self._errors.body(error, self._request_id)
-            await self._whole(self._errors.status(error), body, error_headers(error))
+            body = self.errors.body(error, self._request_id)
+            await self._whole(self.errors.status(error), body, error_headers(error))
 
 
 def _encode(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
