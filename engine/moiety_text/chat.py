@@ -202,8 +202,11 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda layout: now().strftime(layout)
         self._special_tokens = dict(special_tokens)
+        self.source = source
         try:
-            self._template = environment.from_string(source)
+            tree = environment.parse(source)
+            self.knows_tools = any(name.name == "tools" for name in tree.find_all(nodes.Name))
+            self._template = environment.from_string(tree)
         except jinja2.TemplateSyntaxError as exc:
             raise TemplateRefused(f"the chat template does not parse, line {exc.lineno}: {exc.message}") from exc
         except RecursionError as exc:

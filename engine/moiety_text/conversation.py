@@ -6,8 +6,8 @@ token, each such spelling is broken by a marker that nobody can guess before ren
 is the template's own. Those are renamed to names that nobody can guess, the markers are taken out, and a second
 tokenizer, which knows the control tokens by the new names only, encodes the whole in one go.
 
-Control tokens are the special tokens, and other added tokens of the shape `<|…|>`. Other added tokens (`<think>`, runs
-of spaces) stay what they are in any text.
+Control tokens are the special tokens, and other added tokens of the shape `<|…|>` or that mark tools (`<tool_call>`).
+Other added tokens (`<think>`, runs of spaces) stay what they are in any text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -24,13 +24,30 @@ import tokenizers
 from moiety_text.chat import ChatTemplate
 from moiety_text.errors import TextNotEncodable
 from moiety_text.tokenizer import Tokenizer
+from moiety_text.tools.formats import Opening
 
-_CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+_CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>|</?tools?(?:_\w+)?>", re.DOTALL)
 _MARKER_ALPHABET = [
     chr(code) for code in range(0xE000, 0xF900)
 ]  # for private use: no filter of a template changes them
 _MARKER_LENGTH = 10
 _NOTHING = re.compile(r"(?!)")
+_NO_OPENING = Opening()
+
+Structure = Mapping[str, Any]  # a message or a tool, as templates know them
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """Every text in a message or a tool, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from texts_of(key)
+            yield from texts_of(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from texts_of(inner)
 
 
 class ConversationEncoder:
@@ -55,31 +72,57 @@ class ConversationEncoder:
         self._guarded: _GuardedTokenizer | None = None
         self._building = threading.Lock()
 
-    def spells_control_token(self, messages: Sequence[Mapping[str, Any]], prefill: str = "") -> bool:
+    def spells_control_token(
+        self, messages: Sequence[Structure], *, tools: Sequence[Structure] = (), prefill: str = ""
+    ) -> bool:
         """Whether a client's text holds what would be read as a control token; encoding then costs more, the first time
         a second."""
-        return self._control.search(prefill) is not None or any(
-            isinstance(value, str) and self._control.search(value)
-            for message in messages
-            for name, value in message.items()
-            if name != "role"
+        search = self._control.search
+        return (
+            search(prefill) is not None
+            or any(search(text) for tool in tools for text in texts_of(tool))
+            or any(
+                search(text)
+                for message in messages
+                for name, value in message.items()
+                if name != "role"
+                for text in texts_of(value)
+            )
         )
 
     def encode(
-        self, messages: Sequence[Mapping[str, Any]], *, prefill: str = "", max_tokens: int | None = None
+        self,
+        messages: Sequence[Structure],
+        *,
+        tools: Sequence[Structure] = (),
+        opening: Opening = _NO_OPENING,
+        prefill: str = "",
+        max_tokens: int | None = None,
     ) -> list[int]:
-        """The ids of a prompt for an answer to `messages`, whose texts are the client's and whose roles are ours; with
-        `prefill`, the client's as well, for the rest of an answer that begins so.
+        """The ids of a prompt for an answer to `messages` that may call `tools`, whose texts are the client's and whose
+        roles are ours; with `prefill`, the client's as well, or an `opening`, for the rest of an answer that begins so.
         Raises TemplateRefused, TextNotEncodable, and TooManyTokens as `Tokenizer.encode` does."""
-        if not self.spells_control_token(messages, prefill):
-            return self._tokenizer.encode(self._template.render(messages) + prefill, max_tokens=max_tokens)
-        return self.encode_guarded(messages, prefill=prefill, max_tokens=max_tokens)
+        if self.spells_control_token(messages, tools=tools, prefill=prefill):
+            return self.encode_guarded(messages, tools=tools, opening=opening, prefill=prefill, max_tokens=max_tokens)
+        rendered = self._template.render(messages, tools=tools or None) + opening.text + prefill
+        return self._tokenizer.encode(rendered, max_tokens=max_tokens)
 
     def encode_guarded(
-        self, messages: Sequence[Mapping[str, Any]], *, prefill: str = "", max_tokens: int | None = None
+        self,
+        messages: Sequence[Structure],
+        *,
+        tools: Sequence[Structure] = (),
+        opening: Opening = _NO_OPENING,
+        prefill: str = "",
+        max_tokens: int | None = None,
     ) -> list[int]:
         """The same, by the way that `encode` takes for texts that spell control tokens. Equal for all others."""
-        rendered = self._template.render([self._broken(message) for message in messages]) + self._break(prefill)
+        broken = [
+            {name: value if name == "role" else self._broken(value) for name, value in message.items()}
+            for message in messages
+        ]
+        rendered = self._template.render(broken, tools=[self._broken(tool) for tool in tools] or None)
+        rendered += opening.before + self._broken(opening.name) + opening.after + self._broken(prefill)
         self._tokenizer.check_fits(rendered, max_tokens)
         parts, end = [], 0
         for match in self._control.finditer(rendered):
@@ -91,15 +134,13 @@ class ConversationEncoder:
                 self._guarded = _GuardedTokenizer(self._tokenizer, self._tokenizer_json, self._names)
         return self._guarded.encode("".join(parts))
 
-    def _broken(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: self._break(value) if name != "role" and isinstance(value, str) else value
-            for name, value in message.items()
-        }
-
-    def _break(self, text: str) -> str:
-        """The text with a marker in every control token that it spells."""
-        return self._control.sub(lambda match: match[0][0] + self._marker + match[0][1:], text)
+    def _broken(self, value: Any) -> Any:
+        """The value with a marker in every control token that a text in it spells."""
+        if isinstance(value, str):
+            return self._control.sub(lambda match: match[0][0] + self._marker + match[0][1:], value)
+        if isinstance(value, Mapping):
+            return {self._broken(key): self._broken(inner) for key, inner in value.items()}
+        return [self._broken(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 class _GuardedTokenizer:

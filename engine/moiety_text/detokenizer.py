@@ -5,18 +5,18 @@ It knows no stop strings and no requests. What it gives out concatenates to the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from moiety_text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """The text of one sequence of tokens. Special tokens, and ids that the tokenizer does not have (a model's padding
-    of its vocabulary), have no text."""
+    """The text of one sequence of tokens. Special tokens but those in `shown_ids`, and ids that the tokenizer does not
+    have (a model's padding of its vocabulary), have no text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown_ids: Collection[int] = ()) -> None:
         self._find_token = tokenizer.find_token
-        self._special_ids = tokenizer.special_ids
+        self._special_ids = tokenizer.special_ids.difference(shown_ids) if shown_ids else tokenizer.special_ids
         self._stages = tokenizer.new_stages()
 
     def add(self, token_ids: Iterable[int]) -> str:

@@ -148,6 +148,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     bill: bytes = b""  # whom to charge and at what price, in the gateway's own words; comes back in Metered
     embed: bool = False  # the prompt's vector is wanted, and no token: `max_tokens` and `credit_tokens` are 0
     sibling_tokens: int = 0  # of the client's other prompts in the same request, for which its promise allows time too
+    shown_ids: tuple[int, ...] = ()  # special tokens that have a text in this answer: those that mark calls of tools
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):

@@ -15,11 +15,13 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
 from moiety_platform.completions.body import receive_body
+from moiety_platform.completions.chat_messages import Messages
 from moiety_platform.completions.fields import ModelName, StrictBody, TokenIds, refuse
 from moiety_platform.completions.generation import Conversation, Prompt
 from moiety_platform.completions.limits import ShapeLimits
-from moiety_platform.completions.schemas import FORMS, Messages
+from moiety_platform.completions.schemas import FORMS
 from moiety_platform.completions.text import ModelTexts
+from moiety_platform.completions.tools.schemas import ChatTools, offer_of
 from moiety_platform.errors import BadRequest, NotFound, Unavailable
 from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found
 from moiety_platform.routing.replicas import Replicas
@@ -40,16 +42,20 @@ class TokenizeBody(_Body):
 
     prompt: str | None = None
     messages: Messages | None = None
+    tools: ChatTools | None = None  # beside messages
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise refuse("send either 'prompt' (a string) or 'messages'")
+        if self.tools and self.messages is None:
+            raise refuse("'tools' go with 'messages'; leave them out beside 'prompt'")
         return self
 
     def as_prompt(self) -> Prompt:
         if self.messages is not None:
-            return Conversation(tuple(message.for_template() for message in self.messages))
+            messages = tuple(message.for_template() for message in self.messages)
+            return Conversation(messages, tools=offer_of(self.tools))
         assert self.prompt is not None
         return self.prompt
 

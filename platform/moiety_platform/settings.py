@@ -50,6 +50,8 @@ class GatewaySettings(BaseSettings):
     max_choices: int = Field(default=16, ge=1, le=128)  # n
     max_stop_strings: int = Field(default=16, ge=1, le=64)
     max_stop_chars: int = Field(default=1024, ge=1, le=4096)  # of each stop string
+    max_tools: int = Field(default=128, ge=1, le=1024)
+    max_tool_schema_bytes: int = Field(default=65_536, ge=256)  # of each tool's parameters, as JSON
     max_header_bytes: int = Field(default=32 * 1024, ge=4096)  # of a request's line and headers
     max_headers: int = Field(default=100, ge=16)
     header_timeout_s: float = Field(default=15, gt=0)  # until they are there

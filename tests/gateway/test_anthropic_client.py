@@ -293,12 +293,10 @@ BAD = [
     (message(role="user", content=[{"type": "text"}]), "messages.0.content.0.text", "missing"),
     *(
         (message(role="user", content=[{"type": kind}]), "messages.0.content.0.type", f"'{kind}' are not supported yet")
-        for kind in ("image", "document", "tool_result", "thinking")
+        for kind in ("image", "document", "search_result", "thinking")
     ),
     ({"system": {"text": "x"}}, "system", "a string or a list of text blocks"),
     ({"system": [{"type": "image"}]}, "system.0.type", "not supported yet"),
-    ({"tools": [{"name": "t", "input_schema": {}}]}, "tools", "not supported yet"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice", "not supported yet"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "not supported yet"),
     ({"output_config": {"format": {}}}, "output_config", "not supported yet"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking", "not supported yet"),
@@ -334,7 +332,7 @@ async def test_what_is_no_json_or_has_no_max_tokens_is_told_in_anthropics_shape(
     with pytest.raises(anthropic.BadRequestError, match="'max_tokens' is missing"):
         await client.post(PATH, body={"model": MODEL, "messages": HELLO}, cast_to=object)
     with pytest.raises(anthropic.BadRequestError, match="not supported yet"):
-        await client.messages.count_tokens(model=MODEL, messages=HELLO, tools=[{"name": "t", "input_schema": {}}])
+        await client.messages.count_tokens(model=MODEL, messages=HELLO, extra_body={"mcp_servers": [{"type": "url"}]})
 
 
 async def test_a_body_that_is_too_large_is_told_so(start_gateway, card, open_client):

@@ -67,7 +67,6 @@ BAD = [
     (CHAT, chat(logit_bias={str(i): "x" for i in range(4097)}), 400, "logit_bias", "may have 4,096"),
     (CHAT, message(role="user", content=7), 400, "messages.0.content", "string or a list of parts"),
     (CHAT, message(role="user", content=[{"type": "image_url"}]), 400, "messages.0.content", "not supported"),
-    (CHAT, message(role="assistant", content="", tool_calls=[{}]), 400, "messages.0.tool_calls", "not supported"),
     # numbers
     (CHAT, chat(max_tokens=0), 400, "max_tokens", "greater than or equal to 1"),
     (CHAT, chat(max_tokens=-5), 400, "max_tokens", ""),
@@ -106,7 +105,7 @@ BAD = [
     (CHAT, chat(stream_options={"include_usage": True}), 400, None, "'stream' is true"),
     (CHAT, chat(top_logprobs=2), 400, None, "'logprobs' is true"),
     (CHAT, chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", ""),
-    (CHAT, chat(tools=[{"type": "function"}]), 400, "tools", "not supported yet"),
+    (CHAT, chat(functions=[{"name": "f"}]), 400, "functions", "send 'tools'"),
     (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format.type", "not supported yet"),
     (CHAT, chat(service_tier="gold"), 400, "service_tier", "'auto'"),
     # completions
@@ -198,7 +197,7 @@ _fields = st.sampled_from(
     [
         *("messages", "prompt", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
         *("seed", "stop", "stop_token_ids", "n", "logprobs", "top_logprobs", "echo", "stream", "stream_options"),
-        *("service_tier", "response_format", "tools", "best_of", "suffix", "presence_penalty", "ignore_eos"),
+        *("service_tier", "response_format", "tools", "parallel_tool_calls", "best_of", "suffix", "presence_penalty", "ignore_eos"),
         *("system", "stop_sequences", "metadata", "thinking", "tool_choice", "model"),
     ]
 )

@@ -65,7 +65,7 @@ class OpenRequest:
         self._max_tokens = max_tokens
         self._is_clipped = max_tokens < submit.stopping.max_tokens
         self._min_tokens = submit.stopping.min_tokens
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, submit.shown_ids)
         self._finder = StopFinder(submit.stopping.stop) if submit.stopping.stop else None
         self._table = table
         self._seq = 0

@@ -45,6 +45,7 @@ def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
     complaint = (
         _prompt_complaint(submit, limits)
         or _resumed_complaint(submit, limits)
+        or _shown_complaint(submit, limits)
         or _service_complaint(submit)
         or _sampling_complaint(submit.sampling, limits)
         or _length_complaint(submit, limits)
@@ -104,6 +105,12 @@ def _resumed_complaint(submit: Submit, limits: ModelLimits) -> str:
     longest = min(submit.stopping.max_tokens, limits.max_context_tokens - len(submit.prompt_ids))
     if len(ids) > longest:
         return f"{len(ids)} tokens of output are to be resumed, but this engine allows {longest} in all"
+    return ""
+
+
+def _shown_complaint(submit: Submit, limits: ModelLimits) -> str:
+    if any(not 0 <= token_id < limits.vocab_size for token_id in submit.shown_ids):
+        return f"a token id to be shown is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
     return ""
 
 

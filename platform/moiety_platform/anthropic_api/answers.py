@@ -17,7 +17,7 @@ from moiety_wire.messages import Finished, FinishReason, TokenLogprob
 
 _TIERS = {"priority": "priority", "default": "standard", "flex": "batch"}  # by OpenAI's words
 
-_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _BLOCK_START = (
     b'event: content_block_start\ndata: {"type":"content_block_start","index":0,'
     b'"content_block":{"type":"text","text":""}}\n\n'
@@ -41,7 +41,7 @@ class MessageHead:
     served_tier: str  # in OpenAI's words
     stop_sequences: Sequence[str]
 
-    def fields(self, content: list[dict[str, str]], stop: dict[str, str | None], usage: Usage) -> dict[str, Any]:
+    def fields(self, content: list[dict[str, Any]], stop: dict[str, str | None], usage: Usage) -> dict[str, Any]:
         """The message."""
         return {
             "id": self.message_id,
@@ -53,18 +53,19 @@ class MessageHead:
             "usage": {**_usage_fields(usage), "service_tier": _TIERS[self.served_tier]},
         }
 
-    def stop_fields(self, finished: Finished) -> dict[str, str | None]:
+    def stop_fields(self, finished: Finished, *, has_called: bool = False) -> dict[str, str | None]:
         """Why it ended. A limit that has nothing left counts as `max_tokens`."""
         if finished.reason is FinishReason.LENGTH:
             return _stop_fields("max_tokens")
         if finished.detail in self.stop_sequences:
             return _stop_fields("stop_sequence", finished.detail)
-        return _stop_fields("end_turn")
+        return _stop_fields("tool_use" if has_called else "end_turn")
 
 
-def whole_message(head: MessageHead, text: str, finished: Finished, usage: Usage) -> bytes:
-    """An answer that is not streamed."""
-    return _encode(head.fields([{"type": "text", "text": text}], head.stop_fields(finished), usage))
+def whole_message(head: MessageHead, content: list[dict[str, Any]], finished: Finished, usage: Usage) -> bytes:
+    """An answer that is not streamed, of the blocks in `content`."""
+    has_called = any(block["type"] == "tool_use" for block in content)
+    return _encode(head.fields(content, head.stop_fields(finished, has_called=has_called), usage))
 
 
 class MessageEvents:
@@ -77,9 +78,7 @@ class MessageEvents:
         self._stop = _stop_fields(None)
 
     def opening(self, index: int) -> bytes:
-        usage = Usage(self._num_prompt_tokens, cached_tokens=0, output_tokens=0)
-        message = self._head.fields([], self._stop, usage)
-        return _event("message_start", {"message": message}) + _BLOCK_START + _PING
+        return self._start() + _BLOCK_START + PING
 
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
         return _DELTA_START + _encode(text) + _DELTA_END
@@ -89,7 +88,11 @@ class MessageEvents:
         return _BLOCK_STOP
 
     def end(self, usage: Usage) -> bytes:
-        return _event("message_delta", {"delta": self._stop, "usage": _usage_fields(usage)}) + _MESSAGE_STOP
+        return event("message_delta", {"delta": self._stop, "usage": _usage_fields(usage)}) + _MESSAGE_STOP
+
+    def _start(self) -> bytes:
+        usage = Usage(self._num_prompt_tokens, cached_tokens=0, output_tokens=0)
+        return event("message_start", {"message": self._head.fields([], self._stop, usage)})
 
 
 def _stop_fields(reason: str | None, sequence: str | None = None) -> dict[str, str | None]:
@@ -105,5 +108,6 @@ def _usage_fields(usage: Usage) -> dict[str, int]:
     }
 
 
-def _event(kind: str, fields: dict[str, Any]) -> bytes:
+def event(kind: str, fields: dict[str, Any]) -> bytes:
+    """One event of a stream."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields}))

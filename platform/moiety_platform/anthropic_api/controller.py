@@ -15,6 +15,7 @@ from litestar.types import Scope
 from moiety_platform.anthropic_api.answers import MessageEvents, MessageHead, whole_message
 from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS
 from moiety_platform.anthropic_api.schemas import ConversationBody, MessagesBody
+from moiety_platform.anthropic_api.tool_answers import ToolMessageEvents, blocks_of
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.completions.answers import Choice
 from moiety_platform.completions.body import receive_body
@@ -58,11 +59,16 @@ def message_routes(services: MessageServices) -> list[HTTPRouteHandler]:
 async def _whole(body: MessagesBody, run: Run, record: RequestRecord, choices: Sequence[Choice]) -> bytes:
     (choice,) = choices
     assert choice.finished is not None, "a collected answer has come to its end"
-    return whole_message(_head(body, record), "".join(choice.text), choice.finished, run.usage())
+    text, readers = "".join(choice.text), run.new_readers()
+    parts = [text] if readers is None else readers[0].read(text)
+    return whole_message(_head(body, record), blocks_of(parts), choice.finished, run.usage())
 
 
 async def _events(body: MessagesBody, run: Run, record: RequestRecord) -> MessageEvents:
-    return MessageEvents(_head(body, record), run.usage().prompt_tokens)
+    head, num_prompt_tokens, readers = _head(body, record), run.usage().prompt_tokens, run.new_readers()
+    if readers is None:
+        return MessageEvents(head, num_prompt_tokens)
+    return ToolMessageEvents(head, num_prompt_tokens, readers[0])
 
 
 def _head(body: MessagesBody, record: RequestRecord) -> MessageHead:

@@ -7,14 +7,23 @@ the answer and is not supported yet is refused by name.
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, FiniteFloat, StringConstraints, field_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    FiniteFloat,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from moiety_platform.anthropic_api.blocks import TextBlocks, Turn, check_results, text_of, turn_messages
+from moiety_platform.anthropic_api.tools import MessageToolChoice, MessageTools, check_choice, offer_of
 from moiety_platform.completions.fields import (
     INT32_MAX,
     MAX_MESSAGES,
-    MAX_PARTS,
     GeneratingBody,
     ModelName,
     StopStrings,
@@ -25,51 +34,7 @@ from moiety_platform.completions.fields import (
 from moiety_platform.completions.generation import Conversation, Generation
 from moiety_wire.messages import Sampling
 
-ROLES = ("user", "assistant")
-
 _TIERS = {"auto": None, "standard_only": "default"}  # in OpenAI's words; without one the tenant's own class serves
-
-
-class TextBlock(StrictBody):
-    type: str
-    text: str
-
-    @field_validator("type")
-    @classmethod
-    def _only_text(cls, value: str) -> str:
-        if value != "text":
-            raise refuse(f"blocks of type {value[:64]!r} are not supported yet; send blocks of type 'text' only")
-        return value
-
-
-def _as_blocks(value: Any) -> Any:
-    """A string is short for one block. One form inside means that complaints name the place."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if value is not None and not isinstance(value, list):
-        raise refuse("it must be a string or a list of text blocks")
-    return value
-
-
-Blocks = Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS), BeforeValidator(_as_blocks)]
-
-
-def _text_of(blocks: list[TextBlock]) -> str:
-    return "\n".join(block.text for block in blocks)
-
-
-class Turn(StrictBody):
-    role: str
-    content: Blocks
-
-    @field_validator("role")
-    @classmethod
-    def _known_role(cls, value: str) -> str:
-        if value == "system":
-            raise refuse("a system prompt is no message; send it as 'system'")
-        if value not in ROLES:
-            raise refuse(f"{value[:64]!r} is not a role; use one of {', '.join(ROLES)}")
-        return value
 
 
 class Metadata(StrictBody):
@@ -86,10 +51,11 @@ class ConversationBody(StrictBody):
         list[Turn],
         Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
         bounded(lambda shape: shape.max_messages),
+        AfterValidator(check_results),
     ]
-    system: Blocks | None = None
-    tools: Any = None
-    tool_choice: Any = None
+    system: TextBlocks | None = None
+    tools: MessageTools | None = None
+    tool_choice: MessageToolChoice | None = None
     mcp_servers: Any = None
     container: Any = None
     output_config: Any = None
@@ -103,7 +69,13 @@ class ConversationBody(StrictBody):
             raise refuse("the first message must be a user's")
         return value
 
-    @field_validator("tools", "tool_choice", "mcp_servers", "container", "output_config", "output_format")
+    @field_validator("tool_choice")
+    @classmethod
+    def _choice_among_tools(cls, value: MessageToolChoice | None, info: ValidationInfo) -> MessageToolChoice | None:
+        check_choice(value, info.data.get("tools"))
+        return value
+
+    @field_validator("mcp_servers", "container", "output_config", "output_format")
     @classmethod
     def _not_supported(cls, value: Any) -> Any:
         if value:
@@ -117,18 +89,29 @@ class ConversationBody(StrictBody):
             raise refuse("thinking is not supported yet; leave the field out")
         return value
 
+    @model_validator(mode="after")
+    def _begun_or_forced(self) -> Self:
+        offer = offer_of(self.tools, self.tool_choice)
+        if offer is not None and offer.must_call and self.messages[-1].role == "assistant":
+            raise refuse(
+                "an answer that is begun by a last message of the assistant's cannot be made to call a tool; leave out "
+                "that message, or choose 'auto' in 'tool_choice'"
+            )
+        return self
+
     def conversation(self) -> Conversation:
         """For the model's chat template: turns of one role in succession are one, and an assistant's at the end is how
         the answer begins."""
-        turns = [
-            {"role": role, "content": "\n".join(_text_of(turn.content) for turn in group)}
+        messages = [
+            message
             for role, group in groupby(self.messages, key=lambda turn: turn.role)
+            for message in turn_messages(role, list(group))
         ]
-        prefill = turns.pop()["content"] if turns[-1]["role"] == "assistant" else ""
-        system = _text_of(self.system or [])
+        prefill = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
+        system = text_of(self.system or [])
         if system:
-            turns.insert(0, {"role": "system", "content": system})
-        return Conversation(tuple(turns), prefill)
+            messages.insert(0, {"role": "system", "content": system})
+        return Conversation(tuple(messages), prefill, offer_of(self.tools, self.tool_choice))
 
 
 class MessagesBody(ConversationBody, GeneratingBody):

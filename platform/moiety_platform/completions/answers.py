@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moiety_platform.completions.run import Usage
+from moiety_platform.completions.tools.message import finish_reason_of, message_of
+from moiety_text.tools.deltas import Call
+from moiety_text.tools.reader import CallReader
 from moiety_wire.messages import Finished, TokenLogprob
 
 
@@ -55,20 +58,30 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
     }
 
 
-def chat_answer(head: AnswerHead, choices: Sequence[Choice], usage: Usage, *, with_logprobs: bool) -> dict[str, Any]:
-    return {
-        **head.fields("chat.completion"),
-        "choices": [
+def chat_answer(
+    head: AnswerHead,
+    choices: Sequence[Choice],
+    usage: Usage,
+    *,
+    readers: Sequence[CallReader] | None = None,
+    with_logprobs: bool,
+) -> dict[str, Any]:
+    """`readers` tell the calls of tools in each choice."""
+    answered = []
+    for index, choice in enumerate(choices):
+        assert choice.finished is not None, "an answer has come to its end"
+        text = "".join(choice.text)
+        parts: list[str | Call] = [text] if readers is None else readers[index].read(text)
+        has_called = any(isinstance(part, Call) for part in parts)
+        answered.append(
             {
                 "index": index,
-                "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+                "message": message_of(parts),
                 "logprobs": chat_logprobs(choice.logprobs) if with_logprobs else None,
-                "finish_reason": choice.finish_reason,
+                "finish_reason": finish_reason_of(choice.finished, has_called),
             }
-            for index, choice in enumerate(choices)
-        ],
-        "usage": usage_fields(usage),
-    }
+        )
+    return {**head.fields("chat.completion"), "choices": answered, "usage": usage_fields(usage)}
 
 
 def completion_answer(

@@ -116,8 +116,12 @@ def _complaint(error: ErrorDetails, shape: ShapeLimits) -> str:
     if error["type"] == "too_short":
         return "is empty; it needs at least one entry"
     if error["type"] == "too_long":
-        by_setting = dict.fromkeys(("messages", "input"), shape.max_messages)
-        by_setting["stop_sequences"] = shape.max_stop_strings
+        by_setting = {
+            "messages": shape.max_messages,
+            "input": shape.max_messages,
+            "stop_sequences": shape.max_stop_strings,
+            "tools": shape.max_tools,
+        }
         most = by_setting.get(str(error["loc"][-1]), error["ctx"]["max_length"])
         return f"is too long; it may have {most:,} entries"
     message = error["msg"]

@@ -14,6 +14,7 @@ from moiety_platform.completions.run import Run
 from moiety_platform.completions.schemas import ChatBody, CompletionBody, GenerationBody
 from moiety_platform.completions.sse import ChatChunks, CompletionChunks
 from moiety_platform.completions.text_answer import TextAnswer
+from moiety_platform.completions.tools.chunks import ToolChunks
 from moiety_platform.completions.whole import echoes_of, head_of, whole_answer
 
 
@@ -27,7 +28,8 @@ async def _whole(body: GenerationBody, run: Run, record: RequestRecord, choices:
 
 
 async def _chat_chunks(body: ChatBody, run: Run, record: RequestRecord) -> ChatChunks:
-    return ChatChunks(head_of(run, record), body.include_usage)
+    head, readers = head_of(run, record), run.new_readers()
+    return ChatChunks(head, body.include_usage) if readers is None else ToolChunks(head, body.include_usage, readers)
 
 
 async def _completion_chunks(body: CompletionBody, run: Run, record: RequestRecord) -> CompletionChunks:

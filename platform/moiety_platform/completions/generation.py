@@ -6,16 +6,20 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from moiety_text.tools.offer import ToolOffer
 from moiety_wire.messages import Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages for the model's chat template, each with `role` and text `content`. The answer to them begins with
-    `prefill`, and only the rest of it is generated."""
+    """Messages for the model's chat template, each with `role` and text `content`. An assistant's may have
+    `tool_calls`, each an `id` and a `function` of `name` and `arguments` (an object); a tool's has the `tool_call_id`.
+
+    The answer to them begins with `prefill`, and only the rest of it is generated. It may call what `tools` offers."""
 
     messages: tuple[dict[str, Any], ...]
     prefill: str = ""
+    tools: ToolOffer | None = None
 
 
 Prompt = Conversation | str | tuple[int, ...]

@@ -15,6 +15,8 @@ class ShapeLimits:
     max_choices: int = 16  # n
     max_stop_strings: int = 16
     max_stop_chars: int = 1024  # of each
+    max_tools: int = 128
+    max_tool_schema_bytes: int = 65_536  # of each
 
     @classmethod
     def of(cls, settings: GatewaySettings) -> ShapeLimits:
@@ -23,6 +25,8 @@ class ShapeLimits:
             max_choices=settings.max_choices,
             max_stop_strings=settings.max_stop_strings,
             max_stop_chars=settings.max_stop_chars,
+            max_tools=settings.max_tools,
+            max_tool_schema_bytes=settings.max_tool_schema_bytes,
         )
 
 

@@ -110,7 +110,7 @@ class Pipeline:
         )
         bill = record.reserved(num_prompt_tokens)
         submits = [
-            msgspec.structs.replace(submit, bill=bill)
+            msgspec.structs.replace(submit, bill=bill, shown_ids=text.shown_ids(generation.prompts[number]))
             for number, (prompt_ids, max_tokens) in enumerate(zip(prompts, longest, strict=True))
             for submit in self._submits(record, generation, chosen, number, prompt_ids, max_tokens, credit)
         ]

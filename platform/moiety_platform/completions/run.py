@@ -17,6 +17,7 @@ from moiety_platform.completions.text import ModelText
 from moiety_platform.engine_client.inbox import Delivery, Inbox
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import PlatformError, Unavailable
+from moiety_text.tools.reader import CallReader
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, EventKind, Finished, Submit, Tokens
 
@@ -68,6 +69,14 @@ class Run:
     @property
     def num_sequences(self) -> int:
         return len(self._sequences)
+
+    def new_readers(self) -> list[CallReader] | None:
+        """What tells the calls of tools in the text of each sequence; None where there can be none."""
+        generation = self._record.generation
+        assert generation is not None, "known before the request is submitted"
+        readers = [self.text.new_reader(prompt) for prompt in generation.prompts for _ in range(generation.num_choices)]
+        found = [reader for reader in readers if reader is not None]
+        return found if found else None
 
     async def submit(self, submit: Submit, stack: AsyncExitStack) -> None:
         """Give a sequence to an engine; that it is ended there in the end goes on the stack. Raises NotFound or

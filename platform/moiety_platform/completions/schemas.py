@@ -11,10 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, FiniteFloat, ValidationInfo, field_validator, model_validator
 
+from moiety_platform.completions.chat_messages import Messages
 from moiety_platform.completions.fields import (
     INT32_MAX,
-    MAX_MESSAGES,
-    MAX_PARTS,
     GeneratingBody,
     ModelName,
     RawPrompts,
@@ -23,15 +22,14 @@ from moiety_platform.completions.fields import (
     StrictBody,
     TokenId,
     as_prompts,
-    bounded,
     forms_of_prompts,
     refuse,
     shape_of,
 )
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
+from moiety_platform.completions.tools.schemas import ChatChoice, ChatTools, check_choice, offer_of
 from moiety_wire.messages import Sampling
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 MAX_BIASES = 4096
 
@@ -163,59 +161,6 @@ class GenerationBody(GeneratingBody):
         )
 
 
-class TextPart(StrictBody):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(StrictBody):
-    """One turn. Several text parts are joined by line breaks; null, which only an assistant may send, is no text."""
-
-    role: str
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: list[Any] | None = None
-
-    @field_validator("role")
-    @classmethod
-    def _known_role(cls, value: str) -> str:
-        if value not in ROLES:
-            raise refuse(f"{value[:64]!r} is not a role; use one of {', '.join(ROLES)}")
-        return value
-
-    @field_validator("content")
-    @classmethod
-    def _null_is_the_assistants(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None and info.data.get("role", "assistant") != "assistant":
-            raise refuse("null is for the assistant only")
-        return value
-
-    @field_validator("tool_calls")
-    @classmethod
-    def _no_calls(cls, value: list[Any] | None) -> list[Any] | None:
-        if value:
-            raise refuse("tool calls are not supported yet; leave them out")
-        return value
-
-    def for_template(self) -> dict[str, Any]:
-        content = self.content or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        return message
-
-
-Messages = Annotated[
-    list[ChatMessage],
-    Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
-    bounded(lambda shape: shape.max_messages),
-]
-
-
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
@@ -223,14 +168,23 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Any] | None = None
+    tools: ChatTools | None = None
+    tool_choice: ChatChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
+    function_call: Any = None
 
-    @field_validator("tools", "functions")
+    @field_validator("tool_choice")
     @classmethod
-    def _no_tools(cls, value: list[Any] | None) -> list[Any] | None:
+    def _choice_among_tools(cls, value: ChatChoice | None, info: ValidationInfo) -> ChatChoice | None:
+        check_choice(value, info.data.get("tools"))
+        return value
+
+    @field_validator("functions", "function_call")
+    @classmethod
+    def _no_functions(cls, value: Any) -> Any:
         if value:
-            raise refuse("tools are not supported yet; leave the field out")
+            raise refuse("this is OpenAI's older form; send 'tools' and 'tool_choice'")
         return value
 
     @model_validator(mode="after")
@@ -244,7 +198,8 @@ class ChatBody(GenerationBody):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def generation(self) -> Generation:
-        conversation = Conversation(tuple(message.for_template() for message in self.messages))
+        offer = offer_of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
+        conversation = Conversation(tuple(message.for_template() for message in self.messages), tools=offer)
         return self._generation((conversation,), (self.top_logprobs or 0) if self.logprobs else None)
 
 

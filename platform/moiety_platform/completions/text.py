@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
+from typing import Any
 
 from moiety_platform.completions.generation import Conversation, Prompt
 from moiety_platform.errors import BadRequest, ContextTooLong
 from moiety_text.chat import ChatTemplate
-from moiety_text.conversation import ConversationEncoder
+from moiety_text.conversation import ConversationEncoder, texts_of
 from moiety_text.errors import TemplateRefused, TextNotEncodable, TokenOutOfRange, TooManyTokens
 from moiety_text.tokenizer import Tokenizer
+from moiety_text.tools.formats import KNOWN, Opening, ToolFormat, format_of
+from moiety_text.tools.reader import CallReader
 from moiety_wire.messages import Card
 
 MAX_CACHED_MODELS = 16
@@ -24,13 +27,12 @@ class ModelText:
 
     def __init__(self, card: Card, inline_bytes: int) -> None:
         self._tokenizer = Tokenizer.from_json(card.tokenizer_json)
+        template = ChatTemplate(card.chat_template, card.special_tokens) if card.chat_template else None
         self._conversations = (
-            ConversationEncoder(
-                self._tokenizer, card.tokenizer_json, ChatTemplate(card.chat_template, card.special_tokens)
-            )
-            if card.chat_template
-            else None
+            ConversationEncoder(self._tokenizer, card.tokenizer_json, template) if template is not None else None
         )
+        self._knows_tools = template is not None and template.knows_tools
+        self._tool_format = format_of(card.chat_template) if self._knows_tools else None
         self._model = card.model
         self._vocab_size = card.vocab_size
         self._max_context_tokens = card.max_context_tokens
@@ -52,6 +54,19 @@ class ModelText:
             return self._decode(token_ids)
         return await asyncio.to_thread(self._decode, token_ids)
 
+    def new_reader(self, prompt: Prompt) -> CallReader | None:
+        """What tells the calls in an answer to an encoded prompt; None if there can be none."""
+        if not isinstance(prompt, Conversation) or prompt.tools is None:
+            return None
+        return self._format_of_tools().new_reader(prompt.tools, is_rest=bool(prompt.prefill.strip()))
+
+    def shown_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """The special tokens that such an answer's text must show, for its reader."""
+        if not isinstance(prompt, Conversation) or prompt.tools is None:
+            return ()
+        markers, added = self._format_of_tools().markers, self._tokenizer.added_tokens
+        return tuple(token_id for token_id, token in added.items() if token.special and token.content in markers)
+
     def _decode(self, token_ids: Sequence[int]) -> str:
         try:
             return self._tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -68,14 +83,16 @@ class ModelText:
                 if left < 0:
                     return False
             if isinstance(prompt, Conversation):
-                left -= MESSAGE_COST * (len(prompt.messages) - 1)
+                left -= MESSAGE_COST * (len(prompt.messages) - 1 + len(_tools_of(prompt)))
                 if left < 0 or self._spells_control_token(prompt):
                     return False
         return True
 
     def _spells_control_token(self, prompt: Conversation) -> bool:
         encoder = self._conversations
-        return encoder is not None and encoder.spells_control_token(prompt.messages, prompt.prefill)
+        return encoder is not None and encoder.spells_control_token(
+            prompt.messages, tools=_tools_of(prompt), prefill=prompt.prefill
+        )
 
     def _encode_all(self, prompts: Sequence[Prompt], field: str) -> list[list[int]]:
         return [
@@ -88,8 +105,7 @@ class ModelText:
             if isinstance(prompt, str):
                 token_ids = self._tokenizer.encode(prompt, add_special_tokens=True, max_tokens=limit)
             else:
-                encoder = self._conversation_encoder()
-                token_ids = encoder.encode(prompt.messages, prefill=prompt.prefill, max_tokens=limit)
+                token_ids = self._encode_conversation(prompt)
         except TooManyTokens as exc:
             raise self._too_long(f"at least {exc.at_least}") from exc
         except (TextNotEncodable, TemplateRefused) as exc:
@@ -97,6 +113,38 @@ class ModelText:
         if not token_ids:
             raise BadRequest("the prompt is empty; send at least one token of text")
         return token_ids
+
+    def _encode_conversation(self, conversation: Conversation) -> list[int]:
+        encoder, opening = self._conversation_encoder(), Opening()
+        messages: Sequence[Mapping[str, Any]] = conversation.messages
+        if conversation.tools is not None:
+            opening = self._format_of_tools().opening(conversation.tools)
+        if any("tool_calls" in message for message in messages):
+            self._format_of_tools("messages")
+        if self._tool_format is not None:
+            messages = self._tool_format.adapted(messages)
+        return encoder.encode(
+            messages,
+            tools=_tools_of(conversation),
+            opening=opening,
+            prefill=conversation.prefill,
+            max_tokens=self._max_context_tokens,
+        )
+
+    def _format_of_tools(self, field: str = "tools") -> ToolFormat:
+        """Raises BadRequest, which names the `field`."""
+        if self._tool_format is not None:
+            return self._tool_format
+        reason = (
+            f"writes calls of tools in a form that is not known here; known are those of {KNOWN}"
+            if self._knows_tools
+            else "knows no tools"
+        )
+        raise BadRequest(
+            f"the chat template of the model {self._model!r} {reason}. Leave the tools out, or use another model",
+            code="tools_not_supported",
+            param=field,
+        )
 
     def _conversation_encoder(self) -> ConversationEncoder:
         if self._conversations is None:
@@ -125,9 +173,14 @@ def _texts(prompt: Prompt) -> Iterator[str]:
     if isinstance(prompt, str):
         yield prompt
     elif isinstance(prompt, Conversation):
-        for message in prompt.messages:
-            yield from message.values()
+        yield from texts_of(prompt.messages)
+        yield from texts_of(_tools_of(prompt))
         yield prompt.prefill
+
+
+def _tools_of(conversation: Conversation) -> list[dict[str, Any]]:
+    """As the chat template knows them."""
+    return [] if conversation.tools is None else [tool.for_template() for tool in conversation.tools.tools]
 
 
 class ModelTexts:

@@ -31,7 +31,8 @@ async def whole_answer(
     """OpenAI's answer, of choices that were collected."""
     head = head_of(run, record)
     if isinstance(body, ChatBody):
-        return chat_answer(head, choices, run.usage(), with_logprobs=bool(body.logprobs))
+        readers = run.new_readers()
+        return chat_answer(head, choices, run.usage(), readers=readers, with_logprobs=bool(body.logprobs))
     assert isinstance(body, CompletionBody)
     echoes = await echoes_of(body, run)
     return completion_answer(head, choices, run.usage(), echoes=echoes, with_logprobs=body.logprobs is not None)

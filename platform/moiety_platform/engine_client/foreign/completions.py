@@ -41,6 +41,7 @@ class Completions:
             "min_tokens": stopping.min_tokens != 0,
             "stop_token_ids": bool(stopping.stop_token_ids),
             "ignore_eos": stopping.ignore_eos,
+            "tools": bool(submit.shown_ids),
             f"more than {MAX_STOP_STRINGS} stop strings": len(stopping.stop) > MAX_STOP_STRINGS,
         }
         return ", ".join(name for name, is_asked in asked.items() if is_asked)
@@ -85,6 +86,8 @@ class Completions:
         }
         if submit.cache_salt:
             more["cache_salt"] = base64.urlsafe_b64encode(submit.cache_salt).decode()
+        if submit.shown_ids:  # for a version that tells text only
+            more["skip_special_tokens"] = False
         if self._has_priority:
             more["priority"] = submit.service.rank
         if self._kind is Kind.VLLM and sampling.num_logprobs is not None:

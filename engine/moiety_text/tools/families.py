@@ -1,0 +1,111 @@
+"""The forms in which the families of models write their calls."""
+
+from __future__ import annotations
+
+import re
+
+from moiety_text.tools.calls import ArgumentsOnly, CallObject
+from moiety_text.tools.reader import CallReader
+
+_SPACE = " \t\n\r"
+_MAX_NAME_TEXT = 512  # characters from Mistral's marker to the arguments
+
+
+class HermesReader(CallReader):
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen write it."""
+
+    opener = "<tool_call>"
+    closer = "</tool_call>"
+
+
+class LlamaReader(CallReader):
+    """`{"name": …, "parameters": {…}}` at the beginning of the answer, or after `<|python_tag|>`; more calls follow a
+    semicolon. There is no other marker, so a JSON object that is not of this form is content."""
+
+    opener = "<|python_tag|>"
+    separators = ";,"
+
+    def _start(self, text: str) -> str:
+        return self._object_after(text, _SPACE)
+
+    def _after(self, text: str) -> str:
+        return self._object_after(text, self.separators + _SPACE)
+
+    def _object_after(self, text: str, passed: str) -> str:
+        """A call, if nothing but `passed` stands before it; `passed` goes with a marker, too."""
+        held = self._held + text
+        rest = held.lstrip(passed)
+        self._held = ""
+        if len(rest) < len(self.opener) and self.opener.startswith(rest):
+            self._held = held
+            return ""
+        if rest.startswith("{"):
+            self._open(held[: len(held) - len(rest)])
+            return rest
+        self._step = self._content
+        return rest if rest.startswith(self.opener) else held
+
+
+def _beginnings(word: str) -> str:
+    return "|".join(re.escape(word[:length]) for length in range(1, len(word)))
+
+
+_ARGS = r"(?:\[ARGS\]\s*)"
+_CALL_ID = r"(?:\[CALL_ID\]\w*)"
+_ARGS_SO_FAR = rf"(?:{_ARGS}|{_beginnings('[ARGS]')})"
+_NAME_TEXT = re.compile(rf"\s*([A-Za-z0-9_-]+)\s*{_CALL_ID}?{_ARGS}?")
+_NAME_TEXT_SO_FAR = re.compile(
+    rf"\s*(?:[A-Za-z0-9_-]+\s*(?:{_ARGS_SO_FAR}|{_CALL_ID}{_ARGS_SO_FAR}?|{_beginnings('[CALL_ID]')})?)?"
+)
+
+
+class MistralReader(CallReader):
+    """`[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, or, as later models write it, each call after a marker of its
+    own: `[TOOL_CALLS]name[ARGS]{…}`, with an id in `[CALL_ID]…` before the arguments or without."""
+
+    opener = "[TOOL_CALLS]"
+    _is_list = False
+    _name_text = ""
+
+    def _open(self, raw: str) -> None:
+        super()._open(raw)
+        self._is_list, self._name_text = False, ""
+
+    def _lead(self, text: str) -> str:
+        character, rest = text[0], text[1:]
+        seen = self._name_text + character
+        if character == "[" and not self._name_text.strip(_SPACE):
+            self._keep(character)
+            self._is_list = True
+            self._begin(CallObject(self._names))
+            return rest
+        match = _NAME_TEXT.fullmatch(self._name_text) if character == "{" else None
+        if match is not None and match[1] in self._names:
+            self._begin(ArgumentsOnly(match[1]))
+            return text
+        if _NAME_TEXT_SO_FAR.fullmatch(seen) is None or len(seen) > _MAX_NAME_TEXT:
+            self._give_up()
+            return text
+        self._name_text = seen
+        self._keep(character)
+        return rest
+
+    def _after(self, text: str) -> str:
+        """After a call of a list comes another one, or the list's end."""
+        if not self._is_list:
+            return super()._after(text)
+        held = self._held + text
+        rest = held.lstrip(_SPACE)
+        self._held = ""
+        if not rest:
+            self._held = held
+        elif rest[0] == ",":
+            before = held[: len(held) - len(rest) + 1]
+            super()._open(before)
+            if self._raw is not None:
+                self._begin(CallObject(self._names))
+            return rest[1:]
+        else:
+            self._step = self._content
+            return rest[1:] if rest[0] == "]" else held
+        return ""

@@ -1,0 +1,131 @@
+"""How one model is told of tools and answers with calls, as its chat template shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from moiety_text.tools.families import HermesReader, LlamaReader, MistralReader
+from moiety_text.tools.offer import ToolOffer
+from moiety_text.tools.reader import CallReader
+
+Message = Mapping[str, Any]
+
+KNOWN = "Hermes and Qwen, Mistral, or Llama 3 and 4"
+
+_MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How an answer that must call begins: in the model's form, with the client's `name` for the tool in it."""
+
+    before: str = ""
+    name: str = ""
+    after: str = ""
+
+    @property
+    def text(self) -> str:
+        return self.before + self.name + self.after
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One model's way. `markers` are what its calls are marked with, which may be special tokens; `to_name` and
+    `to_arguments` are what an answer that must call begins with, before the name and after it."""
+
+    reader: type[CallReader]
+    markers: tuple[str, ...]
+    to_name: str
+    to_arguments: str
+    short_ids: bool = False  # its template takes ids of nine letters and digits only
+    one_call_a_message: bool = False
+
+    def opening(self, offer: ToolOffer) -> Opening:
+        """Empty where the model is free to call or not."""
+        if not offer.must_call:
+            return Opening()
+        name = offer.first_call
+        return Opening(self.to_name) if name is None else Opening(self.to_name, name, self.to_arguments)
+
+    def new_reader(self, offer: ToolOffer, *, is_rest: bool) -> CallReader:
+        """For an answer to a prompt that ends with the opening. `is_rest`: the client has begun the answer."""
+        reader = self.reader(offer.names, offer.max_calls, is_rest=is_rest)
+        told = reader.feed(self.opening(offer).text)
+        assert not told, "nothing is told before the model has written a name and begun the arguments"
+        return reader
+
+    def adapted(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as this template takes them: results with the name of their tool, ids and calls in its form."""
+        named = list(_with_names(messages))
+        if self.one_call_a_message:
+            named = list(_apart(named))
+        return [_with_short_ids(message) for message in named] if self.short_ids else named
+
+
+def format_of(template: str) -> ToolFormat | None:
+    """By what the chat template writes; None where that is no form known here."""
+    if "[TOOL_CALLS]" in template:
+        return _mistral(template)
+    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+        return ToolFormat(HermesReader, ("<tool_call>", "</tool_call>"), '<tool_call>\n{"name": "', '", "arguments":')
+    if '{"name": "' in template and '"parameters": ' in template and "<|start_header_id|>" in template:
+        one_call = "single tool-calls" in template
+        return ToolFormat(
+            LlamaReader, ("<|python_tag|>",), '{"name": "', '", "parameters":', one_call_a_message=one_call
+        )
+    return None
+
+
+def _mistral(template: str) -> ToolFormat:
+    markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+    short_ids = "length 9" in template or "length != 9" in template
+    if "[ARGS]" in template:
+        to_arguments = "" if "[CALL_ID]" in template else "[ARGS]"
+        return ToolFormat(MistralReader, markers, "[TOOL_CALLS]", to_arguments, short_ids)
+    to_list = "[TOOL_CALLS] [" if "[TOOL_CALLS] [" in template else "[TOOL_CALLS]["
+    return ToolFormat(MistralReader, markers, to_list + '{"name": "', '", "arguments":', short_ids)
+
+
+def _with_names(messages: Sequence[Message]) -> Iterator[Message]:
+    names = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        name = names.get(message.get("tool_call_id")) if message["role"] == "tool" else None
+        yield {"name": name, **message} if name is not None else message
+
+
+def _apart(messages: Sequence[Message]) -> Iterator[Message]:
+    """Each call in a message of its own, followed by its result."""
+    results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
+    placed = set()
+    for message in messages:
+        calls = message.get("tool_calls", ())
+        if len(calls) > 1:
+            for number, call in enumerate(calls):
+                yield {**message, "tool_calls": [call], "content": "" if number else message["content"]}
+                if call["id"] in results:
+                    placed.add(call["id"])
+                    yield results[call["id"]]
+        elif message["role"] != "tool" or message.get("tool_call_id") not in placed:
+            yield message
+
+
+def _with_short_ids(message: Message) -> Message:
+    changed = dict(message)
+    if "tool_call_id" in message:
+        changed["tool_call_id"] = _short_id(message["tool_call_id"])
+    if "tool_calls" in message:
+        changed["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in message["tool_calls"]]
+    return changed
+
+
+def _short_id(call_id: str) -> str:
+    """The id itself where it fits, else one that follows from it."""
+    if _MISTRAL_ID.fullmatch(call_id):
+        return call_id
+    return blake2b(call_id.encode(), digest_size=5).hexdigest()[:9]

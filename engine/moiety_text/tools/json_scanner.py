@@ -1,0 +1,141 @@
+"""One JSON value, checked character by character as it comes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+MAX_DEPTH = 32
+
+_SPACE = " \t\n\r"
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
+
+
+class Malformed(Exception):
+    """What has come is not the beginning of what was to come."""
+
+
+class JsonScanner:
+    """Follows an object, a list or a string to its end."""
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self._closers: list[str] = []  # that are to come, the next one last
+        self._step: Callable[[str], None] = self._value
+        self._is_key = False
+        self._rest = ""  # of a literal
+        self._number: list[str] = []
+        self._num_hex_left = 0
+
+    def advance(self, character: str) -> str:
+        """The character as it may be told: a control character in a string, which models write and JSON forbids, is
+        escaped. Raises Malformed, and after that and once complete, no more may be added."""
+        if character < " " and self._step == self._string:
+            return f"\\u{ord(character):04x}" if character != "\n" else "\\n"
+        self._step(character)
+        return character
+
+    def _value(self, character: str) -> None:
+        if character in _SPACE:
+            return
+        if character == '"':
+            self._begin_string(is_key=False)
+        elif character in "{[":
+            self._open(character)
+        elif not self._closers:
+            raise Malformed
+        elif character in "-0123456789":
+            self._number, self._step = [character], self._in_number
+        elif character in _LITERALS:
+            self._rest, self._step = _LITERALS[character], self._literal
+        else:
+            raise Malformed
+
+    def _open(self, character: str) -> None:
+        if len(self._closers) == MAX_DEPTH:
+            raise Malformed
+        self._closers.append("}" if character == "{" else "]")
+        self._step = self._first_key if character == "{" else self._first_item
+
+    def _first_item(self, character: str) -> None:
+        if character == "]":
+            self._close()
+        elif character not in _SPACE:
+            self._value(character)
+
+    def _first_key(self, character: str) -> None:
+        if character == "}":
+            self._close()
+        else:
+            self._key(character)
+
+    def _key(self, character: str) -> None:
+        if character == '"':
+            self._begin_string(is_key=True)
+        elif character not in _SPACE:
+            raise Malformed
+
+    def _colon(self, character: str) -> None:
+        if character == ":":
+            self._step = self._value
+        elif character not in _SPACE:
+            raise Malformed
+
+    def _next(self, character: str) -> None:
+        if character == ",":
+            self._step = self._key if self._closers[-1] == "}" else self._value
+        elif character == self._closers[-1]:
+            self._close()
+        elif character not in _SPACE:
+            raise Malformed
+
+    def _close(self) -> None:
+        self._closers.pop()
+        self._end_value()
+
+    def _end_value(self) -> None:
+        self.is_complete = not self._closers
+        self._step = self._next
+
+    def _begin_string(self, is_key: bool) -> None:
+        self._is_key, self._step = is_key, self._string
+
+    def _string(self, character: str) -> None:
+        if character == "\\":
+            self._step = self._escape
+        elif character == '"' and self._is_key:
+            self._step = self._colon
+        elif character == '"':
+            self._end_value()
+
+    def _escape(self, character: str) -> None:
+        if character == "u":
+            self._num_hex_left, self._step = 4, self._hex
+        elif character in '"\\/bfnrt':
+            self._step = self._string
+        else:
+            raise Malformed
+
+    def _hex(self, character: str) -> None:
+        if character not in "0123456789abcdefABCDEF":
+            raise Malformed
+        self._num_hex_left -= 1
+        if not self._num_hex_left:
+            self._step = self._string
+
+    def _literal(self, character: str) -> None:
+        if character != self._rest[0]:
+            raise Malformed
+        self._rest = self._rest[1:]
+        if not self._rest:
+            self._step = self._next
+
+    def _in_number(self, character: str) -> None:
+        if character in "0123456789+-.eE":
+            self._number.append(character)
+            return
+        if _NUMBER.fullmatch("".join(self._number)) is None:
+            raise Malformed
+        self._step = self._next
+        self._next(character)

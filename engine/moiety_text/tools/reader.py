@@ -1,0 +1,178 @@
+"""The text of one answer, as it comes, into content and calls: what all families have in common.
+
+The rule: what a marker opens is a call if it names one of the tools that may be called, with a JSON object as
+arguments; else it is content, marker and all. So the answer is the same however its text is cut into pieces, and
+nothing is lost of text that is no call. White space before a marker goes with the call. Only the end of a text that may
+yet open a call is held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import ClassVar
+
+from moiety_text.tools.calls import CallObject, CallText
+from moiety_text.tools.deltas import (
+    Call,
+    CallArguments,
+    CallBegun,
+    CallBroken,
+    CallEnded,
+    Content,
+    Delta,
+    assemble,
+)
+from moiety_text.tools.json_scanner import Malformed
+
+
+class CallReader:
+    """Owned by whoever reads the answer. A family says what stands before a call and after it."""
+
+    opener: ClassVar[str]
+    closer: ClassVar[str] = ""  # after a call, where there is one
+    separators: ClassVar[str] = ""  # between calls, beside white space
+
+    def __init__(self, names: Collection[str], max_calls: int | None = None, *, is_rest: bool = False) -> None:
+        """`names` are those of the tools that may be called. Calls beyond `max_calls` are left out, with all that
+        follows them. `is_rest`: the answer had text before what is fed."""
+        self._names = names
+        self._max_calls = max_calls
+        self._num_begun = 0
+        self._num_ended = 0
+        self._held = ""  # content that may be the opening of a call
+        self._owes_closer = False
+        self._raw: list[str] | None = None  # the text of what may be a call, from its marker on; None outside of one
+        self._call: CallText = CallObject(names)
+        self._is_told = False
+        self._deltas: list[Delta] = []
+        self._step: Callable[[str], str] = self._content if is_rest else self._start
+
+    def feed(self, text: str) -> list[Delta]:
+        """What more text brings."""
+        while text:
+            text = self._step(text)
+        return self._taken()
+
+    def end(self) -> list[Delta]:
+        """What is left once the text is over. A call that is not whole by then is none."""
+        if self._raw is not None:
+            self._give_up()
+        elif not self._num_ended or self._held.strip(self.separators + " \t\n\r"):
+            self._give(self._held)
+        return self._taken()
+
+    def read(self, text: str) -> list[str | Call]:
+        """The whole answer, whose text is there."""
+        return assemble([*self.feed(text), *self.end()])
+
+    # ── what a family may change: each takes some of the text and returns the rest ──
+
+    def _start(self, text: str) -> str:
+        """At the beginning of the answer."""
+        self._step = self._content
+        return text
+
+    def _lead(self, text: str) -> str:
+        """After a marker."""
+        self._begin(CallObject(self._names))
+        return text
+
+    def _after(self, text: str) -> str:
+        """After a call."""
+        self._owes_closer, self._step = bool(self.closer), self._content
+        return text
+
+    # ── what they share ──
+
+    def _content(self, text: str) -> str:
+        held = self._held + text
+        markers = (self.opener, self.closer) if self._owes_closer else (self.opener,)
+        found = [(at, marker) for marker in markers if (at := held.find(marker)) >= 0]
+        if not found:
+            kept = len(held) - max(_overlap(held, marker) for marker in markers)
+            kept = len(held[:kept].rstrip())
+            self._give(held[:kept])
+            self._held = held[kept:]
+            return ""
+        at, marker = min(found)
+        before = held[:at].rstrip()
+        self._give(before)
+        self._held = ""
+        self._owes_closer = False
+        if marker == self.opener:
+            self._open(held[len(before) : at + len(marker)])
+        return held[at + len(marker) :]
+
+    def _open(self, raw: str) -> None:
+        """`raw` has opened what may be a call."""
+        if self._max_calls is not None and self._num_ended >= self._max_calls:
+            self._step = self._leave_out
+        else:
+            self._raw, self._step = [raw], self._lead
+
+    def _leave_out(self, text: str) -> str:
+        return ""
+
+    def _begin(self, call: CallText) -> None:
+        self._call, self._is_told, self._step = call, False, self._in_call
+
+    def _in_call(self, text: str) -> str:
+        told = []
+        for at, character in enumerate(text):
+            try:
+                told.append(self._call.advance(character))
+            except Malformed:
+                self._keep(text[:at])
+                self._tell("".join(told))
+                self._give_up()
+                return text[at:]
+            if self._call.is_complete:
+                self._tell("".join(told))
+                self._deltas.append(CallEnded(self._num_begun - 1))
+                self._num_ended += 1
+                self._raw, self._step = None, self._after
+                return text[at + 1 :]
+        self._keep(text)
+        self._tell("".join(told))
+        return ""
+
+    def _keep(self, raw: str) -> None:
+        assert self._raw is not None, "within what may be a call"
+        self._raw.append(raw)
+
+    def _tell(self, arguments: str) -> None:
+        """More arguments; before the first ones, that the call has begun."""
+        if not arguments:
+            return
+        if not self._is_told:
+            assert self._call.name is not None, "a call that tells arguments has begun"
+            self._is_told = True
+            self._num_begun += 1
+            self._deltas.append(CallBegun(self._num_begun - 1, self._call.name))
+        self._deltas.append(CallArguments(self._num_begun - 1, arguments))
+
+    def _give_up(self) -> None:
+        """What was opened is no call."""
+        assert self._raw is not None, "within what may be a call"
+        raw = "".join(self._raw)
+        if self._is_told:
+            self._deltas.append(CallBroken(self._num_begun - 1, raw))
+        else:
+            self._give(raw)
+        self._raw, self._is_told, self._step = None, False, self._content
+
+    def _give(self, text: str) -> None:
+        if text:
+            self._deltas.append(Content(text))
+
+    def _taken(self) -> list[Delta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+
+def _overlap(text: str, marker: str) -> int:
+    """The longest end of `text` with which `marker` begins."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0

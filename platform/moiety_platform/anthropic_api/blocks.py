@@ -1,0 +1,148 @@
+"""The blocks that messages are made of: text, calls of tools and their results, in Anthropic's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, field_validator
+
+from moiety_platform.completions.fields import MAX_PARTS, StrictBody, refuse
+from moiety_platform.completions.tools.fields import ArgumentsObject, ToolName, call_for_template
+
+ERROR_PREFIX = "Error: "  # chat templates know no results that failed, so their texts say it
+
+
+class TextBlock(StrictBody):
+    type: str
+    text: str
+
+    @field_validator("type")
+    @classmethod
+    def _only_text(cls, value: str) -> str:
+        if value != "text":
+            raise refuse(f"blocks of type {value[:64]!r} are not supported yet here; send blocks of type 'text'")
+        return value
+
+
+def _as_blocks(value: Any) -> Any:
+    """A string is short for one block. One form inside means that complaints name the place."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if value is not None and not isinstance(value, list):
+        raise refuse("it must be a string or a list of text blocks")
+    return value
+
+
+_MANY = Field(fail_fast=True, max_length=MAX_PARTS)
+
+TextBlocks = Annotated[list[TextBlock], _MANY, BeforeValidator(_as_blocks)]
+
+
+class ToolUseBlock(StrictBody):
+    """A call that an earlier answer has made."""
+
+    type: str
+    id: str
+    name: ToolName
+    input: ArgumentsObject
+
+    def for_template(self) -> dict[str, Any]:
+        return call_for_template(self.id, self.name, self.input)
+
+
+class ToolResultBlock(StrictBody):
+    type: str
+    tool_use_id: str
+    content: TextBlocks | None = None
+    is_error: bool | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        text = text_of(self.content or ())
+        content = ERROR_PREFIX + text if self.is_error else text
+        return {"role": "tool", "content": content, "tool_call_id": self.tool_use_id}
+
+
+Block = TextBlock | ToolUseBlock | ToolResultBlock
+
+_OF_ROLE: dict[str, tuple[str, type[ToolUseBlock | ToolResultBlock]]] = {
+    "assistant": ("tool_use", ToolUseBlock),
+    "user": ("tool_result", ToolResultBlock),
+}
+
+
+def _as_block(value: Any, info: ValidationInfo) -> Block:
+    """By its type, so that complaints are of the one form that was meant."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    for name, schema in _OF_ROLE.values():
+        if kind == name:
+            return schema.model_validate(value, context=info.context)
+    return TextBlock.model_validate(value, context=info.context)
+
+
+Blocks = Annotated[list[Annotated[Block, PlainValidator(_as_block)]], _MANY, BeforeValidator(_as_blocks)]
+
+
+def text_of(blocks: Sequence[Block]) -> str:
+    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+
+
+class Turn(StrictBody):
+    """One message. Calls are the assistant's, results the user's."""
+
+    role: str
+    content: Blocks
+
+    @field_validator("role")
+    @classmethod
+    def _known_role(cls, value: str) -> str:
+        if value == "system":
+            raise refuse("a system prompt is no message; send it as 'system'")
+        if value not in _OF_ROLE:
+            raise refuse(f"{value[:64]!r} is not a role; use one of user, assistant")
+        return value
+
+    @field_validator("content")
+    @classmethod
+    def _of_the_role(cls, value: list[Block], info: ValidationInfo) -> list[Block]:
+        role = info.data.get("role")
+        for place, block in enumerate(value):
+            if role is not None and block.type not in ("text", _OF_ROLE[role][0]):
+                raise refuse(f"block {place} is of type {block.type!r}, which is not the {role}'s")
+        return value
+
+    @property
+    def calls(self) -> list[ToolUseBlock]:
+        return [block for block in self.content if isinstance(block, ToolUseBlock)]
+
+    @property
+    def results(self) -> list[ToolResultBlock]:
+        return [block for block in self.content if isinstance(block, ToolResultBlock)]
+
+
+def check_results(turns: list[Turn]) -> list[Turn]:
+    """Every result is of a call before it, and the last calls have theirs."""
+    made: set[str] = set()
+    for place, turn in enumerate(turns):
+        made.update(call.id for call in turn.calls)
+        for result in turn.results:
+            if result.tool_use_id not in made:
+                raise refuse(
+                    f"message {place} has the result of {result.tool_use_id!r}, which no 'tool_use' has before it"
+                )
+    for turn in takewhile(lambda turn: turn.role == "assistant", reversed(turns)):
+        if turn.calls:
+            raise refuse("the last message calls a tool; send its result in a user's message after it")
+    return turns
+
+
+def turn_messages(role: str, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Turns of one role in succession, for the model's chat template: results first, after the calls before them."""
+    results = [result.for_template() for turn in turns for result in turn.results]
+    spoken = [turn for turn in turns if not turn.results or any(isinstance(block, TextBlock) for block in turn.content)]
+    if not spoken:
+        return results
+    message: dict[str, Any] = {"role": role, "content": "\n".join(text_of(turn.content) for turn in spoken)}
+    calls = [call.for_template() for turn in turns for call in turn.calls]
+    return [*results, {**message, "tool_calls": calls} if calls else message]

@@ -1,0 +1,84 @@
+"""Calls of tools in messages: `tool_use` blocks, whole or in events."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from moiety_platform.anthropic_api.answers import PING, MessageEvents, MessageHead, event
+from moiety_text.tools.deltas import Call, CallArguments, CallBegun, Content, Delta
+from moiety_text.tools.reader import CallReader
+from moiety_wire.messages import Finished, TokenLogprob
+
+
+def blocks_of(parts: Sequence[str | Call]) -> list[dict[str, Any]]:
+    """The content of a message; at least one block, if only of no text."""
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "tool_use", "id": _new_id(), "name": part.name, "input": msgspec.Raw(part.arguments.encode())}
+        for part in parts or [""]
+    ]
+
+
+class ToolMessageEvents(MessageEvents):
+    """The events of a streamed answer that may call: a block for each stretch of text and each call. A call that breaks
+    off stays as it was told, and what the model wrote after it is text."""
+
+    def __init__(self, head: MessageHead, num_prompt_tokens: int, reader: CallReader) -> None:
+        super().__init__(head, num_prompt_tokens)
+        self._reader = reader
+        self._num_blocks = 0
+        self._open = ""  # the type of the block that is open
+        self._has_called = False
+
+    def opening(self, index: int) -> bytes:
+        return self._start() + PING
+
+    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
+        return self._told(self._reader.feed(text))
+
+    def closing(self, index: int, finished: Finished) -> bytes:
+        rest = self._told(self._reader.end())
+        if not self._num_blocks:
+            rest += self._begin({"type": "text", "text": ""})
+        self._stop = self._head.stop_fields(finished, has_called=self._has_called)
+        return rest + self._close()
+
+    def _told(self, deltas: Sequence[Delta]) -> bytes:
+        return b"".join(map(self._of, deltas))
+
+    def _of(self, delta: Delta) -> bytes:
+        match delta:
+            case Content(text):
+                begun = b"" if self._open == "text" else self._begin({"type": "text", "text": ""})
+                return begun + self._delta({"type": "text_delta", "text": text})
+            case CallBegun():
+                self._has_called = True
+                return self._begin({"type": "tool_use", "id": _new_id(), "name": delta.name, "input": {}})
+            case CallArguments():
+                return self._delta({"type": "input_json_delta", "partial_json": delta.text})
+            case _:
+                return self._close()
+
+    def _begin(self, block: dict[str, Any]) -> bytes:
+        closed = self._close()
+        self._num_blocks += 1
+        self._open = block["type"]
+        return closed + event("content_block_start", {"index": self._num_blocks - 1, "content_block": block})
+
+    def _delta(self, delta: dict[str, str]) -> bytes:
+        return event("content_block_delta", {"index": self._num_blocks - 1, "delta": delta})
+
+    def _close(self) -> bytes:
+        if not self._open:
+            return b""
+        self._open = ""
+        return event("content_block_stop", {"index": self._num_blocks - 1})
+
+
+def _new_id() -> str:
+    return f"toolu_{secrets.token_hex(12)}"

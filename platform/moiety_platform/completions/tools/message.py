@@ -1,0 +1,35 @@
+"""Calls of tools in OpenAI's message of an answer to a chat."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from moiety_text.tools.deltas import Call
+from moiety_wire.messages import Finished, FinishReason
+
+CALLED = "tool_calls"  # why an answer ended that calls
+
+
+def message_of(parts: Sequence[str | Call]) -> dict[str, Any]:
+    """The message of an answer with calls, or without. Beside calls there need be no content."""
+    calls = [part for part in parts if isinstance(part, Call)]
+    content = "".join(part for part in parts if isinstance(part, str))
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if calls:
+        message["tool_calls"] = [
+            {"id": new_call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return message
+
+
+def finish_reason_of(finished: Finished, has_called: bool) -> str:
+    """An answer that its limit has cut says so, whatever it has called."""
+    return CALLED if has_called and finished.reason is FinishReason.STOP else finished.reason.value
+
+
+def new_call_id() -> str:
+    """Of a call that is answered with; nobody else has it."""
+    return f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,118 @@
+"""OpenAI's fields for tools in chats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PlainValidator
+
+from moiety_platform.completions.fields import StrictBody, refuse
+from moiety_platform.completions.tools.fields import (
+    MAX_TOOLS,
+    ArgumentsText,
+    ToolName,
+    ToolSchema,
+    call_for_template,
+    differing,
+    few_tools,
+    require_among,
+    tool_of,
+)
+from moiety_text.tools.offer import ToolOffer
+
+CHOICES = ("none", "auto", "required")
+_CHOICE_FORMS = 'it must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": "…"}}'
+
+
+def _function(value: str) -> str:
+    if value != "function":
+        raise refuse(f"{value[:64]!r} is not supported; use 'function'")
+    return value
+
+
+_FunctionType = Annotated[str, BeforeValidator(lambda value: _function(value) if isinstance(value, str) else value)]
+
+
+class FunctionTool(StrictBody):
+    """`strict` is taken and not enforced: calls are not held to their schema yet."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: ToolSchema | None = None
+    strict: bool | None = None
+
+
+class ChatTool(StrictBody):
+    type: _FunctionType
+    function: FunctionTool
+
+
+class CalledFunction(StrictBody):
+    name: ToolName
+    arguments: ArgumentsText
+
+
+class ChatCall(StrictBody):
+    """A call that an earlier answer has made."""
+
+    id: str
+    type: _FunctionType = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        return call_for_template(self.id, self.function.name, self.function.arguments)
+
+
+class _ChosenFunction(StrictBody):
+    name: ToolName
+
+
+class _ChosenTool(StrictBody):
+    type: _FunctionType
+    function: _ChosenFunction
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """`mode` is one of CHOICES; `name` is the one tool that is required, if one was named."""
+
+    mode: str
+    name: str | None = None
+
+
+def _as_choice(value: Any) -> ToolChoice:
+    if value in CHOICES:
+        return ToolChoice(value)
+    if not isinstance(value, dict):
+        raise refuse(_CHOICE_FORMS)
+    return ToolChoice("required", _ChosenTool.model_validate(value).function.name)
+
+
+ChatTools = Annotated[
+    list[ChatTool],
+    Field(fail_fast=True, max_length=MAX_TOOLS),
+    few_tools,
+    differing(lambda tool: tool.function.name),
+]
+ChatCalls = Annotated[list[ChatCall], Field(fail_fast=True, max_length=MAX_TOOLS)]
+ChatChoice = Annotated[ToolChoice, PlainValidator(_as_choice)]
+
+
+def check_choice(choice: ToolChoice | None, tools: Sequence[ChatTool] | None) -> None:
+    """Raises what a validator does if `tools` do not allow it."""
+    if choice is not None and choice.mode == "required":
+        require_among([tool.function.name for tool in tools or ()], choice.name)
+
+
+def offer_of(
+    tools: Sequence[ChatTool] | None, choice: ToolChoice | None = None, *, parallel: bool = True
+) -> ToolOffer | None:
+    """What the model may call; None if nothing."""
+    if not tools or (choice is not None and choice.mode == "none"):
+        return None
+    told = [tool_of(tool.function.name, tool.function.description, tool.function.parameters) for tool in tools]
+    if choice is None:
+        return ToolOffer(tuple(told), parallel=parallel)
+    return ToolOffer(tuple(told), choice.mode == "required", choice.name, parallel)
