@@ -10,8 +10,9 @@ from moiety_platform.completions.answers import chat_logprobs
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Usage
 from moiety_platform.errors import PlatformError
-from moiety_platform.responses_api.items import MESSAGE_PREFIX, Item, message_item, text_part
+from moiety_platform.responses_api.items import Item
 from moiety_platform.responses_api.schemas import ResponsesBody
+from moiety_platform.responses_api.tools import choice_fields
 from moiety_wire.messages import Finished, FinishReason, TokenLogprob
 
 ID_PREFIX = "resp_"
@@ -33,11 +34,6 @@ class ResponseHead:
     def of(cls, body: ResponsesBody, record: RequestRecord) -> ResponseHead:
         created_at = record.arrival_unix_ns // 1_000_000_000
         return cls(record.request_id, created_at, record.served_model, record.served_tier, body)
-
-    @property
-    def message_id(self) -> str:
-        """Of the message in it."""
-        return MESSAGE_PREFIX + self.response_id.removeprefix(ID_PREFIX)
 
     def in_progress(self) -> Fields:
         """The response before anything has come of it."""
@@ -71,7 +67,7 @@ class ResponseHead:
             "max_tool_calls": None,
             "model": self.model,
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {"effort": None, "summary": None},
@@ -80,8 +76,8 @@ class ResponseHead:
             "store": bool(body.store),
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"}, "verbosity": "medium"},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": choice_fields(body.tool_choice),
+            "tools": [tool.fields() for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
@@ -90,12 +86,6 @@ class ResponseHead:
             "metadata": body.metadata or {},
             **end,
         }
-
-
-def output_message(head: ResponseHead, text: str, logprobs: Sequence[TokenLogprob], finished: Finished) -> Item:
-    """The one message of an answer of text."""
-    status = "incomplete" if finished.reason is FinishReason.LENGTH else "completed"
-    return {"id": head.message_id, **message_item([text_part(text, logprob_fields(logprobs))], status)}
 
 
 def logprob_fields(logprobs: Sequence[TokenLogprob]) -> list[Fields]:

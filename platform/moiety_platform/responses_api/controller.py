@@ -18,15 +18,15 @@ from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.reply import Reply
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.text_answer import relay
-from moiety_platform.completions.whole import collect
 from moiety_platform.db.keyset import list_fields, parse_list
 from moiety_platform.errors import BadRequest
-from moiety_platform.responses_api.answers import ID_PREFIX, Fields, ResponseHead, output_message
+from moiety_platform.responses_api.answers import ID_PREFIX, Fields, ResponseHead
 from moiety_platform.responses_api.events import ResponseEvents, StreamErrors
-from moiety_platform.responses_api.items import Item, with_ids
+from moiety_platform.responses_api.items import Item, with_id
 from moiety_platform.responses_api.keeper import ResponseKeeper
+from moiety_platform.responses_api.output import ResponseOutput
 from moiety_platform.responses_api.schemas import ResponsesBody
-from moiety_wire.messages import Finished
+from moiety_wire.messages import Finished, Tokens
 
 PATH = "/v1/responses"
 DEFAULT_LIST = 20
@@ -64,18 +64,16 @@ class ResponseAnswers:
         return body.after(await self.keeper.continued(record.principal, body.previous_response_id))
 
     async def answer(self, body: ResponsesBody, run: Run, record: RequestRecord, reply: Reply) -> SendLast:
-        head = ResponseHead.of(body, record)
+        head, readers = ResponseHead.of(body, record), run.new_readers()
+        output = ResponseOutput(None if readers is None else readers[0])
         if not body.wants_stream:
-            (choice,) = await collect(run)
-            assert choice.finished is not None, "a collected answer has come to its end"
-            output = [output_message(head, "".join(choice.text), choice.logprobs, choice.finished)]
-            return partial(self._send_whole, _ended(head, output, choice.finished, run, record), body, record, reply)
-        events = ResponseEvents(head)
+            async for _, message in run:
+                _take(output, message)
+            return partial(self._send_whole, _ended(head, output, run, record), body, record, reply)
+        events = ResponseEvents(head, output)
         reply.errors = StreamErrors(events)
         await relay(events, run, record, reply)
-        assert events.finished is not None, "a relayed answer has come to its end"
-        response = _ended(head, events.output, events.finished, run, record)
-        return partial(self._end_stream, events, response, body, record, reply)
+        return partial(self._end_stream, events, _ended(head, output, run, record), body, record, reply)
 
     async def _send_whole(self, response: Fields, body: ResponsesBody, record: RequestRecord, reply: Reply) -> None:
         await reply.whole(200, await self._keep(response, body, record))
@@ -89,15 +87,25 @@ class ResponseAnswers:
         """The response as it is sent, which says whether it is kept."""
         encoded = msgspec.json.encode(response)
         if body.store:
-            items = with_ids(body.items())
+            items = [with_id(item) for item in body.items()]
             parts = (record.principal, record.request_id, body.model, body.continued, items, encoded)
             if not await self.keeper.keep(*parts):
                 return msgspec.json.encode({**response, "store": False})
         return encoded
 
 
-def _ended(head: ResponseHead, output: list[Item], finished: Finished, run: Run, record: RequestRecord) -> Fields:
-    return head.ended(output, finished, run.usage(), record.ended_unix_s)
+def _take(output: ResponseOutput, message: Tokens | Finished) -> None:
+    """Of an answer that is sent as a whole."""
+    if isinstance(message, Finished):
+        output.take(message.text, None)
+        output.end(message)
+    else:
+        output.take(message.text, message.logprobs)
+
+
+def _ended(head: ResponseHead, output: ResponseOutput, run: Run, record: RequestRecord) -> Fields:
+    assert output.finished is not None, "an answer has come to its end"
+    return head.ended(output.items, output.finished, run.usage(), record.ended_unix_s)
 
 
 def _kept_routes(services: ResponseServices) -> list[HTTPRouteHandler]:

@@ -1,25 +1,27 @@
-"""The items of a conversation: as clients send them, as they are kept and listed, and as the chat template gets them.
+"""The items of a conversation, as they are kept and listed, and as the model's chat template gets them.
 
-An item that was checked is a plain object in the form in which OpenAI's API lists it, whether a client or a model made
-it. It gets an id when it is kept.
+An item is a plain object in the form in which OpenAI's API lists it, whether a client or a model made it. It gets its
+id when it is answered or kept.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Any
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
-
-from moiety_platform.completions.fields import MAX_PARTS, StrictBody, refuse
+from moiety_platform.completions.tools.fields import call_for_template
+from moiety_platform.errors import BadRequest
 
 Item = dict[str, Any]
 
-ROLES = ("user", "assistant", "system", "developer")
 MESSAGE = "message"
-MESSAGE_PREFIX = "msg_"
+CALL = "function_call"
+RESULT = "function_call_output"
+
+_ID_PREFIXES = {MESSAGE: "msg_", CALL: "fc_", RESULT: "fco_"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,85 +31,6 @@ class Continued:
     last_id: str | None = None
     items: tuple[Item, ...] = ()
     num_bytes: int = 0
-
-
-class TextPart(StrictBody):
-    type: str
-    text: str
-
-    @field_validator("type")
-    @classmethod
-    def _only_text(cls, value: str) -> str:
-        if value not in ("input_text", "output_text"):
-            raise refuse(f"parts of type {value[:64]!r} are not supported; send text as 'input_text' or 'output_text'")
-        return value
-
-
-def _part_type(role: str | None) -> str:
-    return "output_text" if role == "assistant" else "input_text"
-
-
-def _as_parts(value: Any, info: ValidationInfo) -> Any:
-    """A string is short for one part. One form inside means that complaints name the place."""
-    if isinstance(value, str):
-        return [{"type": _part_type(info.data.get("role")), "text": value}]
-    if value is not None and not isinstance(value, list):
-        raise refuse("it must be a string or a list of text parts")
-    return value
-
-
-Parts = Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
-
-
-class InputItem(StrictBody):
-    """One item of `input`: a message, for which the type may be left out."""
-
-    type: str = MESSAGE
-    role: str | None = None
-    content: Annotated[Parts | None, BeforeValidator(_as_parts)] = None
-
-    @field_validator("type")
-    @classmethod
-    def _known_type(cls, value: str) -> str:
-        if value == "item_reference":
-            raise refuse("references are not supported; send the item itself, or use 'previous_response_id'")
-        if value != MESSAGE:
-            raise refuse(f"items of type {value[:64]!r} are not supported yet; send messages")
-        return value
-
-    @field_validator("role")
-    @classmethod
-    def _known_role(cls, value: str | None) -> str | None:
-        if value is not None and value not in ROLES:
-            raise refuse(f"{value[:64]!r} is not a role; use one of {', '.join(ROLES)}")
-        return value
-
-    @model_validator(mode="after")
-    def _check_whole(self) -> Self:
-        if self.role is None or self.content is None:
-            raise refuse("a message needs 'role' and 'content'")
-        wanted = _part_type(self.role)
-        for part in self.content:
-            if part.type != wanted:
-                raise refuse(f"a message whose role is {self.role!r} has parts of type {wanted!r}, not {part.type!r}")
-        return self
-
-    def checked(self) -> Item:
-        """The item as it is kept."""
-        parts = self.content or []
-        if self.role == "assistant":
-            return message_item([text_part(part.text) for part in parts])
-        content = [{"type": "input_text", "text": part.text} for part in parts]
-        return {"type": MESSAGE, "status": "completed", "role": self.role, "content": content}
-
-
-def as_items(value: Any) -> Any:
-    """A string is short for one message of the user's."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise refuse("it must be a string or a list of items")
-    return value
 
 
 def text_part(text: str, logprobs: list[dict[str, Any]] | None = None) -> dict[str, Any]:
@@ -120,13 +43,60 @@ def message_item(parts: list[dict[str, Any]], status: str = "completed") -> Item
     return {"type": MESSAGE, "status": status, "role": "assistant", "content": parts}
 
 
-def with_ids(items: Iterable[Item]) -> list[Item]:
-    """The items, each of them with an id."""
-    return [{"id": MESSAGE_PREFIX + secrets.token_hex(16), **item} for item in items]
+def call_item(call_id: str, name: str, arguments: str, status: str = "completed") -> Item:
+    """A call of a tool; its arguments are a JSON object, if it is complete."""
+    return {"type": CALL, "status": status, "call_id": call_id, "name": name, "arguments": arguments}
 
 
-def messages_of(items: Iterable[Item]) -> Iterable[dict[str, Any]]:
-    """The items as messages for the model's chat template."""
+def result_item(call_id: str, output: str) -> Item:
+    """What a call came to."""
+    return {"type": RESULT, "status": "completed", "call_id": call_id, "output": output}
+
+
+def with_id(item: Item) -> Item:
+    """The item with an id of its own."""
+    return {"id": _ID_PREFIXES[item["type"]] + secrets.token_hex(16), **item}
+
+
+def check_results(items: Iterable[Item]) -> None:
+    """Every result is of a call before it, and every call has one. Raises BadRequest."""
+    made, waiting = set(), dict[str, None]()
     for item in items:
-        role = "system" if item["role"] == "developer" else item["role"]
-        yield {"role": role, "content": "\n".join(part["text"] for part in item["content"])}
+        if item["type"] == CALL and _is_whole(item):
+            made.add(item["call_id"])
+            waiting[item["call_id"]] = None
+        elif item["type"] == RESULT:
+            if item["call_id"] not in made:
+                raise BadRequest(
+                    f"'input' has the result of the call {item['call_id'][:64]!r}, which no 'function_call' before it "
+                    "has made",
+                    param="input",
+                )
+            waiting.pop(item["call_id"], None)
+    for call_id in waiting:
+        raise BadRequest(
+            f"there is no result of the call {call_id[:64]!r}; send it as a 'function_call_output' in 'input'",
+            param="input",
+        )
+
+
+def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """The items as messages for the model's chat template: calls are the assistant message's before them. A call that
+    broke off is left out."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        if item["type"] == MESSAGE:
+            role = "system" if item["role"] == "developer" else item["role"]
+            messages.append({"role": role, "content": "\n".join(part["text"] for part in item["content"])})
+        elif item["type"] == RESULT:
+            messages.append({"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]})
+        elif _is_whole(item):
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            call = call_for_template(item["call_id"], item["name"], json.loads(item["arguments"]))
+            messages[-1].setdefault("tool_calls", []).append(call)
+    return messages
+
+
+def _is_whole(call: Item) -> bool:
+    return bool(call["status"] == "completed")

@@ -10,28 +10,29 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BeforeValidator,
     Field,
     FiniteFloat,
     PrivateAttr,
     StringConstraints,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from moiety_platform.completions.fields import (
     INT32_MAX,
-    MAX_MESSAGES,
     GeneratingBody,
     MetadataPairs,
     ModelName,
     StrictBody,
-    bounded,
     refuse,
 )
 from moiety_platform.completions.generation import Conversation, Generation
 from moiety_platform.completions.schemas import ResponseFormat
-from moiety_platform.responses_api.items import Continued, InputItem, Item, as_items, messages_of
+from moiety_platform.completions.tools.schemas import offer_of_functions
+from moiety_platform.responses_api.input import InputItems
+from moiety_platform.responses_api.items import Continued, Item, check_results, messages_of
+from moiety_platform.responses_api.tools import ResponseChoice, ResponseTools, check_choice
 from moiety_wire.messages import Sampling
 
 LOGPROBS = "message.output_text.logprobs"
@@ -45,7 +46,7 @@ NOTHING_TO_INCLUDE = (  # of items that no answer here has
     "web_search_call.results",
 )
 
-_UNSUPPORTED = ("conversation", "prompt", "context_management", "moderation", "tools", "tool_choice")
+_UNSUPPORTED = ("conversation", "prompt", "context_management", "moderation")
 
 _Name = Annotated[str, StringConstraints(max_length=512)]
 
@@ -77,18 +78,16 @@ class ResponsesBody(GeneratingBody):
     """`POST /v1/responses`. null means the default."""
 
     model: ModelName
-    input: Annotated[
-        list[InputItem],
-        Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
-        bounded(lambda shape: shape.max_messages),
-        BeforeValidator(as_items),
-    ]
+    input: InputItems
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
     top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the best token
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: Annotated[list[str], Field(fail_fast=True, max_length=64)] | None = None
+    tools: ResponseTools | None = None
+    tool_choice: ResponseChoice | None = None
+    parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     truncation: str | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
@@ -105,10 +104,14 @@ class ResponsesBody(GeneratingBody):
     prompt: Any = None
     context_management: Any = None
     moderation: Any = None
-    tools: Any = None
-    tool_choice: Any = None
 
     _continued: Continued = PrivateAttr(Continued())
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _choice_among_tools(cls, value: ResponseChoice | None, info: ValidationInfo) -> ResponseChoice | None:
+        check_choice(value, info.data.get("tools"))
+        return value
 
     @field_validator(*_UNSUPPORTED)
     @classmethod
@@ -174,11 +177,14 @@ class ResponsesBody(GeneratingBody):
         return body
 
     def generation(self) -> Generation:
+        """What is asked of the engines. Raises BadRequest for calls and results that do not belong together."""
+        items = [*self._continued.items, *self.items()]
+        check_results(items)
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        messages = (*instructions, *messages_of(self._continued.items), *messages_of(self.items()))
+        offer = offer_of_functions(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls is not False)
         return Generation(
             model=self.model,
-            prompts=(Conversation(messages),),
+            prompts=(Conversation((*instructions, *messages_of(items)), tools=offer),),
             num_choices=1,
             sampling=Sampling(
                 temperature=1.0 if self.temperature is None else self.temperature,
