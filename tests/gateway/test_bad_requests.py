@@ -197,8 +197,8 @@ _fields = st.sampled_from(
     [
         *("messages", "prompt", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
         *("seed", "stop", "stop_token_ids", "n", "logprobs", "top_logprobs", "echo", "stream", "stream_options"),
-        *("service_tier", "response_format", "tools", "parallel_tool_calls", "best_of", "suffix", "presence_penalty", "ignore_eos"),
-        *("system", "stop_sequences", "metadata", "thinking", "tool_choice", "model"),
+        *("service_tier", "response_format", "tools", "best_of", "suffix", "presence_penalty", "ignore_eos"),
+        *("system", "stop_sequences", "metadata", "thinking", "tool_choice", "parallel_tool_calls", "model"),
     ]
 )
 _bodies = st.one_of(

@@ -47,6 +47,7 @@ class ConversationBody(StrictBody):
     """`POST /v1/messages/count_tokens`, and what `POST /v1/messages` has of it."""
 
     model: ModelName
+    thread: Any = None
     messages: Annotated[
         list[Turn],
         Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
@@ -61,6 +62,14 @@ class ConversationBody(StrictBody):
     output_config: Any = None
     output_format: Any = None
     thinking: Any = None
+
+    @field_validator("thread")
+    @classmethod
+    def _no_thread(cls, value: Any) -> Any:
+        """Anthropic's clients know the code, and send the whole conversation then."""
+        if value is not None:
+            raise refuse("conversations are not kept; send all messages each time", "thread_unsupported_request")
+        return value
 
     @field_validator("messages")
     @classmethod

@@ -91,7 +91,7 @@ def _translate(exc: ValidationError, forms: Mapping[str, str], shape: ShapeLimit
         return BadRequest("the body must be a JSON object; send one with at least 'model'", code="invalid_json")
     path, form = _path(first["loc"], first["type"], forms)
     complaint = _complaint(first, shape) if form is None else form.format(**asdict(shape))
-    return BadRequest(f"'{path}' {complaint}", param=path)
+    return BadRequest(f"'{path}' {complaint}", code=first.get("ctx", {}).get("code"), param=path)
 
 
 def _path(location: tuple[int | str, ...], kind: str, forms: Mapping[str, str]) -> tuple[str, str | None]:

@@ -21,9 +21,9 @@ MAX_TOKEN_IDS = 2**20  # of one prompt or text
 MAX_PAIRS = 16  # of a request's metadata
 
 
-def refuse(message: str) -> PydanticCustomError:
-    """What a validator raises, in words for the client."""
-    return PydanticCustomError("refused", "{reason}", {"reason": message})
+def refuse(message: str, code: str | None = None) -> PydanticCustomError:
+    """What a validator raises, in words for the client; with a stable code of its own, if clients go by one."""
+    return PydanticCustomError("refused", "{reason}", {"reason": message, "code": code})
 
 
 def shape_of(info: ValidationInfo) -> ShapeLimits:

@@ -26,6 +26,9 @@ class ToolChunks(ChatChunks):
         self._readers = readers
         self._has_called = [False] * len(readers)
 
+    def opening(self, index: int) -> bytes:
+        return self._chunk(index, b'{"role":"assistant","content":null}', b"null", b"null")  # there may never be any
+
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
         chunks = [self._delta_of(index, delta) for delta in self._readers[index].feed(text)]
         if logprobs is not None:  # of tokens whose text may be held back, or be part of a call
