@@ -146,7 +146,7 @@ class ResponseKeeper:
             log.warning("response_not_kept", tenant_id=whose.tenant_id, reason=str(error))
             return False
         if not is_kept:
-            log.warning("response_not_kept", tenant_id=whose.tenant_id, reason="no room")
+            log.warning("response_not_kept", tenant_id=whose.tenant_id, reason="no room, or the tenant is erased")
         return is_kept
 
     # ── what is asked of kept responses ──
