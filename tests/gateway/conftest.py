@@ -6,9 +6,12 @@ import asyncio
 import json
 import secrets
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
+import msgspec
 import pytest
 import tokenizers
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from moiety_platform.app import Services, create_app, create_pipeline
@@ -47,6 +50,7 @@ from moiety_wire.messages import Card
 MODEL = "tiny"
 PEPPER = b"a pepper that is long enough for tests"
 DEADLINE_S = 10.0
+TOOL_TEMPLATES = Path(__file__).parent / "templates"
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -290,6 +294,37 @@ def any_card() -> Card:
 @pytest.fixture
 def new_card():
     return make_card
+
+
+@pytest.fixture
+def tool_card():
+    """A card whose model is named for the family that its chat template is of; what marks its calls may be special
+    tokens or other added ones."""
+
+    def make(family: str, *, template: str = "", special=(), added=(), engine_id: str = "") -> Card:
+        card = make_card(engine_id or family, family, max_context_tokens=20_000)
+        tokenizer = tokenizers.Tokenizer.from_str(card.tokenizer_json)
+        tokenizer.add_special_tokens(list(special))
+        tokenizer.add_tokens(list(added))
+        return msgspec.structs.replace(
+            card,
+            chat_template=template or (TOOL_TEMPLATES / f"{family}.jinja").read_text(),
+            tokenizer_json=tokenizer.to_str(),
+            vocab_size=tokenizer.get_vocab_size(with_added_tokens=True),
+        )
+
+    return make
+
+
+@pytest.fixture
+async def tool_gateway(start_gateway, tool_card):
+    """A gateway with a model of each family that calls tools, in `of`, and Anthropic's client beside OpenAI's."""
+    engines = {family: FakeEngineClient(tool_card(family)) for family in ("hermes", "llama", "mistral")}
+    async with start_gateway(list(engines.values())) as running:
+        running.of = engines
+        running.anthropic = AsyncAnthropic(base_url=running.url, api_key=running.key, max_retries=0, timeout=DEADLINE_S)
+        async with running.anthropic:
+            yield running
 
 
 @pytest.fixture
