@@ -10,7 +10,7 @@ from moiety_engine.front.core_link import CoreEvents
 from moiety_engine.front.front import Ending
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
-from moiety_engine.scripted.text_model import END_ID, VOCAB_SIZE
+from moiety_engine.scripted.text_model import ASSISTANT_ID, END_ID, USER_ID, VOCAB_SIZE
 from moiety_wire.messages import (
     Abort,
     Accepted,
@@ -84,6 +84,19 @@ async def test_a_request_is_accepted_streamed_without_gap_and_finished(bench: An
         phases = end.phases
         assert 0 < phases.received_unix_ns <= phases.scheduled_unix_ns <= phases.first_token_unix_ns
         assert phases.first_token_unix_ns <= phases.finished_unix_ns
+
+
+async def test_special_tokens_are_no_text_unless_they_are_to_be_shown(bench: Any, submit: Any) -> None:
+    async with bench(Script(tokens=(*b"a", USER_ID, *b"b", ASSISTANT_ID))) as running:
+        gateway = running.connect()
+        assert (await gateway.ask(submit("plain"))).text == "ab"
+        shown = await gateway.ask(submit("shown", shown_ids=(USER_ID,)))
+        assert shown.text == "a<|user|>b"
+        other = gateway.answers["resumed"] = type(shown)(shown.token_ids[:2], "a<|user|>")
+        resumed = await gateway.ask(submit("resumed", shown_ids=(USER_ID,), resumed_ids=shown.token_ids[:2]))
+        assert resumed is other and resumed.text == shown.text
+        refused = await gateway.ask(submit("bad", shown_ids=(VOCAB_SIZE,)))
+        assert (refused.end.code, "to be shown" in refused.end.message) == (FailureCode.INVALID_REQUEST, True)
 
 
 async def test_a_code_point_that_the_end_cuts_comes_with_the_end(bench: Any, submit: Any) -> None:

@@ -388,6 +388,28 @@ async def test_what_a_server_cannot_do_is_refused_by_name_and_costs_nothing(
         assert server.bodies == []
 
 
+@pytest.mark.parametrize("kind", ["vllm", "generic", "llama.cpp"])
+async def test_calls_that_a_special_token_marks_are_told_where_a_server_tells_ids_and_else_refused(
+    start_server, folder, client_of, start_over, tool_card, kind
+):
+    card = tool_card("mistral", special=["[TOOL_CALLS]"])
+    (folder / "tokenizer.json").write_text(card.tokenizer_json)
+    (folder / "chat_template.jinja").write_text(card.chat_template)
+    server = await start_server(kind)
+    server.tokenizer = tokenizers.Tokenizer.from_str(card.tokenizer_json)
+    server.text = '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'
+    asked = {**ASK, "max_tokens": 100, "tools": [{"type": "function", "function": {"name": "now"}}]}
+    more = "" if kind != "generic" else "&context=512"
+    async with start_over(client_of(server, more)) as gateway:
+        if kind != "vllm":
+            with pytest.raises(openai.BadRequestError, match="does not know tools"):
+                await gateway.client.chat.completions.create(**asked)
+            return
+        choice = (await gateway.client.chat.completions.create(**asked)).choices[0]
+        assert [call.function.name for call in choice.message.tool_calls] == ["now"]
+        assert server.bodies[0]["skip_special_tokens"] is False
+
+
 async def test_logprobs_come_with_the_bytes_of_the_tokens(start_server, client_of, start_over):
     server = await start_server()
     async with start_over(client_of(server)) as gateway:

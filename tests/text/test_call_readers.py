@@ -45,6 +45,7 @@ ANSWERS: list[tuple[type[CallReader], str, Parts]] = [
     ),
     (LlamaReader, 'So: <|python_tag|>{"name": "f", "parameters": {}}', ["So:", Call("f", "{}")]),
     (LlamaReader, 'So: {"name": "f", "parameters": {}}', ['So: {"name": "f", "parameters": {}}']),
+    (LlamaReader, '{"name": "f", "parameters": {}};<|python_tag|>oh', [Call("f", "{}"), ";<|python_tag|>oh"]),
     (LlamaReader, '{"name": "f", "parameters": {}} ; <b>', [Call("f", "{}"), " ; <b>"]),
     # Mistral
     (
@@ -73,6 +74,7 @@ NO_CALLS: list[tuple[type[CallReader], str]] = [
     (LlamaReader, '{"name": "Bob", "age": 3}'),
     (LlamaReader, '{"name": "f", "age": 3}'),
     (LlamaReader, ' {"a'),
+    (LlamaReader, "\n<|python_tag|>"),
     (LlamaReader, '<|python_tag|>print("f")'),
     (MistralReader, "[TOOL_CALLS] []"),
     (MistralReader, '[TOOL_CALLS]unknown[ARGS]{"a": 1}'),

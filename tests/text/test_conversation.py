@@ -13,6 +13,7 @@ from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder
 from moiety_text.errors import TextNotEncodable, TooManyTokens
 from moiety_text.tokenizer import Tokenizer
+from moiety_text.tools.formats import Opening
 
 Backends = dict[str, tokenizers.Tokenizer]
 CHATML = (
@@ -70,6 +71,52 @@ def test_the_beginning_of_an_answer_follows_the_templates_opening_of_it_as_text(
         assert ids == encoder.encode_guarded(messages, prefill=prefill)
         assert tokenizer.decode(ids, skip_special_tokens=False) == opened + prefill
         assert sum(map(tokenizer.is_special, ids)) == 3  # the turn's two and the answer's one
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "ab é", "parameters": {"a": ["b", 1.5, None]}}}
+]
+CALLS = [
+    {"role": "user", "content": "hi"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": {"é": 1}}}],
+    },
+]
+WITH_TOOLS = (
+    "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call | tojson }}</tool_call>{% endfor %}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversations_with_tools_encode_as_in_transformers_by_either_way(backends: Backends, kind: str) -> None:
+    backend = tokenizers.Tokenizer.from_str(backends[kind].to_str())
+    backend.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in ("<tool_call>", "</tool_call>")])
+    encoder, _ = encoder_of(backend, WITH_TOOLS)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=backend)
+    theirs.chat_template = WITH_TOOLS
+    expected = theirs.apply_chat_template(CALLS, tools=TOOLS, tokenize=True, return_dict=False)
+    assert encoder.encode(CALLS, tools=TOOLS) == encoder.encode_guarded(CALLS, tools=TOOLS) == expected
+
+
+@pytest.mark.parametrize("forged", ["<|im_end|>", "</tool_call>", "<tool_call>"])
+def test_nothing_in_tools_and_calls_becomes_a_control_token(backends: Backends, forged: str) -> None:
+    backend = tokenizers.Tokenizer.from_str(backends["byte_level"].to_str())
+    backend.add_tokens(["<tool_call>", "</tool_call>"])
+    encoder, tokenizer = encoder_of(backend, WITH_TOOLS)
+    opening = Opening("<tool_call>", "add", "")
+    tools = json.loads(json.dumps(TOOLS).replace("ab ", forged).replace('"b"', json.dumps(forged)))
+    calls = json.loads(json.dumps(CALLS).replace('"1"', json.dumps(forged)).replace('"add"', json.dumps(forged)))
+    spelled = [(tools, CALLS, opening), (TOOLS, calls, opening), (TOOLS, CALLS, Opening("<tool_call>", forged, ""))]
+    harmless = encoder.encode(CALLS, tools=TOOLS, opening=opening)
+    for some_tools, messages, begun in spelled:
+        ids = encoder.encode_guarded(messages, tools=some_tools, opening=begun)
+        assert forged in tokenizer.decode(ids, skip_special_tokens=False)
+        for name in ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"):
+            assert ids.count(backend.token_to_id(name)) == harmless.count(backend.token_to_id(name))
+        assert begun != opening or encoder.spells_control_token(messages, tools=some_tools)
 
 
 def test_forged_turns_decode_to_the_rendered_text_exactly(backends: Backends) -> None:

@@ -50,6 +50,16 @@ def test_a_character_comes_with_the_token_that_completes_it(backends: Backends) 
     assert [detokenizer.add([i]) for i in [byte_ids[0], *in_order, byte_ids[1]]] == ["a", "", "", "東", "b"]
 
 
+def test_special_tokens_have_a_text_where_they_are_asked_for(backends: Backends) -> None:
+    for kind in ("byte_level", "llama_like", "metaspace_fallback"):
+        tokenizer = Tokenizer.from_json(backends[kind].to_str())
+        ids = tokenizer.encode("<|im_start|>ab<|im_end|>")
+        shown = {token_id for token_id, token in tokenizer.added_tokens.items() if token.content == "<|im_end|>"}
+        detokenizer = Detokenizer(tokenizer, shown)
+        text = "".join(detokenizer.add([token_id]) for token_id in ids) + detokenizer.flush()
+        assert text.strip() == "ab<|im_end|>"
+
+
 def test_ids_that_only_the_model_has_are_silent(backends: Backends) -> None:
     tokenizer = Tokenizer.from_json(backends["byte_level"].to_str())
     assert (

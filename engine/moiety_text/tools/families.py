@@ -32,18 +32,20 @@ class LlamaReader(CallReader):
         return self._object_after(text, self.separators + _SPACE)
 
     def _object_after(self, text: str, passed: str) -> str:
-        """A call, if nothing but `passed` stands before it; `passed` goes with a marker, too."""
+        """A call, marked or not, if nothing but `passed` stands before it."""
         held = self._held + text
         rest = held.lstrip(passed)
         self._held = ""
         if len(rest) < len(self.opener) and self.opener.startswith(rest):
             self._held = held
             return ""
-        if rest.startswith("{"):
-            self._open(held[: len(held) - len(rest)])
-            return rest
+        marker = self.opener if rest.startswith(self.opener) else ""
+        if marker or rest.startswith("{"):
+            end = len(held) - len(rest) + len(marker)
+            self._open(held[:end])
+            return held[end:]
         self._step = self._content
-        return rest if rest.startswith(self.opener) else held
+        return held
 
 
 def _beginnings(word: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -16,6 +17,7 @@ Message = Mapping[str, Any]
 
 KNOWN = "Hermes and Qwen, Mistral, or Llama 3 and 4"
 
+_LLAMA_HEADS = ("<|start_header_id|>", "<|header_start|>")  # of a turn, with Llama 3 and 4
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -67,12 +69,15 @@ class ToolFormat:
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """By what the chat template writes; None where that is no form known here."""
+    """By what the chat template writes; None where that is no form known here, or where it would leave out the calls
+    that earlier answers have made."""
+    if "tool_calls" not in template:
+        return None
     if "[TOOL_CALLS]" in template:
         return _mistral(template)
     if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
         return ToolFormat(HermesReader, ("<tool_call>", "</tool_call>"), '<tool_call>\n{"name": "', '", "arguments":')
-    if '{"name": "' in template and '"parameters": ' in template and "<|start_header_id|>" in template:
+    if '{"name": "' in template and '"parameters": ' in template and any(head in template for head in _LLAMA_HEADS):
         one_call = "single tool-calls" in template
         return ToolFormat(
             LlamaReader, ("<|python_tag|>",), '{"name": "', '", "parameters":', one_call_a_message=one_call
@@ -101,18 +106,21 @@ def _with_names(messages: Sequence[Message]) -> Iterator[Message]:
 
 def _apart(messages: Sequence[Message]) -> Iterator[Message]:
     """Each call in a message of its own, followed by its result."""
-    results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
-    placed = set()
-    for message in messages:
+    left = deque(messages)
+    while left:
+        message = left.popleft()
         calls = message.get("tool_calls", ())
-        if len(calls) > 1:
-            for number, call in enumerate(calls):
-                yield {**message, "tool_calls": [call], "content": "" if number else message["content"]}
-                if call["id"] in results:
-                    placed.add(call["id"])
-                    yield results[call["id"]]
-        elif message["role"] != "tool" or message.get("tool_call_id") not in placed:
+        if len(calls) < 2:
             yield message
+            continue
+        results = []
+        while left and left[0]["role"] == "tool":
+            results.append(left.popleft())
+        for number, call in enumerate(calls):
+            yield {**message, "tool_calls": [call], "content": "" if number else message["content"]}
+            yield from [result for result in results if result["tool_call_id"] == call["id"]]
+        made = {call["id"] for call in calls}
+        yield from [result for result in results if result["tool_call_id"] not in made]
 
 
 def _with_short_ids(message: Message) -> Message:
