@@ -10,11 +10,12 @@ from moiety_migrations.transaction import exclusive_connection
 from moiety_platform.batches.models import Batch
 from moiety_platform.files.models import StoredFile
 from moiety_platform.idempotency.models import IdempotentRequest
+from moiety_platform.responses_api.models import StoredResponse
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.models import UsageRecord
 
 # naming them loads every module that defines tables
-TABLES = (ApiKey, UsageRecord, StoredFile, Batch, IdempotentRequest)
+TABLES = (ApiKey, UsageRecord, StoredFile, Batch, IdempotentRequest, StoredResponse)
 target_metadata = ApiKey.metadata
 
 

@@ -40,6 +40,8 @@ from moiety_platform.metrics import Metrics
 from moiety_platform.models_api import ModelServices, model_routes
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.request_ids import add_request_id
+from moiety_platform.responses_api.controller import ResponseServices, response_routes
+from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing
@@ -59,6 +61,7 @@ class Services:
     clock: Clock
     recorder: RequestRecorder
     idempotency: IdempotencyKeeper
+    responses: ResponseKeeper
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     batches: Batches | None = None
@@ -101,6 +104,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
             *completion_routes(exchange),
             embedding_route(exchange),
             *message_routes(MessageServices(exchange, services.replicas, pipeline.texts)),
+            *response_routes(ResponseServices(exchange, services.responses)),
             *model_routes(models),
             *health_routes(services.replicas, services.metrics, services.store),
             *(services.batches.routes() if services.batches is not None else ()),

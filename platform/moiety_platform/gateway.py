@@ -43,6 +43,7 @@ from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
+from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.discovery import DnsWatch
 from moiety_platform.routing.replicas import Replicas
@@ -168,6 +169,9 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         idempotency = IdempotencyKeeper(database, KeyStore(), KeepingLimits.of(settings))
         await idempotency.start()
         stack.push_async_callback(idempotency.stop)
+        responses = ResponseKeeper(database, ConversationLimits.of(settings))
+        await responses.start()
+        stack.push_async_callback(responses.stop)
         recorder = RequestRecorder(usage, quotas, metrics, tracing, clock)
         stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
         meter = MeterReader(database)
@@ -196,6 +200,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             clock=clock,
             recorder=recorder,
             idempotency=idempotency,
+            responses=responses,
             admin_routes=[admin],
             store=store,
             batches=Batches(process_id, database, authenticator, quotas, metrics, tracing, clock, settings),

@@ -12,8 +12,8 @@ from litestar.handlers import HTTPRouteHandler
 from pydantic import model_validator
 
 from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
-from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.completions.body import receive_body
 from moiety_platform.completions.chat_messages import Messages
 from moiety_platform.completions.fields import ModelName, StrictBody, TokenIds, refuse
@@ -79,10 +79,8 @@ class ModelServices:
 def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
     """The handlers of these endpoints."""
 
-    async def authenticate(request: Request[Any, Any, Any]) -> Principal:
-        principal = await services.authenticator.authenticate(request.headers.get("authorization"))
-        require_scope(principal, INFERENCE_SCOPE)
-        return principal
+    async def caller(request: Request[Any, Any, Any]) -> Principal:
+        return await authenticate(services.authenticator, request)
 
     async def receive(schema: type[Body], request: Request[Any, Any, Any]) -> Body:
         limits = (services.max_body_bytes, services.max_json_depth, services.shape)
@@ -90,17 +88,17 @@ def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
 
     @get("/v1/models", name="list_models")
     async def list_models(request: Request[Any, Any, Any]) -> Response[bytes]:
-        cards = _visible(services.replicas, await authenticate(request))
+        cards = _visible(services.replicas, await caller(request))
         return _json({"object": "list", "data": [_describe(card) for card in cards.values()]})
 
     @get("/v1/models/{model_id:path}", name="retrieve_model")
     async def retrieve_model(request: Request[Any, Any, Any]) -> Response[bytes]:
-        cards = _visible(services.replicas, await authenticate(request))
+        cards = _visible(services.replicas, await caller(request))
         return _json(_describe(_find(cards, request.path_params["model_id"].removeprefix("/"))))
 
     @post("/tokenize", name="tokenize")
     async def tokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
-        cards = _visible(services.replicas, await authenticate(request))
+        cards = _visible(services.replicas, await caller(request))
         body = await receive(TokenizeBody, request)
         card = _find(cards, body.model)
         (tokens,) = await (await services.texts.get(card)).encode([body.as_prompt()])
@@ -108,7 +106,7 @@ def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
 
     @post("/detokenize", name="detokenize")
     async def detokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
-        cards = _visible(services.replicas, await authenticate(request))
+        cards = _visible(services.replicas, await caller(request))
         body = await receive(DetokenizeBody, request)
         text = await services.texts.get(_find(cards, body.model))
         return _json({"prompt": await text.decode(body.tokens)})

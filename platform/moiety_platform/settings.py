@@ -77,6 +77,10 @@ class GatewaySettings(BaseSettings):
     idempotency_max_keys_per_tenant: int = Field(default=100_000, ge=1)  # beyond: 429
     idempotency_max_bytes_per_tenant: int = Field(default=256 * 1024 * 1024, ge=0)  # beyond: as of a larger answer
 
+    responses_ttl_s: float = Field(default=30 * 86_400, gt=0)  # how long responses are kept that asked for it
+    responses_max_per_tenant: int = Field(default=10_000, ge=0, le=100_000)  # beyond: 429; 0: none are kept
+    responses_max_bytes_per_tenant: int = Field(default=256 * 1024 * 1024, ge=0)  # beyond: 429
+
     otlp_endpoint: str | None = Field(  # e.g. http://collector:4318; None: no spans leave the process
         default=None,  # OpenTelemetry's own variable is also what our engines go by, so one setting serves both
         validation_alias=AliasChoices("otlp_endpoint", "MOIETY_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),

@@ -37,6 +37,8 @@ from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
+from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
+from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
@@ -197,7 +199,8 @@ async def make_store(database: Database, clock: SystemClock):
 @asynccontextmanager
 async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, beside=None, now=None, **settings):
     """With `stores_usage` usage rows go to the store, as they do outside of tests; else they stay in a list. With
-    `beside`, on the database of that gateway. `now` is the database's clock, as far as Idempotency-Keys go by it."""
+    `beside`, on the database of that gateway. `now` is the database's clock, as far as
+    Idempotency-Keys and kept responses go by it."""
     clock, rows, metrics = SystemClock(), RowList(), Metrics()
     async with AsyncExitStack() as stack:
         database = Database.open(f"sqlite:///{tmp_path / 'store.db'}")
@@ -218,6 +221,9 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, b
         idempotency = IdempotencyKeeper(database, KeyStore(now=now or now_ms), KeepingLimits.of(chosen))
         await idempotency.start()
         stack.push_async_callback(idempotency.stop)
+        responses = ResponseKeeper(database, ConversationLimits.of(chosen), ResponseStore(now or now_ms))
+        await responses.start()
+        stack.push_async_callback(responses.stop)
         worker_id = f"worker-{secrets.token_hex(8)}"
         store_clock = StoreClock()
         parts = (database, authenticator, quotas, metrics, tracing, clock, chosen)
@@ -233,6 +239,7 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, b
             clock=clock,
             recorder=RequestRecorder(rows, quotas, metrics, tracing, clock),
             idempotency=idempotency,
+            responses=responses,
             admin_routes=[
                 admin_router(
                     database, authenticator, classes, prices, quotas, PEPPER, clock, more=engine_routes(replicas)
@@ -251,7 +258,7 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, b
         running = RunningGateway(f"http://127.0.0.1:{listener.getsockname()[1]}", keys, engines, rows, metrics)
         running.stop = server.request_exit
         running.forget_keys = lambda: authenticator.forget(keys.tenant_key.removeprefix("mty_").partition(".")[0])
-        running.database = database
+        running.database, running.responses = database, responses
         running.store_clock = store_clock
         running.num_connections = lambda: len(server.server_state.connections)
         try:

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 COUNT_TOKENS = "/v1/messages/count_tokens"
+RECORDED = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
 GOOD_CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 GOOD_COMPLETION = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
+GOOD_RESPONSE = {"model": "tiny", "input": "hi", "max_output_tokens": 1}
 NESTED = b"[" * 100_000 + b"]" * 100_000
 
 
@@ -201,21 +204,22 @@ _fields = st.sampled_from(
         *("system", "stop_sequences", "metadata", "thinking", "tool_choice", "parallel_tool_calls", "model"),
     ]
 )
+_good = st.sampled_from([GOOD_CHAT, GOOD_COMPLETION, GOOD_RESPONSE])
 _bodies = st.one_of(
     st.binary(max_size=200),
     _values.map(json.dumps).map(str.encode),
-    st.tuples(st.sampled_from([GOOD_CHAT, GOOD_COMPLETION]), st.dictionaries(_fields, _values, max_size=3)).map(
+    st.tuples(_good, st.dictionaries(_fields, _values, max_size=3)).map(
         lambda pair: json.dumps({**pair[0], **pair[1]}).encode()
     ),
 )
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(path=st.sampled_from([CHAT, COMPLETIONS, MESSAGES, COUNT_TOKENS, "/tokenize", "/detokenize"]), body=_bodies)
+@given(path=st.sampled_from([*RECORDED, COUNT_TOKENS, "/tokenize", "/detokenize"]), body=_bodies)
 async def test_no_body_whatever_makes_a_5xx(gateway, path, body):
     num_rows = len(gateway.rows.rows)
     status, _, answer = await gateway.post(path, body)
     assert status < 500, (path, body, answer)
-    if path in (CHAT, COMPLETIONS, MESSAGES):
+    if path in RECORDED:
         rows = await gateway.rows.wait_for(num_rows + 1)
         assert (len(rows), rows[-1].http_status) == (num_rows + 1, status)

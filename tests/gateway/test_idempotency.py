@@ -19,6 +19,7 @@ from moiety_platform.idempotency.store import KeyStore
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 LIMITS = KeepingLimits(ttl_s=60, max_answer_bytes=10_000, max_keys_per_tenant=100, max_bytes_per_tenant=100_000)
@@ -31,6 +32,8 @@ EVERY_ENDPOINT = [
     (COMPLETIONS, {"prompt": "hello", "max_tokens": 4, "stream": True}),
     (MESSAGES, CONVERSATION),
     (MESSAGES, {**CONVERSATION, "stream": True}),
+    (RESPONSES, {"input": "hello", "max_output_tokens": 4}),
+    (RESPONSES, {"input": "hello", "max_output_tokens": 4, "stream": True}),
     (EMBEDDINGS, {"input": "hello"}),
 ]
 

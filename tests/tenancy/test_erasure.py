@@ -35,6 +35,7 @@ from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.models import QuotaLease, QuotaWindow
 from moiety_platform.quota.store import LeaseStore
+from moiety_platform.responses_api.models import StoredResponse
 from moiety_platform.tenants.schemas import TenantChange
 from moiety_platform.tenants.service import change_tenant
 from moiety_platform.usage.models import LedgerEntry, UsageHour, UsageRecord
@@ -119,6 +120,10 @@ async def make_tenant(admin: Admin, database: Database, clock: ManualClock, word
                           state=state, available_ms=0, num_refusals=0, num_failures=0, answer=word.encode(),
                           answer_bytes=5)
             )  # fmt: skip
+        session.add(
+            StoredResponse(id=f"resp-{word[0]}", **owner, model=f"{word}-7b", num_items=2, num_bytes=9, total_bytes=9,
+                           expires_ms=2**40, items=word.encode(), body=word.encode())
+        )  # fmt: skip
     return {**tenant, "key": key["secret"], "key_id": key["key"]["id"], "boss": boss["secret"]}
 
 
@@ -161,7 +166,7 @@ async def test_nothing_that_the_tenant_wrote_is_left_and_every_sum_is_what_it_wa
     others = await places_of(database, OTHER)
     written = {place.split(".")[0] for place in await places_of(database, MARK)}
     assert written == {place.split(".")[0] for place in others} >= {"tenants", "projects", "api_keys", "usage",
-        "usage_hours", "files", "file_chunks", "batches", "batch_lines", "audit_log"}  # fmt: skip
+        "usage_hours", "files", "file_chunks", "batches", "batch_lines", "responses", "audit_log"}  # fmt: skip
     before = await sums(database)
     done = await erase(admin, clock, tenant["id"])
     assert done["state"] == "erased"
@@ -311,5 +316,5 @@ async def assert_tampering_shows(entries: list[dict[str, Any]]) -> None:
 
 def test_of_every_table_it_is_said_whether_its_rows_stay() -> None:
     going = {table.__tablename__ for table in doomed()}
-    assert going >= {"files", "file_chunks", "batches", "batch_lines"}
+    assert going >= {"files", "file_chunks", "batches", "batch_lines", "responses"}
     assert not going & {table.__tablename__ for table in KEPT}

@@ -38,6 +38,7 @@ from moiety_platform.quota.kinds import Kind, Level
 from moiety_platform.quota.schemas import NewQuota
 from moiety_platform.quota.service import set_quota
 from moiety_platform.quota.store import LeaseStore
+from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
@@ -238,6 +239,7 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
         clock=clock,
         recorder=RequestRecorder(usage, quotas, metrics, tracing, clock),
         idempotency=IdempotencyKeeper(database, KeyStore(), KeepingLimits.of(settings)),
+        responses=ResponseKeeper(database, ConversationLimits.of(settings)),
         admin_routes=[router],
     )
     return create_app(settings, services)

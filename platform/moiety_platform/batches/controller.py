@@ -12,6 +12,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery
 
 from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
 from moiety_platform.batches.schemas import NewBatch, view
 from moiety_platform.batches.service import cancel_batch, create_batch, get_batch, list_batches
@@ -19,7 +20,6 @@ from moiety_platform.completions.body import receive_body
 from moiety_platform.db.keyset import list_fields, parse_list
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
-from moiety_platform.files.controller import authenticate
 from moiety_platform.files.store import Now
 
 DEFAULT_LIST = 20

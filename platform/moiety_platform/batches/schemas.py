@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints, field_validator
+from pydantic import StringConstraints, field_validator
 
 from moiety_platform.batches.endpoints import ENDPOINTS
 from moiety_platform.batches.models import Batch, BatchStatus
-from moiety_platform.completions.fields import StrictBody, refuse
+from moiety_platform.completions.fields import MetadataPairs, StrictBody, refuse
 from moiety_platform.errors import BadRequest
 from moiety_platform.files.upload import check_expiry
 
 COMPLETION_WINDOW = "24h"
 WINDOW_MS = 24 * 3600 * 1000
-MAX_PAIRS = 16
 _MOMENTS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
 
@@ -23,17 +22,13 @@ class ExpiresAfter(StrictBody):
     seconds: int
 
 
-_Key = Annotated[str, StringConstraints(min_length=1, max_length=64)]
-_Value = Annotated[str, StringConstraints(max_length=512)]
-
-
 class NewBatch(StrictBody):
     """`POST /v1/batches`."""
 
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     endpoint: str
     completion_window: str
-    metadata: Annotated[dict[_Key, _Value], Field(max_length=MAX_PAIRS)] | None = None
+    metadata: MetadataPairs | None = None
     output_expires_after: ExpiresAfter | None = None
 
     @field_validator("endpoint")

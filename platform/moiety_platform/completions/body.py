@@ -19,6 +19,7 @@ from moiety_platform.json_depth import check_depth
 
 PATIENCE = 16  # times the limit
 INLINE_BYTES = 64 * 1024  # a larger body is decoded in a thread
+MAX_NAME_CHARS = 64  # of a field, in a complaint
 
 Body = TypeVar("Body", bound=StrictBody)
 
@@ -98,8 +99,13 @@ def _path(location: tuple[int | str, ...], kind: str, forms: Mapping[str, str]) 
     for i, part in enumerate(location):
         is_absent = kind == "missing" and i == len(location) - 1
         if part in forms and (part != "content" or i == 2) and not is_absent:
-            return ".".join(map(str, location[: i + 1])), forms[str(part)]
-    return ".".join(map(str, location)), None
+            return _join(location[: i + 1]), forms[str(part)]
+    return _join(location), None
+
+
+def _join(location: tuple[int | str, ...]) -> str:
+    """A key of the client's own may be of any length."""
+    return ".".join(str(part)[:MAX_NAME_CHARS] for part in location)
 
 
 def _complaint(error: ErrorDetails, shape: ShapeLimits) -> str:
@@ -112,6 +118,7 @@ def _complaint(error: ErrorDetails, shape: ShapeLimits) -> str:
     if error["type"] == "too_long":
         by_setting = {
             "messages": shape.max_messages,
+            "input": shape.max_messages,
             "stop_sequences": shape.max_stop_strings,
             "tools": shape.max_tools,
         }

@@ -64,15 +64,17 @@ class ExchangeServices:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[Body]):
-    """One path of one API: what it takes, and how it words what comes. `answer` is called once the request is admitted:
-    it reads the run to its end and sends what there is to send meanwhile. What it returns sends the rest, once the
-    request is known to be completed."""
+    """One path of one API: what it takes, and how it words what comes. `prepare` gives the body what must be looked up
+    before anything is asked of an engine. `answer` is called once the request is admitted: it reads the run to its end
+    and sends what there is to send meanwhile. What it returns sends the rest, once the request is known to be
+    completed."""
 
     path: str
     operation: str  # OpenTelemetry's name for it
     id_prefix: str
     schema: type[Body]
     answer: Callable[[Body, Run, RequestRecord, Reply], Awaitable[SendLast]]
+    prepare: Callable[[Body, RequestRecord], Awaitable[Body]] | None = None
     errors: ErrorForm = OPENAI_ERRORS
     authorization: Callable[[Scope], str | None] = authorization_of
 
@@ -150,14 +152,17 @@ class Exchange(Generic[Body]):
                 await self._answer(body, record, reply)
 
     async def _answer(self, body: Body, record: RequestRecord, reply: Reply) -> None:
+        endpoint = self._endpoint
         with WatchingForDisconnect(reply.departure):
+            if endpoint.prepare is not None:
+                body = await endpoint.prepare(body, record)
             async with self._services.pipeline.run(record, body.generation(), streams=body.wants_stream) as run:
                 reply.headers = {
                     CLASS_HEADER: record.service_class,
                     ADMISSION_HEADER: record.admission_reason,
                     **record.spending.headers(),
                 }
-                send_last = await self._endpoint.answer(body, run, record, reply)
+                send_last = await endpoint.answer(body, run, record, reply)
         record.completed()
         await send_last()
 

@@ -18,6 +18,7 @@ MAX_STOPS = 64
 MAX_PARTS = 2048  # of one message
 MAX_PROMPTS = 2048
 MAX_TOKEN_IDS = 2**20  # of one prompt or text
+MAX_PAIRS = 16  # of a request's metadata
 
 
 def refuse(message: str, code: str | None = None) -> PydanticCustomError:
@@ -56,6 +57,10 @@ StopStrings = Annotated[
     list[StopString], Field(fail_fast=True, max_length=MAX_STOPS), bounded(lambda shape: shape.max_stop_strings)
 ]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+
+MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+MetadataPairs = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_PAIRS)]
 
 # Lists end at their first bad entry: complaints about every entry of a large body would take seconds to collect.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]

@@ -102,6 +102,12 @@ class RequestRecord:
         return self.principal.service_class if self.served is None else self.served.name
 
     @property
+    def ended_unix_s(self) -> int:
+        """When the last token came, in whole seconds."""
+        after_s = 0.0 if self.last_token_s is None else self.last_token_s - self.started_s
+        return int(self.arrival_unix_ns / 1e9 + after_s)
+
+    @property
     def used(self) -> Used:
         """What there is to bill so far."""
         return Used(self.service_class, self.prompt_tokens, self.cached_tokens, self.output_tokens)

@@ -31,7 +31,7 @@ class Reply:
     def __init__(self, send: Send, departure: Departure, errors: ErrorForm, request_id: str) -> None:
         self._raw_send = send
         self.departure = departure
-        self._errors = errors
+        self.errors = errors  # an answer may have its own once it streams
         self._request_id = request_id
         self._streaming = False
         self._in_pieces = False
@@ -103,10 +103,10 @@ class Reply:
         if self._in_pieces:
             self.departure.drop()
         elif self._streaming:
-            await self._send(_body(self._errors.event(error, self._request_id), more=False))
+            await self._send(_body(self.errors.event(error, self._request_id), more=False))
         else:
-            body = self._errors.body(error, self._request_id)
-            await self._whole(self._errors.status(error), body, error_headers(error))
+            body = self.errors.body(error, self._request_id)
+            await self._whole(self.errors.status(error), body, error_headers(error))
 
 
 def _encode(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:

@@ -19,8 +19,8 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
-class Chunks(Protocol):
-    """Encodes the chunks of one streamed answer."""
+class Pieces(Protocol):
+    """Encodes what comes of one streamed answer, but for its end."""
 
     def opening(self, index: int) -> bytes:
         """What a choice begins with; empty if nothing."""
@@ -31,6 +31,10 @@ class Chunks(Protocol):
     def closing(self, index: int, finished: Finished) -> bytes:
         """What a choice ends with."""
         ...
+
+
+class Chunks(Pieces, Protocol):
+    """Encodes the chunks of one streamed answer."""
 
     def end(self, usage: Usage) -> bytes:
         """What the stream ends with; `usage` is of all choices."""

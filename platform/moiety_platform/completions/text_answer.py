@@ -13,7 +13,7 @@ from moiety_platform.completions.fields import GeneratingBody
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.reply import Reply
 from moiety_platform.completions.run import Run
-from moiety_platform.completions.sse import Chunks
+from moiety_platform.completions.sse import Chunks, Pieces
 from moiety_platform.completions.whole import collect
 from moiety_wire.messages import Finished
 
@@ -31,13 +31,14 @@ class TextAnswer(Generic[Body]):
     async def __call__(self, body: Body, run: Run, record: RequestRecord, reply: Reply) -> SendLast:
         if body.wants_stream:
             chunks = await self.chunks(body, run, record)
-            return partial(reply.end_stream, await _relay(chunks, run, record, reply))
+            await relay(chunks, run, record, reply)
+            return partial(reply.end_stream, chunks.end(run.usage()))
         return partial(reply.whole, 200, await self.whole(body, run, record, await collect(run)))
 
 
-async def _relay(chunks: Chunks, run: Run, record: RequestRecord, reply: Reply) -> bytes:
-    """Stream all choices as they come; returns what is to be sent last. The answer starts with the first tokens, so
-    that a request which an engine refuses still gets its proper status."""
+async def relay(chunks: Pieces, run: Run, record: RequestRecord, reply: Reply) -> None:
+    """Stream all choices as they come, to their end. The answer starts with the first tokens, so that a request which
+    an engine refuses still gets its proper status."""
     opened = [False] * run.num_sequences
     async for index, message in run:
         parts: list[bytes] = []
@@ -54,4 +55,3 @@ async def _relay(chunks: Chunks, run: Run, record: RequestRecord, reply: Reply) 
         if data:
             record.answered_status = 200
             await reply.stream(data)
-    return chunks.end(run.usage())

@@ -11,8 +11,8 @@ from litestar.params import FromPath, FromQuery
 from litestar.response import Stream
 
 from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
-from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.db.keyset import list_fields, parse_list
 from moiety_platform.files.models import StoredFile
 from moiety_platform.files.service import Files
@@ -28,13 +28,6 @@ class FileServices:
     authenticator: Authenticator
     files: Files
     uploads: Uploads
-
-
-async def authenticate(authenticator: Authenticator, request: Request[Any, Any, Any]) -> Principal:
-    """The caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
-    principal = await authenticator.authenticate(request.headers.get("authorization"))
-    require_scope(principal, INFERENCE_SCOPE)
-    return principal
 
 
 def file_routes(services: FileServices) -> list[HTTPRouteHandler]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import structlog
 
+from moiety_platform.db.rounds import every, purge_all
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.idempotency.errors import AnswerNotKept, KeyInUse, KeyReused
@@ -24,8 +25,6 @@ from moiety_platform.settings import GatewaySettings
 
 CLAIM_S = 30.0
 PURGE_EVERY_S = 60.0
-PURGE_ROWS = 100  # in one transaction
-PURGE_PAUSE_S = 0.05  # between two, so that others get to write
 
 INLINE_BYTES = 64 * 1024  # a larger body is hashed in a thread
 
@@ -161,8 +160,8 @@ class IdempotencyKeeper:
 
     async def start(self) -> None:
         self._tasks = [
-            asyncio.create_task(_every(self._renew_every_s, self.renew), name="idempotency-renew"),
-            asyncio.create_task(_every(self._purge_every_s, self.purge), name="idempotency-purge"),
+            asyncio.create_task(every(self._renew_every_s, "idempotency", self.renew), name="idempotency-renew"),
+            asyncio.create_task(every(self._purge_every_s, "idempotency", self.purge), name="idempotency-purge"),
         ]
 
     async def stop(self) -> None:
@@ -179,15 +178,8 @@ class IdempotencyKeeper:
                 await self._store.renew(session, list(self._running), self._claim_ms)
 
     async def purge(self) -> int:
-        """Delete what has expired, in small batches; how many keys. Raises Unavailable."""
-        total = 0
-        while True:
-            async with self._database.write() as session:
-                num_deleted = await self._store.purge(session, PURGE_ROWS)
-            total += num_deleted
-            if num_deleted < PURGE_ROWS:
-                return total
-            await asyncio.sleep(PURGE_PAUSE_S)
+        """Delete what has expired; how many keys. Raises Unavailable."""
+        return await purge_all(self._database, self._store.purge)
 
 
 def _answer_of(found: Found, bound_to: bytes) -> KeptAnswer:
@@ -198,14 +190,3 @@ def _answer_of(found: Found, bound_to: bytes) -> KeptAnswer:
     if found.answer is None:
         raise AnswerNotKept
     return found.answer
-
-
-async def _every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
-    while True:
-        await asyncio.sleep(seconds)
-        try:
-            await work()
-        except Unavailable as error:
-            log.warning("idempotency_store_away", reason=str(error))
-        except Exception:  # the root of a task that lives as long as the process: told, and tried again
-            log.exception("idempotency_round_failed")

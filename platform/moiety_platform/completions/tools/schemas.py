@@ -110,9 +110,16 @@ def offer_of(
     tools: Sequence[ChatTool] | None, choice: ToolChoice | None = None, *, parallel: bool = True
 ) -> ToolOffer | None:
     """What the model may call; None if nothing."""
-    if not tools or (choice is not None and choice.mode == "none"):
+    return offer_of_functions([tool.function for tool in tools or ()], choice, parallel=parallel)
+
+
+def offer_of_functions(
+    functions: Sequence[FunctionTool], choice: ToolChoice | None, *, parallel: bool
+) -> ToolOffer | None:
+    """The same, of functions that have nothing around them."""
+    if not functions or (choice is not None and choice.mode == "none"):
         return None
-    told = [tool_of(tool.function.name, tool.function.description, tool.function.parameters) for tool in tools]
+    told = [tool_of(function.name, function.description, function.parameters) for function in functions]
     if choice is None:
         return ToolOffer(tuple(told), parallel=parallel)
     return ToolOffer(tuple(told), choice.mode == "required", choice.name, parallel)

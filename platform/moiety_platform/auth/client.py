@@ -1,0 +1,18 @@
+"""The door of the endpoints that clients use, beside those that ask something of an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar import Request
+
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.principal import Principal
+from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
+
+
+async def authenticate(authenticator: Authenticator, request: Request[Any, Any, Any]) -> Principal:
+    """The caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
+    principal = await authenticator.authenticate(request.headers.get("authorization"))
+    require_scope(principal, INFERENCE_SCOPE)
+    return principal

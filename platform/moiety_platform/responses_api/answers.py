@@ -1,0 +1,109 @@
+"""Responses as `/v1/responses` answers them: what every form of one repeats, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moiety_platform.completions.answers import chat_logprobs
+from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.run import Usage
+from moiety_platform.errors import PlatformError
+from moiety_platform.responses_api.items import Item
+from moiety_platform.responses_api.schemas import ResponsesBody
+from moiety_platform.responses_api.tools import choice_fields
+from moiety_wire.messages import Finished, FinishReason, TokenLogprob
+
+ID_PREFIX = "resp_"
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """What is known of a response before it begins."""
+
+    response_id: str
+    created_at: int
+    model: str
+    served_tier: str
+    body: ResponsesBody
+
+    @classmethod
+    def of(cls, body: ResponsesBody, record: RequestRecord) -> ResponseHead:
+        created_at = record.arrival_unix_ns // 1_000_000_000
+        return cls(record.request_id, created_at, record.served_model, record.served_tier, body)
+
+    def in_progress(self) -> Fields:
+        """The response before anything has come of it."""
+        return self._fields("in_progress", [])
+
+    def ended(self, output: list[Item], finished: Finished, usage: Usage, completed_at: int) -> Fields:
+        """The response as it is answered. A limit that has nothing left counts as `max_output_tokens`."""
+        if finished.reason is FinishReason.LENGTH:
+            why = {"reason": "max_output_tokens"}
+            return self._fields("incomplete", output, incomplete_details=why, usage=usage_fields(usage))
+        return self._fields("completed", output, completed_at=completed_at, usage=usage_fields(usage))
+
+    def failed(self, output: list[Item], error: PlatformError) -> Fields:
+        """The response that broke off. Its error has one of OpenAI's codes."""
+        fields = {"code": _error_code(error), "message": error.message}
+        return self._fields("failed", output, error=fields)
+
+    def _fields(self, status: str, output: list[Item], **end: Any) -> Fields:
+        body = self.body
+        return {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": self.created_at,
+            "status": status,
+            "background": False,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "model": self.model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {"effort": None, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "service_tier": self.served_tier,
+            "store": bool(body.store),
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": {"type": "text"}, "verbosity": "medium"},
+            "tool_choice": choice_fields(body.tool_choice),
+            "tools": [tool.fields() for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+            "metadata": body.metadata or {},
+            **end,
+        }
+
+
+def logprob_fields(logprobs: Sequence[TokenLogprob]) -> list[Fields]:
+    fields: list[Fields] = chat_logprobs(logprobs)["content"]
+    return fields
+
+
+def usage_fields(usage: Usage) -> Fields:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.output_tokens,
+    }
+
+
+def _error_code(error: PlatformError) -> str:
+    if error.status == 429:
+        return "rate_limit_exceeded"
+    return "server_error" if error.status >= 500 else "invalid_prompt"

@@ -1,0 +1,169 @@
+"""OpenAI's endpoint `/v1/responses`, and those of the responses that are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+from litestar import Request, Response, delete, get, post
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath, FromQuery
+
+from moiety_platform.auth.client import authenticate
+from moiety_platform.auth.principal import Principal
+from moiety_platform.completions.exchange import Endpoint, ExchangeServices, SendLast, route
+from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.reply import Reply
+from moiety_platform.completions.run import Run
+from moiety_platform.completions.text_answer import relay
+from moiety_platform.db.keyset import list_fields, parse_list
+from moiety_platform.errors import BadRequest
+from moiety_platform.responses_api.answers import ID_PREFIX, Fields, ResponseHead
+from moiety_platform.responses_api.events import ResponseEvents, StreamErrors
+from moiety_platform.responses_api.items import Item, with_id
+from moiety_platform.responses_api.keeper import ResponseKeeper
+from moiety_platform.responses_api.output import ResponseOutput
+from moiety_platform.responses_api.schemas import ResponsesBody
+from moiety_wire.messages import Finished, Tokens
+
+PATH = "/v1/responses"
+DEFAULT_LIST = 20
+MAX_LIST = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseServices:
+    """What these endpoints need."""
+
+    exchange: ExchangeServices
+    keeper: ResponseKeeper
+
+
+def response_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
+    """The handlers of all of them."""
+    answers = ResponseAnswers(services.keeper)
+    endpoint = Endpoint(PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, prepare=answers.prepare)
+    return [route(endpoint, services.exchange), *_kept_routes(services)]
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseAnswers:
+    """How requests are answered with responses; those that ask for it are kept before their last bytes go out, so that
+    whoever has one can continue it."""
+
+    keeper: ResponseKeeper
+
+    async def prepare(self, body: ResponsesBody, record: RequestRecord) -> ResponsesBody:
+        """The body with what it continues. The store is not asked for a request that neither stores nor continues."""
+        if body.store:
+            await self.keeper.require_room(record.principal)
+        if body.previous_response_id is None:
+            return body
+        return body.after(await self.keeper.continued(record.principal, body.previous_response_id))
+
+    async def answer(self, body: ResponsesBody, run: Run, record: RequestRecord, reply: Reply) -> SendLast:
+        head, readers = ResponseHead.of(body, record), run.new_readers()
+        output = ResponseOutput(None if readers is None else readers[0])
+        if not body.wants_stream:
+            async for _, message in run:
+                _take(output, message)
+            return partial(self._send_whole, _ended(head, output, run, record), body, record, reply)
+        events = ResponseEvents(head, output)
+        reply.errors = StreamErrors(events)
+        await relay(events, run, record, reply)
+        return partial(self._end_stream, events, _ended(head, output, run, record), body, record, reply)
+
+    async def _send_whole(self, response: Fields, body: ResponsesBody, record: RequestRecord, reply: Reply) -> None:
+        await reply.whole(200, await self._keep(response, body, record))
+
+    async def _end_stream(
+        self, events: ResponseEvents, response: Fields, body: ResponsesBody, record: RequestRecord, reply: Reply
+    ) -> None:
+        await reply.end_stream(events.end(await self._keep(response, body, record)))
+
+    async def _keep(self, response: Fields, body: ResponsesBody, record: RequestRecord) -> bytes:
+        """The response as it is sent, which says whether it is kept."""
+        encoded = msgspec.json.encode(response)
+        if body.store:
+            items = [with_id(item) for item in body.items()]
+            parts = (record.principal, record.request_id, body.model, body.continued, items, encoded)
+            if not await self.keeper.keep(*parts):
+                return msgspec.json.encode({**response, "store": False})
+        return encoded
+
+
+def _take(output: ResponseOutput, message: Tokens | Finished) -> None:
+    """Of an answer that is sent as a whole."""
+    if isinstance(message, Finished):
+        output.take(message.text, None)
+        output.end(message)
+    else:
+        output.take(message.text, message.logprobs)
+
+
+def _ended(head: ResponseHead, output: ResponseOutput, run: Run, record: RequestRecord) -> Fields:
+    assert output.finished is not None, "an answer has come to its end"
+    return head.ended(output.items, output.finished, run.usage(), record.ended_unix_s)
+
+
+def _kept_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
+    keeper = services.keeper
+
+    async def caller(request: Request[Any, Any, Any]) -> Principal:
+        return await authenticate(services.exchange.authenticator, request)
+
+    @get(PATH + "/{response_id:str}", name="retrieve_response")
+    async def retrieve(
+        request: Request[Any, Any, Any], response_id: FromPath[str], stream: FromQuery[bool | None] = None
+    ) -> Response[bytes]:
+        """A response that is kept, as it was answered."""
+        whose = await caller(request)
+        if stream:
+            raise BadRequest("a kept response is not streamed; leave 'stream' out", param="stream")
+        return Response(await keeper.body(whose, response_id), media_type="application/json")
+
+    @delete(PATH + "/{response_id:str}", name="delete_response", status_code=200)
+    async def delete_response(request: Request[Any, Any, Any], response_id: FromPath[str]) -> Fields:
+        """Delete a response that is kept. What continues it cannot be continued any more."""
+        await keeper.delete(await caller(request), response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @get(PATH + "/{response_id:str}/input_items", name="list_input_items")
+    async def list_input_items(
+        request: Request[Any, Any, Any],
+        response_id: FromPath[str],
+        limit: FromQuery[int | None] = None,
+        after: FromQuery[str | None] = None,
+        order: FromQuery[str | None] = None,
+    ) -> Fields:
+        """What a kept response was an answer to, the latest item first unless `order` is asc."""
+        whose = await caller(request)
+        wanted = parse_list(limit, after, order, default_limit=DEFAULT_LIST, max_limit=MAX_LIST)
+        items = await keeper.input_items(whose, response_id)
+        if wanted.newest_first:
+            items.reverse()
+        if wanted.after is not None:
+            items = _after(items, wanted.after)
+        return list_fields(items[: wanted.limit], has_more=len(items) > wanted.limit)
+
+    @post(PATH + "/{response_id:str}/cancel", name="cancel_response", status_code=200)
+    async def cancel(request: Request[Any, Any, Any], response_id: FromPath[str]) -> None:
+        """There is nothing to cancel in a response that is kept: it has come to its end."""
+        await keeper.body(await caller(request), response_id)
+        raise BadRequest(
+            "only responses that are made in the background can be cancelled; to stop one that is streamed, close the "
+            "connection",
+            code="response_not_cancellable",
+            param="response_id",
+        )
+
+    return [retrieve, delete_response, list_input_items, cancel]
+
+
+def _after(items: list[Item], item_id: str) -> list[Item]:
+    for number, item in enumerate(items):
+        if item["id"] == item_id:
+            return items[number + 1 :]
+    raise BadRequest("'after' must be the id of an item in this list", param="after")

@@ -1,0 +1,114 @@
+"""The events of a streamed response, in OpenAI's order, each with the next number of its sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from moiety_platform.errors import PlatformError
+from moiety_platform.http_errors import OpenAIErrors
+from moiety_platform.responses_api.answers import ResponseHead, logprob_fields
+from moiety_platform.responses_api.items import CALL, Item, text_part
+from moiety_platform.responses_api.output import ItemBegun, ItemEnded, MoreArguments, MoreText, ResponseOutput, Step
+from moiety_wire.messages import Finished, TokenLogprob
+
+_TEXT = "response.output_text"
+_ARGUMENTS = "response.function_call_arguments"
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ResponseEvents:
+    """Encodes the events of one response. Owned by whoever answers the request."""
+
+    def __init__(self, head: ResponseHead, output: ResponseOutput) -> None:
+        self._head = head
+        self._output = output
+        self._number = 0
+        self._place: dict[str, Any] = {"item_id": "", "output_index": -1}  # of the item that is being made
+        self._delta_start = b""
+
+    def opening(self, index: int) -> bytes:
+        response = {"response": self._head.in_progress()}
+        return self.event("response.created", response) + self.event("response.in_progress", response)
+
+    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
+        return b"".join(map(self._of, self._output.take(text, logprobs)))
+
+    def closing(self, index: int, finished: Finished) -> bytes:
+        return b"".join(map(self._of, self._output.end(finished)))
+
+    def end(self, response: bytes) -> bytes:
+        """What the stream ends with, given the response as it ended."""
+        status = msgspec.json.decode(response, type=_Status).status
+        return self.event(f"response.{status}", {"response": msgspec.Raw(response)})
+
+    def failed(self, error: PlatformError) -> bytes:
+        """What a stream ends with that breaks off."""
+        told = {"code": error.code, "message": error.message, "param": error.param}
+        response = self._head.failed(self._output.items, error)
+        return self.event("error", told) + self.event("response.failed", {"response": response})
+
+    def event(self, kind: str, fields: dict[str, Any]) -> bytes:
+        data = _encode({"type": kind, **fields, "sequence_number": self._number})
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+    def _of(self, step: Step) -> bytes:
+        match step:
+            case MoreText(text, logprobs):
+                return self._more_text(text, logprobs)
+            case MoreArguments(text):
+                return self.event(f"{_ARGUMENTS}.delta", {**self._place, "delta": text})
+            case ItemBegun(item):
+                return self._begun(item)
+            case ItemEnded(item):
+                return self._ended(item)
+
+    def _more_text(self, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
+        """What all deltas of a message share is encoded once, for there are many."""
+        encoded = _encode(logprob_fields(logprobs)) if logprobs else b"[]"
+        self._number += 1
+        return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (
+            self._delta_start, _encode(text), encoded, self._number - 1,
+        )  # fmt: skip
+
+    def _begun(self, item: Item) -> bytes:
+        index = self._place["output_index"] + 1
+        self._place = {"item_id": item["id"], "output_index": index}
+        shared = _encode({"type": f"{_TEXT}.delta", **self._place, "content_index": 0})
+        self._delta_start = b"event: %b.delta\ndata: %b," % (_TEXT.encode(), shared[:-1]) + b'"delta":'
+        added = self.event("response.output_item.added", {"output_index": index, "item": item})
+        if item["type"] == CALL:
+            return added
+        part = {**self._place, "content_index": 0, "part": text_part("")}
+        return added + self.event("response.content_part.added", part)
+
+    def _ended(self, item: Item) -> bytes:
+        if item["type"] == CALL:
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            done = self.event(f"{_ARGUMENTS}.done", {**self._place, **told})
+        else:
+            (part,) = item["content"]
+            place = {**self._place, "content_index": 0}
+            text = {"text": part["text"], "logprobs": part["logprobs"]}
+            done = self.event(f"{_TEXT}.done", {**place, **text})
+            done += self.event("response.content_part.done", {**place, "part": part})
+        whole = {"output_index": self._place["output_index"], "item": item}
+        return done + self.event("response.output_item.done", whole)
+
+
+class _Status(msgspec.Struct):
+    status: str
+
+
+class StreamErrors(OpenAIErrors):
+    """OpenAI's form of an error; in the response's stream, an `error` event with our code and `response.failed`."""
+
+    def __init__(self, events: ResponseEvents) -> None:
+        self._events = events
+
+    def event(self, error: PlatformError, request_id: str) -> bytes:
+        return self._events.failed(error)

@@ -1,0 +1,158 @@
+"""The items of `input` in OpenAI's fields, strictly typed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+)
+
+from moiety_platform.completions.fields import MAX_MESSAGES, MAX_PARTS, StrictBody, bounded, refuse
+from moiety_platform.completions.tools.fields import ArgumentsText, ToolName
+from moiety_platform.responses_api.items import (
+    CALL,
+    MESSAGE,
+    RESULT,
+    Item,
+    call_item,
+    message_item,
+    result_item,
+    text_part,
+)
+
+ROLES = ("user", "assistant", "system", "developer")
+
+_INPUT_TEXT = "input_text"
+_OUTPUT_TEXT = "output_text"
+_CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class TextPart(StrictBody):
+    type: str
+    text: str
+
+    @field_validator("type")
+    @classmethod
+    def _only_text(cls, value: str) -> str:
+        if value not in (_INPUT_TEXT, _OUTPUT_TEXT):
+            raise refuse(
+                f"parts of type {value[:64]!r} are not supported; send text as {_INPUT_TEXT!r}, or an assistant's as "
+                f"{_OUTPUT_TEXT!r}"
+            )
+        return value
+
+
+def _as_parts(value: Any, info: ValidationInfo) -> Any:
+    """A string is short for one part. One form inside means that complaints name the place."""
+    if isinstance(value, str):
+        return [{"type": _part_type(info.data.get("role")), "text": value}]
+    if not isinstance(value, list):
+        raise refuse("it must be a string or a list of text parts")
+    return value
+
+
+def _part_type(role: str | None) -> str:
+    return _OUTPUT_TEXT if role == "assistant" else _INPUT_TEXT
+
+
+Parts = Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), BeforeValidator(_as_parts)]
+
+
+class MessageItem(StrictBody):
+    """One turn. An assistant's may be the message of an earlier answer as it was."""
+
+    role: str
+    content: Parts
+
+    @field_validator("role")
+    @classmethod
+    def _known_role(cls, value: str) -> str:
+        if value not in ROLES:
+            raise refuse(f"{value[:64]!r} is not a role; use one of {', '.join(ROLES)}")
+        return value
+
+    @field_validator("content")
+    @classmethod
+    def _of_the_role(cls, value: list[TextPart], info: ValidationInfo) -> list[TextPart]:
+        role = info.data.get("role")
+        for place, part in enumerate(value):
+            if role is not None and part.type != _part_type(role):
+                raise refuse(f"part {place} is of type {part.type!r}; those of role {role!r} are {_part_type(role)!r}")
+        return value
+
+    def checked(self) -> Item:
+        if self.role == "assistant":
+            return message_item([text_part(part.text) for part in self.content])
+        content = [{"type": _INPUT_TEXT, "text": part.text} for part in self.content]
+        return {"type": MESSAGE, "status": "completed", "role": self.role, "content": content}
+
+
+class CallItem(StrictBody):
+    """A call that an earlier answer has made."""
+
+    call_id: _CallId
+    name: ToolName
+    arguments: ArgumentsText
+
+    def checked(self) -> Item:
+        return call_item(self.call_id, self.name, msgspec.json.encode(self.arguments).decode())
+
+
+class ResultItem(StrictBody):
+    """What a call came to."""
+
+    call_id: _CallId
+    output: Parts
+
+    def checked(self) -> Item:
+        return result_item(self.call_id, "\n".join(part.text for part in self.output))
+
+
+InputItem = MessageItem | CallItem | ResultItem
+
+_ITEMS: dict[str, type[InputItem]] = {MESSAGE: MessageItem, CALL: CallItem, RESULT: ResultItem}
+
+
+class _Typed(StrictBody):
+    """Of an item whose type is none that is known; raises where."""
+
+    type: str
+
+    @field_validator("type")
+    @classmethod
+    def _known_type(cls, value: str) -> str:
+        if value == "item_reference":
+            raise refuse("references are not supported; send the item itself, or use 'previous_response_id'")
+        raise refuse(f"items of type {value[:64]!r} are not supported; send {', '.join(_ITEMS)}")
+
+
+def _as_item(value: Any, info: ValidationInfo) -> InputItem:
+    """By its type, so that complaints are of the one form that was meant; a message may leave it out."""
+    kind = (value.get("type") or MESSAGE) if isinstance(value, dict) else MESSAGE
+    if not isinstance(kind, str) or kind not in _ITEMS:
+        _Typed.model_validate(value)
+    return _ITEMS[kind].model_validate(value, context=info.context)
+
+
+def _as_items(value: Any) -> Any:
+    """A string is short for one message of the user's."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise refuse("it must be a string or a list of items")
+    return value
+
+
+InputItems = Annotated[
+    list[Annotated[InputItem, PlainValidator(_as_item)]],
+    Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
+    bounded(lambda shape: shape.max_messages),
+    BeforeValidator(_as_items),
+]

@@ -1,0 +1,219 @@
+"""The kept conversations as one gateway process serves them, and what has expired deleted.
+
+Fails closed before a request is served: while the database is away, what asks to store or to continue a response is
+turned away (503). A response that could not be kept once it was made is answered all the same, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+
+from moiety_platform.auth.principal import Principal
+from moiety_platform.db.rounds import every, purge_all
+from moiety_platform.db.session import Database
+from moiety_platform.errors import BadRequest, NotFound, RateLimited, TooLarge, Unavailable
+from moiety_platform.responses_api.items import Continued, Item
+from moiety_platform.responses_api.models import StoredResponse
+from moiety_platform.responses_api.store import ResponseStore, Room
+from moiety_platform.settings import GatewaySettings
+
+PURGE_EVERY_S = 60.0
+FULL_RETRY_S = 60.0
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationLimits:
+    """How much is kept, for how long, and how much of it one request may continue."""
+
+    ttl_s: float
+    room: Room
+    max_items: int
+    max_bytes: int
+
+    @classmethod
+    def of(cls, settings: GatewaySettings) -> ConversationLimits:
+        return cls(
+            settings.responses_ttl_s,
+            Room(settings.responses_max_per_tenant, settings.responses_max_bytes_per_tenant),
+            settings.max_messages,
+            settings.max_body_bytes,
+        )
+
+
+class ResponseKeeper:
+    """Owned by the entry point. `start` before the first request, `stop` after the last."""
+
+    def __init__(
+        self,
+        database: Database,
+        limits: ConversationLimits,
+        store: ResponseStore | None = None,
+        *,
+        purge_every_s: float = PURGE_EVERY_S,
+    ) -> None:
+        self._database = database
+        self._store = store or ResponseStore()
+        self._limits = limits
+        self._purge_every_s = purge_every_s
+        self._task: asyncio.Task[None] | None = None
+
+    # ── a request that stores or continues ──
+
+    async def require_room(self, whose: Principal) -> None:
+        """Raises BadRequest where nothing is kept here, RateLimited where the tenant has no room left, Unavailable."""
+        room = self._limits.room
+        if room.max_responses == 0:
+            raise BadRequest("this server keeps no responses; leave 'store' out, or send false", param="store")
+        async with self._database.read() as session:
+            if await self._store.has_room(session, whose.tenant_id, room):
+                return
+        raise RateLimited(
+            f"as much is kept for this tenant as may be ({room.max_responses:,} responses, {room.max_bytes:,} bytes); "
+            "delete some, wait until the oldest expire, or leave 'store' out",
+            code="response_storage_full",
+            param="store",
+            retry_after_s=FULL_RETRY_S,
+        )
+
+    async def continued(self, whose: Principal, last_id: str) -> Continued:
+        """The conversation up to that response. Raises NotFound, BadRequest or TooLarge for one that is too long to be
+        continued, Unavailable."""
+        async with self._database.read() as session:
+            last = await self._store.find(session, whose, last_id)
+            if last is None:
+                raise _not_found("previous response", last_id, "previous_response_id")
+            self._check_length(last)
+            chain = await self._store.chain(session, whose, last)
+        if not chain:
+            raise NotFound(
+                f"the response {last_id!r} continues one that is not kept any more; send the whole conversation as "
+                "'input' instead",
+                code="previous_response_not_found",
+                param="previous_response_id",
+            )
+        return Continued(last.id, tuple(_items_of(chain)), last.total_bytes)
+
+    def _check_length(self, last: StoredResponse) -> None:
+        limits = self._limits
+        if last.num_items >= limits.max_items:
+            raise BadRequest(
+                f"the conversation has {last.num_items:,} items; one may have {limits.max_items:,}. Begin a new one",
+                param="previous_response_id",
+            )
+        if last.total_bytes > limits.max_bytes:
+            raise TooLarge(
+                f"the conversation has {last.total_bytes:,} bytes; this server continues at most {limits.max_bytes:,}. "
+                "Begin a new one",
+                param="previous_response_id",
+            )
+
+    async def keep(
+        self,
+        whose: Principal,
+        response_id: str,
+        model: str,
+        continued: Continued,
+        items: Sequence[Item],
+        body: bytes,
+    ) -> bool:
+        """Store a response and the items that were sent for it; whether that was possible."""
+        encoded = msgspec.json.encode(items)
+        num_bytes = len(encoded) + len(body)
+        response = StoredResponse(
+            id=response_id,
+            tenant_id=whose.tenant_id,
+            project_id=whose.project_id,
+            model=model,
+            previous_id=continued.last_id,
+            num_items=len(continued.items) + len(items) + len(_output_of(body)),
+            num_bytes=num_bytes,
+            total_bytes=continued.num_bytes + num_bytes,
+            items=encoded,
+            body=body,
+        )
+        try:
+            async with self._database.write() as session:
+                ttl_ms = round(self._limits.ttl_s * 1000)
+                is_kept = await self._store.add(session, response, self._limits.room, ttl_ms)
+        except Unavailable as error:
+            log.warning("response_not_kept", tenant_id=whose.tenant_id, reason=str(error))
+            return False
+        if not is_kept:
+            log.warning("response_not_kept", tenant_id=whose.tenant_id, reason="no room, or the tenant is erased")
+        return is_kept
+
+    # ── what is asked of kept responses ──
+
+    async def body(self, whose: Principal, response_id: str) -> bytes:
+        """The response as it was answered. Raises NotFound, Unavailable."""
+        async with self._database.read() as session:
+            found = await self._store.find(session, whose, response_id)
+        if found is None:
+            raise _not_found("response", response_id, "response_id")
+        return found.body
+
+    async def input_items(self, whose: Principal, response_id: str) -> list[Item]:
+        """What the response was an answer to, as far as it is still kept: earlier turns first, then its own. Raises
+        NotFound, Unavailable."""
+        async with self._database.read() as session:
+            found = await self._store.find(session, whose, response_id)
+            if found is None:
+                raise _not_found("response", response_id, "response_id")
+            chain = await self._store.chain(session, whose, found)
+        own: list[Item] = msgspec.json.decode(found.items)
+        return [*_items_of(chain[:-1]), *own]
+
+    async def delete(self, whose: Principal, response_id: str) -> None:
+        """Raises NotFound, Unavailable."""
+        async with self._database.write() as session:
+            if not await self._store.delete(session, whose, response_id):
+                raise _not_found("response", response_id, "response_id")
+
+    # ── its own life ──
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(every(self._purge_every_s, "responses", self.purge), name="responses-purge")
+
+    async def stop(self) -> None:
+        """Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def purge(self) -> int:
+        """Delete what has expired; how many responses. Raises Unavailable."""
+        return await purge_all(self._database, self._store.purge)
+
+
+class _Output(msgspec.Struct):
+    output: list[Item]
+
+
+def _output_of(body: bytes) -> list[Item]:
+    return msgspec.json.decode(body, type=_Output).output
+
+
+def _items_of(chain: Sequence[StoredResponse]) -> list[Item]:
+    """What was sent and answered, in turn."""
+    items: list[Item] = []
+    for response in chain:
+        items += msgspec.json.decode(response.items)
+        items += _output_of(response.body)
+    return items
+
+
+def _not_found(what: str, response_id: str, param: str) -> NotFound:
+    return NotFound(
+        f"there is no {what} {response_id[:64]!r} for this key; only responses that were created with 'store': true "
+        "are kept, and only for some time",
+        code=f"{what.replace(' ', '_')}_not_found",
+        param=param,
+    )

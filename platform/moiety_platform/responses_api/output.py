@@ -1,0 +1,131 @@
+"""The items of one response, made from an answer's text as it comes. Knows no events and no HTTP.
+
+Without tools there is one message. With them there is a message for each stretch of text, and an item for each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moiety_platform.completions.answers import chat_logprobs
+from moiety_platform.completions.tools.message import new_call_id
+from moiety_platform.responses_api.items import CALL, Item, call_item, message_item, text_part, with_id
+from moiety_text.tools.deltas import CallArguments, CallBegun, CallBroken, CallEnded, Content, Delta
+from moiety_text.tools.reader import CallReader
+from moiety_wire.messages import Finished, FinishReason, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class ItemBegun:
+    """The item as far as it is known: a message without parts, a call without arguments."""
+
+    item: Item
+
+
+@dataclass(frozen=True, slots=True)
+class MoreText:
+    text: str
+    logprobs: Sequence[TokenLogprob]
+
+
+@dataclass(frozen=True, slots=True)
+class MoreArguments:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ItemEnded:
+    """The item as it is kept."""
+
+    item: Item
+
+
+Step = ItemBegun | MoreText | MoreArguments | ItemEnded  # of one item after the other
+
+
+@dataclass(slots=True)
+class _Open:
+    """An item that is being made."""
+
+    item: Item
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def is_call(self) -> bool:
+        return bool(self.item["type"] == CALL)
+
+    def ended(self, status: str) -> Item:
+        text = "".join(self.text)
+        if self.is_call:
+            return {**self.item, "status": status, "arguments": text}
+        logprobs = chat_logprobs(self.logprobs)["content"]
+        return {**self.item, "status": status, "content": [text_part(text, logprobs)]}
+
+
+class ResponseOutput:
+    """What has come. `items` are those that are whole; `reader` tells calls in the text, None where there can be none.
+
+    A call that breaks off stays, as incomplete, and what the model wrote after it is text. The log probabilities of a
+    text are those of the tokens since the last one; a call has none."""
+
+    def __init__(self, reader: CallReader | None) -> None:
+        self.items: list[Item] = []
+        self.finished: Finished | None = None
+        self._reader = reader
+        self._open: _Open | None = None
+        self._logprobs: list[TokenLogprob] = []  # of tokens whose text was not told yet
+
+    def take(self, text: str, logprobs: Sequence[TokenLogprob] | None) -> list[Step]:
+        """What more text brings."""
+        self._logprobs += logprobs or ()
+        if self._reader is None:
+            return self._told(text)
+        return [step for delta in self._reader.feed(text) for step in self._of(delta)]
+
+    def end(self, finished: Finished) -> list[Step]:
+        """What is left once the answer is over. There is at least one item, if only of no text."""
+        self.finished = finished
+        steps = [] if self._reader is None else [step for delta in self._reader.end() for step in self._of(delta)]
+        if not self.items and self._open is None:
+            steps += self._begin(message_item([]))
+        return steps + self._close("incomplete" if finished.reason is FinishReason.LENGTH else "completed")
+
+    def _of(self, delta: Delta) -> list[Step]:
+        match delta:
+            case Content(text):
+                return self._told(text)
+            case CallBegun(_, name):
+                return self._begin(call_item(new_call_id(), name, ""))
+            case CallArguments(_, text):
+                assert self._open is not None, "a call that has arguments has begun"
+                self._open.text.append(text)
+                return [MoreArguments(text)]
+            case CallEnded():
+                return self._close("completed")
+            case CallBroken():
+                return self._close("incomplete")
+
+    def _told(self, text: str) -> list[Step]:
+        steps = self._begin(message_item([])) if self._open is None or self._open.is_call else []
+        assert self._open is not None, "just begun, if it was not"
+        logprobs, self._logprobs = self._logprobs, []
+        self._open.text.append(text)
+        self._open.logprobs += logprobs
+        return [*steps, MoreText(text, logprobs)]
+
+    def _begin(self, item: Item) -> list[Step]:
+        steps = self._close("completed")
+        self._open = _Open(with_id({**item, "status": "in_progress"}))
+        return [*steps, ItemBegun(self._open.item)]
+
+    def _close(self, status: str) -> list[Step]:
+        if self._open is None:
+            return []
+        item = self._open.ended(status)
+        if self._open.is_call:
+            self._logprobs = []
+        self._open = None
+        self.items.append(item)
+        return [ItemEnded(item)]

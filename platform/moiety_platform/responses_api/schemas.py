@@ -1,0 +1,196 @@
+"""The body of `/v1/responses`: OpenAI's fields, strictly typed, and what they ask for.
+
+Unknown fields are ignored, as are hints that could change no answer here, such as `prompt_cache_key`: prefixes are
+cached without being marked, and always apart for each tenant. What is known, would change the answer and is not
+supported is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    Field,
+    FiniteFloat,
+    PrivateAttr,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from moiety_platform.completions.fields import (
+    INT32_MAX,
+    GeneratingBody,
+    MetadataPairs,
+    ModelName,
+    StrictBody,
+    refuse,
+)
+from moiety_platform.completions.generation import Conversation, Generation
+from moiety_platform.completions.schemas import ResponseFormat
+from moiety_platform.completions.tools.schemas import offer_of_functions
+from moiety_platform.responses_api.input import InputItems
+from moiety_platform.responses_api.items import Continued, Item, check_results, messages_of
+from moiety_platform.responses_api.tools import ResponseChoice, ResponseTools, check_choice
+from moiety_wire.messages import Sampling
+
+LOGPROBS = "message.output_text.logprobs"
+NOTHING_TO_INCLUDE = (  # of items that no answer here has
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+
+_UNSUPPORTED = ("conversation", "prompt", "context_management", "moderation")
+
+_Name = Annotated[str, StringConstraints(max_length=512)]
+
+
+class StreamOptions(StrictBody):
+    include_obfuscation: bool | None = None
+
+    @field_validator("include_obfuscation")
+    @classmethod
+    def _as_it_comes(cls, value: bool | None) -> bool | None:
+        if value:
+            raise refuse("events are not padded here; leave the field out")
+        return value
+
+
+class TextOptions(StrictBody):
+    format: ResponseFormat | None = None
+    verbosity: str | None = None
+
+    @field_validator("verbosity")
+    @classmethod
+    def _as_the_model_is(cls, value: str | None) -> str | None:
+        if value not in (None, "medium"):
+            raise refuse("this is not supported; leave the field out")
+        return value
+
+
+class ResponsesBody(GeneratingBody):
+    """`POST /v1/responses`. null means the default."""
+
+    model: ModelName
+    input: InputItems
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the best token
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    include: Annotated[list[str], Field(fail_fast=True, max_length=64)] | None = None
+    tools: ResponseTools | None = None
+    tool_choice: ResponseChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    truncation: str | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    metadata: MetadataPairs | None = None
+    user: _Name | None = None
+    safety_identifier: _Name | None = None
+    prompt_cache_key: _Name | None = None
+    reasoning: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+
+    _continued: Continued = PrivateAttr(Continued())
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _choice_among_tools(cls, value: ResponseChoice | None, info: ValidationInfo) -> ResponseChoice | None:
+        check_choice(value, info.data.get("tools"))
+        return value
+
+    @field_validator(*_UNSUPPORTED)
+    @classmethod
+    def _not_supported(cls, value: Any) -> Any:
+        if value:
+            raise refuse("this is not supported yet; leave the field out")
+        return value
+
+    @field_validator("reasoning")
+    @classmethod
+    def _no_reasoning(cls, value: Any) -> Any:
+        if value and not (isinstance(value, dict) and value.get("effort") in (None, "none")):
+            raise refuse("reasoning is not supported yet; leave the field out")
+        return value
+
+    @field_validator("background")
+    @classmethod
+    def _in_the_foreground(cls, value: bool | None) -> bool | None:
+        if value:
+            raise refuse("answers are not made in the background; leave it out and wait for the answer, or stream it")
+        return value
+
+    @field_validator("truncation")
+    @classmethod
+    def _nothing_dropped(cls, value: str | None) -> str | None:
+        if value not in (None, "disabled"):
+            raise refuse("nothing is dropped from a conversation here; use 'disabled', and send what fits the context")
+        return value
+
+    @field_validator("include")
+    @classmethod
+    def _known_parts(cls, value: list[str] | None) -> list[str] | None:
+        for name in value or ():
+            if name not in (LOGPROBS, *NOTHING_TO_INCLUDE):
+                raise refuse(f"{name[:64]!r} is unknown; the one that has an effect is {LOGPROBS!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise refuse("'stream_options' is allowed only when 'stream' is true")
+        if self.top_logprobs and not self.wants_logprobs:
+            raise refuse(f"'top_logprobs' is allowed only when 'include' has {LOGPROBS!r}")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    def items(self) -> list[Item]:
+        """The items of the request itself."""
+        return [item.checked() for item in self.input]
+
+    @property
+    def continued(self) -> Continued:
+        """What it continues."""
+        return self._continued
+
+    def after(self, continued: Continued) -> Self:
+        """The same request, as one that continues a conversation."""
+        body = self.model_copy()
+        body._continued = continued
+        return body
+
+    def generation(self) -> Generation:
+        """What is asked of the engines. Raises BadRequest for calls and results that do not belong together."""
+        items = [*self._continued.items, *self.items()]
+        check_results(items)
+        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        offer = offer_of_functions(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls is not False)
+        return Generation(
+            model=self.model,
+            prompts=(Conversation((*instructions, *messages_of(items)), tools=offer),),
+            num_choices=1,
+            sampling=Sampling(
+                temperature=1.0 if self.temperature is None else self.temperature,
+                top_p=1.0 if self.top_p is None else self.top_p,
+                num_logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
+            ),
+            max_tokens=self.max_output_tokens,
+            service_tier=self.service_tier,
+        )

@@ -1,0 +1,109 @@
+"""Kept responses in the database, within the caller's transaction. Time is the database's.
+
+A response is found by keys of its project that may use its model, and by nobody else; for others it does not exist.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import BigInteger, ColumnElement, delete, exists, func, literal, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.auth.principal import Principal
+from moiety_platform.db.now import now_ms
+from moiety_platform.responses_api.models import StoredResponse
+from moiety_platform.tenants.models import Erasure, Tenant
+
+_ID = re.compile(r"resp_[0-9a-f]{32}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much a tenant may have kept."""
+
+    max_responses: int
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseStore:
+    """All kept responses of all tenants. `now` is the database's clock."""
+
+    now: Callable[[], ColumnElement[int]] = now_ms
+
+    async def has_room(self, session: AsyncSession, tenant_id: str, room: Room, num_bytes: int = 0) -> bool:
+        """Whether one more response, of so many bytes, may be kept for the tenant."""
+        sums = select(func.count(), func.sum(StoredResponse.num_bytes)).where(StoredResponse.tenant_id == tenant_id)
+        num_responses, total = (await session.execute(sums)).one()
+        return num_responses < room.max_responses and int(total or 0) + num_bytes <= room.max_bytes
+
+    async def add(self, session: AsyncSession, response: StoredResponse, room: Room, ttl_ms: int) -> bool:
+        """Keep it for `ttl_ms`. False where the tenant has no room for it, or is being erased: its row is locked, so
+        that no two see the same room, and none is added once an erasure has begun."""
+        tenant_id = response.tenant_id
+        await session.execute(select(Tenant.id).where(Tenant.id == tenant_id).with_for_update(key_share=True))
+        if await session.scalar(select(exists().where(Erasure.tenant_id == tenant_id))):
+            return False
+        if not await self.has_room(session, tenant_id, room, response.num_bytes):
+            return False
+        response.expires_ms = int(await session.scalar(select(self.now())) or 0) + ttl_ms
+        session.add(response)
+        return True
+
+    async def find(self, session: AsyncSession, whose: Principal, response_id: str) -> StoredResponse | None:
+        """The response, if it is there for that key."""
+        wanted = select(StoredResponse).where(StoredResponse.id == _possible(response_id), *self._visible(whose))
+        return (await session.scalars(wanted)).first()
+
+    async def chain(self, session: AsyncSession, whose: Principal, last: StoredResponse) -> Sequence[StoredResponse]:
+        """The response and all that it continues, the first one first; empty if one of them is there no more."""
+        earlier = (
+            select(StoredResponse.id, StoredResponse.previous_id, literal(0, BigInteger).label("distance"))
+            .where(StoredResponse.id == last.id)
+            .cte("earlier", recursive=True)
+        )
+        earlier = earlier.union_all(
+            select(StoredResponse.id, StoredResponse.previous_id, earlier.c.distance + 1)
+            .join(earlier, StoredResponse.id == earlier.c.previous_id)
+            .where(*self._visible(whose))
+        )
+        wanted = select(StoredResponse).join(earlier, StoredResponse.id == earlier.c.id)
+        found = (await session.scalars(wanted.order_by(earlier.c.distance.desc()))).all()
+        return found if found and found[0].previous_id is None else ()
+
+    async def delete(self, session: AsyncSession, whose: Principal, response_id: str) -> bool:
+        """Whether it was there for that key."""
+        gone = delete(StoredResponse).where(StoredResponse.id == _possible(response_id), *self._visible(whose))
+        return await session.scalar(gone.returning(StoredResponse.id)) is not None
+
+    async def purge(self, session: AsyncSession, limit: int) -> int:
+        """Delete what has expired, the oldest first, at most `limit` of them; how many."""
+        now = await session.scalar(select(self.now()))  # as a value, so that the index serves
+        expired = (
+            select(StoredResponse.id)
+            .where(StoredResponse.expires_ms <= now)
+            .order_by(StoredResponse.expires_ms)
+            .limit(limit)
+            .with_for_update(skip_locked=True)
+        )
+        ids = (await session.scalars(expired)).all()
+        if ids:
+            await session.execute(delete(StoredResponse).where(StoredResponse.id.in_(ids)))
+        return len(ids)
+
+    def _visible(self, whose: Principal) -> tuple[ColumnElement[bool], ...]:
+        models = whose.allowed_models
+        return (
+            StoredResponse.tenant_id == whose.tenant_id,
+            StoredResponse.project_id == whose.project_id,
+            StoredResponse.expires_ms > self.now(),
+            *(() if models is None else (StoredResponse.model.in_(sorted(models)),)),
+        )
+
+
+def _possible(response_id: str) -> str:
+    """What could not be an id is looked up as none."""
+    return response_id if _ID.fullmatch(response_id) else ""

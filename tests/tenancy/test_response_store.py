@@ -1,0 +1,174 @@
+"""Kept responses in the database: never more than a tenant has room for, and none of a tenant that is erased. On both
+databases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import BigInteger, ColumnElement, func, literal, select
+
+from moiety_platform.access.roles import Role
+from moiety_platform.audit.trail import AuditedStore
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.principal import Principal
+from moiety_platform.auth.reach import tenant_of
+from moiety_platform.clock import ManualClock
+from moiety_platform.db.session import Database
+from moiety_platform.erasure.service import Eraser
+from moiety_platform.errors import NotFound, RateLimited, Unavailable
+from moiety_platform.responses_api.items import Continued, message_item, text_part
+from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
+from moiety_platform.responses_api.models import StoredResponse
+from moiety_platform.responses_api.store import ResponseStore, Room
+
+from .conftest import PEPPER, CuttableStore, Demo, make_demo
+
+BODY = b'{"output":[%b]}'
+LIMITS = ConversationLimits(ttl_s=60, room=Room(10, 10_000), max_items=1000, max_bytes=10_000)
+
+
+class DatabaseClock:
+    """The database's clock, moved by hand."""
+
+    def __init__(self) -> None:
+        self.ms = 1_800_000_000_000
+
+    def now(self) -> ColumnElement[int]:
+        return literal(self.ms, BigInteger)
+
+
+@pytest.fixture
+def time() -> DatabaseClock:
+    return DatabaseClock()
+
+
+@pytest.fixture
+async def second(database_url: str) -> AsyncIterator[Database]:
+    """What another gateway has open."""
+    opened = Database.open(database_url)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def whose(database: Database, clock: ManualClock, demo: Demo) -> Principal:
+    return await Authenticator(database, PEPPER, clock).authenticate(f"Bearer {demo.key}")
+
+
+def response_id(number: int) -> str:
+    return f"resp_{number:032x}"
+
+
+async def keep(keeper: ResponseKeeper, whose: Principal, number: int, after: int | None = None, size: int = 9) -> bool:
+    continued = Continued() if after is None else await keeper.continued(whose, response_id(after))
+    item = {"id": f"msg_{number}", **message_item([text_part("x" * size)])}
+    return await keeper.keep(whose, response_id(number), "m", continued, [item], BODY % b"")
+
+
+async def sums(database: Database) -> tuple[int, int]:
+    async with database.read() as session:
+        found = await session.execute(select(func.count(), func.sum(StoredResponse.num_bytes)))
+        num_responses, num_bytes = found.one()
+        return num_responses, int(num_bytes or 0)
+
+
+@pytest.mark.parametrize("room", [Room(5, 10_000), Room(100, 1100)])
+async def test_of_many_at_once_at_two_gateways_as_many_are_kept_as_there_is_room_for(
+    database: Database, second: Database, whose: Principal, room: Room
+) -> None:
+    keepers = [ResponseKeeper(one, replace(LIMITS, room=room)) for one in (database, second)]
+    kept = await asyncio.gather(*(keep(keepers[number % 2], whose, number, size=50) for number in range(20)))
+    num_responses, num_bytes = await sums(database)
+    one = num_bytes // num_responses
+    assert (sum(kept), num_responses) == (5, 5)
+    assert num_bytes <= room.max_bytes
+    assert num_responses == room.max_responses or num_bytes + one > room.max_bytes
+    if room.max_responses == 5:
+        with pytest.raises(RateLimited):
+            await keepers[0].require_room(whose)
+    await keepers[0].require_room(replace(whose, tenant_id="ten_other"))
+
+
+async def test_a_conversation_is_read_in_order_however_long_it_is_and_only_whole(
+    database: Database, whose: Principal, time: DatabaseClock
+) -> None:
+    limits = replace(LIMITS, room=Room(1000, 10**9), max_bytes=10**9)
+    keeper = ResponseKeeper(database, limits, ResponseStore(time.now))
+    for number in range(60):
+        assert await keep(keeper, whose, number, number - 1 if number else None)
+    whole = await keeper.continued(whose, response_id(59))
+    assert [item["id"] for item in whole.items] == [f"msg_{number}" for number in range(60)]
+    assert whole.num_bytes == (await sums(database))[1]
+    assert len((await keeper.continued(whose, response_id(29))).items) == 30
+    await keeper.delete(whose, response_id(30))
+    with pytest.raises(NotFound, match="not kept any more"):
+        await keeper.continued(whose, response_id(59))
+    assert len((await keeper.continued(whose, response_id(29))).items) == 30
+
+
+async def test_what_has_expired_is_found_no_more_and_purged_in_batches(
+    database: Database, whose: Principal, time: DatabaseClock
+) -> None:
+    limits = replace(LIMITS, room=Room(1000, 10**9))
+    store = ResponseStore(time.now)
+    keeper = ResponseKeeper(database, limits, store)
+    for number in range(7):
+        assert await keep(keeper, whose, number)
+    time.ms += 60_000
+    assert await keep(keeper, whose, 7)
+    with pytest.raises(NotFound):
+        await keeper.body(whose, response_id(0))
+    async with database.write() as session:
+        assert await store.purge(session, 5) == 5
+    assert await keeper.purge() == 2
+    assert (await sums(database))[0] == 1
+    assert await keeper.body(whose, response_id(7)) == BODY % b""
+
+
+async def test_a_keeper_that_was_started_purges_by_itself(database: Database, whose: Principal) -> None:
+    keeper = ResponseKeeper(database, replace(LIMITS, ttl_s=0.01), purge_every_s=0.05)
+    assert await keep(keeper, whose, 1)
+    await keeper.start()
+    async with asyncio.timeout(10):
+        while (await sums(database))[0]:  # noqa: ASYNC110 - the store announces no change
+            await asyncio.sleep(0.02)
+    await keeper.stop()
+
+
+async def test_nothing_is_kept_of_a_tenant_once_its_erasure_has_begun(
+    database: Database, clock: ManualClock, whose: Principal
+) -> None:
+    keeper = ResponseKeeper(database, LIMITS)
+    assert await keep(keeper, whose, 1)
+    eraser = Eraser(AuditedStore(database, "root", Role.OWNER, tenant_of, clock), whose.tenant_id)
+    await eraser.begin()
+    assert not await keep(keeper, whose, 2)
+    done = await eraser.work(60.0)
+    assert done.counts["responses"] == 1
+    assert await sums(database) == (0, 0)
+
+
+async def test_a_store_that_is_away_refuses_what_needs_it_and_loses_what_was_made(
+    cuttable: CuttableStore, clock: ManualClock
+) -> None:
+    demo = await make_demo(cuttable.database, clock)
+    whose = await Authenticator(cuttable.database, PEPPER, clock).authenticate(f"Bearer {demo.key}")
+    keeper = ResponseKeeper(cuttable.database, LIMITS)
+    assert await keep(keeper, whose, 1)
+    await cuttable.wire.cut()
+    for call in (
+        keeper.require_room(whose),
+        keeper.continued(whose, response_id(1)),
+        keeper.body(whose, response_id(1)),
+        keeper.input_items(whose, response_id(1)),
+        keeper.delete(whose, response_id(1)),
+    ):
+        with pytest.raises(Unavailable):
+            await call
+    assert not await keep(keeper, whose, 2)
+    await cuttable.wire.mend()
+    assert await keep(keeper, whose, 3, after=1)
+    assert (await sums(cuttable.steady))[0] == 2
