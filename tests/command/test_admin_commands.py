@@ -202,7 +202,11 @@ def test_usage_is_summed_by_tenant(moiety: Callable[..., Any], serve: Any) -> No
         if used() == tokens:
             break
     assert used() == tokens
-    assert "summed-inc" in moiety("usage").stdout
+    lines = moiety("usage", "--by", "tenant,model").stdout.replace("┃", "│").splitlines()
+    headings, *rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert (headings[:3], headings[-2:]) == (["tenant", "model", "requests"], ["$", "SLA kept"])
+    assert not any("nanodollars" in heading for heading in headings)
+    assert ["summed-inc", "moiety-demo", "1"] in [row[:3] for row in rows]
     (exported,) = csv.DictReader(moiety("usage", "--tenant", "summed-inc", "--csv").stdout.splitlines())
     assert (exported["tenant_name"], int(exported["output_tokens"])) == ("summed-inc", tokens)
     assert int(exported["cost_nanodollars"]) == 0

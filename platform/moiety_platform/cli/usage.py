@@ -85,8 +85,8 @@ def usage(
         {**named(one["group"]), **one["totals"], "attainment": percent(one["totals"]), "cost": cost(one["totals"])}
         for one in report["data"]
     ]
-    headings = {field: field.replace("_", " ") for row in rows[:1] for field in row if field not in TOTALS}
-    admin.show_rows(rows, {**headings, **TOTALS})
+    groups = {field: field.replace("_", " ") for one in report["data"][:1] for field in named(one["group"])}
+    admin.show_rows(rows, {**groups, **TOTALS})
 
 
 @app.command("reconcile")
