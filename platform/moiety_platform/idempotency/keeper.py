@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -20,6 +20,7 @@ from moiety_platform.idempotency.errors import AnswerNotKept, KeyInUse, KeyReuse
 from moiety_platform.idempotency.keys import Asked, hash_of
 from moiety_platform.idempotency.models import State
 from moiety_platform.idempotency.store import Found, KeptAnswer, KeyStore
+from moiety_platform.rounds import Rounds
 from moiety_platform.settings import GatewaySettings
 
 CLAIM_S = 30.0
@@ -101,10 +102,9 @@ class IdempotencyKeeper:
         self._limits = limits
         self._claim_ms = round(claim_s * 1000)
         self._ttl_ms = round(limits.ttl_s * 1000)
-        self._renew_every_s = claim_s / 3
-        self._purge_every_s = purge_every_s
         self._running: set[str] = set()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._renewing = Rounds("idempotency-renew", self.renew, claim_s / 3)
+        self._purging = Rounds("idempotency-purge", self.purge, purge_every_s)
 
     # ── a request ──
 
@@ -160,17 +160,13 @@ class IdempotencyKeeper:
     # ── its own life ──
 
     async def start(self) -> None:
-        self._tasks = [
-            asyncio.create_task(_every(self._renew_every_s, self.renew), name="idempotency-renew"),
-            asyncio.create_task(_every(self._purge_every_s, self.purge), name="idempotency-purge"),
-        ]
+        self._renewing.start()
+        self._purging.start()
 
     async def stop(self) -> None:
         """Idempotent."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._renewing.cancel()
+        await self._purging.cancel()
 
     async def renew(self) -> None:
         """Put off the expiry of what runs here. Raises Unavailable."""
@@ -198,14 +194,3 @@ def _answer_of(found: Found, bound_to: bytes) -> KeptAnswer:
     if found.answer is None:
         raise AnswerNotKept
     return found.answer
-
-
-async def _every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
-    while True:
-        await asyncio.sleep(seconds)
-        try:
-            await work()
-        except Unavailable as error:
-            log.warning("idempotency_store_away", reason=str(error))
-        except Exception:  # the root of a task that lives as long as the process: told, and tried again
-            log.exception("idempotency_round_failed")
