@@ -299,6 +299,12 @@ def test_help_imports_neither_torch_nor_the_web_stack() -> None:
         assert f" {command} " in done.stdout
 
 
+def test_a_command_offers_no_completion_of_its_own(moiety: Callable[..., Any]) -> None:
+    shown = moiety("tenant", "--help").stdout
+    assert "suspend" in shown
+    assert "completion" not in shown
+
+
 def test_the_supervisor_imports_neither_torch_nor_the_web_stack() -> None:
     heavy = ("torch", "litestar", "sqlalchemy", "streamlit", "httpx", "pydantic", "rich")
     code = f"import sys, moiety_platform.cli.serve; sys.exit(' '.join(n for n in {heavy} if n in sys.modules) or 0)"

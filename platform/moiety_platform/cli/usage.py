@@ -128,7 +128,7 @@ def requests_since(client: AdminClient, since: datetime) -> dict[str, dict[str, 
 def show_reconciliation(report: dict[str, Any]) -> None:
     """For people."""
     total = report["total"]
-    typer.echo(f"{total['requests']} requests of {report['tenants']} tenants, {total['output_tokens']} output tokens")
+    typer.echo(f"tenants: {report['tenants']}, requests: {total['requests']}, output tokens: {total['output_tokens']}")
     typer.echo("requests, ledger and sums agree" if not report["differences"] else "they differ:")
     for one in report["differences"]:
         typer.echo(f"  tenant {one['tenant_id']}: {one['requests']} · {one['ledger']} · {one['hours']}")
