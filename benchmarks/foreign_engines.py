@@ -11,7 +11,6 @@ then the gateway answers 503. Ends with 1 if one of them does not hold.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -29,7 +28,8 @@ from typing import Any
 
 import httpx
 import openai
-from cpu_rivals import HERE, RIVAL, install_rival
+from cpu_rivals import RIVAL, install_rival
+from on_checkpoint import find_or_make_checkpoint, make_parser, write_report
 
 from moiety_platform.bench.environment import describe_environment
 from moiety_platform.engine_addresses import Kind
@@ -46,15 +46,9 @@ MOIETY = "from moiety_platform.cli.main import main; main()"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "moiety-benchmarks")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "foreign_engines.json")
+    parser = make_parser(__doc__, "foreign_engines.json")
     options = parser.parse_args()
-    options.work.mkdir(parents=True, exist_ok=True)
-    checkpoint = options.work / "qwen3-moe-670m"
-    if not (checkpoint / "config.json").exists():
-        subprocess.run([sys.executable, HERE / "checkpoint.py", checkpoint], check=True)
+    checkpoint = find_or_make_checkpoint(options.work)
     python = install_rival(options.work / "vllm")
     with tempfile.TemporaryDirectory(prefix="moiety-foreign-") as folder:
         checks = asyncio.run(_check(python, checkpoint, Path(folder), options.threads))
@@ -66,8 +60,7 @@ def main() -> None:
         "all_hold": all(check["holds"] for check in checks.values()),
         "checks": checks,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, options.output)
     print(json.dumps({name: check["holds"] for name, check in checks.items()}))
     sys.exit(0 if report["all_hold"] else 1)
 

@@ -9,30 +9,25 @@ checkpoint is that of `checkpoint.py`. Writes output tokens/s, ratios to `contin
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 from datetime import date
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from on_checkpoint import find_or_make_checkpoint, make_parser, write_report
+
 STRATEGIES = ["continuous", "static", "dynamic", "padded", "none"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "strategies.json")
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--num-prompts", type=int, default=160)
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--scale", type=float, default=0.25)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "moiety-benchmarks")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "strategies.json")
     options = parser.parse_args()
-    checkpoint = options.work / "qwen3-moe-670m"
-    if not (checkpoint / "config.json").exists():
-        subprocess.run([sys.executable, HERE / "checkpoint.py", checkpoint], check=True)
+    checkpoint = find_or_make_checkpoint(options.work)
     reports = {}
     for strategy in ["continuous", *(name for name in options.strategies if name != "continuous")]:
         command = [Path(sys.executable).parent / "moiety", "bench", "engine", "--model", checkpoint, "--json"]
@@ -55,8 +50,7 @@ def main() -> None:
         "ttft_ms": {name: report["ttft_ms"] for name, report in reports.items()},
         "tpot_ms": {name: report["tpot_ms"] for name, report in reports.items()},
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(summary, indent=1) + "\n")
+    write_report(summary, options.output)
     print(json.dumps({key: summary[key] for key in ("continuous_over", "kv_waste_fraction")}))
 
 

@@ -242,16 +242,16 @@ async def _connect(
         return ZmqEngineClient(address, context, clock, curve, replica_id=replica_id, on_unsettled=meter.take)
 
     names = [address for address in settings.engines if is_name(address)]
-    watches: list[asyncio.Task[None]] = []
     try:
         async with Replicas([client_of(address) for address in settings.engines if address not in names]) as links:
-            watches += [asyncio.create_task(DnsWatch(name, links, client_of).run(), name=name) for name in names]
+            watches = [DnsWatch(name, links, client_of) for name in names]
             try:
+                for watch in watches:
+                    await watch.start()
                 yield links
             finally:
                 for watch in watches:
-                    watch.cancel()
-                await asyncio.gather(*watches, return_exceptions=True)
+                    await watch.stop()
     finally:
         context.destroy(linger=0)
 

@@ -202,7 +202,11 @@ def test_usage_is_summed_by_tenant(moiety: Callable[..., Any], serve: Any) -> No
         if used() == tokens:
             break
     assert used() == tokens
-    assert "summed-inc" in moiety("usage").stdout
+    lines = moiety("usage", "--by", "tenant,model").stdout.replace("┃", "│").splitlines()
+    headings, *rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert (headings[:3], headings[-2:]) == (["tenant", "model", "requests"], ["$", "SLA kept"])
+    assert not any("nanodollars" in heading for heading in headings)
+    assert ["summed-inc", "moiety-demo", "1"] in [row[:3] for row in rows]
     (exported,) = csv.DictReader(moiety("usage", "--tenant", "summed-inc", "--csv").stdout.splitlines())
     assert (exported["tenant_name"], int(exported["output_tokens"])) == ("summed-inc", tokens)
     assert int(exported["cost_nanodollars"]) == 0
@@ -293,6 +297,12 @@ def test_help_imports_neither_torch_nor_the_web_stack() -> None:
         "demo",
     ):
         assert f" {command} " in done.stdout
+
+
+def test_a_command_offers_no_completion_of_its_own(moiety: Callable[..., Any]) -> None:
+    shown = moiety("tenant", "--help").stdout
+    assert "suspend" in shown
+    assert "completion" not in shown
 
 
 def test_the_supervisor_imports_neither_torch_nor_the_web_stack() -> None:

@@ -649,7 +649,10 @@ async def test_llama_cpp_without_metrics_tells_its_load_by_its_slots(start_serve
     server.running = 3
     engine = client_of(server)
     async with start_over(engine):
-        await until(lambda: engine.state.load.num_running == 3)
+        assert engine.state.load.num_running == 3  # this gateway has given it nothing
+        server.running = 1
+        await until(lambda: engine.state.load.num_running != 3)
+        assert engine.state.load.num_running == 1
 
 
 async def test_text_that_a_server_holds_back_is_counted_and_goes_on(start_server, client_of, start_over):

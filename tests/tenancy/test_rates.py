@@ -125,15 +125,20 @@ async def test_slots_are_bounded_over_replicas_and_come_back(database: Database)
     assert (window.granted, window.settled) == (0, 0)
 
 
+async def hold_without_rounds(keeper: QuotaKeeper) -> Hold:
+    """Of a keeper that was not started: nothing is renewed but what this needs."""
+    waiting = asyncio.create_task(keeper.hold([TENANT], ONE))
+    while not waiting.done():
+        await asyncio.wait({waiting}, timeout=0.01)
+        await keeper.transact(asked_only=True, renew_all=False)
+    return await waiting
+
+
 async def test_the_slots_of_a_replica_that_is_gone_are_free_again(database: Database) -> None:
     await set_limit(database, Kind.CONCURRENT_REQUESTS, 2)
-    gone = QuotaKeeper(database, LeaseStore("gone", 0.2), SystemClock(), tick_s=0.05)
-    await gone.start()
+    gone = QuotaKeeper(database, LeaseStore("gone", 0.2), SystemClock())
     for _ in range(2):
-        await gone.hold([TENANT], ONE)
-    task = gone._task
-    assert task is not None
-    task.cancel()
+        await hold_without_rounds(gone)
     other_leases = LeaseStore("other", 20.0)
     other = QuotaKeeper(database, other_leases, SystemClock(), tick_s=0.05)
     await other.start()
@@ -153,20 +158,12 @@ async def test_slots_that_were_swept_are_not_given_back_again(database: Database
     await set_limit(database, Kind.CONCURRENT_REQUESTS, 10)
     leases = [LeaseStore("cut off", 0.05), LeaseStore("other", 20.0)]
     cut_off, other = (QuotaKeeper(database, store, SystemClock(), tick_s=60.0) for store in leases)
-
-    async def hold(keeper: QuotaKeeper) -> Hold:
-        waiting = asyncio.create_task(keeper.hold([TENANT], ONE))
-        while not waiting.done():
-            await asyncio.wait({waiting}, timeout=0.01)
-            await keeper.transact(asked_only=True, renew_all=False)
-        return await waiting
-
-    streams = [await hold(cut_off) for _ in range(6)]
+    streams = [await hold_without_rounds(cut_off) for _ in range(6)]
     await asyncio.sleep(0.1)
     async with database.write() as session:
         await leases[1].release_expired(session)
     for _ in range(10):
-        await hold(other)
+        await hold_without_rounds(other)
     for stream in streams[:4]:
         stream.settle({Unit.REQUESTS: 1})
     await cut_off.transact()
@@ -175,7 +172,7 @@ async def test_slots_that_were_swept_are_not_given_back_again(database: Database
     assert window.granted == 10
     assert cut_off.extend_now(streams[5], ONE), "a running stream asks for no slot again"
     with pytest.raises(QuotaExceeded):
-        await hold(cut_off)
+        await hold_without_rounds(cut_off)
 
 
 async def test_a_lease_of_which_a_running_request_holds_nothing_is_not_forgotten(database: Database) -> None:

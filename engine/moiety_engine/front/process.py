@@ -74,7 +74,7 @@ async def _serve(
             await front.start()
             if await front.wait_ready():
                 _report(settings, front, say)
-        except BaseException:
+        except BaseException:  # a stop as well: the core's process must not outlive this one
             await front.close()
             raise
         return await front.wait()

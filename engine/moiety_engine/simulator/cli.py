@@ -162,7 +162,7 @@ def _print(done: Comparison) -> None:
                 "–" if tpot is None else f"{1000 * tpot:.0f}",
             )
     console.print(table)
-    table = Table("policy", "goodput ÷ C", "completed ÷ C", "tokens/s", "gap (bound)", "Jain", "preempted", "again")
+    table = Table("policy", "goodput ÷ C", "done ÷ C", "tokens/s", "gap (bound)", "Jain", "gave way", "again")
     for policy, figures in done.policies.items():
         fairness = figures["fairness"]
         table.add_row(

@@ -29,8 +29,7 @@ def _make_files() -> None:
     op.create_table(
         "files",
         sa.Column("id", sa.String(32), primary_key=True),
-        sa.Column("tenant_id", sa.String(32), nullable=False),
-        sa.Column("project_id", sa.String(32), nullable=False),
+        *_ids("tenant", "project"),
         sa.Column("purpose", sa.String(32), nullable=False),
         sa.Column("filename", sa.String(255), nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
@@ -59,11 +58,9 @@ def _make_batches() -> None:
     op.create_table(
         "batches",
         sa.Column("id", sa.String(32), primary_key=True),
-        sa.Column("tenant_id", sa.String(32), nullable=False),
-        sa.Column("project_id", sa.String(32), nullable=False),
-        sa.Column("key_id", sa.String(32), nullable=False),
+        *_ids("tenant", "project", "key"),
         sa.Column("endpoint", sa.String(64), nullable=False),
-        sa.Column("input_file_id", sa.String(32), nullable=False),
+        *_ids("input_file"),
         sa.Column("note", sa.JSON()),
         sa.Column("output_expires_s", sa.Integer()),
         sa.Column("status", sa.String(16), nullable=False),
@@ -99,3 +96,8 @@ def _make_batches() -> None:
         sa.CheckConstraint("state IN ('pending', 'completed', 'failed')", name=op.f("ck_batch_lines_state_known")),
     )
     op.create_index("ix_batch_lines_batch_id_state_number", "batch_lines", ["batch_id", "state", "number"])
+
+
+def _ids(*names: str) -> list[sa.Column[str]]:
+    """Columns that say which tenant, project and so on a row belongs to."""
+    return [sa.Column(f"{name}_id", sa.String(32), nullable=False) for name in names]

@@ -8,7 +8,6 @@ answered; a kill leaves it to the end of the leases.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Sequence
 
@@ -37,6 +36,7 @@ from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.files.store import Now
+from moiety_platform.rounds import Rounds
 
 POLL_S = 1.0
 STOP_GRACE_S = 3.0
@@ -72,34 +72,27 @@ class BatchWorker:
         self._lease_s = lease_s
         self._backoff = backoff
         self._poll_s = poll_s
+        self._rounds = Rounds("batch-worker", self._round, poll_s, pause_s=OUTAGE_PAUSE_S)
         self._now = now
         self._running: dict[LineKey, tuple[ClaimedLine, asyncio.Task[None]]] = {}
         self._outcomes: list[Outcome] = []
         self._batches: list[OpenBatch] = []  # as they were when last looked at
         self._paces: dict[str, Pace] = {}
         self._dry: set[str] = set()  # batches that had no more lines to claim when last looked at
-        self._work = asyncio.Event()
         self._looked_s = self._renewed_s = float("-inf")
-        self._is_stopping = False
-        self._is_away = False
-        self._task: asyncio.Task[None] | None = None
 
     def wake(self) -> None:
         """A batch was made or changed in this process: look at once."""
         self._looked_s = float("-inf")
-        self._work.set()
+        self._rounds.wake()
 
     async def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="batch-worker")
+        self._rounds.start()
 
     async def stop(self) -> None:
         """Claim nothing more, let what is nearly done come to its end, give the rest back. Idempotent."""
-        if self._task is None:
+        if not await self._rounds.stop():
             return
-        self._is_stopping = True
-        self._work.set()
-        await self._task
-        self._task = None
         await self._tending.stop()
         tasks = [task for _, task in self._running.values()]
         if tasks:
@@ -116,25 +109,6 @@ class BatchWorker:
             await self._store()
         except Unavailable as error:
             log.warning("batch_lines_left_to_their_leases", reason=str(error), lines=len(self._outcomes))
-
-    async def _run(self) -> None:
-        while not self._is_stopping:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._poll_s):
-                    await self._work.wait()
-            self._work.clear()
-            try:
-                await self._round()
-            except Unavailable as error:
-                if not self._is_away:
-                    log.warning("batch_store_away", reason=str(error))
-                self._is_away = True
-                await asyncio.sleep(OUTAGE_PAUSE_S)
-            except Exception:  # the root of the task that all batches depend on: told, and tried again
-                log.exception("batch_round_failed")
-                await asyncio.sleep(OUTAGE_PAUSE_S)
-            else:
-                self._is_away = False
 
     async def _round(self) -> None:
         """Raises Unavailable; what was to be stored is kept for the next round then."""
@@ -154,7 +128,7 @@ class BatchWorker:
         try:
             if outcomes:
                 await self._store_some(outcomes)
-        except BaseException:
+        except BaseException:  # whatever it was, also a stop: they are stored by the next round or by `stop`
             self._outcomes = outcomes + self._outcomes
             raise
         running = {batch_id for batch_id, _ in self._running}
@@ -219,7 +193,7 @@ class BatchWorker:
         candidates = [batch for batch in self._batches if self._may_begin(batch) > 0]
         num_running = Counter(line.batch.tenant_id for line, _ in self._running.values())
         free = self._concurrency - len(self._running)
-        while free > 0 and not self._is_stopping:
+        while free > 0 and not self._rounds.is_stopping:
             batch = next_batch(candidates, num_running)
             if batch is None:
                 return
@@ -257,7 +231,7 @@ class BatchWorker:
             outcome = await self._runner.run(line)
         finally:  # cancelled: it is not ours any more, or the stop gives it back
             self._running.pop(line.key, None)
-            self._work.set()
+            self._rounds.wake()
         self._note(line.batch.id, outcome)
         self._outcomes.append(outcome)
 

@@ -33,6 +33,7 @@ EXTRA_OF_PACKAGE = {
     "pandas": "dashboard",
     "vl_convert": "plot",
 }
+COMPLETION = ("install_completion", "show_completion")  # of a shell, which calls `moiety` and not a command of it
 
 
 def explain_missing_package(exc: ModuleNotFoundError) -> CommandError | None:
@@ -80,6 +81,7 @@ def as_command(target: Any, name: str) -> TyperCommand | TyperGroup:
         app.command(name)(target)
     command = typer.main.get_command(app)
     command.name = name
+    command.params = [one for one in command.params if one.name not in COMPLETION]
     return cast("TyperCommand | TyperGroup", command)
 
 

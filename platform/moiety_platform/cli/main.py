@@ -21,7 +21,7 @@ COMMANDS = {
         "moiety_platform.cli.migrate:migrate",
         "Bring the database up to date, or say where it is.",
     ),
-    "tenant": ("moiety_platform.cli.tenants:tenant_app", "List, show and make tenants."),
+    "tenant": ("moiety_platform.cli.tenants:tenant_app", "List, show, make, change, suspend and erase tenants."),
     "project": ("moiety_platform.cli.tenants:project_app", "List and make a tenant's projects."),
     "key": ("moiety_platform.cli.keys:app", "List, make, rotate and revoke keys."),
     "class": ("moiety_platform.cli.classes:app", "List, change and make service classes."),
@@ -30,14 +30,14 @@ COMMANDS = {
     "webhook": ("moiety_platform.cli.webhooks:app", "List, make and remove addresses that alerts go to."),
     "audit": ("moiety_platform.cli.audit:app", "Show the log of administrative changes, and verify it."),
     "batch": ("moiety_platform.cli.batches:app", "Submit files of requests, follow them, fetch their answers."),
-    "usage": ("moiety_platform.cli.usage:app", "Show what was used, by tenant, model or day, and check the books."),
+    "usage": ("moiety_platform.cli.usage:app", "Show what was used, by tenant, model or hour, and check the books."),
 }
 SUMMARIES = {
     "engine": "Run one engine (a model replica) alone.",
     "dashboard": "Run the dashboard alone.",
     "simulate": "Run the real scheduler under virtual time, on a trace or on drawn arrivals.",
     "advise": "Say what one replica can carry, what to set, and how many replicas the traffic needs.",
-    "demo": "Train, evaluate or talk about the bundled demo model.",
+    "demo": "Train and evaluate the bundled demo model, or print examples of its tasks.",
 }
 ORDER = [
     "serve",

@@ -1,4 +1,4 @@
-"""The tenants' API for the commands: which gateway, which key, and answers or errors with an exit code."""
+"""The tenants' API for the commands."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any, BinaryIO
 
 import httpx
 
-from moiety_platform.cli.admin_client import DEFAULT_URL, read_message
-from moiety_platform.cli.errors import CommandError, NotAllowed, NotReachable
-from moiety_platform.supervisor.data_dir import read_first_keys, read_url
-from moiety_platform.supervisor.errors import SupervisorError
+from moiety_platform.cli.gateway_client import call, connect, local_keys, raise_for_status, reaching
 
 TIMEOUT_S = 60.0
+NO_KEY = "no tenant's key: give --key or MOIETY_KEY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,28 +25,12 @@ class TenantClient:
     def connect(cls, url: str | None, key: str | None, data_dir: Path) -> TenantClient:
         """From what was given, else from a local serve's data directory. Raises CommandError if there is no key."""
         if key is None:
-            try:
-                keys = read_first_keys(data_dir)
-            except SupervisorError as exc:
-                raise CommandError(str(exc)) from exc
-            if keys is None:
-                raise CommandError(
-                    f"no tenant's key: give --key or MOIETY_KEY, or a --data-dir that a serve has used "
-                    f"(there is none in {data_dir})"
-                )
-            key = keys.tenant_key
-        address = (url or read_url(data_dir) or DEFAULT_URL).rstrip("/")
-        headers = {"Authorization": f"Bearer {key}"}
-        return cls(httpx.Client(base_url=f"{address}/v1", headers=headers, timeout=TIMEOUT_S))
+            key = local_keys(data_dir, NO_KEY).tenant_key
+        return cls(connect(url, key, data_dir, TIMEOUT_S))
 
     def call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         """The decoded answer. Raises NotReachable, NotAllowed or CommandError."""
-        try:
-            response = self.http.request(method, path, **request)
-        except httpx.HTTPError as exc:
-            raise self._unreachable(exc) from exc
-        _raise_for_status(response)
-        answer: dict[str, Any] = response.json()
+        answer: dict[str, Any] = call(self.http, method, f"/v1{path}", **request)
         return answer
 
     def upload(self, name: str, content: BinaryIO) -> dict[str, Any]:
@@ -57,22 +39,8 @@ class TenantClient:
 
     def download(self, file_id: str) -> Iterator[bytes]:
         """A file's content, piece by piece. Raises like `call`."""
-        try:
-            with self.http.stream("GET", f"/files/{file_id}/content") as response:
-                if response.is_error:
-                    response.read()
-                _raise_for_status(response)
-                yield from response.iter_bytes()
-        except httpx.HTTPError as exc:
-            raise self._unreachable(exc) from exc
-
-    def _unreachable(self, exc: httpx.HTTPError) -> NotReachable:
-        kind = type(exc).__name__
-        return NotReachable(f"the gateway at {self.http.base_url} does not answer ({kind}); is it running?")
-
-
-def _raise_for_status(response: httpx.Response) -> None:
-    if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        raise NotAllowed(read_message(response))
-    if response.is_error:
-        raise CommandError(read_message(response))
+        with reaching(self.http), self.http.stream("GET", f"/v1/files/{file_id}/content") as response:
+            if response.is_error:
+                response.read()
+            raise_for_status(response)
+            yield from response.iter_bytes()

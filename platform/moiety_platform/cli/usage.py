@@ -85,8 +85,8 @@ def usage(
         {**named(one["group"]), **one["totals"], "attainment": percent(one["totals"]), "cost": cost(one["totals"])}
         for one in report["data"]
     ]
-    headings = {field: field.replace("_", " ") for row in rows[:1] for field in row if field not in TOTALS}
-    admin.show_rows(rows, {**headings, **TOTALS})
+    groups = {field: field.replace("_", " ") for one in report["data"][:1] for field in named(one["group"])}
+    admin.show_rows(rows, {**groups, **TOTALS})
 
 
 @app.command("reconcile")
@@ -128,7 +128,7 @@ def requests_since(client: AdminClient, since: datetime) -> dict[str, dict[str, 
 def show_reconciliation(report: dict[str, Any]) -> None:
     """For people."""
     total = report["total"]
-    typer.echo(f"{total['requests']} requests of {report['tenants']} tenants, {total['output_tokens']} output tokens")
+    typer.echo(f"tenants: {report['tenants']}, requests: {total['requests']}, output tokens: {total['output_tokens']}")
     typer.echo("requests, ledger and sums agree" if not report["differences"] else "they differ:")
     for one in report["differences"]:
         typer.echo(f"  tenant {one['tenant_id']}: {one['requests']} · {one['ledger']} · {one['hours']}")

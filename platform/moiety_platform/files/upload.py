@@ -36,7 +36,7 @@ class Uploads:
             async for part in read_form(receive, scope["headers"], self.max_file_bytes):
                 await upload.take(part)
             return await upload.finish()
-        except BaseException:
+        except BaseException:  # a client that leaves and a stop as well: what has come is kept for nobody
             await upload.discard()
             raise
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 import structlog
 
-from moiety_platform.db.rounds import every, purge_all
+from moiety_platform.db.purge import purge_all
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.idempotency.errors import AnswerNotKept, KeyInUse, KeyReused
 from moiety_platform.idempotency.keys import Asked, hash_of
 from moiety_platform.idempotency.models import State
 from moiety_platform.idempotency.store import Found, KeptAnswer, KeyStore
+from moiety_platform.rounds import Rounds
 from moiety_platform.settings import GatewaySettings
 
 CLAIM_S = 30.0
@@ -100,10 +101,9 @@ class IdempotencyKeeper:
         self._limits = limits
         self._claim_ms = round(claim_s * 1000)
         self._ttl_ms = round(limits.ttl_s * 1000)
-        self._renew_every_s = claim_s / 3
-        self._purge_every_s = purge_every_s
         self._running: set[str] = set()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._renewing = Rounds("idempotency-renew", self.renew, claim_s / 3)
+        self._purging = Rounds("idempotency-purge", self.purge, purge_every_s)
 
     # ── a request ──
 
@@ -159,17 +159,13 @@ class IdempotencyKeeper:
     # ── its own life ──
 
     async def start(self) -> None:
-        self._tasks = [
-            asyncio.create_task(every(self._renew_every_s, "idempotency", self.renew), name="idempotency-renew"),
-            asyncio.create_task(every(self._purge_every_s, "idempotency", self.purge), name="idempotency-purge"),
-        ]
+        self._renewing.start()
+        self._purging.start()
 
     async def stop(self) -> None:
         """Idempotent."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._renewing.cancel()
+        await self._purging.cancel()
 
     async def renew(self) -> None:
         """Put off the expiry of what runs here. Raises Unavailable."""

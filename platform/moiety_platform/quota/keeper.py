@@ -13,7 +13,6 @@ transaction, so exactly once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from moiety_platform.quota.rates import RateStore
 from moiety_platform.quota.slices import slice_size
 from moiety_platform.quota.standing import Standing, headers
 from moiety_platform.quota.store import Grant, LeaseStore, Stored, Want
+from moiety_platform.rounds import Rounds
 
 LEASE_S = 20.0
 TICK_S = 1.0
@@ -94,12 +94,9 @@ class QuotaKeeper:
         self._accounts: dict[WindowId, Account] = {}
         self._edits = Edits()  # of scopes' limits, here
         self._asked: set[Account] = set()  # with requests that wait
-        self._work = asyncio.Event()
-        self._stopping = False
-        self._task: asyncio.Task[None] | None = None
+        self._rounds = Rounds("quota-keeper", self._round, tick_s, pause_s=min(tick_s, OUTAGE_PAUSE_S))
         self._counted_s = self._swept_s = clock.monotonic()
         self._renewed_s = float("-inf")
-        self._away = False
         self.is_proven: Callable[[str, float], bool] | None = None  # whether engines hold nothing of a replica
 
     @property
@@ -176,16 +173,12 @@ class QuotaKeeper:
     # ── its own life ──
 
     async def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="quota-keeper")
+        self._rounds.start()
 
     async def stop(self) -> None:
         """Give back what is free. Call it when every hold is over and settled. Idempotent."""
-        if self._task is None:
+        if not await self._rounds.stop():
             return
-        self._stopping = True
-        self._work.set()
-        await self._task
-        self._task = None
         try:
             await self.transact(give_back=lambda account: account.lease.free)
         except Unavailable as error:
@@ -232,29 +225,13 @@ class QuotaKeeper:
 
     # ── within ──
 
-    async def _run(self) -> None:
-        while not self._stopping:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._tick_s):
-                    await self._work.wait()
-            self._work.clear()
-            now_s = self._clock.monotonic()
-            is_tick, is_due = now_s - self._counted_s >= self._tick_s, now_s - self._renewed_s >= self._ttl_s / 4
-            if is_tick:
-                self._count_use(now_s)
-            try:
-                await self.transact(asked_only=not is_tick, renew_all=is_due)
-                await self._quarantine_others()
-            except Unavailable as error:
-                if not self._away:
-                    log.warning("quota_store_away", reason=str(error))
-                self._away = True
-                await asyncio.sleep(min(self._tick_s, OUTAGE_PAUSE_S))
-            except Exception:  # the root of a task that requests depend on: told, and tried again
-                log.exception("quota_round_failed")
-                await asyncio.sleep(min(self._tick_s, OUTAGE_PAUSE_S))
-            else:
-                self._away = False
+    async def _round(self) -> None:
+        now_s = self._clock.monotonic()
+        is_tick, is_due = now_s - self._counted_s >= self._tick_s, now_s - self._renewed_s >= self._ttl_s / 4
+        if is_tick:
+            self._count_use(now_s)
+        await self.transact(asked_only=not is_tick, renew_all=is_due)
+        await self._quarantine_others()
 
     async def _exchange(
         self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Sequence[Want]
@@ -332,7 +309,7 @@ class QuotaKeeper:
     def _ask(self, account: Account, lacking: int) -> asyncio.Future[Grant]:
         """Resolved by the next round, or at once where the store said of late that there is not so much left."""
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
-        if self._stopping:
+        if self._rounds.is_stopping:
             future.set_exception(Unavailable("the server is stopping", code="server_stopping", retry_after_s=1))
             return future
         if self._clock.monotonic() < account.full_until_s and lacking > (account.remaining or 0):
@@ -342,7 +319,7 @@ class QuotaKeeper:
         self._asked.add(account)
         account.used_s = self._clock.monotonic()
         account.wanted.append(lacking)
-        self._work.set()
+        self._rounds.wake()
         return future
 
     async def _accounts_of(self, scopes: Sequence[Scope]) -> list[Account]:

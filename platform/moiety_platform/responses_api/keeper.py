@@ -6,7 +6,6 @@ turned away (503). A response that could not be kept once it was made is answere
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,12 +13,13 @@ import msgspec
 import structlog
 
 from moiety_platform.auth.principal import Principal
-from moiety_platform.db.rounds import every, purge_all
+from moiety_platform.db.purge import purge_all
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, NotFound, RateLimited, TooLarge, Unavailable
 from moiety_platform.responses_api.items import Continued, Item
 from moiety_platform.responses_api.models import StoredResponse
 from moiety_platform.responses_api.store import ResponseStore, Room
+from moiety_platform.rounds import Rounds
 from moiety_platform.settings import GatewaySettings
 
 PURGE_EVERY_S = 60.0
@@ -61,8 +61,7 @@ class ResponseKeeper:
         self._database = database
         self._store = store or ResponseStore()
         self._limits = limits
-        self._purge_every_s = purge_every_s
-        self._task: asyncio.Task[None] | None = None
+        self._purging = Rounds("responses-purge", self.purge, purge_every_s)
 
     # ── a request that stores or continues ──
 
@@ -179,14 +178,11 @@ class ResponseKeeper:
     # ── its own life ──
 
     async def start(self) -> None:
-        self._task = asyncio.create_task(every(self._purge_every_s, "responses", self.purge), name="responses-purge")
+        self._purging.start()
 
     async def stop(self) -> None:
         """Idempotent."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self._purging.cancel()
 
     async def purge(self) -> int:
         """Delete what has expired; how many responses. Raises Unavailable."""

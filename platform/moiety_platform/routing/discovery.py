@@ -10,6 +10,7 @@ import structlog
 
 from moiety_platform.engine_addresses import split_name
 from moiety_platform.engine_client.base import EngineClient
+from moiety_platform.rounds import Rounds
 from moiety_platform.routing.replicas import Replicas
 
 INTERVAL_S = 3.0
@@ -41,15 +42,16 @@ class DnsWatch:
         self._connect = connect
         self._resolve = resolve
         self._added: set[str] = set()
+        self._rounds = Rounds(f"engine-names {address}", self.refresh, INTERVAL_S)
 
-    async def run(self) -> None:
-        """Look the name up again and again, until cancelled."""
-        while True:
-            try:
-                await self.refresh()
-            except Exception:  # the root of a task that a name's engines depend on: told, and tried again
-                log.exception("engine_name_watch_failed", name=self._address)
-            await asyncio.sleep(INTERVAL_S)
+    async def start(self) -> None:
+        """Look the name up, now and again and again."""
+        self._rounds.start()
+        self._rounds.wake()
+
+    async def stop(self) -> None:
+        """Idempotent."""
+        await self._rounds.cancel()
 
     async def refresh(self) -> None:
         """Look the name up once: what is new joins, what is gone gets no more requests and is left when it has none.

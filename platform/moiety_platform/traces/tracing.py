@@ -84,7 +84,7 @@ class RequestSpan:
         span = self._tracer.start_span(name, context=trace.set_span_in_context(self._span))
         try:
             yield
-        except BaseException as exc:
+        except BaseException as exc:  # a cancellation as well: the span says how its work ended
             span.set_status(trace.StatusCode.ERROR, type(exc).__name__)
             raise
         finally:

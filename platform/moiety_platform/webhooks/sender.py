@@ -8,7 +8,6 @@ waits, and finds the same later.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import structlog
 
@@ -16,8 +15,8 @@ from moiety_platform.backoff import Backoff
 from moiety_platform.clock import Clock
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
-from moiety_platform.errors import Unavailable
 from moiety_platform.quota.alerts import any_to_tell, tell
+from moiety_platform.rounds import Rounds
 from moiety_platform.webhooks.addresses import CannotReach
 from moiety_platform.webhooks.deliveries import (
     MAX_TRIES,
@@ -59,23 +58,17 @@ class AlertSender:
         self._poster = poster
         self._pepper = pepper
         self._clock = clock
-        self._interval_s = interval_s
+        self._rounds = Rounds("alert-sender", self.round, interval_s)
         self._backoff = backoff
         self._now = now
-        self._stopping = asyncio.Event()
         self._tidied_s = float("-inf")
-        self._is_away = False
-        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="alert-sender")
+        self._rounds.start()
 
     async def stop(self) -> None:
         """What is being sent is sent to its end. Idempotent."""
-        if self._task is not None:
-            self._stopping.set()
-            await self._task
-            self._task = None
+        await self._rounds.stop()
 
     async def round(self) -> bool:
         """Enter what is to be told, and send what is to be sent; whether there may be more. Raises Unavailable."""
@@ -95,27 +88,9 @@ class AlertSender:
             self._tidied_s = self._clock.monotonic()
             async with self._database.write() as session:
                 await forget_old(session, self._now)
+        if num_done:
+            self._rounds.wake()
         return num_done > 0
-
-    async def _run(self) -> None:
-        more = False
-        while not self._stopping.is_set():
-            if not more:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), self._interval_s)
-                    return
-            try:
-                more = await self.round()
-            except Unavailable as error:
-                more = False
-                if not self._is_away:
-                    log.warning("alert_store_away", reason=str(error))
-                self._is_away = True
-            except Exception:  # the root of a task: told, and tried again
-                more = False
-                log.exception("alert_round_failed")
-            else:
-                self._is_away = False
 
     async def _send(self) -> int:
         """How many were sent, or tried."""

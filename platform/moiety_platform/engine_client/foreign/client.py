@@ -180,7 +180,7 @@ class ForeignEngineClient:
             self._probe_now.clear()
             try:
                 await self._probe()
-            except Exception as error:
+            except Exception as error:  # the root of a task: told, and tried again; such an engine gets no requests
                 log.exception("engine_probe_failed", engine=self.address)
                 self._lost(f"its answers cannot be read: {error}")
             with contextlib.suppress(TimeoutError):

@@ -71,7 +71,7 @@ class Exchange:
                 return
             self._on_break(f"the connection broke: {error or type(error).__name__}")
             self._stream.fail(EngineFailed("the engine was lost while it answered; send the request again"))
-        except Exception:
+        except Exception:  # the root of a task, for which the stream waits: told there, logged whole
             log.exception("engine_exchange_failed", request_id=self._submit.request_id)
             self._stream.fail(EngineFailed("the engine's answer could not be read; send the request again"))
 

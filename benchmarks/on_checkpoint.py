@@ -1,0 +1,34 @@
+"""What the benchmarks on the random checkpoint share: their options, the checkpoint itself, and where figures go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def make_parser(description: str | None, result: str) -> argparse.ArgumentParser:
+    """With `--threads`, `--work` and `--output`; `result` is the file in `results/` if that is not given."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "moiety-benchmarks")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / result)
+    return parser
+
+
+def find_or_make_checkpoint(work: Path) -> Path:
+    """Made in a process of its own, so that nothing of it stays in this one's memory."""
+    checkpoint = work / "qwen3-moe-670m"
+    if not (checkpoint / "config.json").exists():
+        subprocess.run([sys.executable, HERE / "checkpoint.py", checkpoint], check=True)
+    return checkpoint
+
+
+def write_report(report: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,0 +1,67 @@
+"""What the commands' clients share: which gateway, which key, and answers or errors with an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from moiety_platform.cli.errors import CommandError, NotAllowed, NotReachable
+from moiety_platform.supervisor.data_dir import FirstKeys, read_first_keys, read_url
+from moiety_platform.supervisor.errors import SupervisorError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def local_keys(data_dir: Path, lacking: str) -> FirstKeys:
+    """The keys of a local serve. Raises CommandError; `lacking` says which key there is not, and what to give."""
+    try:
+        keys = read_first_keys(data_dir)
+    except SupervisorError as exc:
+        raise CommandError(str(exc)) from exc
+    if keys is None:
+        raise CommandError(f"{lacking}, or a --data-dir that a serve has used (there is none in {data_dir})")
+    return keys
+
+
+def connect(url: str | None, key: str, data_dir: Path, timeout_s: float) -> httpx.Client:
+    """To the address that was given, else to a local serve's."""
+    address = url or read_url(data_dir) or DEFAULT_URL
+    return httpx.Client(base_url=address, headers={"Authorization": f"Bearer {key}"}, timeout=timeout_s)
+
+
+def call(http: httpx.Client, method: str, path: str, **request: Any) -> Any:
+    """The decoded answer. Raises NotReachable, NotAllowed or CommandError."""
+    with reaching(http):
+        response = http.request(method, path, **request)
+    raise_for_status(response)
+    return response.json()
+
+
+@contextmanager
+def reaching(http: httpx.Client) -> Iterator[None]:
+    """Raises NotReachable in place of whatever HTTP says."""
+    try:
+        yield
+    except httpx.HTTPError as exc:
+        kind = type(exc).__name__
+        raise NotReachable(f"the gateway at {http.base_url} does not answer ({kind}); is it running?") from exc
+
+
+def raise_for_status(response: httpx.Response) -> None:
+    """Raises NotAllowed or CommandError for the answer of an error, which has been read."""
+    if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        raise NotAllowed(_message(response))
+    if response.is_error:
+        raise CommandError(_message(response))
+
+
+def _message(response: httpx.Response) -> str:
+    """Of an error, or what there is of it."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{response.request.url} answered {response.status_code}; is it a Moiety gateway?"

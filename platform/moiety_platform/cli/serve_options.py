@@ -1,0 +1,89 @@
+"""The options of `moiety serve`: names, environment variables and help. What they do is the command's business."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moiety_platform.cli.config_file import take_defaults
+
+ENGINE = "Engine"
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Batching(StrEnum):
+    none = "none"
+    static = "static"
+    dynamic = "dynamic"
+    padded = "padded"
+    continuous = "continuous"
+
+
+MoreArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="-- ENGINE_OPTIONS", help="Further options of `moiety engine`, after two dashes."),
+]
+ModelOption = Annotated[
+    str | None, typer.Option(help="Checkpoint folder or hub id; without it the bundled demo model.")
+]
+NameOption = Annotated[str | None, typer.Option(help="What clients call the model; from --model if not given.")]
+HostOption = Annotated[str, typer.Option(envvar="MOIETY_HOST", help="Address to listen on.")]
+PortOption = Annotated[
+    int, typer.Option(envvar="MOIETY_PORT", min=0, max=65535, help="Port of the API; 0 takes a free one.")
+]
+DataDirOption = Annotated[
+    Path, typer.Option(envvar="MOIETY_DATA_DIR", help="Where the database, the keys and the logs are kept.")
+]
+DashboardPortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port of the dashboard; 0 takes a free one.")]
+NoDashboardOption = Annotated[bool, typer.Option("--no-dashboard", help="Leave the dashboard out.")]
+DrainOption = Annotated[int, typer.Option(min=0, help="How long a stop waits for running answers.")]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        callback=take_defaults,
+        is_eager=True,
+        help="TOML or YAML file; its table `serve` sets these options, `gateway` the gateway's.",
+    ),
+]
+DeviceOption = Annotated[
+    Device | None, typer.Option(rich_help_panel=ENGINE, help="Where the model runs; auto if not given.")
+]
+DtypeOption = Annotated[
+    Dtype | None, typer.Option(rich_help_panel=ENGINE, help="Type of the weights; auto if not given.")
+]
+BatchingOption = Annotated[
+    Batching | None,
+    typer.Option(rich_help_panel=ENGINE, help="How requests are put into steps; continuous if not given."),
+]
+MaxBatchTokensOption = Annotated[
+    int | None, typer.Option(min=1, rich_help_panel=ENGINE, help="Token budget of one step.")
+]
+MaxRunningOption = Annotated[
+    int | None, typer.Option(min=1, rich_help_panel=ENGINE, help="Most sequences in one step.")
+]
+MaxContextTokensOption = Annotated[
+    int | None, typer.Option(min=1, rich_help_panel=ENGINE, help="Longest prompt and answer together.")
+]
+KvMemoryBytesOption = Annotated[
+    str | None, typer.Option(rich_help_panel=ENGINE, help="Memory for the KV cache, such as 4GiB.")
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option(min=1, rich_help_panel=ENGINE, help="Processor threads of the engine.")
+]
+ScriptedOption = Annotated[
+    bool, typer.Option("--scripted", hidden=True, help="The scripted engine, which needs no model; for tests.")
+]
