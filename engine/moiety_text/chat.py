@@ -204,7 +204,6 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda layout: now().strftime(layout)
         self._special_tokens = dict(special_tokens)
-        self.source = source
         try:
             tree = environment.parse(source)
             self.knows_tools = any(name.name == "tools" for name in tree.find_all(nodes.Name))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moiety_text.tools.deltas import Call, CallBegun, CallBroken, CallEnded, Delta, assemble
+from moiety_text.tools.deltas import Call, CallBegun, CallBroken, CallEnded, Content, Delta, assemble
 from moiety_text.tools.families import HermesReader, LlamaReader, MistralReader
 from moiety_text.tools.reader import CallReader
 
@@ -155,6 +155,18 @@ def assembled_kinds(deltas: list[Delta]) -> list[str]:
         else delta.text
         for delta in deltas
     ]
+
+
+@pytest.mark.parametrize("family", [HermesReader, LlamaReader, MistralReader])
+def test_no_more_than_a_bound_of_white_space_is_held_back(family: type[CallReader]) -> None:
+    marks = {HermesReader: "<tool_call>", LlamaReader: "<|python_tag|>", MistralReader: "[TOOL_CALLS]["}
+    text = "so" + " " * 300 + marks[family] + '{"name": "f", "arguments": {}}'
+    for start, left in ((0, "so" + " " * 44), (2, " " * 44)):
+        for pieces in ([text[start:]], list(text[start:])):
+            assert assemble(read(family(NAMES), pieces)) == [left, Call("f", "{}")]
+    reader = family(NAMES)
+    given_out = [delta.text for _ in range(1000) for delta in reader.feed(" ") if isinstance(delta, Content)]
+    assert len("".join(given_out)) >= 700
 
 
 def test_a_call_that_breaks_after_it_was_told_is_said_to_be_broken() -> None:

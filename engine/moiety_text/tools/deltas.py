@@ -6,7 +6,7 @@ then CallEnded, or CallBroken where what was told as a call turned out to be non
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -55,9 +55,11 @@ class Call:
     arguments: str  # a JSON object
 
 
+Parts = Sequence[str | Call]  # of a whole answer: its text and its calls in their order
+
+
 def assemble(deltas: Iterable[Delta]) -> list[str | Call]:
-    """The whole answer: its text and its calls in their order, no text empty or next to another. A broken call is the
-    text that the model wrote."""
+    """The parts of a whole answer, no text empty or next to another. A broken call is the text that the model wrote."""
     parts: list[str | Call] = []
     name, arguments = "", ""
     for delta in deltas:

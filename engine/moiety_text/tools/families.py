@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from moiety_text.tools.calls import ArgumentsOnly, CallObject
-from moiety_text.tools.reader import CallReader
+from moiety_text.tools.reader import MAX_SPACE, CallReader
 
 _SPACE = " \t\n\r"
 _MAX_NAME_TEXT = 512  # characters from Mistral's marker to the arguments
@@ -36,11 +36,12 @@ class LlamaReader(CallReader):
         held = self._held + text
         rest = held.lstrip(passed)
         self._held = ""
-        if len(rest) < len(self.opener) and self.opener.startswith(rest):
+        is_far = len(held) - len(rest) > MAX_SPACE
+        if not is_far and len(rest) < len(self.opener) and self.opener.startswith(rest):
             self._held = held
             return ""
         marker = self.opener if rest.startswith(self.opener) else ""
-        if marker or rest.startswith("{"):
+        if not is_far and (marker or rest.startswith("{")):
             end = len(held) - len(rest) + len(marker)
             self._open(held[:end])
             return held[end:]
@@ -99,6 +100,9 @@ class MistralReader(CallReader):
         held = self._held + text
         rest = held.lstrip(_SPACE)
         self._held = ""
+        if len(held) - len(rest) > MAX_SPACE:
+            self._step = self._content
+            return held
         if not rest:
             self._held = held
         elif rest[0] == ",":

@@ -2,8 +2,8 @@
 
 The rule: what a marker opens is a call if it names one of the tools that may be called, with a JSON object as
 arguments; else it is content, marker and all. So the answer is the same however its text is cut into pieces, and
-nothing is lost of text that is no call. White space before a marker goes with the call. Only the end of a text that may
-yet open a call is held back.
+nothing is lost of text that is no call. White space before a marker, up to a bound, goes with the call. Only the end of
+a text that may yet open a call is held back.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from moiety_text.tools.deltas import (
     assemble,
 )
 from moiety_text.tools.json_scanner import Malformed
+
+MAX_SPACE = 256  # characters of white space that are held back, since a marker may follow
 
 
 class CallReader:
@@ -89,19 +91,18 @@ class CallReader:
         markers = (self.opener, self.closer) if self._owes_closer else (self.opener,)
         found = [(at, marker) for marker in markers if (at := held.find(marker)) >= 0]
         if not found:
-            kept = len(held) - max(_overlap(held, marker) for marker in markers)
-            kept = len(held[:kept].rstrip())
-            self._give(held[:kept])
-            self._held = held[kept:]
+            given = _without_space(held, len(held) - max(_overlap(held, marker) for marker in markers))
+            self._give(held[:given])
+            self._held = held[given:]
             return ""
         at, marker = min(found)
-        before = held[:at].rstrip()
-        self._give(before)
+        given, end = _without_space(held, at), at + len(marker)
+        self._give(held[:given])
         self._held = ""
         self._owes_closer = False
         if marker == self.opener:
-            self._open(held[len(before) : at + len(marker)])
-        return held[at + len(marker) :]
+            self._open(held[given:end])
+        return held[end:]
 
     def _open(self, raw: str) -> None:
         """`raw` has opened what may be a call."""
@@ -168,6 +169,12 @@ class CallReader:
     def _taken(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
         return deltas
+
+
+def _without_space(text: str, end: int) -> int:
+    """Where the white space begins that stands before `end`, and that may go with what follows."""
+    start = max(0, end - MAX_SPACE)
+    return start + len(text[start:end].rstrip())
 
 
 def _overlap(text: str, marker: str) -> int:

@@ -24,6 +24,7 @@ from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.text import ModelTexts
 from moiety_platform.completions.text_answer import TextAnswer
+from moiety_platform.completions.whole import parts_of
 from moiety_platform.errors import PlatformError
 from moiety_platform.headers import authorization_of, header_of
 from moiety_platform.http_errors import error_headers, internal_error
@@ -58,10 +59,8 @@ def message_routes(services: MessageServices) -> list[HTTPRouteHandler]:
 
 async def _whole(body: MessagesBody, run: Run, record: RequestRecord, choices: Sequence[Choice]) -> bytes:
     (choice,) = choices
-    assert choice.finished is not None, "a collected answer has come to its end"
-    text, readers = "".join(choice.text), run.new_readers()
-    parts = [text] if readers is None else readers[0].read(text)
-    return whole_message(_head(body, record), blocks_of(parts), choice.finished, run.usage())
+    (parts,) = await parts_of(run, choices)
+    return whole_message(_head(body, record), blocks_of(parts), choice.end, run.usage())
 
 
 async def _events(body: MessagesBody, run: Run, record: RequestRecord) -> MessageEvents:

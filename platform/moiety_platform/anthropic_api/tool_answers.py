@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from moiety_platform.anthropic_api.answers import PING, MessageEvents, MessageHead, event
-from moiety_text.tools.deltas import Call, CallArguments, CallBegun, Content, Delta
+from moiety_text.tools.deltas import CallArguments, CallBegun, Content, Delta, Parts
 from moiety_text.tools.reader import CallReader
 from moiety_wire.messages import Finished, TokenLogprob
 
 
-def blocks_of(parts: Sequence[str | Call]) -> list[dict[str, Any]]:
+def blocks_of(parts: Parts) -> list[dict[str, Any]]:
     """The content of a message; at least one block, if only of no text."""
     return [
         {"type": "text", "text": part}

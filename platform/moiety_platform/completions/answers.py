@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 
 from moiety_platform.completions.run import Usage
-from moiety_platform.completions.tools.message import finish_reason_of, message_of
-from moiety_text.tools.deltas import Call
-from moiety_text.tools.reader import CallReader
+from moiety_platform.completions.tools.message import finish_reason_of, has_called, message_of
+from moiety_text.tools.deltas import Parts
 from moiety_wire.messages import Finished, TokenLogprob
 
 
@@ -45,9 +44,13 @@ class Choice:
     finished: Finished | None = None
 
     @property
-    def finish_reason(self) -> str:
+    def end(self) -> Finished:
         assert self.finished is not None, "an answer has come to its end"
-        return self.finished.reason.value
+        return self.finished
+
+    @property
+    def finish_reason(self) -> str:
+        return self.end.reason.value
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
@@ -60,29 +63,22 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 
 
 def chat_answer(
-    head: AnswerHead,
-    choices: Sequence[Choice],
-    usage: Usage,
-    *,
-    readers: Sequence[CallReader] | None = None,
-    with_logprobs: bool,
+    head: AnswerHead, choices: Sequence[Choice], parts: Sequence[Parts], usage: Usage, *, with_logprobs: bool
 ) -> dict[str, Any]:
-    """`readers` tell the calls of tools in each choice."""
-    answered = []
-    for index, choice in enumerate(choices):
-        assert choice.finished is not None, "an answer has come to its end"
-        text = "".join(choice.text)
-        parts: list[str | Call] = [text] if readers is None else readers[index].read(text)
-        has_called = any(isinstance(part, Call) for part in parts)
-        answered.append(
+    """`parts` are those of each choice's text."""
+    return {
+        **head.fields("chat.completion"),
+        "choices": [
             {
                 "index": index,
-                "message": message_of(parts),
+                "message": message_of(parts[index]),
                 "logprobs": chat_logprobs(choice.logprobs) if with_logprobs else None,
-                "finish_reason": finish_reason_of(choice.finished, has_called),
+                "finish_reason": finish_reason_of(choice.end, has_called(parts[index])),
             }
-        )
-    return {**head.fields("chat.completion"), "choices": answered, "usage": usage_fields(usage)}
+            for index, choice in enumerate(choices)
+        ],
+        "usage": usage_fields(usage),
+    }
 
 
 def completion_answer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,10 @@ from moiety_platform.completions.answers import AnswerHead, Choice, chat_answer,
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.schemas import ChatBody, CompletionBody, GenerationBody
+from moiety_text.tools.deltas import Parts
 from moiety_wire.messages import Finished
+
+INLINE_CHARS = 16 * 1024  # of answers that may call; more are read in a thread
 
 
 async def collect(run: Run) -> list[Choice]:
@@ -25,14 +29,27 @@ async def collect(run: Run) -> list[Choice]:
     return choices
 
 
+async def parts_of(run: Run, choices: Sequence[Choice]) -> list[Parts]:
+    """The text and the calls of each choice, in their order. Long texts are read in a thread."""
+    texts = ["".join(choice.text) for choice in choices]
+    readers = run.new_readers()
+    if readers is None:
+        return [[text] for text in texts]
+
+    def read() -> list[Parts]:
+        return [reader.read(text) for reader, text in zip(readers, texts, strict=True)]
+
+    return read() if sum(map(len, texts)) <= INLINE_CHARS else await asyncio.to_thread(read)
+
+
 async def whole_answer(
     body: GenerationBody, run: Run, record: RequestRecord, choices: Sequence[Choice]
 ) -> dict[str, Any]:
     """OpenAI's answer, of choices that were collected."""
     head = head_of(run, record)
     if isinstance(body, ChatBody):
-        readers = run.new_readers()
-        return chat_answer(head, choices, run.usage(), readers=readers, with_logprobs=bool(body.logprobs))
+        parts = await parts_of(run, choices)
+        return chat_answer(head, choices, parts, run.usage(), with_logprobs=bool(body.logprobs))
     assert isinstance(body, CompletionBody)
     echoes = await echoes_of(body, run)
     return completion_answer(head, choices, run.usage(), echoes=echoes, with_logprobs=body.logprobs is not None)

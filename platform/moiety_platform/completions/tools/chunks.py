@@ -30,30 +30,34 @@ class ToolChunks(ChatChunks):
         return self._chunk(index, b'{"role":"assistant","content":null}', b"null", b"null")  # there may never be any
 
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
-        chunks = [self._delta_of(index, delta) for delta in self._readers[index].feed(text)]
-        if logprobs is not None:  # of tokens whose text may be held back, or be part of a call
-            chunks.append(self._chunk(index, b"{}", _encode(chat_logprobs(logprobs)), b"null"))
-        return b"".join(chunks)
+        return self._chunks(index, self._readers[index].feed(text), logprobs)
 
     def closing(self, index: int, finished: Finished) -> bytes:
-        rest = b"".join([self._delta_of(index, delta) for delta in self._readers[index].end()])
+        rest = self._chunks(index, self._readers[index].end(), None)
         reason = finish_reason_of(finished, self._has_called[index])
         return rest + self._chunk(index, b"{}", b"null", _encode(reason))
 
-    def _delta_of(self, index: int, delta: Delta) -> bytes:
+    def _chunks(self, index: int, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob] | None) -> bytes:
+        """A chunk for each that tells something; the logprobs, whose text may be held back, go with the first."""
+        told = [fields for delta in deltas if (fields := self._fields(index, delta))]
+        if not told and logprobs is not None:
+            told.append({})
+        first = b"null" if logprobs is None else _encode(chat_logprobs(logprobs))
+        return b"".join(
+            self._chunk(index, _encode(fields), b"null" if number else first, b"null")
+            for number, fields in enumerate(told)
+        )
+
+    def _fields(self, index: int, delta: Delta) -> dict[str, Any]:
         match delta:
             case Content(text):
-                return self._chunk(index, b'{"content":' + _encode(text) + b"}", b"null", b"null")
+                return {"content": text}
             case CallBegun(number, name):
                 self._has_called[index] = True
                 function = {"name": name, "arguments": ""}
-                return self._call(
-                    index, {"index": number, "id": new_call_id(), "type": "function", "function": function}
-                )
+                call = {"index": number, "id": new_call_id(), "type": "function", "function": function}
+                return {"tool_calls": [call]}
             case CallArguments(number, text):
-                return self._call(index, {"index": number, "function": {"arguments": text}})
+                return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
             case _:
-                return b""
-
-    def _call(self, index: int, call: dict[str, Any]) -> bytes:
-        return self._chunk(index, b'{"tool_calls":[' + _encode(call) + b"]}", b"null", b"null")
+                return {}

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
-from moiety_text.tools.deltas import Call
+from moiety_text.tools.deltas import Call, Parts
 from moiety_wire.messages import Finished, FinishReason
 
 CALLED = "tool_calls"  # why an answer ended that calls
 
 
-def message_of(parts: Sequence[str | Call]) -> dict[str, Any]:
+def message_of(parts: Parts) -> dict[str, Any]:
     """The message of an answer with calls, or without. Beside calls there need be no content."""
     calls = [part for part in parts if isinstance(part, Call)]
     content = "".join(part for part in parts if isinstance(part, str))
@@ -23,6 +22,10 @@ def message_of(parts: Sequence[str | Call]) -> dict[str, Any]:
             for call in calls
         ]
     return message
+
+
+def has_called(parts: Parts) -> bool:
+    return any(isinstance(part, Call) for part in parts)
 
 
 def finish_reason_of(finished: Finished, has_called: bool) -> str:
