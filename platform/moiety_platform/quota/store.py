@@ -288,7 +288,7 @@ async def _lock_leases(session: AsyncSession, windows: Iterable[WindowId]) -> di
         wanted = [(window.quota_id, window.start) for window in some]
         of_windows = tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_(wanted)
         order = QuotaWindow.quota_id, QuotaWindow.start
-        await session.execute(select(*order).where(of_windows).order_by(*order).with_for_update())
+        await session.execute(select(QuotaWindow.quota_id).where(of_windows).order_by(*order).with_for_update())
         keys = QuotaLease.quota_id, QuotaLease.start, QuotaLease.replica_id
         of_leases = tuple_(QuotaLease.quota_id, QuotaLease.start).in_(wanted)
         rows = await session.execute(
