@@ -11,10 +11,11 @@ from moiety_platform.batches.models import Batch
 from moiety_platform.files.models import StoredFile
 from moiety_platform.idempotency.models import IdempotentRequest
 from moiety_platform.tenants.models import ApiKey
+from moiety_platform.upkeep.models import ChoreRecord
 from moiety_platform.usage.models import UsageRecord
 
 # naming them loads every module that defines tables
-TABLES = (ApiKey, UsageRecord, StoredFile, Batch, IdempotentRequest)
+TABLES = (ApiKey, UsageRecord, StoredFile, Batch, IdempotentRequest, ChoreRecord)
 target_metadata = ApiKey.metadata
 
 

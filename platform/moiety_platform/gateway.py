@@ -48,6 +48,8 @@ from moiety_platform.routing.discovery import DnsWatch
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing, build_provider, shut_down
+from moiety_platform.upkeep.chores import chores_of
+from moiety_platform.upkeep.service import Upkeep
 from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.webhooks.addresses import Reach
@@ -181,6 +183,11 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         alerts = AlertSender(database, poster, pepper, clock)
         await alerts.start()
         stack.push_async_callback(alerts.stop)
+        upkeep = Upkeep(
+            process_id, database, chores_of(settings, database), metrics, interval_s=settings.upkeep_interval_s
+        )
+        await upkeep.start()
+        stack.push_async_callback(upkeep.stop)
         more = [*engine_routes(replicas), *webhook_routes(reach, pepper), *erasure_routes()]
         admin = admin_router(database, authenticator, classes, prices, quotas, pepper, clock, oidc=oidc, more=more)
         yield Services(

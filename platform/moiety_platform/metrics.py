@@ -67,6 +67,18 @@ class Metrics:
             ("model", "cause"),
             registry=self.registry,
         )
+        self._upkeep_rows = Counter(
+            "moiety_upkeep_rows",
+            "Rows that upkeep has deleted by chore; `files_without_end` were given an end.",
+            ("chore",),
+            registry=self.registry,
+        )
+        self._upkeep_failures = Counter(
+            "moiety_upkeep_failures",
+            "Chores of upkeep that have failed; the log says why.",
+            ("chore",),
+            registry=self.registry,
+        )
         self._promises = Counter(
             "moiety_sla",
             "Ended requests with a promise, by whether it was kept.",
@@ -109,6 +121,12 @@ class Metrics:
     def observe_idempotency(self, outcome: str) -> None:
         """Count a request that an Idempotency-Key kept from being served."""
         self._idempotency.labels(outcome).inc()
+
+    def observe_upkeep(self, chore: str, num_rows: int) -> None:
+        self._upkeep_rows.labels(chore).inc(num_rows)
+
+    def observe_upkeep_failure(self, chore: str) -> None:
+        self._upkeep_failures.labels(chore).inc()
 
     def observe(self, row: UsageRow, served_model: str, tpot_s: float | None) -> None:
         """Count one ended request. `served_model` is a model of ours or `unknown`, whatever the client asked for."""

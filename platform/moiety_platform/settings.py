@@ -75,6 +75,11 @@ class GatewaySettings(BaseSettings):
     idempotency_max_keys_per_tenant: int = Field(default=100_000, ge=1)  # beyond: 429
     idempotency_max_bytes_per_tenant: int = Field(default=256 * 1024 * 1024, ge=0)  # beyond: as of a larger answer
 
+    upkeep_interval_s: float = Field(default=60, gt=0)  # how often what is past its time is deleted
+    keep_files_days: int = Field(default=30, ge=0, le=3_650)  # for which no end was asked; 0: until they are deleted
+    keep_batches_days: int = Field(default=30, ge=2, le=3_650)  # from their making, and as long as their files
+    keep_limit_windows_days: int = Field(default=120, ge=62, le=3_650)  # from the beginning of a day's or month's
+
     otlp_endpoint: str | None = Field(  # e.g. http://collector:4318; None: no spans leave the process
         default=None,  # OpenTelemetry's own variable is also what our engines go by, so one setting serves both
         validation_alias=AliasChoices("otlp_endpoint", "MOIETY_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
@@ -124,6 +129,11 @@ class GatewaySettings(BaseSettings):
         if any(keys) and not all(keys):
             raise ValueError("set curve_server_key, curve_public_key and curve_secret_key together, or none of them")
         return self
+
+    @property
+    def keep_files_s(self) -> int | None:
+        """How long a file is kept for which no end was asked; None: until it is deleted."""
+        return self.keep_files_days * 24 * 3600 or None
 
     @property
     def store_url(self) -> str:

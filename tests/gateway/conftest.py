@@ -38,6 +38,8 @@ from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing, build_provider
+from moiety_platform.upkeep.chores import chores_of
+from moiety_platform.upkeep.service import Upkeep
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_wire.classes import SHIPPED
 from moiety_wire.messages import Card
@@ -249,6 +251,8 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, b
         running.forget_keys = lambda: authenticator.forget(keys.tenant_key.removeprefix("mty_").partition(".")[0])
         running.database = database
         running.store_clock = store_clock
+        chores = chores_of(chosen, database, store_clock)
+        running.upkeep = Upkeep(worker_id, database, chores, metrics, interval_s=60, now=store_clock)
         running.num_connections = lambda: len(server.server_state.connections)
         try:
             yield running

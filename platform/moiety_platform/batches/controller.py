@@ -35,6 +35,7 @@ class BatchServices:
     authenticator: Authenticator
     database: Database
     max_open_batches: int
+    keep_files_s: int | None  # those of results for which no end is asked; None: until they are deleted
     on_change: Callable[[], None]
     now: Now = now_ms
 
@@ -53,7 +54,14 @@ def batch_routes(services: BatchServices) -> list[HTTPRouteHandler]:
         headers = request.scope["headers"]
         new = await receive_body(NewBatch, request.receive, headers, MAX_BODY_BYTES, MAX_JSON_DEPTH)
         async with database.write() as session:
-            batch = await create_batch(session, owner, new, max_open=services.max_open_batches, now=services.now)
+            batch = await create_batch(
+                session,
+                owner,
+                new,
+                max_open=services.max_open_batches,
+                keep_files_s=services.keep_files_s,
+                now=services.now,
+            )
         services.on_change()
         return view(batch)
 

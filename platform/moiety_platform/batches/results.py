@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, select, update
+from sqlalchemy import ColumnElement, exists, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.batches.models import OPEN, Batch, BatchLine
@@ -26,6 +26,10 @@ class BatchFiles:
         reading = Batch.input_file_id == file_id, Batch.status.in_(OPEN)
         return await session.scalar(select(Batch.id).where(*reading).order_by(Batch.created_ms).limit(1))
 
+    def is_needed(self) -> ColumnElement[bool]:
+        """Whether a batch that has not ended reads the file."""
+        return exists().where(Batch.input_file_id == StoredFile.id, Batch.status.in_(OPEN))
+
     async def read(self, file: StoredFile) -> AsyncIterator[bytes]:
         """Some lines at a time, each time in a transaction of its own. Raises Unavailable."""
         last = 0
@@ -39,14 +43,14 @@ class BatchFiles:
             last = rows[-1][0]
             yield b"".join((answer or b"") + b"\n" for _, answer in rows)
 
-    async def erase_some(self, session: AsyncSession, file: StoredFile) -> bool:
-        """Forget some answers; whether none are left. What a line came to stays."""
+    async def erase_some(self, session: AsyncSession, file: StoredFile) -> int:
+        """Forget some answers; how many. What a line came to stays."""
         wanted = select(BatchLine.number).where(*_of(file), BatchLine.answer.is_not(None)).limit(LINES_AT_ONCE)
         numbers = (await session.scalars(wanted)).all()
         if numbers:
             some = BatchLine.batch_id == file.batch_id, BatchLine.number.in_(numbers)
             await session.execute(update(BatchLine).where(*some).values(answer=None))
-        return not numbers
+        return len(numbers)
 
 
 def _of(file: StoredFile) -> tuple[ColumnElement[bool], ...]:

@@ -1,4 +1,4 @@
-"""The keys of one gateway process: claimed in the database, renewed while their requests run, and purged when expired.
+"""The keys of one gateway process: claimed in the database, and renewed while their requests run.
 
 All gateways go by the rows of one database, so a key is held once, wherever its requests come in. A claim that nobody
 renews, since its gateway was killed, is free again when it expires. Fails closed: while the database is away, a request
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -23,9 +23,6 @@ from moiety_platform.idempotency.store import Found, KeptAnswer, KeyStore
 from moiety_platform.settings import GatewaySettings
 
 CLAIM_S = 30.0
-PURGE_EVERY_S = 60.0
-PURGE_ROWS = 100  # in one transaction
-PURGE_PAUSE_S = 0.05  # between two, so that others get to write
 
 INLINE_BYTES = 64 * 1024  # a larger body is hashed in a thread
 
@@ -94,7 +91,6 @@ class IdempotencyKeeper:
         limits: KeepingLimits,
         *,
         claim_s: float = CLAIM_S,
-        purge_every_s: float = PURGE_EVERY_S,
     ) -> None:
         self._database = database
         self._store = store
@@ -102,9 +98,8 @@ class IdempotencyKeeper:
         self._claim_ms = round(claim_s * 1000)
         self._ttl_ms = round(limits.ttl_s * 1000)
         self._renew_every_s = claim_s / 3
-        self._purge_every_s = purge_every_s
         self._running: set[str] = set()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._task: asyncio.Task[None] | None = None
 
     # ── a request ──
 
@@ -160,17 +155,14 @@ class IdempotencyKeeper:
     # ── its own life ──
 
     async def start(self) -> None:
-        self._tasks = [
-            asyncio.create_task(_every(self._renew_every_s, self.renew), name="idempotency-renew"),
-            asyncio.create_task(_every(self._purge_every_s, self.purge), name="idempotency-purge"),
-        ]
+        self._task = asyncio.create_task(self._run(), name="idempotency-renew")
 
     async def stop(self) -> None:
         """Idempotent."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            self._task = None
 
     async def renew(self) -> None:
         """Put off the expiry of what runs here. Raises Unavailable."""
@@ -178,16 +170,15 @@ class IdempotencyKeeper:
             async with self._database.write() as session:
                 await self._store.renew(session, list(self._running), self._claim_ms)
 
-    async def purge(self) -> int:
-        """Delete what has expired, in small batches; how many keys. Raises Unavailable."""
-        total = 0
+    async def _run(self) -> None:
         while True:
-            async with self._database.write() as session:
-                num_deleted = await self._store.purge(session, PURGE_ROWS)
-            total += num_deleted
-            if num_deleted < PURGE_ROWS:
-                return total
-            await asyncio.sleep(PURGE_PAUSE_S)
+            await asyncio.sleep(self._renew_every_s)
+            try:
+                await self.renew()
+            except Unavailable as error:
+                log.warning("idempotency_store_away", reason=str(error))
+            except Exception:  # the root of a task that lives as long as the process: told, and tried again
+                log.exception("idempotency_round_failed")
 
 
 def _answer_of(found: Found, bound_to: bytes) -> KeptAnswer:
@@ -198,14 +189,3 @@ def _answer_of(found: Found, bound_to: bytes) -> KeptAnswer:
     if found.answer is None:
         raise AnswerNotKept
     return found.answer
-
-
-async def _every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
-    while True:
-        await asyncio.sleep(seconds)
-        try:
-            await work()
-        except Unavailable as error:
-            log.warning("idempotency_store_away", reason=str(error))
-        except Exception:  # the root of a task that lives as long as the process: told, and tried again
-            log.exception("idempotency_round_failed")
