@@ -39,6 +39,7 @@ from moiety_platform.errors import Unavailable
 from moiety_platform.files.store import Now
 
 POLL_S = 1.0
+BYTES_AT_ONCE = 8 * 1024 * 1024  # of answers, in one transaction
 STOP_GRACE_S = 3.0
 OUTAGE_PAUSE_S = 1.0
 
@@ -152,8 +153,8 @@ class BatchWorker:
         """What has come of lines since the last round."""
         outcomes, self._outcomes = self._outcomes, []
         try:
-            if outcomes:
-                await self._store_some(outcomes)
+            for some in in_pieces(outcomes):
+                await self._store_some(some)
         except BaseException:
             self._outcomes = outcomes + self._outcomes
             raise
@@ -273,3 +274,17 @@ class BatchWorker:
                 wait_s=min(outcome.wait_s, self._backoff.after(pace.num_refusals)),
                 now_s=now_s,
             )
+
+
+def in_pieces(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+    """In their order, as many in each as a transaction may store."""
+    pieces: list[list[Outcome]] = []
+    room = 0
+    for outcome in outcomes:
+        num_bytes = len(outcome.answer) if isinstance(outcome, Answered) else 0
+        if not pieces or num_bytes > room:
+            pieces.append([])
+            room = BYTES_AT_ONCE
+        pieces[-1].append(outcome)
+        room -= num_bytes
+    return pieces
