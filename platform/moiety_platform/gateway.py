@@ -93,7 +93,8 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
     async with build_services(settings) as services:
         pipeline = create_pipeline(settings, services)
         app = create_app(settings, services, pipeline)
-        server = GatewayServer(app, settings.drain_s, ConnectionLimits.of(settings))
+        assert services.batches is not None, "a gateway with a store has batches"
+        server = GatewayServer(app, settings.drain_s, ConnectionLimits.of(settings), on_draining=services.batches.drain)
         loop = asyncio.get_running_loop()
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signal_number, server.request_exit)
@@ -101,7 +102,6 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at by every collection
         log.info("gateway_listening", host=host, port=port, engines=list(settings.engines))
-        assert services.batches is not None, "a gateway with a store has batches"
         async with services.batches.working(pipeline):
             await server.serve([listener])
         log.info("gateway_stopped")
@@ -111,9 +111,15 @@ class GatewayServer(uvicorn.Server):
     """uvicorn with our limits, and without its signal handlers, which would end the process before it cleans up."""
 
     def __init__(
-        self, app: Litestar, drain_s: int, limits: ConnectionLimits, on_started: Callable[[], None] = lambda: None
+        self,
+        app: Litestar,
+        drain_s: int,
+        limits: ConnectionLimits,
+        on_started: Callable[[], None] = lambda: None,
+        on_draining: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_started = on_started
+        self._on_draining = on_draining
         super().__init__(
             ServerConfig(
                 app,
@@ -141,6 +147,7 @@ class GatewayServer(uvicorn.Server):
         """Drain; asked again, stop at once."""
         self.force_exit = self.should_exit
         self.should_exit = True
+        self._on_draining()
 
 
 @asynccontextmanager

@@ -242,7 +242,7 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, b
         started = asyncio.Event()
         pipeline = create_pipeline(chosen, services)
         app = create_app(chosen, services, pipeline)
-        server = GatewayServer(app, chosen.drain_s, ConnectionLimits.of(chosen), started.set)
+        server = GatewayServer(app, chosen.drain_s, ConnectionLimits.of(chosen), started.set, batches.drain)
         await stack.enter_async_context(batches.working(pipeline))
         task = asyncio.create_task(server.serve([listener]))
         await started.wait()

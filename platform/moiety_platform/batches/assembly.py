@@ -114,6 +114,11 @@ class Batches:
         finally:
             await worker.stop()
 
+    def drain(self) -> None:
+        """The process is to stop: others may have the lines that have no part of an answer yet."""
+        if self._worker is not None:
+            self._worker.drain()
+
     def _runner(self, pipeline: Pipeline) -> LineRunner:
         depth = self._settings.max_json_depth
         parts = (self._authenticator, self._recorder, self._rows, pipeline)

@@ -1,8 +1,8 @@
 """Works on batches in one gateway process, together with those of all other gateways on the same database.
 
 It claims lines, as many as it has free places, answers them, and stores what came of them, what has gathered by one
-transaction. When the database is away, answers wait in memory and nothing new is claimed. A stop gives back what is not
-answered; a kill leaves it to the end of the leases.
+transaction. When the database is away, answers wait in memory and nothing new is claimed. A gateway that drains gives
+back at once whatever has no part of an answer yet, a stop also the rest; a kill leaves all to the end of the leases.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import structlog
 from sqlalchemy import exc as sa
@@ -74,13 +75,14 @@ class BatchWorker:
         self._backoff = backoff
         self._poll_s = poll_s
         self._now = now
-        self._running: dict[LineKey, tuple[ClaimedLine, asyncio.Task[None]]] = {}
+        self._running: dict[LineKey, tuple[ClaimedLine, asyncio.Task[Outcome]]] = {}
         self._outcomes: list[Outcome] = []
         self._batches: list[OpenBatch] = []  # as they were when last looked at
         self._paces: dict[str, Pace] = {}
         self._dry: set[str] = set()  # batches that had no more lines to claim when last looked at
         self._work = asyncio.Event()
         self._looked_s = self._renewed_s = float("-inf")
+        self._is_draining = False
         self._is_stopping = False
         self._is_away = False
         self._task: asyncio.Task[None] | None = None
@@ -93,11 +95,20 @@ class BatchWorker:
     async def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="batch-worker")
 
+    def drain(self) -> None:
+        """Claim and begin nothing more, and give back what has no part of an answer yet; the rest goes on until the
+        stop. Idempotent."""
+        self._is_draining = True
+        for key, (_, task) in self._running.items():
+            if not self._runner.has_begun(key):
+                task.cancel()
+        self._work.set()
+
     async def stop(self) -> None:
         """Claim nothing more, let what is nearly done come to its end, give the rest back. Idempotent."""
         if self._task is None:
             return
-        self._is_stopping = True
+        self._is_draining = self._is_stopping = True
         self._work.set()
         await self._task
         self._task = None
@@ -105,14 +116,9 @@ class BatchWorker:
         tasks = [task for _, task in self._running.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_GRACE_S)
-        for _, task in self._running.values():
+        for task in tasks:
             task.cancel()
-        lines = [line for line, _ in self._running.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
-        ended = {outcome.line.key for outcome in self._outcomes}
-        self._outcomes += [
-            PutBack(line, 0.0, line.num_refusals, line.num_failures) for line in lines if line.key not in ended
-        ]
         try:
             await self._store()
         except Unavailable as error:
@@ -213,14 +219,15 @@ class BatchWorker:
                 task.cancel()
         self._dry.clear()
         self._paces = {batch_id: pace for batch_id, pace in self._paces.items() if batch_id in going_on}
-        self._tending.tend(self._batches, self.wake)
+        if not self._is_draining:
+            self._tending.tend(self._batches, self.wake)
 
     async def _claim(self) -> None:
         """Fill the free places, the tenants' evenly."""
         candidates = [batch for batch in self._batches if self._may_begin(batch) > 0]
         num_running = Counter(line.batch.tenant_id for line, _ in self._running.values())
         free = self._concurrency - len(self._running)
-        while free > 0 and not self._is_stopping:
+        while free > 0 and not self._is_draining:
             batch = next_batch(candidates, num_running)
             if batch is None:
                 return
@@ -249,18 +256,23 @@ class BatchWorker:
         return sum(running_id == batch_id for running_id, _ in self._running)
 
     def _begin(self, line: ClaimedLine) -> None:
-        if line.key not in self._held():  # else its lease had run out, and it is ours again
-            task = asyncio.create_task(self._answer(line), name="batch-line")
-            self._running[line.key] = line, task
+        if line.key in self._held():
+            return  # its lease had run out, and it is ours again
+        task = asyncio.create_task(self._runner.run(line), name="batch-line")
+        task.add_done_callback(partial(self._end, line))
+        self._running[line.key] = line, task
+        if self._is_draining:  # since it was asked for
+            task.cancel()
 
-    async def _answer(self, line: ClaimedLine) -> None:
-        try:
-            outcome = await self._runner.run(line)
-        finally:  # cancelled: it is not ours any more, or the stop gives it back
-            self._running.pop(line.key, None)
-            self._work.set()
-        self._note(line.batch.id, outcome)
-        self._outcomes.append(outcome)
+    def _end(self, line: ClaimedLine, task: asyncio.Task[Outcome]) -> None:
+        """Also where it was cancelled: given back then, which changes nothing where it is not ours any more."""
+        self._running.pop(line.key, None)
+        if task.cancelled():
+            self._outcomes.append(PutBack(line, 0.0, line.num_refusals, line.num_failures))
+        else:
+            self._outcomes.append(task.result())
+            self._note(line.batch.id, task.result())
+        self._work.set()
 
     def _note(self, batch_id: str, outcome: Outcome) -> None:
         """Go on with the batch as its lines fare."""
