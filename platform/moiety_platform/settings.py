@@ -17,6 +17,7 @@ from moiety_platform.config_file import read_config_section
 from moiety_platform.engine_addresses import identity
 
 SECTION = "gateway"
+MIN_DAYS_OF_USAGE = 62  # so that what is told late, of a month that is just over, finds what it belongs to
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -78,7 +79,8 @@ class GatewaySettings(BaseSettings):
     upkeep_interval_s: float = Field(default=60, gt=0)  # how often what is past its time is deleted
     keep_files_days: int = Field(default=30, ge=0, le=3_650)  # for which no end was asked; 0: until they are deleted
     keep_batches_days: int = Field(default=30, ge=2, le=3_650)  # from their making, and as long as their files
-    keep_limit_windows_days: int = Field(default=120, ge=62, le=3_650)  # from the beginning of a day's or month's
+    keep_requests_days: int = Field(default=0, ge=0, le=3_650)  # single ones: 0, for ever, or 62 at least
+    keep_limit_windows_days: int = Field(default=120, ge=MIN_DAYS_OF_USAGE, le=3_650)  # from their beginning
 
     otlp_endpoint: str | None = Field(  # e.g. http://collector:4318; None: no spans leave the process
         default=None,  # OpenTelemetry's own variable is also what our engines go by, so one setting serves both
@@ -115,6 +117,13 @@ class GatewaySettings(BaseSettings):
             url = urlsplit(value)
             if not url.hostname or (url.scheme != "https" and not (url.scheme == "http" and url.hostname in LOOPBACK)):
                 raise ValueError(f"the issuer {value!r} must be an https:// address, or http:// on this machine")
+        return value
+
+    @field_validator("keep_requests_days")
+    @classmethod
+    def _check_requests(cls, value: int) -> int:
+        if 0 < value < MIN_DAYS_OF_USAGE:
+            raise ValueError(f"set 0, which keeps requests for ever, or at least {MIN_DAYS_OF_USAGE} days")
         return value
 
     @model_validator(mode="after")

@@ -33,7 +33,7 @@ from moiety_platform.upkeep.chores import DAY_MS, chores_of
 from moiety_platform.upkeep.models import ChoreRecord
 from moiety_platform.upkeep.service import LEASE_S, Chore, Upkeep
 from moiety_platform.upkeep.turns import take
-from moiety_platform.usage.models import LedgerEntry, UsageHour, UsageRecord
+from moiety_platform.usage.models import LedgerEntry, UsageCut, UsageHour, UsageRecord
 from moiety_platform.usage.reconciliation import reconcile
 from moiety_platform.usage.store import insert_rows
 from moiety_platform.webhooks.models import DeliveryState, Webhook, WebhookDelivery
@@ -185,6 +185,41 @@ async def test_what_is_past_its_time_goes_and_nothing_else(database: Database, s
         assert len(await left(database, *table.__table__.primary_key)) == 1
     async with database.read() as session:
         assert (await reconcile(session, NOW - timedelta(days=500), NOW)).agrees
+
+
+async def test_requests_may_go_and_what_they_came_to_stays_provable(
+    database: Database, store_clock: StoreClock
+) -> None:
+    old = NOW - timedelta(days=OLD)
+    rows = [
+        make_row(f"r{number}", tenant_id=f"ten_{number % 2}", started_at=old + timedelta(minutes=7 * number),
+                 cost_nanodollars=number)
+        for number in range(20)
+    ]  # fmt: skip
+    new = make_row("new", started_at=NOW)
+    chores = chores_of(GatewaySettings(keep_requests_days=62), database, store_clock)
+    since = NOW - timedelta(days=500)
+    async with database.write() as session:
+        await insert_rows(session, [*rows, new])
+    async with database.read() as session:
+        before = await reconcile(session, since, NOW)
+    unheard = make_row("late", tenant_id="ten_9", started_at=old)
+    for late, num_cut in (([], 20), ([rows[3]], 0), ([rows[5], unheard], 1), ([rows[3], new], 0)):
+        async with database.write() as session:
+            await insert_rows(session, late)
+        assert (await upkeep_of(database, "one", store_clock, chores).round())["usage"] == num_cut
+        assert await left(database, UsageRecord.request_id) == {"new"}
+        async with database.read() as session:
+            found = await reconcile(session, since, NOW)
+        assert found.agrees
+        store_clock.ahead_s += INTERVAL_S + 1
+    assert (before.total.requests, found.total.requests) == (21, 22)
+    assert len(await left(database, LedgerEntry.request_id)) == 22
+    async with database.write() as session:
+        await session.execute(update(UsageCut).where(UsageCut.tenant_id == "ten_1").values(output_tokens=0))
+    async with database.read() as session:
+        found = await reconcile(session, since, NOW)
+    assert [one.tenant_id for one in found.differences] == ["ten_1"]
 
 
 async def test_a_file_without_an_end_gets_one_and_goes_then(database: Database, store_clock: StoreClock) -> None:

@@ -1,6 +1,7 @@
 """The chores: every table that grows with traffic, and what makes its rows go. `docs/administration.md` says the same.
 
-What is not here stays: the ledger, the sums of hours, the requests they are proven by, and the audit log.
+What is not here stays: the ledger, the sums of hours and the audit log; and the single requests, unless a setting says
+for how long.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from moiety_platform.quota.purge import purge_forsaken, purge_windows
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.upkeep.service import Chore
 from moiety_platform.upkeep.turns import Now
+from moiety_platform.usage.purge import purge_requests
 from moiety_platform.webhooks.deliveries import forget_alerts, forget_old
 
 DAY_MS = 24 * 3600 * 1000
@@ -33,6 +35,9 @@ def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) 
         before = await _days_ago(session, settings.keep_limit_windows_days, now)
         return await forget_alerts(session, before) or await purge_windows(session, before)
 
+    async def purge_old_requests(session: AsyncSession) -> int:
+        return await purge_requests(session, await _days_ago(session, settings.keep_requests_days, now))
+
     chores = [
         Chore("idempotent_requests", KeyStore(now=now).purge),
         Chore("files", Files(database, BatchFiles(database), now).purge),
@@ -43,6 +48,8 @@ def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) 
     ]
     if settings.keep_files_s is not None:
         chores.insert(1, Chore("files_without_end", partial(give_ends, keep_s=settings.keep_files_s, now=now)))
+    if settings.keep_requests_days:
+        chores.append(Chore("usage", purge_old_requests))
     return chores
 
 
