@@ -13,10 +13,13 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.batches.purge import LINES_AT_ONCE, purge_batches
+from moiety_platform.batches.results import LINES_AT_ONCE as ANSWERS_AT_ONCE
+from moiety_platform.batches.results import BatchFiles
 from moiety_platform.db.base import Base
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.files.models import FileChunk, FileState, StoredFile
+from moiety_platform.files.service import Files
 from moiety_platform.idempotency.models import IdempotencyTenant, IdempotentRequest, State
 from moiety_platform.metrics import Metrics
 from moiety_platform.quota.kinds import ALWAYS
@@ -270,6 +273,21 @@ async def test_a_large_batch_is_deleted_in_pieces(database: Database, store_cloc
         async with database.write() as session:
             sizes.append(await purge_batches(session, keep_ms=30 * DAY_MS, now=store_clock))
     assert sizes == [LINES_AT_ONCE, 7, 1, 0]
+
+
+async def test_the_answers_of_a_deleted_file_go_in_pieces_whichever_gateway_is_at_it(
+    database: Database, store_clock: StoreClock
+) -> None:
+    async with database.write() as session:
+        session.add_all([batch_of("b", NEW), file_of("out", OLD, batch_id="b", line_state=LineState.COMPLETED)])
+        session.add_all(lines_of("b", 2 * ANSWERS_AT_ONCE + 7, b"{}"))
+    gateways = [Files(database, BatchFiles(database), store_clock) for _ in range(2)]
+    sizes = []
+    for turn in (0, 1, 0, 1, 0):
+        async with database.write() as session:
+            sizes.append(await gateways[turn].purge(session))
+    assert sizes == [ANSWERS_AT_ONCE, ANSWERS_AT_ONCE, 7, 1, 0]
+    assert await left(database, BatchLine.answer) == {None}
 
 
 async def test_a_chore_that_fails_keeps_no_other_from_being_done_and_is_told(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sqlalchemy import ColumnElement, exists, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -12,7 +12,7 @@ from moiety_platform.batches.models import OPEN, Batch, BatchLine
 from moiety_platform.db.session import Database
 from moiety_platform.files.models import StoredFile
 
-LINES_AT_ONCE = 100
+LINES_AT_ONCE = 500
 PIECE_BYTES = 1024 * 1024  # that are read at once
 ERASE_BYTES = 16 * PIECE_BYTES  # in one transaction
 
@@ -22,6 +22,7 @@ class BatchFiles:
     """`FileUsers` as batches fulfil it."""
 
     database: Database
+    erased: dict[str, int] = field(default_factory=dict)  # up to which line a file is, so that none is looked at twice
 
     async def user_of(self, session: AsyncSession, file_id: str) -> str | None:
         """The oldest batch that has not ended and reads this file."""
@@ -60,10 +61,13 @@ class BatchFiles:
 
     async def erase_some(self, session: AsyncSession, file: StoredFile) -> int:
         """Forget some answers; how many. What a line came to stays."""
-        numbers, _ = await _some_lines(session, file, 0, ERASE_BYTES)
+        numbers, _ = await _some_lines(session, file, self.erased.pop(file.id, 0), ERASE_BYTES)
+        if not numbers:
+            numbers, _ = await _some_lines(session, file, 0, ERASE_BYTES)
         if numbers:
             some = BatchLine.batch_id == file.batch_id, BatchLine.number.in_(numbers)
             await session.execute(update(BatchLine).where(*some).values(answer=None))
+            self.erased[file.id] = numbers[-1]
         return len(numbers)
 
 

@@ -92,6 +92,8 @@ class Upkeep:
                 if not self._is_away:
                     log.warning("upkeep_store_away", reason=str(error))
                 self._is_away = True
+            except Exception:  # the root of a task that lives as long as the process: told, and tried again
+                log.exception("upkeep_round_failed")
             else:
                 self._is_away = False
 
