@@ -190,11 +190,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         alerts = AlertSender(database, poster, pepper, clock)
         await alerts.start()
         stack.push_async_callback(alerts.stop)
-        upkeep = Upkeep(
-            process_id, database, chores_of(settings, database), metrics, interval_s=settings.upkeep_interval_s
-        )
-        await upkeep.start()
-        stack.push_async_callback(upkeep.stop)
+        await stack.enter_async_context(_keep_up(settings, process_id, database, metrics))
         more = [*engine_routes(replicas), *webhook_routes(reach, pepper), *erasure_routes()]
         admin = admin_router(database, authenticator, classes, prices, quotas, pepper, clock, oidc=oidc, more=more)
         yield Services(
@@ -212,6 +208,20 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             store=store,
             batches=Batches(process_id, database, authenticator, quotas, metrics, tracing, clock, settings),
         )
+
+
+@asynccontextmanager
+async def _keep_up(
+    settings: GatewaySettings, process_id: str, database: Database, metrics: Metrics
+) -> AsyncIterator[None]:
+    """Delete what is past its time for as long as the context is open."""
+    chores = chores_of(settings, database)
+    upkeep = Upkeep(process_id, database, chores, metrics, interval_s=settings.upkeep_interval_s)
+    await upkeep.start()
+    try:
+        yield
+    finally:
+        await upkeep.stop()
 
 
 @asynccontextmanager

@@ -67,18 +67,10 @@ class Metrics:
             ("model", "cause"),
             registry=self.registry,
         )
-        self._upkeep_rows = Counter(
-            "moiety_upkeep_rows",
-            "Rows that upkeep has deleted by chore; `files_without_end` were given an end.",
-            ("chore",),
-            registry=self.registry,
-        )
-        self._upkeep_failures = Counter(
-            "moiety_upkeep_failures",
-            "Chores of upkeep that have failed; the log says why.",
-            ("chore",),
-            registry=self.registry,
-        )
+        rows_help = "Rows that upkeep has deleted by chore; `files_without_end` were given an end."
+        self._upkeep_rows = Counter("moiety_upkeep_rows", rows_help, ("chore",), registry=self.registry)
+        failures_help = "Chores of upkeep that have failed; the log says why."
+        self._upkeep_failures = Counter("moiety_upkeep_failures", failures_help, ("chore",), registry=self.registry)
         self._promises = Counter(
             "moiety_sla",
             "Ended requests with a promise, by whether it was kept.",

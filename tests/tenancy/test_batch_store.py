@@ -122,7 +122,7 @@ async def store(database: Database) -> AsyncIterator[Store]:
             await append_chunk(session, file.id, start, content[start : start + 50], max_tenant_bytes=10**6)
         await publish_file(session, file.id, "batch", None)
         new = NewBatch(input_file_id=file.id, endpoint=URL, completion_window="24h")
-        batch = await create_batch(session, OWNER, new, max_open=1, now=now)
+        batch = await create_batch(session, OWNER, new, max_open=1, keep_files_s=None, now=now)
     made = Store(database, now, batch.id)
     await Validation(database, await made.open_batch(), LIMITS, LEASE_MS, now).run()
     assert (await made.batch()).status == BatchStatus.IN_PROGRESS

@@ -27,7 +27,7 @@ async def create_batch(
     new: NewBatch,
     *,
     max_open: int,
-    keep_files_s: int | None = None,
+    keep_files_s: int | None,
     now: Now = now_ms,
 ) -> Batch:
     """A batch that is to be validated. Raises NotFound for an unknown file, BadRequest, or RateLimited where the tenant

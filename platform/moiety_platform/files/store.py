@@ -70,16 +70,14 @@ async def append_chunk(
     session.add(FileChunk(file_id=file_id, start=start, stop=stop, data=data))
 
 
-async def publish_file(
-    session: AsyncSession, file_id: str, purpose: str, expires_s: int | None, now: Now = now_ms
-) -> StoredFile:
-    """Let the upload be seen. Raises Conflict where it was swept meanwhile."""
+async def publish_file(session: AsyncSession, file_id: str, purpose: str, expires_s: int | None) -> StoredFile:
+    """Let the upload be seen, for so long from when it began. Raises Conflict where it was swept meanwhile."""
     file = await session.get(StoredFile, file_id, with_for_update=True)
     if file is None or file.state != FileState.UPLOADING:
         raise Conflict("the upload was given up, since nothing came for too long; upload the file again")
     file.purpose, file.state = purpose, FileState.READY
     if expires_s is not None:
-        file.expires_ms = await read_clock(session, now) + expires_s * 1000
+        file.expires_ms = file.created_ms + expires_s * 1000
     await session.flush()
     return file
 

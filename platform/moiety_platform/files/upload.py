@@ -75,7 +75,7 @@ class _Upload:
         if not self._stored:
             raise BadRequest("the file is empty; send at least one line", param="file", code="empty_file")
         async with self._uploads.database.write() as session:
-            return await publish_file(session, self._file_id, purpose, expires_s, self._uploads.now)
+            return await publish_file(session, self._file_id, purpose, expires_s)
 
     async def discard(self) -> None:
         """What is left where the store is away is found by the sweep."""
