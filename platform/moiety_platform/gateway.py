@@ -49,6 +49,8 @@ from moiety_platform.routing.discovery import DnsWatch
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing, build_provider, shut_down
+from moiety_platform.upkeep.chores import chores_of
+from moiety_platform.upkeep.service import Upkeep
 from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.webhooks.addresses import Reach
@@ -93,7 +95,8 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
     async with build_services(settings) as services:
         pipeline = create_pipeline(settings, services)
         app = create_app(settings, services, pipeline)
-        server = GatewayServer(app, settings.drain_s, ConnectionLimits.of(settings))
+        assert services.batches is not None, "a gateway with a store has batches"
+        server = GatewayServer(app, settings.drain_s, ConnectionLimits.of(settings), on_draining=services.batches.drain)
         loop = asyncio.get_running_loop()
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signal_number, server.request_exit)
@@ -102,7 +105,6 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
         gc.set_threshold(*RARELY)
         gc.freeze()  # what lives as long as the process need not be looked at by every collection
         log.info("gateway_listening", host=host, port=port, engines=list(settings.engines))
-        assert services.batches is not None, "a gateway with a store has batches"
         async with services.batches.working(pipeline):
             await server.serve([listener])
         log.info("gateway_stopped")
@@ -112,9 +114,15 @@ class GatewayServer(uvicorn.Server):
     """uvicorn with our limits, and without its signal handlers, which would end the process before it cleans up."""
 
     def __init__(
-        self, app: Litestar, drain_s: int, limits: ConnectionLimits, on_started: Callable[[], None] = lambda: None
+        self,
+        app: Litestar,
+        drain_s: int,
+        limits: ConnectionLimits,
+        on_started: Callable[[], None] = lambda: None,
+        on_draining: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_started = on_started
+        self._on_draining = on_draining
         super().__init__(
             ServerConfig(
                 app,
@@ -142,6 +150,7 @@ class GatewayServer(uvicorn.Server):
         """Drain; asked again, stop at once."""
         self.force_exit = self.should_exit
         self.should_exit = True
+        self._on_draining()
 
 
 @asynccontextmanager
@@ -170,8 +179,6 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         await idempotency.start()
         stack.push_async_callback(idempotency.stop)
         responses = ResponseKeeper(database, ConversationLimits.of(settings))
-        await responses.start()
-        stack.push_async_callback(responses.stop)
         recorder = RequestRecorder(usage, quotas, metrics, tracing, clock)
         stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
         meter = MeterReader(database)
@@ -187,6 +194,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         alerts = AlertSender(database, poster, pepper, clock)
         await alerts.start()
         stack.push_async_callback(alerts.stop)
+        await stack.enter_async_context(_keep_up(settings, process_id, database, metrics))
         more = [*engine_routes(replicas), *webhook_routes(reach, pepper), *erasure_routes()]
         admin = admin_router(database, authenticator, classes, prices, quotas, pepper, clock, oidc=oidc, more=more)
         yield Services(
@@ -205,6 +213,20 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             store=store,
             batches=Batches(process_id, database, authenticator, quotas, metrics, tracing, clock, settings),
         )
+
+
+@asynccontextmanager
+async def _keep_up(
+    settings: GatewaySettings, process_id: str, database: Database, metrics: Metrics
+) -> AsyncIterator[None]:
+    """Delete what is past its time for as long as the context is open."""
+    chores = chores_of(settings, database)
+    upkeep = Upkeep(process_id, database, chores, metrics, interval_s=settings.upkeep_interval_s)
+    await upkeep.start()
+    try:
+        yield
+    finally:
+        await upkeep.stop()
 
 
 @asynccontextmanager

@@ -71,6 +71,10 @@ class Metrics:
             ("model", "cause"),
             registry=self.registry,
         )
+        rows_help = "Rows that upkeep has deleted by chore; `files_without_end` were given an end."
+        self._upkeep_rows = Counter("moiety_upkeep_rows", rows_help, ("chore",), registry=self.registry)
+        failures_help = "Chores of upkeep that have failed; the log says why."
+        self._upkeep_failures = Counter("moiety_upkeep_failures", failures_help, ("chore",), registry=self.registry)
         self._promises = Counter(
             "moiety_sla",
             "Ended requests with a promise, by whether it was kept.",
@@ -113,6 +117,12 @@ class Metrics:
     def observe_idempotency(self, outcome: str) -> None:
         """Count a request that an Idempotency-Key kept from being served."""
         self._idempotency.labels(outcome).inc()
+
+    def observe_upkeep(self, chore: str, num_rows: int) -> None:
+        self._upkeep_rows.labels(chore).inc(num_rows)
+
+    def observe_upkeep_failure(self, chore: str) -> None:
+        self._upkeep_failures.labels(chore).inc()
 
     def observe(self, row: UsageRow, served_model: str, tpot_s: float | None) -> None:
         """Count one ended request. `served_model` is a model of ours or `unknown`, whatever the client asked for."""

@@ -17,6 +17,7 @@ from moiety_platform.config_file import read_config_section
 from moiety_platform.engine_addresses import identity
 
 SECTION = "gateway"
+MIN_DAYS_OF_USAGE = 62  # so that what is told late, of a month that is just over, finds what it belongs to
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -81,6 +82,12 @@ class GatewaySettings(BaseSettings):
     responses_max_per_tenant: int = Field(default=10_000, ge=0, le=100_000)  # beyond: 429; 0: none are kept
     responses_max_bytes_per_tenant: int = Field(default=256 * 1024 * 1024, ge=0)  # beyond: 429
 
+    upkeep_interval_s: float = Field(default=60, gt=0)  # how often what is past its time is deleted
+    keep_files_days: int = Field(default=30, ge=0, le=3_650)  # for which no end was asked; 0: until they are deleted
+    keep_batches_days: int = Field(default=30, ge=2, le=3_650)  # from their making, and as long as their files
+    keep_requests_days: int = Field(default=0, ge=0, le=3_650)  # single ones: 0, for ever, or 62 at least
+    keep_limit_windows_days: int = Field(default=120, ge=MIN_DAYS_OF_USAGE, le=3_650)  # from their beginning
+
     otlp_endpoint: str | None = Field(  # e.g. http://collector:4318; None: no spans leave the process
         default=None,  # OpenTelemetry's own variable is also what our engines go by, so one setting serves both
         validation_alias=AliasChoices("otlp_endpoint", "MOIETY_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
@@ -118,6 +125,13 @@ class GatewaySettings(BaseSettings):
                 raise ValueError(f"the issuer {value!r} must be an https:// address, or http:// on this machine")
         return value
 
+    @field_validator("keep_requests_days")
+    @classmethod
+    def _check_requests(cls, value: int) -> int:
+        if 0 < value < MIN_DAYS_OF_USAGE:
+            raise ValueError(f"set 0, which keeps requests for ever, or at least {MIN_DAYS_OF_USAGE} days")
+        return value
+
     @model_validator(mode="after")
     def _check_oidc(self) -> Self:
         if (self.oidc_issuer is None) != (self.oidc_audience is None):
@@ -130,6 +144,11 @@ class GatewaySettings(BaseSettings):
         if any(keys) and not all(keys):
             raise ValueError("set curve_server_key, curve_public_key and curve_secret_key together, or none of them")
         return self
+
+    @property
+    def keep_files_s(self) -> int | None:
+        """How long a file is kept for which no end was asked; None: until it is deleted."""
+        return self.keep_files_days * 24 * 3600 or None
 
     @property
     def store_url(self) -> str:

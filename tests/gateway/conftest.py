@@ -43,6 +43,8 @@ from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing, build_provider
+from moiety_platform.upkeep.chores import chores_of
+from moiety_platform.upkeep.service import Upkeep
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_wire.classes import SHIPPED
 from moiety_wire.messages import Card
@@ -222,8 +224,6 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, b
         await idempotency.start()
         stack.push_async_callback(idempotency.stop)
         responses = ResponseKeeper(database, ConversationLimits.of(chosen), ResponseStore(now or now_ms))
-        await responses.start()
-        stack.push_async_callback(responses.stop)
         worker_id = f"worker-{secrets.token_hex(8)}"
         store_clock = StoreClock()
         parts = (database, authenticator, quotas, metrics, tracing, clock, chosen)
@@ -251,7 +251,7 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, b
         started = asyncio.Event()
         pipeline = create_pipeline(chosen, services)
         app = create_app(chosen, services, pipeline)
-        server = GatewayServer(app, chosen.drain_s, ConnectionLimits.of(chosen), started.set)
+        server = GatewayServer(app, chosen.drain_s, ConnectionLimits.of(chosen), started.set, batches.drain)
         await stack.enter_async_context(batches.working(pipeline))
         task = asyncio.create_task(server.serve([listener]))
         await started.wait()
@@ -260,6 +260,8 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, b
         running.forget_keys = lambda: authenticator.forget(keys.tenant_key.removeprefix("mty_").partition(".")[0])
         running.database, running.responses = database, responses
         running.store_clock = store_clock
+        chores = chores_of(chosen, database, store_clock)
+        running.upkeep = Upkeep(worker_id, database, chores, metrics, interval_s=60, now=store_clock)
         running.num_connections = lambda: len(server.server_state.connections)
         try:
             yield running

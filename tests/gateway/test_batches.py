@@ -359,6 +359,25 @@ async def test_so_many_batches_may_be_open_at_once(start_gateway, card):
         assert caught.value.code == "too_many_batches"
 
 
+async def test_a_gateway_that_drains_gives_back_at_once_what_it_has_not_begun(start_gateway, new_card, until):
+    slow, never = FakeEngineClient(new_card("a", "begun"), token_s=0.05), FakeEngineClient(new_card("b"), token_s=3600)
+    fast = [FakeEngineClient(new_card("a", "begun")), FakeEngineClient(new_card("b"))]
+    lines = [chat_line(f"begun-{number}", model="begun", max_tokens=16) for number in range(2)]
+    lines += [chat_line(f"waits-{number}") for number in range(6)]
+    async with (
+        start_gateway([slow, never], batch_concurrency=7, drain_s=30, batch_lease_s=3600) as draining,
+        start_gateway([FakeEngineClient(new_card("c"))], beside=draining, batch_concurrency=0) as client,
+    ):
+        batch = await submit(draining, lines)
+        await until(lambda: len(slow.submits) + len(never.submits) == 7 and slow.state.load.output_tokens_total > 4)
+        async with start_gateway(fast, beside=draining) as other:
+            draining.stop()
+            batch = await wait_for(client, batch, "completed")
+            assert [len(engine.submits) for engine in (slow, *fast)] == [2, 0, 6]
+            assert len(never.submits) == 5, "nothing is claimed while it drains"
+            assert len(await usage_rows(other)) == batch.request_counts.completed == 8
+
+
 async def test_a_stop_gives_lines_back_and_the_next_start_answers_them(start_gateway, card):
     async with start_gateway([FakeEngineClient(card, token_s=0.05)], batch_concurrency=8) as gateway:
         batch = await submit(gateway, [chat_line(str(number), max_tokens=1 + number) for number in range(40)])

@@ -98,11 +98,13 @@ async def test_a_file_that_expires_is_gone_and_its_content_erased(start_gateway,
         expiring = await upload(gateway, expires_after={"anchor": "created_at", "seconds": 3600})
         assert expiring.expires_at == expiring.created_at + 3600
         kept = await upload(gateway)
+        assert kept.expires_at == kept.created_at + 30 * 86_400
         gateway.store_clock.ahead_ms = 3_600_001
         assert [one.id async for one in gateway.client.files.list()] == [kept.id]
-    async with start_gateway([FakeEngineClient(card)]) as gateway:  # which sweeps when it starts
-        gateway.store_clock.ahead_ms = 3_600_001
-        await wait_rows(gateway, lambda num_files, num_chunks: num_files == num_chunks == 1)
+        assert (await gateway.upkeep.round())["files"] == 2  # itself, and its only chunk
+        assert await num_rows(gateway) == [1, 1]
+        async with start_gateway([FakeEngineClient(card)], beside=gateway, keep_files_days=0) as other:
+            assert (await upload(other)).expires_at is None
 
 
 async def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(start_gateway, card):

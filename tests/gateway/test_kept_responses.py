@@ -12,6 +12,7 @@ from sqlalchemy import BigInteger, event, func, literal, select, text
 
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.responses_api.models import StoredResponse
+from moiety_platform.responses_api.store import ResponseStore
 
 PATH = "/v1/responses"
 BODY = {"model": "tiny", "input": "hello", "max_output_tokens": 3}
@@ -172,7 +173,8 @@ async def test_a_response_expires_and_is_deleted_then(start_gateway, card):
             with pytest.raises(openai.NotFoundError):
                 await call
         assert await num_kept(gateway) == 2
-        assert await gateway.responses.purge() == 1
+        async with gateway.database.write() as session:
+            assert await ResponseStore(clock.now).purge(session) == 1
         assert await gateway.client.responses.retrieve(later.id) == later
 
 

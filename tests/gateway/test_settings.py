@@ -79,6 +79,7 @@ def test_a_missing_file_is_refused_with_what_to_check():
         ({"engines": THEIRS.replace("/v1", "")}, "must have the form"),
         ({"engines": THEIRS.replace("h:1", "h:99999")}, "must have the form"),
         ({"curve_server_key": "k"}, "together"),
+        ({"keep_requests_days": 30}, "at least 62 days"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(changes, words):

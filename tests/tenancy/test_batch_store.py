@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,7 +20,7 @@ from moiety_platform.batches.closing import begin_closing, close_batch, fail_una
 from moiety_platform.batches.lines import Limits
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.batches.outcomes import Answered, PutBack, store_outcomes
-from moiety_platform.batches.results import BatchFiles
+from moiety_platform.batches.results import PIECE_BYTES, BatchFiles
 from moiety_platform.batches.schemas import NewBatch
 from moiety_platform.batches.service import create_batch
 from moiety_platform.batches.validation import Validation
@@ -120,7 +122,7 @@ async def store(database: Database) -> AsyncIterator[Store]:
             await append_chunk(session, file.id, start, content[start : start + 50], max_tenant_bytes=10**6)
         await publish_file(session, file.id, "batch", None)
         new = NewBatch(input_file_id=file.id, endpoint=URL, completion_window="24h")
-        batch = await create_batch(session, OWNER, new, max_open=1, now=now)
+        batch = await create_batch(session, OWNER, new, max_open=1, keep_files_s=None, now=now)
     made = Store(database, now, batch.id)
     await Validation(database, await made.open_batch(), LIMITS, LEASE_MS, now).run()
     assert (await made.batch()).status == BatchStatus.IN_PROGRESS
@@ -222,6 +224,22 @@ async def test_a_batch_ends_when_its_last_line_does_and_only_once(store: Store) 
     assert (batch.status, batch.total, batch.completed, batch.error_file_id) == ("completed", 12, 12, None)
     assert [one["custom_id"] for one in await store.read(batch.output_file_id)] == [f"id-{n}" for n in range(1, 13)]
     assert len([file for file in await store.all(StoredFile) if file.batch_id]) == 1
+
+
+async def test_results_are_read_in_pieces_however_large_the_answers_are(store: Store) -> None:
+    sizes = [PIECE_BYTES // 2 - 1, 3, PIECE_BYTES // 2 + 7, PIECE_BYTES - 1, PIECE_BYTES, 5 * PIECE_BYTES // 2, 0, 9]
+    lines = (await store.claim("a"))[: len(sizes)]
+    contents = [random.Random(number).randbytes(size) for number, size in enumerate(sizes)]
+    await store.store("a", *(replace(answer(line), answer=one) for line, one in zip(lines, contents, strict=True)))
+    async with store.database.write() as session:
+        await begin_closing(session, store.batch_id, BatchStatus.EXPIRED, {"code": "c", "message": "m"}, store.now)
+    await store.close()
+    (file,) = [one for one in await store.all(StoredFile) if one.id == (await store.batch()).output_file_id]
+    pieces = [piece async for piece in BatchFiles(store.database).read(file)]
+    assert b"".join(pieces) == b"".join(content + b"\n" for content in contents)
+    assert file.num_bytes == sum(map(len, pieces))
+    assert max(map(len, pieces)) <= PIECE_BYTES
+    assert len(pieces) < 12  # small ones come together
 
 
 async def test_an_answer_that_comes_after_the_end_is_dropped(store: Store) -> None:

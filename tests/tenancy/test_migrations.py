@@ -40,7 +40,8 @@ USAGE = {"usage_hours", "ledger", "audit_log"}
 BATCHES = {"files", "file_chunks", "batches", "batch_lines"}
 IDEMPOTENCY = {"idempotent_requests", "idempotency_tenants"}
 ALERTS = {"quota_thresholds", "quota_alerts", "webhooks", "webhook_deliveries", "erasures"}
-LATER = {"service_classes", "responses", *QUOTAS, *USAGE, *BATCHES, *IDEMPOTENCY, *ALERTS}  # than the first schema
+UPKEEP = {"upkeep", "usage_cuts"}
+LATER = {"service_classes", "responses", *QUOTAS, *USAGE, *BATCHES, *IDEMPOTENCY, *ALERTS, *UPKEEP}  # than the first
 TABLES = {"tenants", "projects", "api_keys", "usage", *LATER}
 
 

@@ -123,19 +123,10 @@ async def test_what_has_expired_is_found_no_more_and_purged_in_batches(
         await keeper.body(whose, response_id(0))
     async with database.write() as session:
         assert await store.purge(session, 5) == 5
-    assert await keeper.purge() == 2
+    async with database.write() as session:
+        assert await store.purge(session) == 2
     assert (await sums(database))[0] == 1
     assert await keeper.body(whose, response_id(7)) == BODY % b""
-
-
-async def test_a_keeper_that_was_started_purges_by_itself(database: Database, whose: Principal) -> None:
-    keeper = ResponseKeeper(database, replace(LIMITS, ttl_s=0.01), purge_every_s=0.05)
-    assert await keep(keeper, whose, 1)
-    await keeper.start()
-    async with asyncio.timeout(10):
-        while (await sums(database))[0]:  # noqa: ASYNC110 - the store announces no change
-            await asyncio.sleep(0.02)
-    await keeper.stop()
 
 
 async def test_nothing_is_kept_of_a_tenant_once_its_erasure_has_begun(

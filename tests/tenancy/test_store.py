@@ -153,6 +153,38 @@ async def test_writers_that_read_first_wait_for_each_other_and_lose_nothing(data
         assert (await session.get_one(Tenant, demo.tenant_id)).weight == 22.0
 
 
+BUSY = {
+    "sqlite": "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 60000) SELECT max(i) FROM n",
+    "postgresql": "SELECT pg_sleep(0.03)",
+}
+
+
+async def test_a_transaction_of_a_cancelled_task_is_over_at_once_whoever_keeps_its_error(
+    database: Database, database_url: str, demo: Demo
+) -> None:
+    change = sa.update(Tenant).where(Tenant.id == demo.tenant_id)
+
+    async def be_long() -> None:
+        async with database.write() as session:
+            for number in range(100):
+                await session.execute(change.values(name=f"lost {number}").returning(Tenant.id))
+                await session.execute(sa.text(BUSY[database.dialect]))
+
+    other = Database.open(database_url, busy_timeout_s=2)
+    kept = []  # an error refers to all that ran when it was raised
+    for number in range(20):
+        task = asyncio.create_task(be_long())
+        await asyncio.wait({task}, timeout=0.02 + 0.005 * number)
+        task.cancel()
+        kept += await asyncio.gather(task, return_exceptions=True)
+        async with asyncio.timeout(1.5), other.write() as session:
+            await session.execute(change.values(name=f"won {number}"))
+    assert {type(error) for error in kept} == {asyncio.CancelledError}
+    async with other.read() as session:
+        assert (await session.scalars(sa.select(Tenant.name))).all() == ["won 19"]
+    await other.close()
+
+
 async def test_sqlite_runs_with_a_write_ahead_log_and_its_readers_do_not_wait_for_a_writer(
     migrated_sqlite: Path, tmp_path: Path, clock: ManualClock
 ) -> None:

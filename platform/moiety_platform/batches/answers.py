@@ -17,7 +17,9 @@ def line_key(batch_id: str, number: int) -> str:
     return blake2b(f"{batch_id}/{number}".encode(), digest_size=16).hexdigest()
 
 
-def answered(batch_id: str, number: int, custom_id: str, request_id: str, body: Mapping[str, Any]) -> bytes:
+def answered(
+    batch_id: str, number: int, custom_id: str, request_id: str, body: Mapping[str, Any] | msgspec.Raw
+) -> bytes:
     """A line of the output file."""
     return _line(batch_id, number, custom_id, _response(200, request_id, body), None)
 
@@ -32,7 +34,7 @@ def unanswered(batch_id: str, number: int, custom_id: str, error: Mapping[str, s
     return _line(batch_id, number, custom_id, None, error)
 
 
-def _response(status: int, request_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def _response(status: int, request_id: str, body: Mapping[str, Any] | msgspec.Raw) -> dict[str, Any]:
     return {"status_code": status, "request_id": request_id, "body": body}
 
 

@@ -66,7 +66,13 @@ class Batches:
     def routes(self) -> list[HTTPRouteHandler]:
         """The handlers of `/v1/files` and `/v1/batches`."""
         settings = self._settings
-        uploads = Uploads(self._database, settings.max_file_bytes, settings.max_file_bytes_per_tenant, self._now)
+        uploads = Uploads(
+            self._database,
+            settings.max_file_bytes,
+            settings.max_file_bytes_per_tenant,
+            settings.keep_files_s,
+            self._now,
+        )
         return [
             *file_routes(FileServices(self._authenticator, self._files, uploads)),
             *batch_routes(
@@ -74,6 +80,7 @@ class Batches:
                     self._authenticator,
                     self._database,
                     settings.max_open_batches_per_tenant,
+                    settings.keep_files_s,
                     on_change=self._wake,
                     now=self._now,
                 )
@@ -93,7 +100,7 @@ class Batches:
             self._worker_id,
             database,
             self._runner(pipeline),
-            Tending(database, self._files, limits, self._clock, now=self._now),
+            Tending(database, limits, now=self._now),
             self._clock,
             concurrency=settings.batch_concurrency,
             lease_s=settings.batch_lease_s,
@@ -106,6 +113,11 @@ class Batches:
             yield
         finally:
             await worker.stop()
+
+    def drain(self) -> None:
+        """The process is to stop: others may have the lines that have no part of an answer yet."""
+        if self._worker is not None:
+            self._worker.drain()
 
     def _runner(self, pipeline: Pipeline) -> LineRunner:
         depth = self._settings.max_json_depth

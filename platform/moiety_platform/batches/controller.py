@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from litestar import Request, get, post
@@ -35,6 +36,7 @@ class BatchServices:
     authenticator: Authenticator
     database: Database
     max_open_batches: int
+    keep_files_s: int | None  # those of results for which no end is asked; None: until they are deleted
     on_change: Callable[[], None]
     now: Now = now_ms
 
@@ -42,6 +44,7 @@ class BatchServices:
 def batch_routes(services: BatchServices) -> list[HTTPRouteHandler]:
     """The handlers of these endpoints."""
     database = services.database
+    make = partial(create_batch, max_open=services.max_open_batches, keep_files_s=services.keep_files_s)
 
     async def caller(request: Request[Any, Any, Any]) -> Principal:
         return await authenticate(services.authenticator, request)
@@ -53,7 +56,7 @@ def batch_routes(services: BatchServices) -> list[HTTPRouteHandler]:
         headers = request.scope["headers"]
         new = await receive_body(NewBatch, request.receive, headers, MAX_BODY_BYTES, MAX_JSON_DEPTH)
         async with database.write() as session:
-            batch = await create_batch(session, owner, new, max_open=services.max_open_batches, now=services.now)
+            batch = await make(session, owner, new, now=services.now)
         services.on_change()
         return view(batch)
 

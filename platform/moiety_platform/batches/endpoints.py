@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,8 +17,15 @@ from moiety_platform.completions.pipeline import Pipeline
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.schemas import GenerationBody
 from moiety_platform.completions.whole import collect, whole_answer
+from moiety_platform.embeddings import whole as vectors
+from moiety_platform.embeddings.controller import EMBEDDINGS
+from moiety_platform.embeddings.schemas import EmbeddingBody
 
-AnswerBody = Callable[[Pipeline, RequestRecord, AskingBody], Awaitable[dict[str, Any]]]
+MAX_VECTOR_BYTES = 32 * 1024 * 1024  # in the answer to one line, which is held and stored as a whole
+BYTES_A_NUMBER = {"base64": 6, "float": 24}  # at most
+
+Body = dict[str, Any] | msgspec.Raw
+AnswerBody = Callable[[Pipeline, RequestRecord, AskingBody], Awaitable[Body]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +39,21 @@ class BatchEndpoint:
     answer: AnswerBody
 
 
-async def answer_generation(pipeline: Pipeline, record: RequestRecord, body: AskingBody) -> dict[str, Any]:
+async def answer_generation(pipeline: Pipeline, record: RequestRecord, body: AskingBody) -> Body:
     """A whole chat or completion, in the class of batches whatever `service_tier` it asks for."""
     asked = cast("GenerationBody", body)
     async with pipeline.run(record, msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER)) as run:
         return await whole_answer(asked, run, record, await collect(run))
+
+
+async def answer_embeddings(pipeline: Pipeline, record: RequestRecord, body: AskingBody) -> Body:
+    """The vectors of all inputs, in the same class. Raises BadRequest where they are too many for one line."""
+    asked = cast("EmbeddingBody", body)
+    max_numbers = MAX_VECTOR_BYTES // BYTES_A_NUMBER[asked.encoding_format or "float"]
+    generation = msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER, max_numbers=max_numbers)
+    async with pipeline.run(record, generation) as run:
+        pieces = vectors.pieces_of(asked, run, record, await vectors.collect(run))
+    return msgspec.Raw(await asyncio.to_thread(b"".join, pieces))
 
 
 def _generation(endpoint: Endpoint[Any]) -> BatchEndpoint:
@@ -47,5 +65,8 @@ ENDPOINTS = {
     for endpoint in (
         _generation(CHAT),
         _generation(COMPLETIONS),
+        BatchEndpoint(
+            EMBEDDINGS.path, EMBEDDINGS.operation, EMBEDDINGS.id_prefix, EMBEDDINGS.schema, answer_embeddings
+        ),
     )
 }

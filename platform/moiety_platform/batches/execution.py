@@ -17,7 +17,7 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.backoff import Backoff
 from moiety_platform.batches.answers import answered, line_key, refused
-from moiety_platform.batches.claims import ClaimedLine
+from moiety_platform.batches.claims import ClaimedLine, LineKey
 from moiety_platform.batches.endpoints import ENDPOINTS
 from moiety_platform.batches.lines import body_of
 from moiety_platform.batches.models import LineState
@@ -25,6 +25,7 @@ from moiety_platform.batches.outcomes import Answered, PutBack
 from moiety_platform.completions.body import decode_body
 from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.completions.pipeline import Pipeline
+from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
 from moiety_platform.http_errors import OPENAI_ERRORS, internal_error
@@ -86,6 +87,12 @@ class LineRunner:
         self._max_json_depth = max_json_depth
         self._shape = shape
         self._backoff = backoff
+        self._records: dict[LineKey, RequestRecord] = {}  # of what is being answered
+
+    def has_begun(self, key: LineKey) -> bool:
+        """Whether a part of the line's answer has come."""
+        record = self._records.get(key)
+        return record is not None and record.first_token_s is not None
 
     async def run(self, line: ClaimedLine) -> Outcome:
         """What comes of one attempt. Raises nothing but CancelledError."""
@@ -106,6 +113,7 @@ class LineRunner:
             log.exception("batch_line_failed", batch_id=line.batch.id, line=line.number)
             return self._judge(line, request_id, internal_error())
         finally:
+            self._records.pop(line.key, None)
             self._rows.take(request_id)
 
     async def _answer(self, principal: Principal, line: ClaimedLine, request_id: str) -> bytes:
@@ -122,6 +130,7 @@ class LineRunner:
             status_of=OPENAI_ERRORS.status,
             bills_failures=False,
         ) as record:
+            self._records[line.key] = record
             body = decode_body(endpoint.schema, body_of(line.text), self._max_json_depth, self._shape)
             answer = await endpoint.answer(self._pipeline, record, body)
             record.completed()

@@ -168,6 +168,7 @@ class Checker:
         body = decode_body(self._endpoint.schema, bytes(line.body), self._limits.max_json_depth, self._limits.shape)
         if body.wants_stream:
             raise BadRequest("'stream' cannot be true in a batch; leave it out", param="body.stream")
+        body.generation()  # which finds what no schema does
         return GoodLine(raw.number, line.custom_id, raw.start, len(raw.text))
 
     def _complain(self, number: int | None, code: str, message: str, param: str | None = None) -> None:

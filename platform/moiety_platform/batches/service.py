@@ -22,7 +22,13 @@ RETRY_S = 60.0
 
 
 async def create_batch(
-    session: AsyncSession, owner: Principal, new: NewBatch, *, max_open: int, now: Now = now_ms
+    session: AsyncSession,
+    owner: Principal,
+    new: NewBatch,
+    *,
+    max_open: int,
+    keep_files_s: int | None,
+    now: Now = now_ms,
 ) -> Batch:
     """A batch that is to be validated. Raises NotFound for an unknown file, BadRequest, or RateLimited where the tenant
     has too many that have not ended."""
@@ -48,7 +54,7 @@ async def create_batch(
         endpoint=new.endpoint,
         input_file_id=file.id,
         note=new.note,
-        output_expires_s=new.output_expires_s,
+        output_expires_s=new.output_expires_s or keep_files_s,
         status=BatchStatus.VALIDATING,
         **dict.fromkeys(("total", "completed", "failed", "prompt_tokens", "cached_tokens", "output_tokens"), 0),
         available_ms=0,

@@ -1,5 +1,4 @@
-"""What is to be done for a batch as a whole: checked at its beginning, ended when its time is over, closed at its end.
-And what nobody may see any more is swept away."""
+"""What is to be done for a batch as a whole: checked at its beginning, ended when its time is over, closed at last."""
 
 from __future__ import annotations
 
@@ -14,17 +13,13 @@ from moiety_platform.batches.closing import EXPIRED, begin_closing, close_batch,
 from moiety_platform.batches.lines import Limits
 from moiety_platform.batches.models import BatchStatus
 from moiety_platform.batches.validation import Validation
-from moiety_platform.clock import Clock
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
-from moiety_platform.files.service import Files
 from moiety_platform.files.store import Now
 
 LEASE_S = 60.0
-SWEEP_S = 60.0
 MAX_AT_ONCE = 4  # validations and closings in one process, one of a tenant
-SWEEP = ""  # in place of a tenant's id
 
 log = structlog.get_logger(__name__)
 
@@ -36,21 +31,16 @@ class Tending:
     def __init__(
         self,
         database: Database,
-        files: Files,
         limits: Limits,
-        clock: Clock,
         *,
         lease_s: float = LEASE_S,
         now: Now = now_ms,
     ) -> None:
         self._database = database
-        self._files = files
         self._limits = limits
-        self._clock = clock
         self._lease_ms = round(lease_s * 1000)
         self._now = now
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._swept_s = float("-inf")
 
     def tend(self, batches: Sequence[OpenBatch], on_change: Callable[[], None]) -> None:
         """Begin what is to be done for these, and is not being done. `on_change` is called when something was."""
@@ -59,10 +49,6 @@ class Tending:
                 break
             if batch.tenant_id not in self._tasks and self._needs(batch):
                 self._begin(batch.tenant_id, self._tend(batch), on_change)
-        now_s = self._clock.monotonic()
-        if SWEEP not in self._tasks and now_s - self._swept_s >= SWEEP_S:
-            self._swept_s = now_s
-            self._begin(SWEEP, self._sweep(), lambda: None)
 
     async def stop(self) -> None:
         """What is half done is done anew by whoever comes next."""
@@ -75,20 +61,20 @@ class Tending:
             return batch.is_due
         return batch.is_free
 
-    def _begin(self, name: str, work: Coroutine[Any, Any, None], on_change: Callable[[], None]) -> None:
+    def _begin(self, tenant_id: str, work: Coroutine[Any, Any, None], on_change: Callable[[], None]) -> None:
         async def run() -> None:
             try:
                 await work
             except Unavailable as error:
-                log.warning("batch_store_away", reason=str(error), tenant_id=name or None)
+                log.warning("batch_store_away", reason=str(error), tenant_id=tenant_id)
             except Exception:  # the root of a task: told, and tried again once its lease is over
-                log.exception("batch_tending_failed", tenant_id=name or None)
+                log.exception("batch_tending_failed", tenant_id=tenant_id)
             else:
                 on_change()
             finally:
-                self._tasks.pop(name, None)
+                self._tasks.pop(tenant_id, None)
 
-        self._tasks[name] = asyncio.create_task(run(), name="batch-tending")
+        self._tasks[tenant_id] = asyncio.create_task(run(), name="batch-tending")
 
     async def _tend(self, batch: OpenBatch) -> None:
         if batch.is_due and batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
@@ -112,8 +98,3 @@ class Tending:
             ended_as = await close_batch(session, batch.id, self._now)
         if ended_as is not None:
             log.info("batch_ended", batch_id=batch.id, status=ended_as.value)
-
-    async def _sweep(self) -> None:
-        num_files = await self._files.sweep()
-        if num_files:
-            log.info("files_erased", files=num_files)

@@ -1,8 +1,8 @@
 """Works on batches in one gateway process, together with those of all other gateways on the same database.
 
 It claims lines, as many as it has free places, answers them, and stores what came of them, what has gathered by one
-transaction. When the database is away, answers wait in memory and nothing new is claimed. A stop gives back what is not
-answered; a kill leaves it to the end of the leases.
+transaction. When the database is away, answers wait in memory and nothing new is claimed. A gateway that drains gives
+back at once whatever has no part of an answer yet, a stop also the rest; a kill leaves all to the end of the leases.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import structlog
 from sqlalchemy import exc as sa
@@ -39,6 +40,7 @@ from moiety_platform.files.store import Now
 from moiety_platform.rounds import Rounds
 
 POLL_S = 1.0
+BYTES_AT_ONCE = 8 * 1024 * 1024  # of answers, in one transaction
 STOP_GRACE_S = 3.0
 OUTAGE_PAUSE_S = 1.0
 
@@ -74,12 +76,13 @@ class BatchWorker:
         self._poll_s = poll_s
         self._rounds = Rounds("batch-worker", self._round, poll_s, pause_s=OUTAGE_PAUSE_S)
         self._now = now
-        self._running: dict[LineKey, tuple[ClaimedLine, asyncio.Task[None]]] = {}
+        self._running: dict[LineKey, tuple[ClaimedLine, asyncio.Task[Outcome]]] = {}
         self._outcomes: list[Outcome] = []
         self._batches: list[OpenBatch] = []  # as they were when last looked at
         self._paces: dict[str, Pace] = {}
         self._dry: set[str] = set()  # batches that had no more lines to claim when last looked at
         self._looked_s = self._renewed_s = float("-inf")
+        self._is_draining = False
 
     def wake(self) -> None:
         """A batch was made or changed in this process: look at once."""
@@ -89,22 +92,27 @@ class BatchWorker:
     async def start(self) -> None:
         self._rounds.start()
 
+    def drain(self) -> None:
+        """Claim and begin nothing more, and give back what has no part of an answer yet; the rest goes on until the
+        stop. Idempotent."""
+        self._is_draining = True
+        for key, (_, task) in self._running.items():
+            if not self._runner.has_begun(key):
+                task.cancel()
+        self._rounds.wake()
+
     async def stop(self) -> None:
         """Claim nothing more, let what is nearly done come to its end, give the rest back. Idempotent."""
+        self._is_draining = True
         if not await self._rounds.stop():
             return
         await self._tending.stop()
         tasks = [task for _, task in self._running.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_GRACE_S)
-        for _, task in self._running.values():
+        for task in tasks:
             task.cancel()
-        lines = [line for line, _ in self._running.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
-        ended = {outcome.line.key for outcome in self._outcomes}
-        self._outcomes += [
-            PutBack(line, 0.0, line.num_refusals, line.num_failures) for line in lines if line.key not in ended
-        ]
         try:
             await self._store()
         except Unavailable as error:
@@ -126,8 +134,8 @@ class BatchWorker:
         """What has come of lines since the last round."""
         outcomes, self._outcomes = self._outcomes, []
         try:
-            if outcomes:
-                await self._store_some(outcomes)
+            for some in in_pieces(outcomes):
+                await self._store_some(some)
         except BaseException:  # whatever it was, also a stop: they are stored by the next round or by `stop`
             self._outcomes = outcomes + self._outcomes
             raise
@@ -186,14 +194,15 @@ class BatchWorker:
                 task.cancel()
         self._dry.clear()
         self._paces = {batch_id: pace for batch_id, pace in self._paces.items() if batch_id in going_on}
-        self._tending.tend(self._batches, self.wake)
+        if not self._is_draining:
+            self._tending.tend(self._batches, self.wake)
 
     async def _claim(self) -> None:
         """Fill the free places, the tenants' evenly."""
         candidates = [batch for batch in self._batches if self._may_begin(batch) > 0]
         num_running = Counter(line.batch.tenant_id for line, _ in self._running.values())
         free = self._concurrency - len(self._running)
-        while free > 0 and not self._rounds.is_stopping:
+        while free > 0 and not self._is_draining:
             batch = next_batch(candidates, num_running)
             if batch is None:
                 return
@@ -222,18 +231,23 @@ class BatchWorker:
         return sum(running_id == batch_id for running_id, _ in self._running)
 
     def _begin(self, line: ClaimedLine) -> None:
-        if line.key not in self._held():  # else its lease had run out, and it is ours again
-            task = asyncio.create_task(self._answer(line), name="batch-line")
-            self._running[line.key] = line, task
+        if line.key in self._held():
+            return  # its lease had run out, and it is ours again
+        task = asyncio.create_task(self._runner.run(line), name="batch-line")
+        task.add_done_callback(partial(self._end, line))
+        self._running[line.key] = line, task
+        if self._is_draining:  # since it was asked for
+            task.cancel()
 
-    async def _answer(self, line: ClaimedLine) -> None:
-        try:
-            outcome = await self._runner.run(line)
-        finally:  # cancelled: it is not ours any more, or the stop gives it back
-            self._running.pop(line.key, None)
-            self._rounds.wake()
-        self._note(line.batch.id, outcome)
-        self._outcomes.append(outcome)
+    def _end(self, line: ClaimedLine, task: asyncio.Task[Outcome]) -> None:
+        """Also where it was cancelled: given back then, which changes nothing where it is not ours any more."""
+        self._running.pop(line.key, None)
+        if task.cancelled():
+            self._outcomes.append(PutBack(line, 0.0, line.num_refusals, line.num_failures))
+        else:
+            self._outcomes.append(task.result())
+            self._note(line.batch.id, task.result())
+        self._rounds.wake()
 
     def _note(self, batch_id: str, outcome: Outcome) -> None:
         """Go on with the batch as its lines fare."""
@@ -247,3 +261,17 @@ class BatchWorker:
                 wait_s=min(outcome.wait_s, self._backoff.after(pace.num_refusals)),
                 now_s=now_s,
             )
+
+
+def in_pieces(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+    """In their order, as many in each as a transaction may store."""
+    pieces: list[list[Outcome]] = []
+    room = 0
+    for outcome in outcomes:
+        num_bytes = len(outcome.answer) if isinstance(outcome, Answered) else 0
+        if not pieces or num_bytes > room:
+            pieces.append([])
+            room = BYTES_AT_ONCE
+        pieces[-1].append(outcome)
+        room -= num_bytes
+    return pieces

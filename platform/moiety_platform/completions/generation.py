@@ -41,6 +41,7 @@ class Generation(msgspec.Struct, frozen=True):
     service_tier: str | None = None  # OpenAI's word for the class that is wanted
     embed: bool = False  # each prompt's vector is wanted, and no token: `max_tokens` is 0
     dimensions: int | None = None  # how many numbers of each vector are wanted; None for all
+    max_numbers: int | None = None  # of all vectors together; None for as many as there are
     prompt_field: str = "prompt"  # where the client wrote the prompts, for complaints about them
 
     @property

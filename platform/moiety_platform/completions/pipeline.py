@@ -212,6 +212,15 @@ def _check_embedding(generation: Generation, card: Card) -> None:
             "as many or fewer",
             param="dimensions",
         )
+    numbers = (generation.dimensions or width) * len(generation.prompts)
+    if generation.max_numbers is not None and numbers > generation.max_numbers:
+        raise BadRequest(
+            f"the vectors of {len(generation.prompts):,} inputs have {numbers:,} numbers, and in this "
+            f"'encoding_format' there may be {generation.max_numbers:,}; put fewer inputs into one line of the batch, "
+            "or ask for fewer 'dimensions' or for 'base64'",
+            code="answer_too_large",
+            param="input",
+        )
 
 
 def _max_tokens(generation: Generation, card: Card, num_prompt_tokens: int) -> int:

@@ -7,7 +7,9 @@ block talks to the store and does nothing else; any time-out or broken connectio
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Self
@@ -52,7 +54,7 @@ def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S) ->
         max_overflow=0,
         pool_timeout=CONNECT_TIMEOUT_S,
         hide_parameters=True,  # tracebacks and logs are no place for hashes of keys
-        connect_args={"timeout": busy_timeout_s},
+        connect_args={"timeout": busy_timeout_s, "factory": _Connection},
     )
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
     event.listen(engine.sync_engine, "begin", _begin_sqlite)
@@ -125,6 +127,16 @@ class Database:
     async def close(self) -> None:
         """Close every connection."""
         await self.engine.dispose()
+
+
+class _Connection(sqlite3.Connection):
+    """A connection whose transaction ends when it is closed, as that of a cancelled task is at once. SQLite by itself
+    keeps transaction and lock for as long as anything, such as the task's error, refers to one of the cursors."""
+
+    def close(self) -> None:
+        with contextlib.suppress(sqlite3.Error):  # what cannot be rolled back is closed all the same
+            self.rollback()
+        super().close()
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _entry: ConnectionPoolEntry) -> None:

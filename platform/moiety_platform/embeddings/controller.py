@@ -15,36 +15,22 @@ from moiety_platform.completions.exchange import Endpoint, ExchangeServices, Sen
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.reply import Reply
 from moiety_platform.completions.run import Run
-from moiety_platform.embeddings.answers import answer_pieces
 from moiety_platform.embeddings.schemas import EmbeddingBody
-from moiety_wire.messages import Finished
+from moiety_platform.embeddings.whole import collect, pieces_of
 
 
 def embedding_route(services: ExchangeServices) -> HTTPRouteHandler:
     """The handler of the endpoint."""
-    return route(Endpoint("/v1/embeddings", "embeddings", "embd-", EmbeddingBody, _answer), services)
+    return route(EMBEDDINGS, services)
 
 
 async def _answer(body: EmbeddingBody, run: Run, record: RequestRecord, reply: Reply) -> SendLast:
-    pieces = answer_pieces(
-        await _collect(run),
-        model=record.served_model,
-        usage=run.usage(),
-        dimensions=body.dimensions,
-        as_base64=body.encoding_format == "base64",
-    )
-    return partial(_send, pieces, record, reply)
-
-
-async def _collect(run: Run) -> list[bytes]:
-    """Wait for the vectors of all inputs, in their order."""
-    vectors = [b""] * run.num_sequences
-    async for index, message in run:
-        if isinstance(message, Finished):
-            vectors[index] = message.embedding
-    return vectors
+    return partial(_send, pieces_of(body, run, record, await collect(run)), record, reply)
 
 
 async def _send(pieces: Iterator[bytes], record: RequestRecord, reply: Reply) -> None:
     record.answered_status = 200
     await reply.pieces(pieces)
+
+
+EMBEDDINGS = Endpoint("/v1/embeddings", "embeddings", "embd-", EmbeddingBody, _answer)

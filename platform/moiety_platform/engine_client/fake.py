@@ -215,7 +215,7 @@ class FakeEngineClient:
         if finder is not None:
             finder.add(resumed)
         for token_id, text in pieces:
-            await asyncio.sleep(self._token_s)
+            await self._pause(run)
             while run.num_emitted >= run.credit_tokens and not run.aborted and not run.credit_last:
                 run.changed.clear()
                 await run.changed.wait()
@@ -248,12 +248,21 @@ class FakeEngineClient:
         self._finish(run, verdict, received_ns, reason, detail, text=rest)
 
     async def _embed(self, run: _Running, verdict: Verdict, received_ns: int) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._token_s):
-                await run.changed.wait()  # for an abort
+        await self._pause(run)
         width = self.card.embedding_width
         vector = struct.pack(f"<{width}f", *self._vector(run.submit, width))
         self._finish(run, verdict, received_ns, FinishReason.STOP, embedding=vector)
+
+    async def _pause(self, run: _Running) -> None:
+        """As long as a token takes, or until an abort."""
+        if self._token_s == 0:
+            await asyncio.sleep(0)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._token_s):
+                while not run.aborted:
+                    run.changed.clear()
+                    await run.changed.wait()
 
     def _finish(
         self,

@@ -18,7 +18,8 @@ from moiety_platform.db.base import Base
 from moiety_platform.files.models import FileChunk, FileState, StoredFile
 from moiety_platform.quota.models import Quota, QuotaAlert, QuotaLease, QuotaRate, QuotaThreshold, QuotaWindow
 from moiety_platform.tenants.models import ApiKey, Erasure, Project, Tenant
-from moiety_platform.usage.models import LedgerEntry, UsageHour, UsageRecord
+from moiety_platform.upkeep.models import ChoreRecord
+from moiety_platform.usage.models import LedgerEntry, UsageCut, UsageHour, UsageRecord
 from moiety_platform.webhooks.models import Webhook, WebhookDelivery
 
 Table = type[Base]
@@ -26,11 +27,11 @@ Table = type[Base]
 ROWS_AT_ONCE = 500
 _ROWS_AT_ONCE: Mapping[Table, int] = MappingProxyType({FileChunk: 64})  # of a quarter of a megabyte
 
-_NUMBERS: frozenset[Table] = frozenset(
-    {UsageRecord, LedgerEntry, UsageHour, Quota, QuotaWindow, QuotaLease, QuotaRate, QuotaThreshold, QuotaAlert}
+_NUMBERS: frozenset[Table] = frozenset({UsageRecord, LedgerEntry, UsageHour, UsageCut}) | frozenset(
+    {Quota, QuotaWindow, QuotaLease, QuotaRate, QuotaThreshold, QuotaAlert}
 )
 _BLANKED: frozenset[Table] = frozenset({Tenant, Project, ApiKey, AuditEntry, UsageRecord, UsageHour})
-_OURS: frozenset[Table] = frozenset({Erasure, Webhook, WebhookDelivery})
+_OURS: frozenset[Table] = frozenset({Erasure, Webhook, WebhookDelivery, ChoreRecord})
 KEPT: frozenset[Table] = _NUMBERS | _BLANKED | _OURS
 
 

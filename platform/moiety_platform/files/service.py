@@ -13,9 +13,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import Conflict
 from moiety_platform.files.derived import FileUsers
 from moiety_platform.files.models import FileState, StoredFile
-from moiety_platform.files.store import Now, erase_some, find_erasable, get_file, list_files, read_chunk
-
-FILES_A_SWEEP = 100
+from moiety_platform.files.store import Now, erase_some, get_file, list_files, lock_erasable, read_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,32 +64,16 @@ class Files:
             yield data
             start += len(data)
 
-    async def sweep(self) -> int:
-        """Erase some of what nobody may see any more; how many files are gone. Raises Unavailable."""
-        async with self.database.read() as session:
-            found = await find_erasable(session, FILES_A_SWEEP, self.now)
-        gone = 0
-        for file in found:
-            if await self._retire(file.id):
-                while not await self._erase_some(file):
-                    pass
-                gone += 1
-        return gone
-
-    async def _retire(self, file_id: str) -> bool:
-        """Make sure that nobody begins to need it; False while somebody does."""
-        async with self.database.write() as session:
-            file = await session.get(StoredFile, file_id, with_for_update=True)
-            if file is None or await self.users.user_of(session, file_id) is not None:
-                return False
-            file.state = FileState.DELETED
-        return True
-
-    async def _erase_some(self, file: StoredFile) -> bool:
-        async with self.database.write() as session:
-            return await self._erase(session, file)
-
-    async def _erase(self, session: AsyncSession, file: StoredFile) -> bool:
-        if file.batch_id is not None and not await self.users.erase_some(session, file):
-            return False
-        return await erase_some(session, file.id)
+    async def purge(self, session: AsyncSession) -> int:
+        """Erase a part of a file that nobody may see any more, within the caller's transaction; how many rows, 0 where
+        there is no such file."""
+        file = await lock_erasable(session, self.users.is_needed(), self.now)
+        if file is None:
+            return 0
+        if file.state != FileState.DELETED:
+            if await self.users.user_of(session, file.id) is not None:  # since just before it was locked
+                return 0
+            file.state = FileState.DELETED  # so that nobody begins to need it
+            await session.flush()
+        num_answers = 0 if file.batch_id is None else await self.users.erase_some(session, file)
+        return num_answers or await erase_some(session, file.id)

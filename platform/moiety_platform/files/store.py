@@ -21,6 +21,7 @@ from moiety_platform.tenants.checks import is_id, new_id
 CHUNK_BYTES = 256 * 1024
 ABANDONED_MS = 3600 * 1000  # an upload to which nothing was added for so long is no more
 ERASE_CHUNKS = 64  # in one transaction
+ENDS_AT_ONCE = 500
 
 Now = Callable[[], ColumnElement[int]]
 
@@ -69,16 +70,14 @@ async def append_chunk(
     session.add(FileChunk(file_id=file_id, start=start, stop=stop, data=data))
 
 
-async def publish_file(
-    session: AsyncSession, file_id: str, purpose: str, expires_s: int | None, now: Now = now_ms
-) -> StoredFile:
-    """Let the upload be seen. Raises Conflict where it was swept meanwhile."""
+async def publish_file(session: AsyncSession, file_id: str, purpose: str, expires_s: int | None) -> StoredFile:
+    """Let the upload be seen, for so long from when it began. Raises Conflict where it was swept meanwhile."""
     file = await session.get(StoredFile, file_id, with_for_update=True)
     if file is None or file.state != FileState.UPLOADING:
         raise Conflict("the upload was given up, since nothing came for too long; upload the file again")
     file.purpose, file.state = purpose, FileState.READY
     if expires_s is not None:
-        file.expires_ms = await read_clock(session, now) + expires_s * 1000
+        file.expires_ms = file.created_ms + expires_s * 1000
     await session.flush()
     return file
 
@@ -122,23 +121,39 @@ async def read_chunk(session: AsyncSession, file_id: str, start: int) -> bytes:
     return await session.scalar(select(FileChunk.data).where(*here)) or b""
 
 
-async def find_erasable(session: AsyncSession, limit: int, now: Now = now_ms) -> Sequence[StoredFile]:
-    """Files that nobody may see any more: deleted, expired, or uploads that were given up."""
+async def lock_erasable(session: AsyncSession, is_needed: ColumnElement[bool], now: Now = now_ms) -> StoredFile | None:
+    """A file that nobody may see any more: deleted, expired and not needed, or an upload that was given up. None but
+    the caller changes it before the transaction ends."""
     moment = await read_clock(session, now)
     abandoned = (StoredFile.state == FileState.UPLOADING) & (StoredFile.touched_ms < moment - ABANDONED_MS)
-    over = or_(StoredFile.state == FileState.DELETED, StoredFile.expires_ms <= moment, abandoned)
-    return (await session.scalars(select(StoredFile).where(over).order_by(StoredFile.id).limit(limit))).all()
+    over = or_(StoredFile.expires_ms <= moment, abandoned) & ~is_needed
+    for condition in (StoredFile.state == FileState.DELETED, over):  # one by one, so that an index serves each
+        wanted = select(StoredFile).where(condition).limit(1).with_for_update(of=StoredFile, skip_locked=True)
+        file = (await session.scalars(wanted)).first()
+        if file is not None:
+            return file
+    return None
 
 
-async def erase_some(session: AsyncSession, file_id: str) -> bool:
-    """Erase a few chunks, or at last the file itself; whether it is gone."""
+async def give_ends(session: AsyncSession, *, keep_s: int, now: Now = now_ms) -> int:
+    """Let some files that have no end, since there was no bound when they were made, go after so long from now; how
+    many."""
+    endless = StoredFile.state == FileState.READY, StoredFile.expires_ms.is_(None)
+    wanted = select(StoredFile.id).where(*endless).limit(ENDS_AT_ONCE).with_for_update(skip_locked=True)
+    ids = (await session.scalars(wanted)).all()
+    await session.execute(update(StoredFile).where(StoredFile.id.in_(ids)).values(expires_ms=now() + keep_s * 1000))
+    return len(ids)
+
+
+async def erase_some(session: AsyncSession, file_id: str) -> int:
+    """Erase a few chunks, or at last the file itself; how many rows."""
     starts = select(FileChunk.start).where(FileChunk.file_id == file_id).order_by(FileChunk.start).limit(ERASE_CHUNKS)
     found = (await session.scalars(starts)).all()
     if found:
         await session.execute(delete(FileChunk).where(FileChunk.file_id == file_id, FileChunk.start.in_(found)))
-        return False
+        return len(found)
     await session.execute(delete(StoredFile).where(StoredFile.id == file_id))
-    return True
+    return 1
 
 
 def _visible(project_id: str, now: Now) -> tuple[ColumnElement[bool], ...]:

@@ -27,6 +27,7 @@ class Uploads:
     database: Database
     max_file_bytes: int
     max_tenant_bytes: int
+    keep_s: int | None = None  # a file for which no end is asked; None: until it is deleted
     now: Now = now_ms
 
     async def receive(self, owner: Principal, scope: Scope, receive: Receive) -> StoredFile:
@@ -68,13 +69,13 @@ class _Upload:
     async def finish(self) -> StoredFile:
         if self._file_id is None:
             raise BadRequest("'file' is missing from the form; send the file's content in it", param="file")
-        purpose, expires_s = _purpose(self._fields), _expires_s(self._fields)
+        purpose, expires_s = _purpose(self._fields), _expires_s(self._fields) or self._uploads.keep_s
         if self._pending:
             await self._store(bytes(self._pending))
         if not self._stored:
             raise BadRequest("the file is empty; send at least one line", param="file", code="empty_file")
         async with self._uploads.database.write() as session:
-            return await publish_file(session, self._file_id, purpose, expires_s, self._uploads.now)
+            return await publish_file(session, self._file_id, purpose, expires_s)
 
     async def discard(self) -> None:
         """What is left where the store is away is found by the sweep."""

@@ -1,4 +1,4 @@
-"""The keys of one gateway process: claimed in the database, renewed while their requests run, and purged when expired.
+"""The keys of one gateway process: claimed in the database, and renewed while their requests run.
 
 All gateways go by the rows of one database, so a key is held once, wherever its requests come in. A claim that nobody
 renews, since its gateway was killed, is free again when it expires. Fails closed: while the database is away, a request
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import structlog
 
-from moiety_platform.db.purge import purge_all
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.idempotency.errors import AnswerNotKept, KeyInUse, KeyReused
@@ -25,7 +24,6 @@ from moiety_platform.rounds import Rounds
 from moiety_platform.settings import GatewaySettings
 
 CLAIM_S = 30.0
-PURGE_EVERY_S = 60.0
 
 INLINE_BYTES = 64 * 1024  # a larger body is hashed in a thread
 
@@ -94,7 +92,6 @@ class IdempotencyKeeper:
         limits: KeepingLimits,
         *,
         claim_s: float = CLAIM_S,
-        purge_every_s: float = PURGE_EVERY_S,
     ) -> None:
         self._database = database
         self._store = store
@@ -103,7 +100,6 @@ class IdempotencyKeeper:
         self._ttl_ms = round(limits.ttl_s * 1000)
         self._running: set[str] = set()
         self._renewing = Rounds("idempotency-renew", self.renew, claim_s / 3)
-        self._purging = Rounds("idempotency-purge", self.purge, purge_every_s)
 
     # ── a request ──
 
@@ -160,22 +156,16 @@ class IdempotencyKeeper:
 
     async def start(self) -> None:
         self._renewing.start()
-        self._purging.start()
 
     async def stop(self) -> None:
         """Idempotent."""
         await self._renewing.cancel()
-        await self._purging.cancel()
 
     async def renew(self) -> None:
         """Put off the expiry of what runs here. Raises Unavailable."""
         if self._running:
             async with self._database.write() as session:
                 await self._store.renew(session, list(self._running), self._claim_ms)
-
-    async def purge(self) -> int:
-        """Delete what has expired; how many keys. Raises Unavailable."""
-        return await purge_all(self._database, self._store.purge)
 
 
 def _answer_of(found: Found, bound_to: bytes) -> KeptAnswer:

@@ -20,6 +20,7 @@ from moiety_platform.db.now import now_ms
 from moiety_platform.idempotency.errors import KeyInUse, TooManyKeys
 from moiety_platform.idempotency.models import IdempotencyTenant, IdempotentRequest, State
 
+PURGE_ROWS = 100  # in one transaction, each with an answer
 CLAIM_ATTEMPTS = 5  # each fails only where another transaction has ended or taken the key in between
 
 
@@ -129,7 +130,7 @@ class KeyStore:
         """Give the key back: what it was claimed for has no answer that could be kept."""
         await _delete(session, IdempotentRequest.claim_id == claim_id, IdempotentRequest.state == State.RUNNING)
 
-    async def purge(self, session: AsyncSession, limit: int) -> int:
+    async def purge(self, session: AsyncSession, limit: int = PURGE_ROWS) -> int:
         """Delete what has expired, the oldest first, at most `limit` rows; how many."""
         now = await session.scalar(select(self._now()))  # as a value, so that the index serves
         expired = (

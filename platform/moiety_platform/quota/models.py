@@ -48,7 +48,7 @@ class QuotaWindow(Base):
     one window, which began in 1970, and nothing in it is ever spent."""
 
     __tablename__ = "quota_windows"
-    __table_args__ = (CheckConstraint("settled <= granted", name="settled_within_granted"),)
+    __table_args__ = (CheckConstraint("settled <= granted", name="settled_within_granted"), Index(None, "start"))
 
     quota_id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
     start: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
@@ -71,7 +71,7 @@ class QuotaAlert(Base):
     then. Outlives the limit. `tenant_id` is null where the limit is on a key of no tenant."""
 
     __tablename__ = "quota_alerts"
-    __table_args__ = (Index(None, "id", unique=True),)
+    __table_args__ = (Index(None, "id", unique=True), Index(None, "start"))
 
     quota_id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
     start: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)

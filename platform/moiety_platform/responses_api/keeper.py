@@ -1,4 +1,4 @@
-"""The kept conversations as one gateway process serves them, and what has expired deleted.
+"""The kept conversations as one gateway process serves them.
 
 Fails closed before a request is served: while the database is away, what asks to store or to continue a response is
 turned away (503). A response that could not be kept once it was made is answered all the same, and says so.
@@ -13,16 +13,13 @@ import msgspec
 import structlog
 
 from moiety_platform.auth.principal import Principal
-from moiety_platform.db.purge import purge_all
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, NotFound, RateLimited, TooLarge, Unavailable
 from moiety_platform.responses_api.items import Continued, Item
 from moiety_platform.responses_api.models import StoredResponse
 from moiety_platform.responses_api.store import ResponseStore, Room
-from moiety_platform.rounds import Rounds
 from moiety_platform.settings import GatewaySettings
 
-PURGE_EVERY_S = 60.0
 FULL_RETRY_S = 60.0
 
 log = structlog.get_logger(__name__)
@@ -48,20 +45,17 @@ class ConversationLimits:
 
 
 class ResponseKeeper:
-    """Owned by the entry point. `start` before the first request, `stop` after the last."""
+    """Owned by the entry point. What has expired is deleted by the upkeep."""
 
     def __init__(
         self,
         database: Database,
         limits: ConversationLimits,
         store: ResponseStore | None = None,
-        *,
-        purge_every_s: float = PURGE_EVERY_S,
     ) -> None:
         self._database = database
         self._store = store or ResponseStore()
         self._limits = limits
-        self._purging = Rounds("responses-purge", self.purge, purge_every_s)
 
     # ── a request that stores or continues ──
 
@@ -176,17 +170,6 @@ class ResponseKeeper:
                 raise _not_found("response", response_id, "response_id")
 
     # ── its own life ──
-
-    async def start(self) -> None:
-        self._purging.start()
-
-    async def stop(self) -> None:
-        """Idempotent."""
-        await self._purging.cancel()
-
-    async def purge(self) -> int:
-        """Delete what has expired; how many responses. Raises Unavailable."""
-        return await purge_all(self._database, self._store.purge)
 
 
 class _Output(msgspec.Struct):

@@ -17,6 +17,8 @@ from moiety_platform.db.now import now_ms
 from moiety_platform.responses_api.models import StoredResponse
 from moiety_platform.tenants.models import Erasure, Tenant
 
+PURGE_ROWS = 100  # in one transaction, each with a conversation's part
+
 _ID = re.compile(r"resp_[0-9a-f]{32}", re.ASCII)
 
 
@@ -79,7 +81,7 @@ class ResponseStore:
         gone = delete(StoredResponse).where(StoredResponse.id == _possible(response_id), *self._visible(whose))
         return await session.scalar(gone.returning(StoredResponse.id)) is not None
 
-    async def purge(self, session: AsyncSession, limit: int) -> int:
+    async def purge(self, session: AsyncSession, limit: int = PURGE_ROWS) -> int:
         """Delete what has expired, the oldest first, at most `limit` of them; how many."""
         now = await session.scalar(select(self.now()))  # as a value, so that the index serves
         expired = (

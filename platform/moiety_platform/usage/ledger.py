@@ -18,10 +18,10 @@ _KEYS = tuple(column.name for column in UsageHour.__table__.primary_key)
 _SUMS = tuple(column.name for column in UsageHour.__table__.columns if column.name not in _KEYS)
 
 
-async def settle(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
-    """Enter these requests, none of which was entered before, and add them to the sums."""
+async def settle(session: AsyncSession, rows: Sequence[UsageRow]) -> set[str]:
+    """Enter those of these requests that were not entered before; their ids. Whoever calls adds them to the sums."""
     if not rows:
-        return
+        return set()
     entries = [
         {
             "request_id": row.request_id,
@@ -36,9 +36,8 @@ async def settle(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
         }
         for row in rows
     ]
-    connection = await session.connection()
-    await connection.execute(insert(LedgerEntry.__table__), entries)  # type: ignore[arg-type]
-    await add_to_hours(session, rows)
+    insert_new = insert_into(session, LedgerEntry).on_conflict_do_nothing().returning(LedgerEntry.request_id)
+    return set(await session.scalars(insert_new, entries))
 
 
 async def metered_before(session: AsyncSession, request_id: str, sequence: int) -> tuple[int, int]:

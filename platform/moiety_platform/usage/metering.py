@@ -78,8 +78,8 @@ async def charge(session: AsyncSession, record: Metered) -> bool:
         raise
     await insert_rows(session, [bill.row])
     found = select(UsageRecord).where(UsageRecord.request_id == bill.row.request_id).with_for_update()
-    stored = (await session.scalars(found)).one()
-    if stored.error_code != GATEWAY_KILLED:
+    stored = (await session.scalars(found)).one_or_none()
+    if stored is None or stored.error_code != GATEWAY_KILLED:  # None: so long ago that its row is deleted
         return False
     before = row_of(stored)
     sequence = sequence_of(record.request_id)

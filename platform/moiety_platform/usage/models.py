@@ -4,6 +4,9 @@
 request, and one for each correction, never changed. `usage_hours` are sums, written with what they sum. Of every
 request: its tokens and cost in `usage` are the sum of its entries; and every row of `usage_hours` is the sum of its
 requests.
+
+Rows of `usage` may be deleted when they are old; `usage_cuts` then has what they came to. So of every tenant and hour:
+requests and cuts = ledger = hours.
 """
 
 from __future__ import annotations
@@ -100,3 +103,17 @@ class UsageHour(Base):
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger)
     num_kept: Mapped[int] = mapped_column(BigInteger)  # promises
     num_promised: Mapped[int] = mapped_column(BigInteger)
+
+
+class UsageCut(Base):
+    """What the deleted requests of a tenant that started in one hour had come to."""
+
+    __tablename__ = "usage_cuts"
+
+    hour: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    requests: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    output_tokens: Mapped[int] = mapped_column(BigInteger)
+    cost_nanodollars: Mapped[int] = mapped_column(BigInteger)

@@ -1,4 +1,5 @@
-"""Whether all that says what was used says the same: requests, the ledger, the sums of hours, and limits."""
+"""Whether all that says what was used says the same: requests (with what deleted ones came to), the ledger, the sums of
+hours, and limits."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from sqlalchemy import BigInteger, Select, case, cast, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.quota.models import LeaseState, QuotaLease, QuotaWindow
-from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour, UsageRecord
+from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageCut, UsageHour, UsageRecord
 
 MAX_SHOWN = 100
 _HOUR = timedelta(hours=1)
@@ -79,6 +80,9 @@ async def reconcile(session: AsyncSession, since: datetime, until: datetime) -> 
     """Compare what began in these hours, the first and the last taken whole. At most MAX_SHOWN of each are listed."""
     start, end = _floor(since), _floor(until) + (_HOUR if _floor(until) != until else timedelta())
     requests = await _amounts(session, _of(UsageRecord, UsageRecord.started_at, func.count(), start, end))
+    cut = await _amounts(session, _of(UsageCut, UsageCut.hour, func.sum(UsageCut.requests), start, end))
+    for tenant_id, amounts in cut.items():
+        requests[tenant_id] = _sum(requests[tenant_id], amounts)
     settled = func.sum(case((LedgerEntry.kind == EntryKind.SETTLED, 1), else_=0))
     ledger = await _amounts(session, _of(LedgerEntry, LedgerEntry.started_at, settled, start, end))
     hours = await _amounts(session, _of(UsageHour, UsageHour.hour, func.sum(UsageHour.requests), start, end))
@@ -88,17 +92,20 @@ async def reconcile(session: AsyncSession, since: datetime, until: datetime) -> 
         if not requests[tenant_id] == ledger[tenant_id] == hours[tenant_id]
     ]
     windows = await _unbalanced(session)
-    totals = [[getattr(of_tenant, name) for name in _NAMES] for of_tenant in requests.values()]
     return Reconciliation(
         since=start,
         until=end,
         agrees=not differences and not windows,
-        total=Amounts(*(sum(column) for column in zip(*totals, strict=True))) if totals else Amounts(),
-        tenants=len(totals),
+        total=_sum(*requests.values()),
+        tenants=len(requests),
         differences=differences[:MAX_SHOWN],
         windows=windows[:MAX_SHOWN],
         quarantined=await _quarantined(session),
     )
+
+
+def _sum(*parts: Amounts) -> Amounts:
+    return Amounts(*(sum(getattr(part, name) for part in parts) for name in _NAMES))
 
 
 def _floor(moment: datetime) -> datetime:

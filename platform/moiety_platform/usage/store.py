@@ -7,15 +7,14 @@ from operator import attrgetter
 from typing import Any
 
 import msgspec
-from sqlalchemy import select, update
+from sqlalchemy import insert, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.dialect import insert_into
 from moiety_platform.quota.kinds import Kind, Unit
 from moiety_platform.quota.lease import Charge
 from moiety_platform.quota.models import Quota
 from moiety_platform.quota.store import book, have_room
-from moiety_platform.usage.ledger import correct, settle
+from moiety_platform.usage.ledger import add_to_hours, correct, settle
 from moiety_platform.usage.models import EntryKind, UsageRecord
 from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow
 
@@ -41,15 +40,16 @@ _times_of = attrgetter("queue_ms", "ttft_ms", "duration_ms")
 
 
 async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
-    """Add the rows, each `request_id` once, enter them in the ledger, and book what they charge: what the table has
-    already, or the batch has twice, is left as it is and charges nothing."""
+    """Enter the rows in the ledger, each `request_id` once, add them to the table, and book what they charge: what the
+    ledger has already, or the batch has twice, is left as it is and charges nothing."""
     rows = [await _unless_released(session, row) if row.error_code == GATEWAY_KILLED else row for row in rows]
-    statement = insert_into(session, UsageRecord).on_conflict_do_nothing(index_elements=[UsageRecord.request_id])
     first = {row.request_id: row for row in reversed(rows)}
-    values = [_to_values(row) for row in first.values()]
-    new = [first[id_] for id_ in await session.scalars(statement.returning(UsageRecord.request_id), values)]
-    new_ids = {row.request_id for row in new}
-    await settle(session, new)
+    new_ids = await settle(session, list(first.values()))
+    new = [row for row in first.values() if row.request_id in new_ids]
+    if new:
+        connection = await session.connection()
+        await connection.execute(insert(UsageRecord.__table__), [_to_values(row) for row in new])  # type: ignore[arg-type]
+        await add_to_hours(session, new)
     charges = [charge for row in new for charge in row.charges]
     known = [row for row in first.values() if row.error_code != GATEWAY_KILLED and row.request_id not in new_ids]
     charges += await _replace_killed(session, known) if known else []

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
-from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, and_, delete, exists, func, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.quota.models import QuotaAlert
@@ -19,6 +20,7 @@ from moiety_platform.webhooks.models import DeliveryState, Webhook, WebhookDeliv
 MAX_PENDING = 1000  # events that wait for one webhook
 MAX_TRIES = 12
 AT_ONCE = 4  # for one webhook, by one gateway
+FORGET_ROWS = 500  # in one transaction
 KEPT_MS = 30 * 24 * 3600 * 1000  # how long what was given up is remembered
 QUEUE_FULL = "queue_full"
 
@@ -108,11 +110,25 @@ async def store(session: AsyncSession, results: Sequence[Sent], now: Now) -> Non
         await session.execute(webhook.values(failed_ms=moment, last_error=sent.error))
 
 
-async def forget_old(session: AsyncSession, now: Now) -> None:
-    """Erase what was given up long ago, and what has lost its webhook."""
+async def forget_old(session: AsyncSession, *, now: Now) -> int:
+    """Delete some of what was given up long ago, and of what has lost its webhook; how many."""
     old = and_(WebhookDelivery.state == DeliveryState.DEAD, WebhookDelivery.available_ms < now() - KEPT_MS)
     lost = WebhookDelivery.webhook_id.not_in(select(Webhook.id))
-    await session.execute(delete(WebhookDelivery).where(or_(old, lost)))
+    key = WebhookDelivery.webhook_id, WebhookDelivery.alert_id
+    wanted = select(*key).where(or_(old, lost)).limit(FORGET_ROWS).with_for_update(skip_locked=True)
+    found = [tuple(row) for row in await session.execute(wanted)]
+    await session.execute(delete(WebhookDelivery).where(tuple_(*key).in_(found)))
+    return len(found)
+
+
+async def forget_alerts(session: AsyncSession, before: datetime) -> int:
+    """Delete some alerts of windows that began before that, but for those that still wait to be sent; how many."""
+    waits = exists().where(WebhookDelivery.alert_id == QuotaAlert.id, WebhookDelivery.state == DeliveryState.PENDING)
+    wanted = select(QuotaAlert.id).where(QuotaAlert.start < before, ~waits).order_by(QuotaAlert.start)
+    found = await session.scalars(wanted.limit(FORGET_ROWS).with_for_update(of=QuotaAlert, skip_locked=True))
+    ids = found.all()
+    await session.execute(delete(QuotaAlert).where(QuotaAlert.id.in_(ids)))
+    return len(ids)
 
 
 def _due(now: Now) -> tuple[ColumnElement[bool], ...]:

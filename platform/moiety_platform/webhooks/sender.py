@@ -26,14 +26,12 @@ from moiety_platform.webhooks.deliveries import (
     any_due,
     claim,
     enqueue,
-    forget_old,
     store,
 )
 from moiety_platform.webhooks.events import SIGNATURE_HEADER, derive_secret, signature
 from moiety_platform.webhooks.poster import TIMEOUT_S, Poster
 
 INTERVAL_S = 5.0
-TIDY_S = 3600.0
 LEASE_S = 3 * TIMEOUT_S
 BACKOFF = Backoff(first_s=5.0, max_s=3600.0)  # twelve tries take some two and a half hours
 
@@ -61,7 +59,6 @@ class AlertSender:
         self._rounds = Rounds("alert-sender", self.round, interval_s)
         self._backoff = backoff
         self._now = now
-        self._tidied_s = float("-inf")
 
     async def start(self) -> None:
         self._rounds.start()
@@ -84,10 +81,6 @@ class AlertSender:
                 log.info("quota_threshold_passed", tenant_id=alert.tenant_id, kind=alert.kind, percent=alert.percent)
         if to_tell or to_send:
             num_done += await self._send()
-        if self._clock.monotonic() - self._tidied_s >= TIDY_S:
-            self._tidied_s = self._clock.monotonic()
-            async with self._database.write() as session:
-                await forget_old(session, self._now)
         if num_done:
             self._rounds.wake()
         return num_done > 0

@@ -1,0 +1,31 @@
+"""The vectors of a request as a whole, for whoever asks: a client, or a batch. Knows no HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.run import Run
+from moiety_platform.embeddings.answers import answer_pieces
+from moiety_platform.embeddings.schemas import EmbeddingBody
+from moiety_wire.messages import Finished
+
+
+async def collect(run: Run) -> list[bytes]:
+    """Wait for the vectors of all inputs, in their order."""
+    vectors = [b""] * run.num_sequences
+    async for index, message in run:
+        if isinstance(message, Finished):
+            vectors[index] = message.embedding
+    return vectors
+
+
+def pieces_of(body: EmbeddingBody, run: Run, record: RequestRecord, vectors: Sequence[bytes]) -> Iterator[bytes]:
+    """OpenAI's answer, of vectors that were collected, a few at a time."""
+    return answer_pieces(
+        vectors,
+        model=record.served_model,
+        usage=run.usage(),
+        dimensions=body.dimensions,
+        as_base64=body.encoding_format == "base64",
+    )

@@ -1,0 +1,50 @@
+"""What is left of limits and of windows that ended long ago, deleted some at a time within the caller's transaction.
+
+Windows are locked before their leases, as everywhere; what others are at is left to the next time. Nothing is booked
+into a window any more once it is deleted: what was used is in the ledger.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from sqlalchemy import delete, exists, select, tuple_
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.quota.kinds import ALWAYS
+from moiety_platform.quota.models import Quota, QuotaLease, QuotaRate, QuotaWindow
+
+WINDOWS_AT_ONCE = 100  # each with a lease for every process that had a part of it
+RATES_AT_ONCE = 500
+
+
+async def purge_windows(session: AsyncSession, before: datetime) -> int:
+    """Delete some windows that began before that, with their leases; how many rows."""
+    key = QuotaWindow.quota_id, QuotaWindow.start
+    old = select(*key).where(QuotaWindow.start < before, QuotaWindow.start != ALWAYS).order_by(QuotaWindow.start)
+    found = await session.execute(old.limit(WINDOWS_AT_ONCE).with_for_update(skip_locked=True))
+    windows = [tuple(row) for row in found]
+    if not windows:
+        return 0
+    leases = delete(QuotaLease).where(tuple_(QuotaLease.quota_id, QuotaLease.start).in_(windows))
+    num_leases = len((await session.execute(leases.returning(QuotaLease.replica_id))).all())
+    await session.execute(delete(QuotaWindow).where(tuple_(*key).in_(windows)))
+    return num_leases + len(windows)
+
+
+async def purge_forsaken(session: AsyncSession) -> int:
+    """Delete some rates and windows without end whose limit is gone, and that no process has a part of; how many."""
+    rates = select(QuotaRate.quota_id).where(~exists().where(Quota.id == QuotaRate.quota_id))
+    rate_ids = (await session.scalars(rates.limit(RATES_AT_ONCE).with_for_update(skip_locked=True))).all()
+    await session.execute(delete(QuotaRate).where(QuotaRate.quota_id.in_(rate_ids)))
+    leased = QuotaLease.quota_id == QuotaWindow.quota_id, QuotaLease.start == ALWAYS
+    forsaken = (
+        QuotaWindow.start == ALWAYS,
+        ~exists().where(Quota.id == QuotaWindow.quota_id),
+        ~exists().where(*leased),
+    )
+    windows = select(QuotaWindow.quota_id).where(*forsaken).limit(WINDOWS_AT_ONCE)
+    window_ids = (await session.scalars(windows.with_for_update(of=QuotaWindow, skip_locked=True))).all()
+    gone = QuotaWindow.start == ALWAYS, QuotaWindow.quota_id.in_(window_ids)
+    await session.execute(delete(QuotaWindow).where(*gone, ~exists().where(*leased)))
+    return len(rate_ids) + len(window_ids)
