@@ -141,6 +141,20 @@ async def test_the_lines_of_a_batch_may_call(start_gateway, tool_card):
         assert (called, choice["finish_reason"]) == (CALLS, "tool_calls")
 
 
+async def test_a_long_call_is_whole_and_the_tokens_of_tools_are_counted(start_gateway, tool_card):
+    arguments = json.dumps({"text": "so long " * 10_000})
+    text = TEXT.replace('{"city": "Zürich"}', arguments)
+    engine = FakeEngineClient(tool_card("hermes"), lambda submit: [(65, text)])
+    async with start_gateway([engine]) as gateway:
+        body = {"model": "hermes", "messages": ASKED, "tools": OPENAI_TOOLS}
+        answer = await gateway.client.chat.completions.create(**body)
+        assert answer.choices[0].message.tool_calls[0].function.arguments == arguments
+        status, _, counted = await gateway.post("/tokenize", body)
+        assert (status, json.loads(counted)["count"]) == (200, answer.usage.prompt_tokens)
+        status, _, refused = await gateway.post("/tokenize", {"prompt": "a", "tools": OPENAI_TOOLS})
+        assert (status, b"go with 'messages'" in refused) == (400, True)
+
+
 # ── refusals ──
 
 

@@ -66,6 +66,10 @@ NO_CALLS: list[tuple[type[CallReader], str]] = [
     (HermesReader, '<tool_call>{"name": "f", "arguments": {"a": 1,}}</tool_call> rest'),
     (HermesReader, '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>'),
     (HermesReader, '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>'),
+    *(
+        (HermesReader, f'<tool_call>{{"name": "f", "arguments": {{"half a pair": "{half}"}}}}</tool_call>')
+        for half in (r"\ud83d", r"\ud83dx", r"\ud83d\n", "\\ud83d\n", r"\ude42", r"\ud83d\ud83d")
+    ),
     (HermesReader, "<tool_call>{'name': 'f'}</tool_call> \n"),
     (HermesReader, '<tool_call>{"name": "f", "arguments": {"a": tru'),
     (HermesReader, '<tool_call>{"name": "f", "na'),

@@ -26,12 +26,13 @@ class JsonScanner:
         self._is_key = False
         self._rest = ""  # of a literal
         self._number: list[str] = []
-        self._num_hex_left = 0
+        self._hex_digits = ""
+        self._owes_low = False  # the first half of a surrogate pair has come
 
     def advance(self, character: str) -> str:
         """The character as it may be told: a control character in a string, which models write and JSON forbids, is
         escaped. Raises Malformed, and after that and once complete, no more may be added."""
-        if character < " " and self._step == self._string:
+        if character < " " and self._step == self._string and not self._owes_low:
             return f"\\u{ord(character):04x}" if character != "\n" else "\\n"
         self._step(character)
         return character
@@ -104,6 +105,8 @@ class JsonScanner:
     def _string(self, character: str) -> None:
         if character == "\\":
             self._step = self._escape
+        elif self._owes_low:
+            raise Malformed
         elif character == '"' and self._is_key:
             self._step = self._colon
         elif character == '"':
@@ -111,8 +114,8 @@ class JsonScanner:
 
     def _escape(self, character: str) -> None:
         if character == "u":
-            self._num_hex_left, self._step = 4, self._hex
-        elif character in '"\\/bfnrt':
+            self._hex_digits, self._step = "", self._hex
+        elif character in '"\\/bfnrt' and not self._owes_low:
             self._step = self._string
         else:
             raise Malformed
@@ -120,9 +123,12 @@ class JsonScanner:
     def _hex(self, character: str) -> None:
         if character not in "0123456789abcdefABCDEF":
             raise Malformed
-        self._num_hex_left -= 1
-        if not self._num_hex_left:
-            self._step = self._string
+        self._hex_digits += character
+        if len(self._hex_digits) == 4:
+            code = int(self._hex_digits, 16)
+            if self._owes_low != (0xDC00 <= code < 0xE000):
+                raise Malformed
+            self._owes_low, self._step = 0xD800 <= code < 0xDC00, self._string
 
     def _literal(self, character: str) -> None:
         if character != self._rest[0]:

@@ -65,7 +65,7 @@ def _parse_object(value: Any) -> Any:
 
 
 def differing(name_of: Callable[[Named], str]) -> AfterValidator:
-    """Of a list of tools: no two have one name, and they are as many as the operator allows."""
+    """Of a list of tools: no two have one name."""
 
     def check(value: list[Named]) -> list[Named]:
         names = [name_of(tool) for tool in value]
