@@ -31,6 +31,7 @@ from moiety_platform.quota.models import (
     QuotaRate,
     QuotaWindow,
 )
+from moiety_platform.responses_api.models import StoredResponse
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.upkeep.chores import DAY_MS, chores_of
 from moiety_platform.upkeep.models import ChoreRecord
@@ -133,11 +134,18 @@ def key_of(name: str, expires_ms: int) -> IdempotentRequest:
     )  # fmt: skip
 
 
+def response_of(name: str, expires_ms: int) -> StoredResponse:
+    counts = {"num_items": 1, "num_bytes": 4, "total_bytes": 4}
+    whose = {"tenant_id": "t", "project_id": "p", "model": "m"}
+    return StoredResponse(id=name, **whose, **counts, expires_ms=expires_ms, items=b"[]", body=b"{}")
+
+
 async def fill(database: Database) -> None:
     """Old things of every kind, beside the same that are new, or old and still needed."""
     quota = Quota(id="open", level="tenant", scope_id="t", kind="concurrent_requests", cap=5, created_at=NOW)
     async with database.write() as session:
         session.add_all([key_of("old", NOW_MS - 1), key_of("new", NOW_MS + DAY_MS)])
+        session.add_all([response_of("old", NOW_MS - 1), response_of("new", NOW_MS + DAY_MS)])
         session.add(IdempotencyTenant(tenant_id="t", num_keys=2, num_bytes=2))
         session.add_all([file_of("in-old", OLD), file_of("in-new", NEW), file_of("in-open", OLD)])
         session.add_all(FileChunk(file_id=f"in-{n}", start=0, stop=2, data=b"{}") for n in ("old", "new", "open"))
@@ -168,6 +176,7 @@ async def test_what_is_past_its_time_goes_and_nothing_else(database: Database, s
     assert done == {
         "idempotent_requests": 1,
         "files_without_end": 1,
+        "responses": 1,
         "files": 2 + 4,  # a file and its chunk; a file and the three answers that it was made of
         "batches": 3 + 1 + 1,
         "webhook_deliveries": 1,
@@ -175,6 +184,7 @@ async def test_what_is_past_its_time_goes_and_nothing_else(database: Database, s
         "forsaken_limits": 2,
     }
     assert await left(database, IdempotentRequest.claim_id) == {"new"}
+    assert await left(database, StoredResponse.id) == {"new"}
     assert await left(database, StoredFile.id) == {"in-new", "in-open", "out-kept"}
     assert await left(database, FileChunk.file_id) == {"in-new", "in-open"}
     assert await left(database, Batch.id) == await left(database, BatchLine.batch_id) == {"new", "kept", "open"}
