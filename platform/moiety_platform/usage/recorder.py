@@ -33,7 +33,7 @@ from moiety_platform.usage.live_log import LiveLog
 from moiety_platform.usage.row import UsageRow, killed
 from moiety_platform.usage.store import insert_rows, storable
 
-INTERVAL_S = 0.1
+INTERVAL_S = 0.25
 MAX_PENDING = 10_000
 BATCH_ROWS = 500
 MAX_BACKOFF_S = 5.0
