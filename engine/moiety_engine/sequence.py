@@ -162,6 +162,23 @@ class Sequence:
         self.entry += was_queued
         return was_queued
 
+    def set_deadlines(self) -> None:
+        """By the class that it is served in."""
+        service = self.service
+        if service.ttft_s is not None:
+            per_token_s = service.ttft_per_1k_s / 1000
+            num_allowed = self.num_uncached + self.submit.sibling_tokens
+            self.first_deadline_s = self.arrival_s + service.ttft_s + per_token_s * num_allowed
+        else:
+            self.first_deadline_s = math.inf
+        self.due_s = self.first_deadline_s
+        if self.submit.deadline_unix_ns is not None:
+            self.completion_deadline_s = self.submit.deadline_unix_ns / 1e9
+        elif service.completion_s is not None:
+            self.completion_deadline_s = self.arrival_s + service.completion_s
+        else:
+            self.completion_deadline_s = math.inf
+
     def token_came(self, now_s: float) -> None:
         """An output token was made: see whether it was in time, and when the next one is due."""
         if self.due_s == math.inf:

@@ -18,6 +18,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(num_blocks)
         self.held: list[int] = []  # one entry a reference
         self.contents: dict[int, bytes] = {}
+        self.unused: list[int] = []  # cached blocks, the one that was used last comes last
 
     @rule(count=st.integers(0, 6))
     def allocate(self, count: int) -> None:
@@ -30,6 +31,10 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = self.pool.allocate(count)
         assert len(set(blocks)) == count
         assert not set(blocks) & set(self.held)
+        evicted = [block for block in blocks if block in self.contents]
+        assert evicted == self.unused[: len(evicted)]
+        assert not evicted or self.pool.num_free == self.pool.num_cached
+        del self.unused[: len(evicted)]
         for block in blocks:
             self.contents.pop(block, None)
         self.held += blocks
@@ -40,6 +45,16 @@ class PoolMachine(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(self.held))
         self.held.remove(block)
         self.pool.free([block])
+        if block in self.contents and block not in self.held:
+            self.unused.append(block)
+
+    @precondition(lambda self: self.unused)
+    @rule(times=st.integers(1, 8))
+    def hit_all_again_and_again(self, times: int) -> None:
+        for _ in range(times):
+            for block in self.unused:
+                self.pool.share(block)
+            self.pool.free(self.unused)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), name=st.integers(0, 5))
@@ -57,6 +72,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.contents[block] == bytes([name])
             self.pool.share(block)
             self.held.append(block)
+            if block in self.unused:
+                self.unused.remove(block)
 
     @invariant()
     def blocks_are_conserved(self) -> None:
@@ -64,7 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
             used = len(set(self.held))
             assert self.pool.num_used == used
             assert self.pool.num_free == self.pool.num_blocks - used
-            assert 0 <= self.pool.num_cached <= self.pool.num_free
+            assert self.pool.num_cached == len(self.unused) <= self.pool.num_free
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

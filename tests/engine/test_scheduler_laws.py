@@ -7,6 +7,7 @@ the blocks that a sequence reads hold what it has computed. So a block that is l
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -221,7 +222,18 @@ class Replica:
         assert set(places.decoding) == {s for s in running if s.decoding or s.ghost}
         assert set(places.prefilling) == set(running) - set(places.decoding)
         assert places.worst_rank_running == max((s.service.rank for s in running), default=-1)
+        self._check_sums(running)
         self._check_tally(sequences)
+
+    def _check_sums(self, running: list[Sequence]) -> None:
+        """What is kept from one decision to the next is what would be found by looking at everybody."""
+        places = self.scheduler.places
+        due_s = min((s.due_s for s in places.decoding), default=math.inf)
+        context = sum(s.num_computed for s in places.decoding)
+        assert places.sums_of(list(places.decoding.values())) == (due_s, context)
+        assert places.predicted_output() == pytest.approx(sum(s.predicted_output for s in running))
+        full = {s for s in places.decoding if not s.ghost and s.num_computed == len(s.blocks) * BLOCK_SIZE}
+        assert full <= set(places.filled)
 
     def _check_blocks(self, sequences: list[Sequence]) -> None:
         kv = self.scheduler.kv

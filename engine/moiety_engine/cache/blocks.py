@@ -10,9 +10,8 @@ is `prefix`'s, and where evicted contents go is that of whoever set `on_evict`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import islice
 
 
 class NoFreeBlocks(Exception):
@@ -31,50 +30,55 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._blank = list(reversed(range(num_blocks)))  # a stack: light traffic touches little memory
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        # Cached blocks, least recently used first. One that is used again stays behind as a void entry, and is entered
+        # anew when it is free; of several entries of a block the last one counts.
+        self._cached: deque[int] = deque()
+        self._entries = [0] * num_blocks
+        self.num_cached = 0
 
     @property
     def num_free(self) -> int:
-        return len(self._blank) + len(self._cached)
+        return len(self._blank) + self.num_cached
 
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
 
-    @property
-    def num_cached(self) -> int:
-        return len(self._cached)
-
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one reference each, contents undefined. Raises NoFreeBlocks."""
         if count > self.num_free:
             raise NoFreeBlocks(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
-        num_blank = min(count, len(self._blank))
-        taken = [self._blank.pop() for _ in range(num_blank)]
+        blank, references = self._blank, self._references
+        num_blank = min(count, len(blank))
+        taken = [blank.pop() for _ in range(num_blank)]
         if num_blank < count:
             taken += self._evict(count - num_blank)
         for block in taken:
-            self._references[block] = 1
+            references[block] = 1
         return taken
 
     def share(self, block: int) -> None:
         """One more reference to a used or cached block."""
         if self._references[block] == 0:
-            del self._cached[block]
+            self.num_cached -= 1
         self._references[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
         """One reference less to each. Hand over a sequence's blocks last first: the tail of a prefix is evicted
         before its head, without which it cannot be hit."""
+        references, hashes, cached, entries = self._references, self._hash_of, self._cached, self._entries
         for block in blocks:
-            self._references[block] -= 1
-            remaining = self._references[block]
+            remaining = references[block] = references[block] - 1
             assert remaining >= 0, f"block {block} freed more often than referenced"
             if remaining == 0:
-                if self._hash_of[block] is None:
+                if hashes[block] is None:
                     self._blank.append(block)
                 else:
-                    self._cached[block] = None
+                    self.num_cached += 1
+                    entries[block] += 1
+                    cached.append(block)
+        if len(cached) > 2 * self.num_blocks:
+            self._drop_void()
 
     def find(self, block_hash: bytes) -> int | None:
         """The block whose contents have this hash, if it is still there. Takes no reference."""
@@ -96,13 +100,28 @@ class BlockPool:
 
     def _evict(self, count: int) -> list[int]:
         """The least recently used cached blocks, which are hit no more."""
-        evicted = list(islice(self._cached, count))
+        cached, entries, references = self._cached, self._entries, self._references
         hashes, block_of, on_evict = self._hash_of, self._block_of, self.on_evict
-        for block in evicted:
+        evicted: list[int] = []
+        while len(evicted) < count:
+            block = cached.popleft()
+            entries[block] -= 1
+            if entries[block] or references[block]:
+                continue
             block_hash = hashes[block]
             assert block_hash is not None, "only what can be hit is kept"
             if on_evict is not None:
                 on_evict(block, block_hash)
-            del self._cached[block], block_of[block_hash]
+            del block_of[block_hash]
             hashes[block] = None
+            evicted.append(block)
+        self.num_cached -= count
         return evicted
+
+    def _drop_void(self) -> None:
+        """Keep one entry of each cached block, its last, in their order."""
+        last = [block for block in dict.fromkeys(reversed(self._cached)) if not self._references[block]]
+        self._cached = deque(reversed(last))
+        self._entries = [0] * self.num_blocks
+        for block in last:
+            self._entries[block] = 1

@@ -78,27 +78,24 @@ class OutputPredictor:
 
     def high(self, tenant: str, quantile: float, *, at_most: int) -> int:
         """A length that so large a part of the tenant's answers do not exceed."""
-        sources = self._sources(tenant)
-        whole = sum(share * histogram.total for histogram, share in sources)
+        (own, own_share), (everyone, share) = self._sources(tenant)
+        whole = own_share * own.total + share * everyone.total
         if whole <= 1e-6:
             return min(at_most, int(4 * _UNKNOWN_TOKENS))
-        seen = 0.0
-        for index in range(_NUM_BINS):
-            for histogram, share in sources:
-                seen += share * histogram.counts[index]
-            if seen >= quantile * whole:
+        seen, wanted = 0.0, quantile * whole
+        for index, count in enumerate(own.counts):  # with every request that may join: told in plain steps
+            seen += own_share * count
+            seen += share * everyone.counts[index]
+            if seen >= wanted:
                 return min(at_most, math.ceil(_GROWTH ** (index + 1) * self._bias))
         return at_most
 
-    def _sources(self, tenant: str) -> list[tuple[_Histogram, float]]:
-        """Histograms with the factors that bring them to numbers of answers."""
-        sources = []
+    def _sources(self, tenant: str) -> tuple[tuple[_Histogram, float], tuple[_Histogram, float]]:
+        """The tenant's histogram and everybody's, with the factors that bring them to numbers of answers."""
+        everyone = self._all
         own = self._by_tenant.get(tenant)
-        if own is not None:
-            sources.append((own, 1 / own.scale))
-        if self._all.total:
-            sources.append((self._all, min(_BLEND, self._all.weight) / self._all.total / _thin(own)))
-        return sources
+        share = min(_BLEND, everyone.weight) / everyone.total / _thin(own) if everyone.total else 0.0
+        return ((everyone, 0.0) if own is None else (own, 1 / own.scale)), (everyone, share)
 
 
 def _thin(own: _Histogram | None) -> float:

@@ -7,6 +7,7 @@ after a preemption or with new credit; it, too, keeps its blocks while nobody ne
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import Counter
 from itertools import islice
@@ -16,6 +17,7 @@ from moiety_engine.scheduling.plan import Chunk
 from moiety_engine.sequence import Place, Sequence
 
 by_arrival = attrgetter("order")
+_due_s, _num_computed, _predicted_output = map(attrgetter, ("due_s", "num_computed", "predicted_output"))
 
 
 class Places:
@@ -28,7 +30,10 @@ class Places:
         self.running: list[Sequence] = []
         self.decoding: dict[Sequence, Chunk] = {}  # of them, those that lack only their newest token: their rows
         self.prefilling: dict[Sequence, None] = {}  # and the others
+        self.filled: dict[Sequence, None] = {}  # who may need another block for its next token: all that do are here
         self._ranks: Counter[int] = Counter()  # of those running
+        self._decode_sums: tuple[float, int] | None = None  # of `sums_of`, for all; None: to be reckoned anew
+        self._predicted_output: float | None = None
         self.parked: list[Sequence] = []
         self.returning: list[Sequence] = []
 
@@ -52,6 +57,26 @@ class Places:
         """-1 if none runs."""
         return max(self._ranks, default=-1)
 
+    def sums_of(self, decoding: list[Chunk]) -> tuple[float, int]:
+        """Of all decoding sequences, or those of them that a step takes: (when the first token is due that one of them
+        still owes in time, tokens whose KV they read)."""
+        if len(decoding) == len(self.decoding):
+            return self._sums_of_all()
+        due_s = min([chunk.sequence.due_s for chunk in decoding], default=math.inf)
+        return due_s, sum([chunk.sequence.num_computed for chunk in decoding])
+
+    def predicted_output(self) -> float:
+        """Tokens that all running answers are predicted to have in all."""
+        if self._predicted_output is None:
+            self._predicted_output = sum(map(_predicted_output, self.running))
+        return self._predicted_output
+
+    def stepped(self) -> None:
+        """All that run have been told what the step gave them. They are summed up at once, while they are at hand."""
+        self._decode_sums = self._predicted_output = None
+        self._sums_of_all()
+        self.predicted_output()
+
     def run(self, sequence: Sequence) -> None:
         """From waiting or returning into the batch."""
         if sequence.place is Place.WAITING:
@@ -60,6 +85,7 @@ class Places:
             self.returning.remove(sequence)
         insort(self.running, sequence, key=by_arrival)
         sequence.place = Place.RUNNING
+        self._predicted_output = None
         self._ranks[sequence.service.rank] += 1
         self.prefilling[sequence] = None
         self.computed(sequence)
@@ -69,6 +95,8 @@ class Places:
         if sequence.place is not Place.RUNNING or not sequence.decoding or sequence.ghost:
             return False
         self.decoding[sequence] = Chunk(sequence, 1, True)
+        self.filled[sequence] = None
+        self._decode_sums = None
         self.prefilling.pop(sequence, None)
         return True
 
@@ -76,6 +104,7 @@ class Places:
         """A row of a padded batch has ended, and goes on to be computed with the others."""
         sequence.ghost = True
         self.decoding[sequence] = Chunk(sequence, 0, False, num_pad=1)
+        self._decode_sums = None
         self.prefilling.pop(sequence, None)
 
     def park(self, sequence: Sequence) -> None:
@@ -107,8 +136,15 @@ class Places:
                 self.returning.remove(sequence)
         sequence.place = Place.ENDED
 
+    def _sums_of_all(self) -> tuple[float, int]:
+        if self._decode_sums is None:
+            due_s = min(map(_due_s, self.decoding), default=math.inf)
+            self._decode_sums = due_s, sum(map(_num_computed, self.decoding))
+        return self._decode_sums
+
     def _run_no_more(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._decode_sums = self._predicted_output = None
         self.decoding.pop(sequence, None)
         self.prefilling.pop(sequence, None)
         rank = sequence.service.rank

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moiety_engine.scheduling.steptime import StepShape
 from moiety_engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The part of one sequence that runs in a step: tokens num_computed … num_computed+num_tokens-1, then `num_pad`
     rows that are computed and thrown away (padded strategy). `samples`: the last token's logits give a new token;
     `embeds`: its hidden state is what was asked for, and the sequence ends with it."""

@@ -59,11 +59,11 @@ class Planner:
     def prefills(self, sequence: Sequence) -> bool:
         return sequence in self._prefills
 
-    def add_decodes(self, chunks: list[Chunk]) -> None:
-        """One row for each decoding sequence, or ghost; its block is there."""
+    def add_decodes(self, chunks: list[Chunk], context: int) -> None:
+        """One row for each decoding sequence, or ghost, which read so many tokens' KV; its block is there."""
         self._decodes += chunks
         self._decoding = None
-        self._decode_context += sum([chunk.sequence.num_computed for chunk in chunks])
+        self._decode_context += context
         self.num_rows += len(chunks)
 
     def drop_decode(self, sequence: Sequence) -> None:

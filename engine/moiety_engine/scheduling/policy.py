@@ -45,6 +45,7 @@ class BatchView:
         "blocks_free",
         "blocks_of_tenant",
         "blocks_total",
+        "predicted_output",
         "running",
         "shape",
         "slack_s",
@@ -60,6 +61,7 @@ class BatchView:
         worst_rank: int,
         blocks_free: int,
         blocks_total: int,
+        predicted_output: Callable[[], float],
     ) -> None:
         self.shape = shape
         self.slack_s = slack_s  # until the first token is due that a running request still owes in time
@@ -67,6 +69,7 @@ class BatchView:
         self.worst_rank = worst_rank  # of those running; -1 if none runs
         self.blocks_free = blocks_free
         self.blocks_total = blocks_total
+        self.predicted_output = predicted_output  # tokens that all running answers are predicted to have
         self.somebody_lacks_blocks = False  # of those whose turn it was in this step
         self.blocks_of_tenant: dict[str, int] | None = None  # counted when somebody asks
 

@@ -59,8 +59,7 @@ class Room:
         """Rows of the running sequences that can decode in this step, each with a block for its next token; others stay
         out of the step, or give way to those."""
         kv, pool, decoding = self._kv, self._kv.pool, self._places.decoding
-        size = kv.block_size
-        short = [s for s in decoding if not s.num_computed % size and s.num_computed >= len(s.blocks) * size]
+        short = self._short_of_a_block()
         if not short:
             return list(decoding.values())
         waiting = self._policy.waiting_for_others(short)
@@ -73,6 +72,7 @@ class Room:
             waiting = waiting + short[pool.num_free :]
             del short[pool.num_free :]
         kv.grow_each(short)
+        self._places.filled = dict.fromkeys(waiting)
         if waiting:
             return [chunk for s, chunk in decoding.items() if s not in waiting]
         return list(decoding.values())
@@ -147,6 +147,17 @@ class Room:
             self.preempt(victim, Reason.DECODE_NEEDS_BLOCKS, now_ns, None, take_blocks=True)
             if victim in short:
                 short.remove(victim)
+
+    def _short_of_a_block(self) -> list[Sequence]:
+        """Decoding sequences whose blocks are full."""
+        size, decoding = self._kv.block_size, self._places.decoding
+        short = [
+            s
+            for s in self._places.filled
+            if not s.num_computed % size and s in decoding and s.num_computed >= len(s.blocks) * size
+        ]
+        self._places.filled = dict.fromkeys(short)
+        return short
 
     def _take_blocks(self, sequence: Sequence) -> None:
         if self._swap_is_cheaper(sequence):

@@ -94,7 +94,7 @@ class Scheduler:
         sequence = Sequence(submit, order=self._num_seen, seed=seed, queued_unix_ns=now_ns)
         self._num_seen += 1
         sequence.num_uncached = len(sequence.tokens) - len(self.kv.find_prefix(sequence)) * self.kv.block_size
-        self._set_class(sequence)
+        sequence.set_deadlines()
         verdict = self._judge(sequence, now_ns / 1e9)
         service = verdict.service
         if service is not None and len(self.places.waiting) >= self.limits.max_waiting and not self._shed(service.rank):
@@ -105,7 +105,7 @@ class Scheduler:
             return
         if service is not sequence.service:
             sequence.service = service
-            self._set_class(sequence)
+            sequence.set_deadlines()
             sequence.note(now_ns, EventKind.DOWNGRADED, verdict.reason)
             self.tally.of(submit.service.name).downgraded += 1
         sequence.note(now_ns, EventKind.ADMITTED, verdict.reason)
@@ -209,7 +209,7 @@ class Scheduler:
                         self.places.park(sequence)
                         self.tally.of(sequence.service.name).num_running -= 1
                 row_logprobs = None if logprob is None else [logprob]
-                outputs.append(CoreOutput(sequence.key, [token_id], row_logprobs, finish, num_cached))
+                outputs.append(CoreOutput(submit.key, [token_id], row_logprobs, finish, num_cached))
             elif chunk.embeds:
                 finish = self._end(sequence, FinishReason.STOP, "", now_ns, next(embedded))
                 outputs.append(CoreOutput(sequence.key, [], None, finish))
@@ -219,6 +219,7 @@ class Scheduler:
         self.output_tokens_total += len(got_token)
         self.policy.decoded(got_token)
         self._retire_ghosts()
+        self.places.stepped()
         if plan.chunks and now_ns > self._planned_ns:
             seconds = (now_ns - self._planned_ns) / 1e9
             self.step_time.observe(plan.shape, seconds)
@@ -271,10 +272,10 @@ class Scheduler:
     def _plan_into(self, planner: Planner, now_ns: int) -> None:
         """Decodes, then as much prefill as may join them."""
         decoding = self._room.secure_decodes(now_ns)
-        planner.add_decodes(decoding)
+        due_s, context = self.places.sums_of(decoding)
+        planner.add_decodes(decoding, context)
         if self.policy.num_queued and planner.rows_left > 0:
             pool = self.kv.pool
-            due_s = min([chunk.sequence.due_s for chunk in decoding], default=math.inf)
             view = BatchView(
                 planner.shape,
                 due_s - now_ns / 1e9,
@@ -282,6 +283,7 @@ class Scheduler:
                 self.places.worst_rank_running,
                 pool.num_free,
                 pool.num_blocks,
+                self.places.predicted_output,
             )
             self._fill(planner, view, now_ns)
 
@@ -307,23 +309,6 @@ class Scheduler:
             )
         )
 
-    def _set_class(self, sequence: Sequence) -> None:
-        """Deadlines by the class it is served in."""
-        service, arrival_s = sequence.service, sequence.arrival_s
-        if service.ttft_s is not None:
-            per_token_s = service.ttft_per_1k_s / 1000
-            num_allowed = sequence.num_uncached + sequence.submit.sibling_tokens
-            sequence.first_deadline_s = arrival_s + service.ttft_s + per_token_s * num_allowed
-        else:
-            sequence.first_deadline_s = math.inf
-        sequence.due_s = sequence.first_deadline_s
-        if sequence.submit.deadline_unix_ns is not None:
-            sequence.completion_deadline_s = sequence.submit.deadline_unix_ns / 1e9
-        elif service.completion_s is not None:
-            sequence.completion_deadline_s = arrival_s + service.completion_s
-        else:
-            sequence.completion_deadline_s = math.inf
-
     def _computed(self, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed
         end = start + num_tokens
@@ -338,6 +323,7 @@ class Scheduler:
         sequence.num_computed = end
         if end // self.kv.block_size > sequence.num_sealed:
             self.kv.seal(sequence)
+            self.places.filled[sequence] = None
 
     def _shed(self, rank: int) -> bool:
         """Drop the newest of the least critical waiting requests for one of this rank. False: none is less critical."""

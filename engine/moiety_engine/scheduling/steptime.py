@@ -9,7 +9,7 @@ held to a starting guess where there is no evidence. Pure Python: six coefficien
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _BENDS = (96, 256)  # rows
 _NUM_TERMS = 6
@@ -18,8 +18,7 @@ _REFIT_STEPS = 8
 _RIDGE = 0.05  # the guess weighs as much as this many observations of typical size
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(NamedTuple):
     """What a step's time depends on."""
 
     decode_rows: int = 0

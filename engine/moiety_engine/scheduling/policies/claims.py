@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from operator import attrgetter
 
 from moiety_engine.scheduling.policies.accounts import Account, Accounts
 from moiety_engine.scheduling.policies.guarantees import Guarantees
@@ -15,7 +14,6 @@ from moiety_engine.sequence import Sequence
 
 _MEAN_S = 20.0
 _LEARNING = 0.01  # of all blocks a second, that overcommitment moves by
-_predicted_output = attrgetter("predicted_output")
 
 
 class Claims:
@@ -82,7 +80,7 @@ class Claims:
         size = self._context.block_size
         total = self._overcommit * view.blocks_total * size
         held = (view.blocks_total - view.blocks_free) * size + len(joining.tokens)
-        if held + sum(map(_predicted_output, view.running)) + joining.predicted_output <= total:
+        if held + view.predicted_output() + joining.predicted_output <= total:
             return True  # even if all of them ended together
         batch = [(s.predicted_output - len(s.tokens) + s.num_prompt, len(s.tokens)) for s in view.running]
         batch.append((joining.predicted_output - joining.num_output, len(joining.tokens)))

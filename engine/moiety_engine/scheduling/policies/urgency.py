@@ -33,7 +33,7 @@ class UrgencyQueue:
         self._accounts = accounts  # by rank
         self._tally = tally
         self._queues: dict[tuple[int, int, bool], FairQueue] = {}  # by (bucket, rank, has not begun)
-        self._levels: list[tuple[int, int, bool]] = []  # their keys, in the order of their turns
+        self._levels: list[tuple[tuple[int, int, bool], FairQueue]] = []  # the same, in the order of their turns
         self._moves = EntryHeap()  # when who goes into the next bucket
         self._waited = EntryHeap()  # when who has waited too long
         self._hungry: list[tuple[float, int, Account]] = []  # when which tenant will have gone without for long
@@ -58,8 +58,7 @@ class UrgencyQueue:
             self._enter(sequence, now_s)
         found = self._pop_lane(now_s) if self._lane_s > 0 else None
         if found is None:
-            for level in self._levels:
-                queue = self._queues[level]
+            for _, queue in self._levels:
                 if queue and (found := queue.pop()) is not None:
                     break
         if found is not None:
@@ -73,7 +72,7 @@ class UrgencyQueue:
     def counter_fell(self, account: Account, rank: int) -> None:
         """The account's counter was lowered: its place in every queue of its rank is a new one."""
         account.version += 1
-        for level, queue in self._queues.items():
+        for level, queue in self._levels:
             if level[1] == rank:
                 queue.fell(account)
 
@@ -86,7 +85,8 @@ class UrgencyQueue:
 
     def has_at_risk(self, rank: int) -> bool:
         """Whether anything of this rank may be at risk."""
-        return any(self._queues.get((AT_RISK, rank, has_not_begun)) for has_not_begun in (False, True))
+        queues = self._queues
+        return bool(queues.get((AT_RISK, rank, False)) or queues.get((AT_RISK, rank, True)))
 
     def _leave(self, sequence: Sequence) -> None:
         self.num_queued -= sequence.leave_queue()
@@ -109,7 +109,7 @@ class UrgencyQueue:
         queue = self._queues.get(level)
         if queue is None:
             queue = self._queues[level] = FairQueue()
-            self._levels = sorted(self._queues)  # those at risk first, rank by rank
+            self._levels = sorted(self._queues.items())  # those at risk first, rank by rank
         queue.push(sequence.account, sequence, self._key(sequence))
         has_begun = sequence.scheduled_unix_ns > 0
         if not sequence.boosted:
@@ -218,14 +218,14 @@ class UrgencyQueue:
             self._tally.of(sequence.service.name).boosted += 1
 
     def _pop_rank(self, rank: int) -> Sequence | None:
-        for level in self._levels:
-            if level[1] == rank and (found := self._queues[level].pop()) is not None:
+        for level, queue in self._levels:
+            if level[1] == rank and (found := queue.pop()) is not None:
                 return found
         return None
 
     def _pop_of(self, account: Account) -> Sequence | None:
-        for level in self._levels:
-            found = self._queues[level].pop_of(account)
+        for _, queue in self._levels:
+            found = queue.pop_of(account)
             if found is not None:
                 return found
         return None
