@@ -269,6 +269,7 @@ class Connection(HttpToolsProtocol):
                 return
             cycle.disconnected = True
             cycle.message_event.set()
+            self._departure.note()
         body = self._word(error)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[error.status] + head + body)

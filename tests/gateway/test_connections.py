@@ -270,3 +270,16 @@ async def test_the_shape_of_a_message_is_bounded_by_the_same_settings(start_gate
             assert words in error["message"]
         fits = {"messages": [message] * 3, "stop_sequences": ["a", "abcde"]}
         assert (await gateway.post(MESSAGES, {**BODY, **fits}))[0] == 200
+
+
+async def test_who_sends_rubbish_while_an_answer_is_made_is_not_generated_for_any_longer(start_gateway, new_card, until):
+    engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), lambda submit: ((65, "x") for _ in range(10**7)))
+    async with start_gateway([engine]) as gateway, connect(gateway) as (reader, writer):
+        body = json.dumps({**BODY, "max_tokens": 1_000_000}).encode()
+        writer.write(head(gateway, len(body)) + body)
+        await until(lambda: engine.state.num_inflight == 1)
+        writer.write(b"\x00\x00\r\n\r\n")
+        (row,) = await gateway.rows.wait_for(1)
+        assert row.outcome == "disconnected"
+        assert gateway.num_connections() == 1  # which is read from for a while yet, so that the client gets its answer
+        assert read_answer(await reader.read()) == (400, "bad_http")
