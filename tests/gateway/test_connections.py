@@ -274,7 +274,7 @@ async def test_the_shape_of_a_message_is_bounded_by_the_same_settings(start_gate
         assert (await gateway.post(MESSAGES, {**BODY, **fits}))[0] == 200
 
 
-async def test_who_sends_rubbish_while_an_answer_is_made_is_not_generated_for_any_longer(start_gateway, new_card, until):
+async def test_who_sends_rubbish_while_an_answer_is_made_gets_no_more_of_it(start_gateway, new_card, until):
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), lambda submit: ((65, "x") for _ in range(10**7)))
     async with start_gateway([engine]) as gateway, connect(gateway) as (reader, writer):
         body = json.dumps({**BODY, "max_tokens": 1_000_000}).encode()

@@ -302,8 +302,12 @@ async def test_an_engine_that_falls_silent_is_given_up_within_the_limit(connecte
         assert "silent" in client.state.reason
 
 
-async def test_requests_that_are_submitted_at_once_never_make_a_frame_for_which_an_engine_hangs_up(context, connected):
-    async with running_front(context) as front, connected(front.address) as client, contextlib.AsyncExitStack() as stack:
+async def test_requests_that_are_submitted_at_once_make_no_frame_for_which_an_engine_hangs_up(context, connected):
+    async with (
+        running_front(context) as front,
+        connected(front.address) as client,
+        contextlib.AsyncExitStack() as stack,
+    ):
         first = await stack.enter_async_context(client.open(submit("first", max_tokens=5000, credit_tokens=50)))
         await first.inbox.get()
         large = bytes(2 * 2**20)
