@@ -207,6 +207,7 @@ class Front:
     def _send_card(self, session: GatewaySession, card: Card) -> None:
         session.wants_card, session.has_card = False, True
         self._post(session, card)
+        self._sessions.flush()  # alone in its frame, so that a gateway of another release can read which this one is
         self._send_load(session)
 
     # ── from the core ────────────────────────────────────────────────────────────────────────────────────────────────
