@@ -149,6 +149,7 @@ class Front:
         self._desk.fail_all(FailureCode.ENGINE_FAILED, "the engine was shut down; send the request to another one")
         if self._beat is not None:
             self._beat.cancel()
+        self._sessions.flush()  # what was failed is told before the core's end is waited for
         await self._core.stop()
         self._sessions.flush()
         self._sessions.retry()

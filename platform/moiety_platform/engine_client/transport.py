@@ -42,7 +42,7 @@ from moiety_wire.messages import (
 )
 
 RECONNECT_PAUSE_S = 0.05
-FRAMES_A_TURN = 256  # then other tasks of the loop get theirs
+MESSAGES_A_TURN = 512  # then other tasks of the loop get theirs
 FRAME_BYTES = 1024 * 1024  # or one message; an engine hangs up on who sends it a frame that is far larger
 SETTLED_AT_ONCE = 256  # requests in one message
 MAX_SETTLED = 200_000  # that are remembered for an engine that is away
@@ -326,7 +326,8 @@ class _Session:
     def _drain(self) -> None:
         """Read what has come. The socket's descriptor is edge-triggered: read until there is no more."""
         self._drain_is_due = False
-        for _ in range(FRAMES_A_TURN):
+        num_taken = 0
+        while num_taken < MESSAGES_A_TURN:
             if self._socket.closed:
                 return
             try:
@@ -338,9 +339,10 @@ class _Session:
                 messages = decode_to_gateway(frame)
             except UndecodableMessage as exc:
                 log.warning("engine_message_undecodable", error=str(exc))
-                continue
+                messages = []
             for message in messages:
                 self._take(message)
+            num_taken += 1 + len(messages)
         self._drain_soon()
 
     def _take(self, message: ToGateway) -> None:
