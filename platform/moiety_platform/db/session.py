@@ -28,6 +28,8 @@ SQLITE_BUSY_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 STATEMENT_TIMEOUT_S = 15.0
 POOL_SIZE = 10
+SQLITE_POOL_SIZE = 5  # one writes at a time, and each has a thread
+SQLITE_STATEMENTS = 32  # that a connection keeps prepared; those of many rows are large
 
 UNRESTRICTED = {"moiety_unrestricted": True}  # execution options of a statement that a restriction does not touch
 
@@ -50,11 +52,12 @@ def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S) ->
         )
     engine = create_async_engine(
         async_url,
-        pool_size=POOL_SIZE,
+        pool_size=SQLITE_POOL_SIZE,
         max_overflow=0,
         pool_timeout=CONNECT_TIMEOUT_S,
+        pool_use_lifo=True,  # one connection's prepared statements and pages serve most of what comes
         hide_parameters=True,  # tracebacks and logs are no place for hashes of keys
-        connect_args={"timeout": busy_timeout_s, "factory": _Connection},
+        connect_args={"cached_statements": SQLITE_STATEMENTS, "timeout": busy_timeout_s, "factory": _Connection},
     )
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
     event.listen(engine.sync_engine, "begin", _begin_sqlite)

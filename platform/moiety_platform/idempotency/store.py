@@ -16,6 +16,7 @@ from sqlalchemy.engine import CursorResult
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.dialect import insert_into
+from moiety_platform.db.evened import evened
 from moiety_platform.db.now import now_ms
 from moiety_platform.idempotency.errors import KeyInUse, TooManyKeys
 from moiety_platform.idempotency.models import IdempotencyTenant, IdempotentRequest, State
@@ -88,7 +89,7 @@ class KeyStore:
 
     async def renew(self, session: AsyncSession, claim_ids: Collection[str], ttl_ms: int) -> None:
         """Put off the expiry of claims that nobody else has taken."""
-        held = (IdempotentRequest.claim_id.in_(claim_ids), IdempotentRequest.state == State.RUNNING)
+        held = (IdempotentRequest.claim_id.in_(evened(claim_ids)), IdempotentRequest.state == State.RUNNING)
         await session.execute(update(IdempotentRequest).where(*held).values(expires_ms=self._now() + ttl_ms))
 
     async def keep(

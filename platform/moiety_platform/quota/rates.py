@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, bindparam, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.dialect import insert_into
+from moiety_platform.db.evened import evened
 from moiety_platform.db.now import now_ms
 from moiety_platform.quota.bucket import Bucket
 from moiety_platform.quota.lease import WindowId
@@ -62,7 +63,7 @@ class RateStore:
         statement = (
             select(QuotaRate.quota_id, Quota.cap, QuotaRate.debt, QuotaRate.at_ms, self._now())
             .outerjoin(Quota, Quota.id == QuotaRate.quota_id)  # also what has no limit any more is locked in order
-            .where(QuotaRate.quota_id.in_([window.quota_id for window in windows]))
+            .where(QuotaRate.quota_id.in_(evened(window.quota_id for window in windows)))
             .order_by(QuotaRate.quota_id)
             .with_for_update(of=QuotaRate)
         )

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.base import Base
 from moiety_platform.db.dialect import insert_into
+from moiety_platform.db.evened import evened
 from moiety_platform.db.now import now_ms
 from moiety_platform.quota.kinds import ALWAYS
 from moiety_platform.quota.lease import Charge, WindowId
@@ -99,7 +100,7 @@ class LeaseStore:
 
     async def _renew(self, session: AsyncSession, windows: Sequence[WindowId]) -> dict[WindowId, Stored]:
         keys = (QuotaLease.quota_id, QuotaLease.start)
-        wanted = tuple_(*keys).in_([(window.quota_id, window.start) for window in windows])
+        wanted = tuple_(*keys).in_(evened((window.quota_id, window.start) for window in windows))
         mine = QuotaLease.replica_id == self.replica_id, wanted
         await session.execute(select(*keys).where(*mine).order_by(*keys).with_for_update())  # in the order of bookings
         statement = (
@@ -185,7 +186,7 @@ class LeaseStore:
         for some in _in_order(returned):
             mine = (
                 QuotaLease.replica_id == self.replica_id,
-                tuple_(QuotaLease.quota_id, QuotaLease.start).in_([(w.quota_id, w.start) for w in some]),
+                tuple_(QuotaLease.quota_id, QuotaLease.start).in_(evened((w.quota_id, w.start) for w in some)),
             )
             columns = (QuotaLease.quota_id, QuotaLease.start, QuotaLease.granted, QuotaLease.settled)
             rows = await session.execute(select(*columns).where(*mine))
@@ -213,7 +214,7 @@ class LeaseStore:
         statement = (
             select(QuotaWindow.quota_id, QuotaWindow.start, QuotaWindow.granted, Quota.cap, sharing)
             .outerjoin(Quota, Quota.id == QuotaWindow.quota_id)  # also what has no limit any more is locked in order
-            .where(tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_([(w.quota_id, w.start) for w in windows]))
+            .where(tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_(evened((w.quota_id, w.start) for w in windows)))
             .order_by(QuotaWindow.quota_id, QuotaWindow.start)
             .with_for_update(of=QuotaWindow)
         )
@@ -285,7 +286,7 @@ async def _lock_leases(session: AsyncSession, windows: Iterable[WindowId]) -> di
     """What each lease on these windows has left; nobody changes windows or leases until the end."""
     found: dict[tuple[WindowId, str], int] = {}
     for some in _in_order(windows):
-        wanted = [(window.quota_id, window.start) for window in some]
+        wanted = evened((window.quota_id, window.start) for window in some)
         of_windows = tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_(wanted)
         order = QuotaWindow.quota_id, QuotaWindow.start
         await session.execute(select(QuotaWindow.quota_id).where(of_windows).order_by(*order).with_for_update())

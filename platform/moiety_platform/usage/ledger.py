@@ -10,6 +10,7 @@ from sqlalchemy import BigInteger, cast, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.dialect import insert_into
+from moiety_platform.db.evened import evened
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour
 from moiety_platform.usage.row import UsageRow
 
@@ -37,7 +38,7 @@ async def settle(session: AsyncSession, rows: Sequence[UsageRow]) -> set[str]:
         for row in rows
     ]
     insert_new = insert_into(session, LedgerEntry).on_conflict_do_nothing().returning(LedgerEntry.request_id)
-    return set(await session.scalars(insert_new, entries))
+    return set(await session.scalars(insert_new, evened(entries)))
 
 
 async def metered_before(session: AsyncSession, request_id: str, sequence: int) -> tuple[int, int]:
