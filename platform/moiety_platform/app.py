@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 from litestar import Litestar, Request, Response
 from litestar.exceptions import HTTPException
-from litestar.openapi import OpenAPIConfig
 from litestar.types import ControllerRouterHandler
 
 from moiety_platform.admission.gate import AdmissionGate
@@ -38,6 +36,7 @@ from moiety_platform.http_errors import answer_framework_error, answer_platform_
 from moiety_platform.idempotency.keeper import IdempotencyKeeper
 from moiety_platform.metrics import Metrics
 from moiety_platform.models_api import ModelServices, model_routes
+from moiety_platform.openapi.controller import schema_routes
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.request_ids import add_request_id
 from moiety_platform.routing.replicas import Replicas
@@ -106,6 +105,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
             *health_routes(services.replicas, services.metrics, services.store),
             *(services.batches.routes() if services.batches is not None else ()),
             *services.admin_routes,
+            *schema_routes(shape),
         ],
         exception_handlers={
             PlatformError: answer_platform_error,
@@ -114,7 +114,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
             Exception: answer_unexpected_error,
         },
         before_send=[add_request_id],
-        openapi_config=OpenAPIConfig(title="Moiety", version=version("moiety"), path="/schema"),
+        openapi_config=None,  # the documents are ours
         request_max_body_size=settings.max_body_bytes,
         logging_config=None,
     )

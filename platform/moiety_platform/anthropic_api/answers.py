@@ -6,16 +6,20 @@ clients expect; together they are what `count_tokens` counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from moiety_platform.anthropic_api.answer_types import AnswerTextBlock, Message, MessageStop, TokenUsage
 from moiety_platform.completions.run import Usage
 from moiety_wire.messages import Finished, FinishReason, TokenLogprob
 
-_TIERS = {"priority": "priority", "default": "standard", "flex": "batch"}  # by OpenAI's words
+_Tier = Literal["priority", "standard", "batch"]
+_Reason = Literal["end_turn", "max_tokens", "stop_sequence"]
+
+_TIERS: Mapping[str, _Tier] = {"priority": "priority", "default": "standard", "flex": "batch"}  # by OpenAI's words
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _BLOCK_START = (
@@ -41,7 +45,7 @@ class MessageHead:
     served_tier: str  # in OpenAI's words
     stop_sequences: Sequence[str]
 
-    def fields(self, content: list[dict[str, str]], stop: dict[str, str | None], usage: Usage) -> dict[str, Any]:
+    def fields(self, content: list[AnswerTextBlock], stop: MessageStop, usage: Usage) -> Message:
         """The message."""
         return {
             "id": self.message_id,
@@ -53,7 +57,7 @@ class MessageHead:
             "usage": {**_usage_fields(usage), "service_tier": _TIERS[self.served_tier]},
         }
 
-    def stop_fields(self, finished: Finished) -> dict[str, str | None]:
+    def stop_fields(self, finished: Finished) -> MessageStop:
         """Why it ended. A limit that has nothing left counts as `max_tokens`."""
         if finished.reason is FinishReason.LENGTH:
             return _stop_fields("max_tokens")
@@ -92,11 +96,11 @@ class MessageEvents:
         return _event("message_delta", {"delta": self._stop, "usage": _usage_fields(usage)}) + _MESSAGE_STOP
 
 
-def _stop_fields(reason: str | None, sequence: str | None = None) -> dict[str, str | None]:
+def _stop_fields(reason: _Reason | None, sequence: str | None = None) -> MessageStop:
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def _usage_fields(usage: Usage) -> dict[str, int]:
+def _usage_fields(usage: Usage) -> TokenUsage:
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -25,9 +25,10 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
-from moiety_platform.etags import Precondition
+from moiety_platform.etags import PRECONDITION, Precondition
 from moiety_platform.idempotency.controller import IdempotencyController
 from moiety_platform.json_depth import check_depth
+from moiety_platform.openapi.documents import ADMIN_KEY
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.prices.controller import PriceController
 from moiety_platform.quota.controller import QuotaController
@@ -70,12 +71,13 @@ def admin_router(
     return Router(
         path=ADMIN_PATH,
         guards=[admin_guard(authenticator, oidc)],
+        security=[{ADMIN_KEY: []}],
         before_request=_check_body,
         dependencies={
             "caller": Provide(caller, sync_to_thread=False),
             "database": Provide(reached, sync_to_thread=False),
             "store": Provide(store, sync_to_thread=False),
-            "precondition": Provide(_precondition, sync_to_thread=False),
+            PRECONDITION: Provide(_precondition, sync_to_thread=False),
             "authenticator": Provide(lambda: authenticator, sync_to_thread=False),
             "classes": Provide(lambda: classes, sync_to_thread=False),
             "prices": Provide(lambda: prices, sync_to_thread=False),

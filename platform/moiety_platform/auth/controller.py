@@ -20,6 +20,7 @@ from moiety_platform.clock import Clock
 from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
+from moiety_platform.openapi.described import fails
 from moiety_platform.query_parameters import Cursor, Limit
 from moiety_platform.tenants.models import ApiKey
 
@@ -30,7 +31,7 @@ class KeyController(Controller):
     path = "/keys"
     tags = ("keys",)
 
-    @post(opt=needs(Action.WRITE_KEYS))
+    @post(opt=needs(Action.WRITE_KEYS) | fails(404, 409))
     async def create_key(
         self,
         store: NamedDependency[AuditedStore],
@@ -46,7 +47,7 @@ class KeyController(Controller):
             made = await service.create_key(session, data, pepper.value, clock.now())
         return _made(*made, clock)
 
-    @get(opt=needs(Action.READ_KEYS))
+    @get(opt=needs(Action.READ_KEYS) | fails(404))
     async def list_keys(
         self,
         database: NamedDependency[Database],
@@ -72,7 +73,7 @@ class KeyController(Controller):
         async with database.read() as session:
             return tagged(KeyView.of(await service.get_key(session, key_id), clock.now()))
 
-    @post("/{key_id:str}/revoke", status_code=200, opt=needs(Action.WRITE_KEYS))
+    @post("/{key_id:str}/revoke", status_code=200, opt=needs(Action.WRITE_KEYS) | fails(409))
     async def revoke_key(
         self,
         store: NamedDependency[AuditedStore],
@@ -90,7 +91,7 @@ class KeyController(Controller):
         authenticator.forget(key.id)
         return KeyView.of(key, clock.now())
 
-    @post("/{key_id:str}/rotate", opt=needs(Action.WRITE_KEYS))
+    @post("/{key_id:str}/rotate", opt=needs(Action.WRITE_KEYS) | fails(409))
     async def rotate_key(
         self,
         store: NamedDependency[AuditedStore],

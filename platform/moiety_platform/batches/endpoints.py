@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from moiety_platform.classes.terms import BATCH_TIER
+from moiety_platform.completions.answer_types import ChatCompletion, TextCompletion
 from moiety_platform.completions.controller import CHAT, COMPLETIONS
 from moiety_platform.completions.exchange import Endpoint
 from moiety_platform.completions.fields import AskingBody
@@ -15,7 +16,8 @@ from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.schemas import GenerationBody
 from moiety_platform.completions.whole import collect, whole_answer
 
-AnswerBody = Callable[[Pipeline, RequestRecord, AskingBody], Awaitable[dict[str, Any]]]
+Answer = ChatCompletion | TextCompletion
+AnswerBody = Callable[[Pipeline, RequestRecord, AskingBody], Awaitable[Answer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class BatchEndpoint:
     answer: AnswerBody
 
 
-async def answer_generation(pipeline: Pipeline, record: RequestRecord, body: AskingBody) -> dict[str, Any]:
+async def answer_generation(pipeline: Pipeline, record: RequestRecord, body: AskingBody) -> Answer:
     """A whole chat or completion, in the class of batches whatever `service_tier` it asks for."""
     asked = cast("GenerationBody", body)
     async with pipeline.run(record, replace(asked.generation(), service_tier=BATCH_TIER)) as run:

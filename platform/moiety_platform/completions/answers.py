@@ -5,8 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from moiety_platform.completions.answer_types import (
+    AnswerFields,
+    ChatCompletion,
+    ChatLogprobs,
+    CompletionUsage,
+    TextCompletion,
+    TextLogprobs,
+)
 from moiety_platform.completions.run import Usage
 from moiety_wire.messages import Finished, TokenLogprob
 
@@ -21,7 +28,7 @@ class AnswerHead:
     system_fingerprint: str
     service_tier: str  # that was served, in OpenAI's words
 
-    def fields(self, kind: str) -> dict[str, Any]:
+    def fields(self, kind: str) -> AnswerFields:
         return {
             "id": self.answer_id,
             "object": kind,
@@ -46,7 +53,7 @@ class Choice:
         return self.finished.reason.value
 
 
-def usage_fields(usage: Usage) -> dict[str, Any]:
+def usage_fields(usage: Usage) -> CompletionUsage:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.output_tokens,
@@ -55,7 +62,7 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
     }
 
 
-def chat_answer(head: AnswerHead, choices: Sequence[Choice], usage: Usage, *, with_logprobs: bool) -> dict[str, Any]:
+def chat_answer(head: AnswerHead, choices: Sequence[Choice], usage: Usage, *, with_logprobs: bool) -> ChatCompletion:
     return {
         **head.fields("chat.completion"),
         "choices": [
@@ -73,7 +80,7 @@ def chat_answer(head: AnswerHead, choices: Sequence[Choice], usage: Usage, *, wi
 
 def completion_answer(
     head: AnswerHead, choices: Sequence[Choice], usage: Usage, *, echoes: Sequence[str], with_logprobs: bool
-) -> dict[str, Any]:
+) -> TextCompletion:
     """`echoes` are the texts that precede the choices, empty where there is no echo."""
     return {
         **head.fields("text_completion"),
@@ -90,7 +97,7 @@ def completion_answer(
     }
 
 
-def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
     return {
         "content": [
             {
@@ -107,7 +114,7 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     }
 
 
-def completion_logprobs(logprobs: Sequence[TokenLogprob], text_offset: int) -> dict[str, Any]:
+def completion_logprobs(logprobs: Sequence[TokenLogprob], text_offset: int) -> TextLogprobs:
     """`text_offset` is where the first of these tokens stands in the choice's text."""
     offsets = []
     for entry in logprobs:

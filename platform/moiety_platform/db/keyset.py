@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Generic, Literal, TypedDict, TypeVar
 
+from litestar.params import QueryParameter
 from sqlalchemy import Select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
@@ -13,6 +14,27 @@ from sqlalchemy.orm import InstrumentedAttribute
 from moiety_platform.errors import BadRequest
 
 Row = TypeVar("Row")
+
+After = Annotated[str | None, QueryParameter(description="The id of the last object of the part before.")]
+
+
+class Identified(TypedDict):
+    """An object of a list."""
+
+    id: str
+
+
+View = TypeVar("View", bound=Identified)
+
+
+class Listing(TypedDict, Generic[View]):
+    """Some objects; `has_more` says whether others follow after `last_id`."""
+
+    object: Literal["list"]
+    data: list[View]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +78,7 @@ async def read_list(
     return found[: wanted.limit], len(found) > wanted.limit
 
 
-def list_fields(views: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+def list_fields(views: Sequence[View], has_more: bool) -> Listing[View]:
     """The body of the answer."""
     first, last = (views[0]["id"], views[-1]["id"]) if views else (None, None)
     return {"object": "list", "data": list(views), "first_id": first, "last_id": last, "has_more": has_more}

@@ -11,10 +11,11 @@ from functools import partial
 
 from litestar.handlers import HTTPRouteHandler
 
-from moiety_platform.completions.exchange import Endpoint, ExchangeServices, SendLast, route
+from moiety_platform.completions.exchange import Endpoint, ExchangeServices, SendLast, Shown, route
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.reply import Reply
 from moiety_platform.completions.run import Run
+from moiety_platform.embeddings.answer_types import EmbeddingList
 from moiety_platform.embeddings.answers import answer_pieces
 from moiety_platform.embeddings.schemas import EmbeddingBody
 from moiety_wire.messages import Finished
@@ -22,7 +23,13 @@ from moiety_wire.messages import Finished
 
 def embedding_route(services: ExchangeServices) -> HTTPRouteHandler:
     """The handler of the endpoint."""
-    return route(Endpoint("/v1/embeddings", "embeddings", "embd-", EmbeddingBody, _answer), services)
+    shown = Shown(
+        tag="embeddings",
+        summary="Make vectors of texts",
+        detail="OpenAI's Embeddings: a vector of each input.",
+        answer=EmbeddingList,
+    )
+    return route(Endpoint("/v1/embeddings", "embeddings", "embd-", EmbeddingBody, _answer, shown), services)
 
 
 async def _answer(body: EmbeddingBody, run: Run, record: RequestRecord, reply: Reply) -> SendLast:

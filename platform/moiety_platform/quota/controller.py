@@ -13,6 +13,7 @@ from moiety_platform.clock import Clock
 from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
+from moiety_platform.openapi.described import fails
 from moiety_platform.query_parameters import Cursor, Limit
 from moiety_platform.quota import service
 from moiety_platform.quota.keeper import QuotaKeeper
@@ -26,7 +27,7 @@ class QuotaController(Controller):
     path = "/quotas"
     tags = ("quotas",)
 
-    @put(opt=needs(Action.WRITE_QUOTAS))
+    @put(opt=needs(Action.WRITE_QUOTAS) | fails(404))
     async def set_quota(
         self,
         store: NamedDependency[AuditedStore],

@@ -12,6 +12,7 @@ from moiety_platform.clock import Clock
 from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
+from moiety_platform.openapi.described import fails
 from moiety_platform.query_parameters import Cursor, Limit
 from moiety_platform.tenants import service
 from moiety_platform.tenants.schemas import (
@@ -31,7 +32,7 @@ class TenantController(Controller):
     path = "/tenants"
     tags = ("tenants",)
 
-    @post(opt=needs(Action.WRITE_TENANTS))
+    @post(opt=needs(Action.WRITE_TENANTS) | fails(409))
     async def create_tenant(
         self,
         store: NamedDependency[AuditedStore],
@@ -60,7 +61,7 @@ class TenantController(Controller):
         async with database.read() as session:
             return tagged(TenantView.of(await service.get_tenant(session, tenant_id)))
 
-    @patch("/{tenant_id:str}", opt=needs(Action.WRITE_TENANTS))
+    @patch("/{tenant_id:str}", opt=needs(Action.WRITE_TENANTS) | fails(409))
     async def change_tenant(
         self,
         store: NamedDependency[AuditedStore],
@@ -80,7 +81,7 @@ class ProjectController(Controller):
     path = "/projects"
     tags = ("projects",)
 
-    @post(opt=needs(Action.WRITE_PROJECTS))
+    @post(opt=needs(Action.WRITE_PROJECTS) | fails(404, 409))
     async def create_project(
         self,
         store: NamedDependency[AuditedStore],
@@ -91,7 +92,7 @@ class ProjectController(Controller):
         async with store.write() as session:
             return ProjectView.of(await service.create_project(session, data, clock.now()))
 
-    @get(opt=needs(Action.READ_PROJECTS))
+    @get(opt=needs(Action.READ_PROJECTS) | fails(404))
     async def list_projects(
         self,
         database: NamedDependency[Database],

@@ -1,0 +1,76 @@
+"""JSON schemas of types, from what decodes and encodes them: pydantic's models, and whatever msgspec knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import msgspec
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
+
+_REFERENCE = "#/components/schemas/"
+_SCALARS = (str, int, float, bool, type(None))
+
+
+class NameTaken(Exception):
+    """A defect of ours: two types of one name would have one schema; rename one of them."""
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """What a pydantic validator may be, to say in the schema what it checks. `settings` are the gateway's bounds."""
+
+    def schema(self, settings: Any) -> Mapping[str, Any]: ...
+
+
+class Schemas:
+    """The schemas of one document: of each type that it is asked for, and of those that these refer to."""
+
+    def __init__(self, settings: Any) -> None:
+        self.components: dict[str, Any] = {}
+        self._generator = type("_BodySchema", (_BodySchema,), {"settings": settings})
+
+    def of(self, what: Any) -> Any:
+        """The schema of a type; or of a schema, in which types may stand for theirs. Raises NameTaken."""
+        if isinstance(what, Mapping):
+            return {key: self.of(value) for key, value in what.items()}
+        if isinstance(what, list | tuple):
+            return [self.of(value) for value in what]
+        if isinstance(what, _SCALARS):
+            return what
+        if isinstance(what, type) and issubclass(what, BaseModel):
+            return self._of_model(what)
+        (schema,), components = msgspec.json.schema_components([what], ref_template=_REFERENCE + "{name}")
+        self._add(components)
+        return schema
+
+    def _of_model(self, model: type[BaseModel]) -> dict[str, Any]:
+        schema = model.model_json_schema(ref_template=_REFERENCE + "{model}", schema_generator=self._generator)
+        self._add(schema.pop("$defs", {}))
+        self._add({model.__name__: schema})
+        return {"$ref": _REFERENCE + model.__name__}
+
+    def _add(self, components: Mapping[str, Any]) -> None:
+        for name, schema in components.items():
+            if self.components.setdefault(name, schema) != schema:
+                raise NameTaken(f"two types of the API are named {name}; rename one of them")
+
+
+class _BodySchema(GenerateJsonSchema):
+    """pydantic's, with what our validators say."""
+
+    settings: ClassVar[Any]
+
+    def function_after_schema(self, schema: core_schema.AfterValidatorFunctionSchema) -> JsonSchemaValue:
+        return self._ruled(super().function_after_schema(schema), schema["function"]["function"])
+
+    def function_before_schema(self, schema: core_schema.BeforeValidatorFunctionSchema) -> JsonSchemaValue:
+        return self._ruled(super().function_before_schema(schema), schema["function"]["function"])
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def _ruled(self, schema: JsonSchemaValue, rule: Any) -> JsonSchemaValue:
+        return {**schema, **rule.schema(self.settings)} if isinstance(rule, Rule) else schema
