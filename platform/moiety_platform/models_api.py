@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, TypedDict, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict, TypeVar
 
 from litestar import Request, get, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
-from pydantic import model_validator
+from pydantic import ConfigDict, model_validator
 
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.completions.body import receive_body
-from moiety_platform.completions.fields import ModelName, StrictBody, TokenIds, refuse
+from moiety_platform.completions.fields import ModelName, StrictBody, TokenIds, refuse, shows
 from moiety_platform.completions.generation import Conversation, Prompt
 from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.completions.schemas import FORMS, Messages
@@ -42,7 +42,16 @@ class TokenizeBody(_Body):
     """Raw text, or messages for the model's chat template. What cannot fit the model's context is refused, not counted;
     what is longer by less is."""
 
-    prompt: str | None = None
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+                {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
+            ]
+        }
+    )
+
+    prompt: Annotated[str, shows(minLength=1)] | None = None
     messages: Messages | None = None
 
     @model_validator(mode="after")

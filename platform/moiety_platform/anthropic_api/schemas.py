@@ -21,8 +21,10 @@ from moiety_platform.completions.fields import (
     StrictBody,
     bounded,
     refuse,
+    shows,
 )
 from moiety_platform.completions.generation import Conversation, Generation
+from moiety_platform.completions.limits import ShapeLimits
 from moiety_wire.messages import Sampling
 
 ROLES = ("user", "assistant")
@@ -31,7 +33,7 @@ _TIERS = {"auto": None, "standard_only": "default"}  # in OpenAI's words; withou
 
 
 class TextBlock(StrictBody):
-    type: str
+    type: Annotated[str, shows(enum=["text"])]
     text: str
 
     @field_validator("type")
@@ -42,16 +44,22 @@ class TextBlock(StrictBody):
         return value
 
 
-def _as_blocks(value: Any) -> Any:
+class _AsBlocks:
     """A string is short for one block. One form inside means that complaints name the place."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if value is not None and not isinstance(value, list):
-        raise refuse("it must be a string or a list of text blocks")
-    return value
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return [{"type": "text", "text": value}]
+        if value is not None and not isinstance(value, list):
+            raise refuse("it must be a string or a list of text blocks")
+        return value
+
+    def shown(self, schema: dict[str, Any], _settings: ShapeLimits) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string"}, schema]}
 
 
-Blocks = Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS), BeforeValidator(_as_blocks)]
+Blocks = Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS), BeforeValidator(_AsBlocks())]
+Unsupported = Annotated[Any, shows(enum=[None, [], {}])]
 
 
 def _text_of(blocks: list[TextBlock]) -> str:
@@ -59,7 +67,7 @@ def _text_of(blocks: list[TextBlock]) -> str:
 
 
 class Turn(StrictBody):
-    role: str
+    role: Annotated[str, shows(enum=list(ROLES))]
     content: Blocks
 
     @field_validator("role")
@@ -86,15 +94,16 @@ class ConversationBody(StrictBody):
         list[Turn],
         Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
         bounded(lambda shape: shape.max_messages),
+        shows(allOf=[{"prefixItems": [{"properties": {"role": {"const": "user"}}}]}]),
     ]
     system: Blocks | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    mcp_servers: Any = None
-    container: Any = None
-    output_config: Any = None
-    output_format: Any = None
-    thinking: Any = None
+    tools: Unsupported = None
+    tool_choice: Unsupported = None
+    mcp_servers: Unsupported = None
+    container: Unsupported = None
+    output_config: Unsupported = None
+    output_format: Unsupported = None
+    thinking: Annotated[Any, shows(enum=[None, {"type": "disabled"}])] = None
 
     @field_validator("messages")
     @classmethod
@@ -106,7 +115,7 @@ class ConversationBody(StrictBody):
     @field_validator("tools", "tool_choice", "mcp_servers", "container", "output_config", "output_format")
     @classmethod
     def _not_supported(cls, value: Any) -> Any:
-        if value:
+        if value not in (None, [], {}):
             raise refuse("this is not supported yet; leave the field out")
         return value
 

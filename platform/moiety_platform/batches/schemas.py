@@ -9,9 +9,9 @@ from pydantic import Field, StringConstraints, field_validator
 
 from moiety_platform.batches.endpoints import ENDPOINTS
 from moiety_platform.batches.models import Batch, BatchStatus
-from moiety_platform.completions.fields import StrictBody, refuse
+from moiety_platform.completions.fields import StrictBody, refuse, shows
 from moiety_platform.errors import BadRequest
-from moiety_platform.files.upload import check_expiry
+from moiety_platform.files.upload import MAX_EXPIRY_S, MIN_EXPIRY_S, check_expiry
 
 COMPLETION_WINDOW = "24h"
 WINDOW_MS = 24 * 3600 * 1000
@@ -19,21 +19,27 @@ MAX_PAIRS = 16
 
 
 class ExpiresAfter(StrictBody):
-    anchor: str
-    seconds: int
+    anchor: Annotated[str, shows(enum=["created_at"])]
+    seconds: Annotated[int, shows(minimum=MIN_EXPIRY_S, maximum=MAX_EXPIRY_S)]
 
 
+_NO_NUL = "^[^\\u0000]*$"
 _Key = Annotated[str, StringConstraints(min_length=1, max_length=64)]
-_Value = Annotated[str, StringConstraints(max_length=512)]
+_Value = Annotated[str, StringConstraints(max_length=512), shows(pattern=_NO_NUL)]
+_Metadata = Annotated[
+    dict[_Key, _Value],
+    Field(max_length=MAX_PAIRS),
+    shows(propertyNames={"minLength": 1, "maxLength": 64, "pattern": _NO_NUL}),
+]
 
 
 class NewBatch(StrictBody):
     """`POST /v1/batches`."""
 
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    endpoint: str
-    completion_window: str
-    metadata: Annotated[dict[_Key, _Value], Field(max_length=MAX_PAIRS)] | None = None
+    endpoint: Annotated[str, shows(enum=list(ENDPOINTS))]
+    completion_window: Annotated[str, shows(enum=[COMPLETION_WINDOW])]
+    metadata: _Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
     @field_validator("endpoint")

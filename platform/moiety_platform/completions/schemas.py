@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, FiniteFloat, ValidationInfo, field_validator, model_validator
+from pydantic import ConfigDict, Field, FiniteFloat, ValidationInfo, field_validator, model_validator
 
 from moiety_platform.completions.fields import (
     INT32_MAX,
@@ -23,10 +23,12 @@ from moiety_platform.completions.fields import (
     StrictBody,
     TokenId,
     as_prompts,
+    at_most,
     bounded,
     forms_of_prompts,
+    only_with,
     refuse,
-    shape_of,
+    shows,
 )
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
 from moiety_wire.messages import Sampling
@@ -46,11 +48,16 @@ FORMS = MappingProxyType(
 )
 
 _Penalty = Annotated[FiniteFloat, Field(ge=-2, le=2)]
+_LogitBias = Annotated[
+    dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]],
+    shows(maxProperties=MAX_BIASES, propertyNames={"pattern": "^[0-9]{1,9}$"}),
+]
+_STREAMED_OPTIONS = only_with("stream_options", "stream")
 
 
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    continuous_usage_stats: Annotated[bool, shows(const=False)] | None = None
 
     @field_validator("continuous_usage_stats")
     @classmethod
@@ -61,7 +68,7 @@ class StreamOptions(StrictBody):
 
 
 class ResponseFormat(StrictBody):
-    type: str
+    type: Annotated[str, shows(enum=["text"])]
 
     @field_validator("type")
     @classmethod
@@ -73,6 +80,8 @@ class ResponseFormat(StrictBody):
 
 class GenerationBody(GeneratingBody):
     """What both endpoints share. null means the default, as everywhere in OpenAI's API."""
+
+    model_config = ConfigDict(json_schema_extra={"allOf": [_STREAMED_OPTIONS]})
 
     forms: ClassVar[Mapping[str, str]] = FORMS
 
@@ -86,23 +95,15 @@ class GenerationBody(GeneratingBody):
     repetition_penalty: Annotated[FiniteFloat, Field(gt=0, le=10)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    logit_bias: dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]] | None = None
+    logit_bias: _LogitBias | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=128)] | None = None
     ignore_eos: bool | None = None
-    n: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    n: Annotated[int, Field(ge=1, le=INT32_MAX), at_most(lambda shape: shape.max_choices)] | None = None
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     response_format: ResponseFormat | None = None
-
-    @field_validator("n")
-    @classmethod
-    def _few_choices(cls, value: int | None, info: ValidationInfo) -> int | None:
-        most = shape_of(info).max_choices
-        if value is not None and value > most:
-            raise refuse(f"it is {value}; it may be {most} at most")
-        return value
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -163,6 +164,9 @@ class GenerationBody(GeneratingBody):
         )
 
 
+_Unsupported = Annotated[list[Any], shows(maxItems=0)]
+
+
 class TextPart(StrictBody):
     type: Literal["text"]
     text: str
@@ -171,11 +175,18 @@ class TextPart(StrictBody):
 class ChatMessage(StrictBody):
     """One turn. Several text parts are joined by line breaks; null, which only an assistant may send, is no text."""
 
-    role: str
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"properties": {"role": {"const": "assistant"}}},
+            "else": {"properties": {"content": {"not": {"type": "null"}}}},
+        }
+    )
+
+    role: Annotated[str, shows(enum=list(ROLES))]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: _Unsupported | None = None
 
     @field_validator("role")
     @classmethod
@@ -219,12 +230,14 @@ Messages = Annotated[
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
+    model_config = ConfigDict(json_schema_extra={"allOf": [_STREAMED_OPTIONS, only_with("top_logprobs", "logprobs")]})
+
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
+    tools: _Unsupported | None = None
+    functions: _Unsupported | None = None
 
     @field_validator("tools", "functions")
     @classmethod
@@ -252,10 +265,22 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`. A prompt is raw: control tokens of the model that are written out in its text are encoded
     as such, since whoever sends it writes the whole of what the model reads. Chats are guarded against that."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [
+                _STREAMED_OPTIONS,
+                {
+                    "if": {"required": ["echo"], "properties": {"echo": {"const": True}}},
+                    "then": {"properties": {"logprobs": {"type": "null"}}},
+                },
+            ]
+        }
+    )
+
     prompt: RawPrompts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
-    suffix: str | None = None
+    suffix: Annotated[str, shows(maxLength=0)] | None = None
     best_of: int | None = None
 
     @field_validator("suffix")

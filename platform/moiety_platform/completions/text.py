@@ -84,6 +84,8 @@ class ModelText:
 
     def _encode(self, prompt: Conversation | str) -> list[int]:
         limit = self._max_context_tokens
+        if prompt == "":  # with a token that begins every text it would have one, which nobody has sent
+            raise BadRequest("the prompt is empty; send at least one token of text")
         try:
             if isinstance(prompt, str):
                 token_ids = self._tokenizer.encode(prompt, add_special_tokens=True, max_tokens=limit)

@@ -22,7 +22,9 @@ class NameTaken(Exception):
 class Rule(Protocol):
     """What a pydantic validator may be, to say in the schema what it checks. `settings` are the gateway's bounds."""
 
-    def schema(self, settings: Any) -> Mapping[str, Any]: ...
+    def shown(self, schema: JsonSchemaValue, settings: Any) -> JsonSchemaValue:
+        """The schema of what it lets through, from that of what it is given or gives."""
+        ...
 
 
 class Schemas:
@@ -73,4 +75,4 @@ class _BodySchema(GenerateJsonSchema):
         return False
 
     def _ruled(self, schema: JsonSchemaValue, rule: Any) -> JsonSchemaValue:
-        return {**schema, **rule.schema(self.settings)} if isinstance(rule, Rule) else schema
+        return rule.shown(schema, self.settings) if isinstance(rule, Rule) else schema
