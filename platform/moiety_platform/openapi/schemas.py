@@ -6,12 +6,21 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import msgspec
+from msgspec import Meta
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
+RULES = "rules"
+"""What a msgspec struct may have, as a ClassVar: JSON schemas of what holds between its fields."""
+
 _REFERENCE = "#/components/schemas/"
 _SCALARS = (str, int, float, bool, type(None))
+
+
+def shows(**schema: Any) -> Meta:
+    """Of a struct's field that a service checks: what its JSON schema has to say of that."""
+    return Meta(extra_json_schema=schema)
 
 
 class NameTaken(Exception):
@@ -45,6 +54,8 @@ class Schemas:
         if isinstance(what, type) and issubclass(what, BaseModel):
             return self._of_model(what)
         (schema,), components = msgspec.json.schema_components([what], ref_template=_REFERENCE + "{name}")
+        if rules := getattr(what, RULES, None):
+            components[what.__name__]["allOf"] = rules
         self._add(components)
         return schema
 
