@@ -133,6 +133,5 @@ async def _check_body(request: Request[Any, Any, Any]) -> None:
         said = f"{complaint[:1].lower()}{complaint[1:]}"
         raise BadRequest(f"'{field}': {said}" if field else f"the body: {said}", param=field or None) from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise BadRequest(
-            f"the body is not valid JSON ({exc}); send one JSON object in UTF-8", code="invalid_json"
-        ) from exc
+        told = f"the body is not valid JSON ({exc}); send one JSON object in UTF-8"
+        raise BadRequest(told, code="invalid_json") from exc

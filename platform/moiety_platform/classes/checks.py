@@ -77,9 +77,8 @@ def check_terms(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> None:
     _check_range("ttft_per_1k_s", service.ttft_per_1k_s, 0.0, MAX_SECONDS)
     _check_range("price_factor", terms.price_factor, 0.0, MAX_PRICE_FACTOR)
     if complaint := service.complaint():
-        raise BadRequest(
-            f"The class {service.name!r} makes no promise that can be kept: {complaint}.", code="impossible_promise"
-        )
+        told = f"The class {service.name!r} makes no promise that can be kept: {complaint}."
+        raise BadRequest(told, code="impossible_promise")
     _check_downgrade(terms, classes)
     for other in classes.values():
         if other.downgrade_to == service.name and other.service.rank >= service.rank:
