@@ -67,6 +67,8 @@ class Schemas:
 
     def _add(self, components: Mapping[str, Any]) -> None:
         for name, schema in components.items():
+            if "description" in schema:
+                schema["description"] = " ".join(schema["description"].split())
             if self.components.setdefault(name, schema) != schema:
                 raise NameTaken(f"two types of the API are named {name}; rename one of them")
 

@@ -16,6 +16,8 @@ from moiety_platform.quota.models import Quota, QuotaRate, QuotaWindow
 
 MAX_THRESHOLDS = 5
 
+Percent = Annotated[int, shows(minimum=1, maximum=100)]
+
 
 class NewQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A limit to be set; one of the same scope and kind is replaced. `alert_at` are percents of the cap, 1 to 100, at
@@ -33,10 +35,7 @@ class NewQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scope_id: str
     kind: Kind
     cap: Annotated[int, shows(minimum=0)]
-    alert_at: (
-        Annotated[list[Annotated[int, shows(minimum=1, maximum=100)]], shows(maxItems=MAX_THRESHOLDS)]
-        | msgspec.UnsetType
-    ) = msgspec.UNSET
+    alert_at: Annotated[list[Percent], shows(maxItems=MAX_THRESHOLDS)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class QuotaView(Tagged, frozen=True):
