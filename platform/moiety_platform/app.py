@@ -12,6 +12,7 @@ from litestar.types import ControllerRouterHandler
 
 from moiety_platform.admission.gate import AdmissionGate
 from moiety_platform.admission.streams import StreamGate
+from moiety_platform.allowed_methods import tell_allowed_methods
 from moiety_platform.anthropic_api.controller import MessageServices, message_routes
 from moiety_platform.auth.admin import check_actions
 from moiety_platform.auth.authenticator import Authenticator
@@ -113,7 +114,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
             ClientDisconnected: _answer_nobody,
             Exception: answer_unexpected_error,
         },
-        before_send=[add_request_id],
+        before_send=[add_request_id, tell_allowed_methods],
         openapi_config=None,  # the documents are ours
         request_max_body_size=settings.max_body_bytes,
         logging_config=None,

@@ -27,6 +27,7 @@ from moiety_platform.db.base import Base
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.erasure.controller import erasure_routes
 from moiety_platform.gateway import GatewayServer, bind
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
@@ -39,6 +40,8 @@ from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing, build_provider
 from moiety_platform.usage.recorder import UsageRecorder
+from moiety_platform.webhooks.addresses import Reach
+from moiety_platform.webhooks.controller import webhook_routes
 from moiety_wire.classes import SHIPPED
 from moiety_wire.messages import Card
 
@@ -231,7 +234,14 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, b
             idempotency=idempotency,
             admin_routes=[
                 admin_router(
-                    database, authenticator, classes, prices, quotas, PEPPER, clock, more=engine_routes(replicas)
+                    database,
+                    authenticator,
+                    classes,
+                    prices,
+                    quotas,
+                    PEPPER,
+                    clock,
+                    more=[*engine_routes(replicas), *webhook_routes(Reach(), PEPPER), *erasure_routes()],
                 )
             ],
             batches=batches,

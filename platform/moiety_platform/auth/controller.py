@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from litestar import Controller, Response, get, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
@@ -17,12 +19,15 @@ from moiety_platform.auth.keys import KeyText
 from moiety_platform.auth.pepper import Pepper
 from moiety_platform.auth.schemas import KeyPage, KeyView, MadeKey, NewKey, Rotation
 from moiety_platform.clock import Clock
-from moiety_platform.db.paging import parse_page
+from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
+from moiety_platform.errors import BadRequest
 from moiety_platform.etags import Precondition, tagged
 from moiety_platform.openapi.described import fails
-from moiety_platform.query_parameters import Cursor, Limit
+from moiety_platform.query_parameters import Cursor, one_of
 from moiety_platform.tenants.models import ApiKey
+
+OfRole = Annotated[str | None, one_of("Of administrators with this role only.", *Role)]
 
 
 class KeyController(Controller):
@@ -56,13 +61,13 @@ class KeyController(Controller):
         cursor: Cursor = None,
         tenant_id: FromQuery[str | None] = None,
         project_id: FromQuery[str | None] = None,
-        role: FromQuery[Role | None] = None,
+        role: OfRole = None,
     ) -> KeyPage:
         """Keys, oldest first; of one tenant, project or role if given."""
         page = parse_page(limit, cursor)
         async with database.read() as session:
             return await service.list_keys(
-                session, page, clock.now(), tenant_id=tenant_id, project_id=project_id, role=role
+                session, page, clock.now(), tenant_id=tenant_id, project_id=project_id, role=parse_role(role)
             )
 
     @get("/{key_id:str}", opt=needs(Action.READ_KEYS))
@@ -111,6 +116,14 @@ class KeyController(Controller):
             made = await service.rotate_key(session, key_id, grace_s, pepper.value, clock.now())
         authenticator.forget(key_id)
         return _made(*made, clock)
+
+
+def parse_role(text: str | None) -> Role | None:
+    """Raises BadRequest."""
+    role = Role.of(text)
+    if text is not None and role is None:
+        raise BadRequest(f"'role' must be one of: {', '.join(Role)}.", param="role")
+    return role
 
 
 async def _check_may_change(session: AsyncSession, caller: Caller, key_id: str) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from litestar import Request, get, post
 from litestar.handlers import HTTPRouteHandler
-from litestar.params import FromPath, QueryParameter
+from litestar.params import FromPath
 
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import Principal
@@ -23,18 +23,14 @@ from moiety_platform.files.controller import authenticate
 from moiety_platform.files.store import Now
 from moiety_platform.openapi.described import JSON, Described, describes, fails
 from moiety_platform.openapi.documents import KEY
+from moiety_platform.query_parameters import whole
 
 DEFAULT_LIST = 20
 MAX_LIST = 100
 TAGS = ["batches"]
 SECURITY = [{KEY: list[str]()}]
 
-Limit = Annotated[
-    int | None,
-    QueryParameter(
-        description=f"At most so many, {DEFAULT_LIST} if not given.", schema_extra={"minimum": 1, "maximum": MAX_LIST}
-    ),
-]
+Limit = Annotated[str | None, whole(f"At most so many, {DEFAULT_LIST} if not given.", 1, MAX_LIST)]
 MAX_BODY_BYTES = 256 * 1024
 MAX_JSON_DEPTH = 8
 

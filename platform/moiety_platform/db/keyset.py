@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
 from moiety_platform.errors import BadRequest
+from moiety_platform.query_parameters import parse_whole
 
 Row = TypeVar("Row")
 
@@ -47,14 +48,15 @@ class ListRequest:
 
 
 def parse_list(
-    limit: int | None, after: str | None, order: str | None, *, default_limit: int, max_limit: int
+    limit: str | None, after: str | None, order: str | None, *, default_limit: int, max_limit: int
 ) -> ListRequest:
     """What a client asks for. Raises BadRequest."""
-    if limit is not None and not 1 <= limit <= max_limit:
-        raise BadRequest(f"'limit' must be between 1 and {max_limit:,}, not {limit}", param="limit")
+    wanted = default_limit if limit is None else parse_whole(limit, "limit")
+    if not 1 <= wanted <= max_limit:
+        raise BadRequest(f"'limit' must be between 1 and {max_limit:,}, not {wanted}", param="limit")
     if order not in (None, "asc", "desc"):
         raise BadRequest("'order' must be 'asc' or 'desc'", param="order")
-    return ListRequest(default_limit if limit is None else limit, after, order != "asc")
+    return ListRequest(wanted, after, order != "asc")
 
 
 async def read_list(

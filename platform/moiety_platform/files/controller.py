@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from litestar import Request, delete, get, post
 from litestar.handlers import HTTPRouteHandler
-from litestar.params import FromPath, FromQuery, QueryParameter
+from litestar.params import FromPath, FromQuery
 from litestar.response import Stream
 
 from moiety_platform.auth.authenticator import Authenticator
@@ -19,18 +19,14 @@ from moiety_platform.files.service import Files
 from moiety_platform.files.upload import Uploads
 from moiety_platform.openapi.described import fails
 from moiety_platform.openapi.documents import KEY
+from moiety_platform.query_parameters import one_of, whole
 
 DEFAULT_LIST = MAX_LIST = 10_000
 TAGS = ["files"]
 SECURITY = [{KEY: list[str]()}]
 
-Limit = Annotated[
-    int | None,
-    QueryParameter(description="At most so many, all if not given.", schema_extra={"minimum": 1, "maximum": MAX_LIST}),
-]
-Order = Annotated[
-    str | None, QueryParameter(description="By time; desc if not given.", schema_extra={"enum": ["asc", "desc"]})
-]
+Limit = Annotated[str | None, whole("At most so many, all if not given.", 1, MAX_LIST)]
+Order = Annotated[str | None, one_of("By time; desc if not given.", "asc", "desc")]
 
 
 @dataclass(frozen=True, slots=True)

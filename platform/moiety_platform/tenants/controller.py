@@ -9,11 +9,11 @@ from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 from moiety_platform.access.table import Action, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.clock import Clock
-from moiety_platform.db.paging import parse_page
+from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
 from moiety_platform.openapi.described import fails
-from moiety_platform.query_parameters import Cursor, Limit
+from moiety_platform.query_parameters import Cursor
 from moiety_platform.tenants import service
 from moiety_platform.tenants.schemas import (
     NewProject,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 from litestar import Controller, get
 from litestar.di import NamedDependency
 from litestar.params import FromQuery, SkipValidation
 
 from moiety_platform.access.table import Action, needs
 from moiety_platform.clock import Clock
-from moiety_platform.db.paging import parse_page
+from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
-from moiety_platform.query_parameters import Cursor, Limit
+from moiety_platform.query_parameters import Cursor, Since, Until
 from moiety_platform.usage.queries import list_requests, parse_filter, parse_grouping, sum_usage
 from moiety_platform.usage.reconciliation import Reconciliation, hold_still, reconcile
 from moiety_platform.usage.schemas import RequestPage, UsageReport
@@ -30,8 +28,8 @@ class UsageController(Controller):
         database: NamedDependency[Database],
         clock: NamedDependency[SkipValidation[Clock]],
         group_by: FromQuery[str | None] = None,
-        since: FromQuery[datetime | None] = None,
-        until: FromQuery[datetime | None] = None,
+        since: Since = None,
+        until: Until = None,
         tenant_id: FromQuery[str | None] = None,
         project_id: FromQuery[str | None] = None,
         key_id: FromQuery[str | None] = None,
@@ -53,8 +51,8 @@ class UsageController(Controller):
         clock: NamedDependency[SkipValidation[Clock]],
         limit: Limit = None,
         cursor: Cursor = None,
-        since: FromQuery[datetime | None] = None,
-        until: FromQuery[datetime | None] = None,
+        since: Since = None,
+        until: Until = None,
         tenant_id: FromQuery[str | None] = None,
         project_id: FromQuery[str | None] = None,
         key_id: FromQuery[str | None] = None,
@@ -73,8 +71,8 @@ class UsageController(Controller):
         self,
         database: NamedDependency[Database],
         clock: NamedDependency[SkipValidation[Clock]],
-        since: FromQuery[datetime | None] = None,
-        until: FromQuery[datetime | None] = None,
+        since: Since = None,
+        until: Until = None,
     ) -> Reconciliation:
         """Whether requests, ledger, sums and limits say the same of these hours; the last 24 unless said otherwise."""
         wanted = parse_filter(clock.now(), since, until)
