@@ -4,6 +4,7 @@ and a number for a moment."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated
 
@@ -20,6 +21,11 @@ Since = Annotated[str | None, QueryParameter(description="Not before.", schema_e
 Until = Annotated[str | None, QueryParameter(description="Before; now if not given.", schema_extra=_MOMENT)]
 
 
+MAX_FILTER_LENGTH = 256
+
+Filter = Annotated[str | None, QueryParameter(schema_extra={"maxLength": MAX_FILTER_LENGTH, "format": "printable"})]
+
+
 def whole(description: str, low: int, high: int) -> QueryParameter:
     """A whole number, which `parse_whole` reads."""
     return QueryParameter(description=description, schema_extra={"type": "integer", "minimum": low, "maximum": high})
@@ -28,6 +34,12 @@ def whole(description: str, low: int, high: int) -> QueryParameter:
 def one_of(description: str, *choices: str) -> QueryParameter:
     """One of these words."""
     return QueryParameter(description=description, schema_extra={"enum": list(choices)})
+
+
+def some_of(description: str, choices: Sequence[str]) -> QueryParameter:
+    """Some of these words, each once, separated by commas."""
+    items = {"type": "array", "items": {"enum": list(choices)}, "uniqueItems": True}
+    return QueryParameter(description=description, schema_extra=items)
 
 
 def parse_whole(text: str, param: str) -> int:

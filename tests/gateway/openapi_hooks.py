@@ -4,6 +4,7 @@ there are, and which refusals of valid data are right. The gateway and its keys 
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from collections import Counter
@@ -13,6 +14,7 @@ import httpx
 import schemathesis
 from hypothesis import strategies as st
 from schemathesis.checks import CHECKS
+from schemathesis.core.parameters import ParameterLocation
 
 # Formats of ours, which JSON Schema has no words for.
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1, max_size=100)
@@ -49,11 +51,20 @@ class World:
         self.keys = {"public": os.environ["MOIETY_KEY"], "admin": os.environ["MOIETY_ADMIN_KEY"]}
         self.http = httpx.Client(base_url=os.environ["MOIETY_URL"], timeout=30)
         self.numbers = iter(range(10**9))
+        self.made = {}
         self.answered = Counter()
 
     def make(self, path, body, who="admin", method="POST"):
-        headers = {"Authorization": f"Bearer {self.keys[who]}"}
-        return self.http.request(method, path, json=body, headers=headers).raise_for_status().json()
+        return self.ask(method, path, who, json=body).raise_for_status().json()
+
+    def ask(self, method, path, who="admin", **more):
+        return self.http.request(method, path, headers={"Authorization": f"Bearer {self.keys[who]}"}, **more)
+
+    def known(self, name):
+        """One that is there already, for what leaves it as it is."""
+        if name not in self.made:
+            self.made[name] = getattr(self, name)()
+        return self.made[name]
 
     def tenant_id(self):
         return self.make("/admin/v1/tenants", {"name": f"t{next(self.numbers)}"})["id"]
@@ -69,7 +80,9 @@ class World:
         return self.make("/admin/v1/quotas", limit, method="PUT")["id"]
 
     def name(self):
-        """Of a class."""
+        """Of a class, of which there may be only so many."""
+        for one in self.ask("GET", "/admin/v1/classes").json()["data"]:
+            self.ask("DELETE", f"/admin/v1/classes/{one['name']}")
         return self.make("/admin/v1/classes", {"name": f"c{next(self.numbers)}", "rank": 9, "ttft_s": 1})["name"]
 
     def model(self):
@@ -78,13 +91,15 @@ class World:
         return self.make("/admin/v1/prices", price, method="PUT")["model"]
 
     def webhook_id(self):
+        """Of which there may be only so many."""
+        for one in self.ask("GET", "/admin/v1/webhooks").json()["data"]:
+            self.ask("DELETE", f"/admin/v1/webhooks/{one['id']}")
         return self.make("/admin/v1/webhooks", {"url": "https://example.com/x"})["webhook"]["id"]
 
     def file_id(self):
         line = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"model":"tiny","prompt":"a"}}'
-        headers = {"Authorization": f"Bearer {self.keys['public']}"}
         form = {"data": {"purpose": "batch"}, "files": {"file": ("lines.jsonl", line)}}
-        return self.http.post("/v1/files", headers=headers, **form).raise_for_status().json()["id"]
+        return self.ask("POST", "/v1/files", "public", **form).raise_for_status().json()["id"]
 
     def batch_id(self):
         body = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": self.file_id()}
@@ -103,7 +118,13 @@ def before_call(_context, case, _kwargs):
     whatever else is in it; and have fields agree that must."""
     if not is_bad(case, ParameterLocation.PATH):
         for name in case.path_parameters or {}:
-            case.path_parameters[name] = getattr(WORLD, name)()
+            case.path_parameters[name] = WORLD.known(name) if case.method == "GET" else getattr(WORLD, name)()
+    if is_bad(case, ParameterLocation.BODY):
+        case.headers.pop("If-Match", None)  # it is looked at before the body
+    if "Idempotency-Key" in case.headers and not is_bad(case, ParameterLocation.HEADER):
+        case.headers["Idempotency-Key"] = (
+            f"key-{next(WORLD.numbers)}"  # one that was sent before is looked at first, too
+        )
     if not is_bad(case, ParameterLocation.BODY) and isinstance(case.body, dict):
         case.body = agreed(named(without_fractions(case.body)))
     if not is_bad(case, ParameterLocation.QUERY) and "/prices" in case.operation.path and "model" in case.query:
@@ -126,12 +147,11 @@ def without_fractions(value):
 
 def named(body):
     """With things that there are."""
-    names = {"project_id": WORLD.project_id, "tenant_id": WORLD.tenant_id, "input_file_id": WORLD.file_id}
-    for name, make in names.items():
+    for name, kind in {"project_id": "project_id", "tenant_id": "tenant_id", "input_file_id": "file_id"}.items():
         if isinstance(body.get(name), str):
-            body[name] = make()
+            body[name] = WORLD.known(kind)
     if "scope_id" in body:
-        body["scope_id"] = getattr(WORLD, f"{body['level']}_id")()
+        body["scope_id"] = WORLD.known(f"{body['level']}_id")
     if body.get("service_class") is not None:
         body["service_class"] = "standard"
     if isinstance(body.get("model"), str) and "output" not in body:
@@ -153,8 +173,17 @@ def agreed(body):
 
 @schemathesis.hook
 def after_call(_context, case, response):
-    WORLD.answered[f"{case.operation.label} {response.status_code}"] += 1
-    Path(os.environ["MOIETY_ANSWERED"]).write_text(json.dumps(WORLD.answered))
+    WORLD.answered[f"{case.method} {case.operation.path} {response.status_code}"] += 1
+
+
+atexit.register(lambda: Path(os.environ["MOIETY_ANSWERED"]).write_text(json.dumps(WORLD.answered)))
+
+
+@schemathesis.check
+def refuses_what_it_does_not_say(ctx, response, case):
+    """`negative_data_rejection`; too large a list may be too large a body as well."""
+    if response.status_code != 413:
+        CHECKS.get_one("negative_data_rejection")(ctx, response, case)
 
 
 @schemathesis.check
@@ -168,4 +197,6 @@ def is_excused(response):
     if response.status_code not in (400, 412, 422):
         return False
     error = response.json()["error"]
-    return error.get("code") in EXCUSED_CODES or error.get("param") in EXCUSED_PARAMS
+    details = error.get("details", {})  # Anthropic's form has them there
+    code, param = details.get("error_code", error.get("code")), details.get("param", error.get("param"))
+    return code in EXCUSED_CODES or param in EXCUSED_PARAMS

@@ -95,12 +95,14 @@ def _parameters(fields: Mapping[str, FieldDefinition], schemas: Schemas) -> Iter
         choices = [one for one in get_args(annotation) if one is not type(None)] if field.is_optional else [annotation]
         schema = dict(schemas.of(choices[0]))
         schema |= {key: value for key, value in (("minimum", kwarg.ge), ("maximum", kwarg.le)) if value is not None}
-        parameter = {
+        parameter: dict[str, Any] = {
             "name": kwarg.name or name,
             "in": "path" if is_path else "query",
             "required": is_path or field.is_required,
             "schema": schema | (kwarg.schema_extra or {}),
         }
+        if parameter["schema"].get("type") == "array":
+            parameter |= {"style": "form", "explode": False}
         if kwarg.description:
             parameter["description"] = kwarg.description
         yield parameter

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from litestar import Controller, Response, get, patch, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
+from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter, SkipValidation
 
 from moiety_platform.access.table import Action, needs
 from moiety_platform.audit.trail import AuditedStore
@@ -15,6 +17,7 @@ from moiety_platform.etags import Precondition, tagged
 from moiety_platform.openapi.described import fails
 from moiety_platform.query_parameters import Cursor
 from moiety_platform.tenants import service
+from moiety_platform.tenants.checks import NAME
 from moiety_platform.tenants.schemas import (
     NewProject,
     NewTenant,
@@ -24,6 +27,10 @@ from moiety_platform.tenants.schemas import (
     TenantPage,
     TenantView,
 )
+
+Named = Annotated[
+    str | None, QueryParameter(description="With exactly this name.", schema_extra=NAME.extra_json_schema)
+]
 
 
 class TenantController(Controller):
@@ -49,7 +56,7 @@ class TenantController(Controller):
         database: NamedDependency[Database],
         limit: Limit = None,
         cursor: Cursor = None,
-        name: FromQuery[str | None] = None,
+        name: Named = None,
     ) -> TenantPage:
         """Tenants, oldest first; with `name`, the one of that name."""
         async with database.read() as session:
@@ -99,7 +106,7 @@ class ProjectController(Controller):
         limit: Limit = None,
         cursor: Cursor = None,
         tenant_id: FromQuery[str | None] = None,
-        name: FromQuery[str | None] = None,
+        name: Named = None,
     ) -> ProjectPage:
         """Projects, oldest first; of one tenant if `tenant_id` is given."""
         async with database.read() as session:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from litestar import Controller, get
 from litestar.di import NamedDependency
-from litestar.params import FromQuery, SkipValidation
+from litestar.params import SkipValidation
 
 from moiety_platform.access.table import Action, needs
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
-from moiety_platform.query_parameters import Cursor, Since, Until
-from moiety_platform.usage.queries import list_requests, parse_filter, parse_grouping, sum_usage
+from moiety_platform.query_parameters import Cursor, Filter, Since, Until, some_of
+from moiety_platform.usage.queries import GROUPINGS, list_requests, parse_filter, parse_grouping, sum_usage
 from moiety_platform.usage.reconciliation import Reconciliation, hold_still, reconcile
 from moiety_platform.usage.schemas import RequestPage, UsageReport
+
+Groups = Annotated[str | None, some_of("What to sum by; all together if not given.", GROUPINGS)]
 
 
 class UsageController(Controller):
@@ -27,13 +31,13 @@ class UsageController(Controller):
         self,
         database: NamedDependency[Database],
         clock: NamedDependency[SkipValidation[Clock]],
-        group_by: FromQuery[str | None] = None,
+        group_by: Groups = None,
         since: Since = None,
         until: Until = None,
-        tenant_id: FromQuery[str | None] = None,
-        project_id: FromQuery[str | None] = None,
-        key_id: FromQuery[str | None] = None,
-        model: FromQuery[str | None] = None,
+        tenant_id: Filter = None,
+        project_id: Filter = None,
+        key_id: Filter = None,
+        model: Filter = None,
     ) -> UsageReport:
         """Sums by tenant, project, key, model, service_class and hour, in any combination; the last 24 hours unless
         `since` or `until` is given."""
@@ -53,11 +57,11 @@ class UsageController(Controller):
         cursor: Cursor = None,
         since: Since = None,
         until: Until = None,
-        tenant_id: FromQuery[str | None] = None,
-        project_id: FromQuery[str | None] = None,
-        key_id: FromQuery[str | None] = None,
-        model: FromQuery[str | None] = None,
-        outcome: FromQuery[str | None] = None,
+        tenant_id: Filter = None,
+        project_id: Filter = None,
+        key_id: Filter = None,
+        model: Filter = None,
+        outcome: Filter = None,
     ) -> RequestPage:
         """Single requests, newest first."""
         page = parse_page(limit, cursor)
