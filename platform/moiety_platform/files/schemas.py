@@ -44,21 +44,16 @@ UPLOAD_FORM: dict[str, Any] = {
     "required": ["purpose", "file"],
     "properties": {
         "purpose": {"const": BATCH_PURPOSE},
-        "file": {
-            "type": "string",
-            "format": "binary",
-            "minLength": 1,
-            "description": "Requests, one a line, in JSON.",
-        },
+        "file": {"contentMediaType": "application/octet-stream", "description": "Requests in JSON, one a line."},
         **_EXPIRES,
     },
-    "anyOf": [{"required": list(_EXPIRES)}, {"properties": dict.fromkeys(_EXPIRES, False)}],
+    "dependentRequired": {one: [other for other in _EXPIRES if other != one] for one in _EXPIRES},
 }
 
 UPLOAD = describes(Described(body={"multipart/form-data": UPLOAD_FORM}, errors=(409,)))
 DOWNLOAD = describes(
     Described(
-        answers={200: {"application/octet-stream": {"type": "string", "format": "binary"}}},
+        answers={200: {"application/octet-stream": {}}},
         answer_headers=("Content-Length",),
     )
 )
