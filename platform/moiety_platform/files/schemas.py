@@ -44,7 +44,12 @@ UPLOAD_FORM: dict[str, Any] = {
     "required": ["purpose", "file"],
     "properties": {
         "purpose": {"const": BATCH_PURPOSE},
-        "file": {"contentMediaType": "application/octet-stream", "description": "Requests in JSON, one a line."},
+        "file": {
+            "type": "string",
+            "contentMediaType": "application/octet-stream",
+            "minLength": 1,
+            "description": "Requests in JSON, one a line.",
+        },
         **_EXPIRES,
     },
     "dependentRequired": {one: [other for other in _EXPIRES if other != one] for one in _EXPIRES},
