@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import secrets
 from collections import Counter
 from pathlib import Path
 
@@ -35,11 +36,14 @@ EXCUSED_PARAMS = {
     "cursor": "it must be one that the server gave",
     "since": "it must lie before `until`",
     "expires_at": "it must lie in the future",
-    "downgrade_to": "there must be such a class, of a higher rank",
-    "rank": "classes that fall back to this one must stay above it",
     "cached_input": "it must not be dearer than `input`",
     "dimensions": "how many there are depends on the model",
 }
+
+
+def new():
+    """A name that nothing has."""
+    return f"x{secrets.token_hex(8)}"
 
 
 class World:
@@ -48,7 +52,6 @@ class World:
     def __init__(self) -> None:
         self.keys = {"public": os.environ["MOIETY_KEY"], "admin": os.environ["MOIETY_ADMIN_KEY"]}
         self.http = httpx.Client(base_url=os.environ["MOIETY_URL"], timeout=30)
-        self.numbers = iter(range(10**9))
         self.made = {}
         self.answered = Counter()
 
@@ -65,7 +68,7 @@ class World:
         return self.made[name]
 
     def tenant_id(self):
-        return self.make("/admin/v1/tenants", {"name": f"t{next(self.numbers)}"})["id"]
+        return self.make("/admin/v1/tenants", {"name": new()})["id"]
 
     def project_id(self):
         return self.make("/admin/v1/projects", {"name": "p", "tenant_id": self.tenant_id()})["id"]
@@ -81,11 +84,11 @@ class World:
         """Of a class, of which there may be only so many."""
         for one in self.ask("GET", "/admin/v1/classes").json()["data"]:
             self.ask("DELETE", f"/admin/v1/classes/{one['name']}")
-        return self.make("/admin/v1/classes", {"name": f"c{next(self.numbers)}", "rank": 9, "ttft_s": 1})["name"]
+        return self.make("/admin/v1/classes", {"name": new(), "rank": 9, "ttft_s": 1})["name"]
 
     def model(self):
         """That has a price."""
-        price = {"model": f"m{next(self.numbers)}", "input": "1", "output": "1"}
+        price = {"model": new(), "input": "1", "output": "1"}
         return self.make("/admin/v1/prices", price, method="PUT")["model"]
 
     def webhook_id(self):
@@ -120,9 +123,7 @@ def before_call(_context, case, _kwargs):
     if is_bad(case, ParameterLocation.BODY):
         case.headers.pop("If-Match", None)  # it is looked at before the body
     if "Idempotency-Key" in case.headers and not is_bad(case, ParameterLocation.HEADER):
-        case.headers["Idempotency-Key"] = (
-            f"key-{next(WORLD.numbers)}"  # one that was sent before is looked at first, too
-        )
+        case.headers["Idempotency-Key"] = new()  # one that was sent before is looked at first, too
     if not is_bad(case, ParameterLocation.BODY) and isinstance(case.body, dict):
         case.body = agreed(named(without_fractions(case.body)))
     if not is_bad(case, ParameterLocation.QUERY) and "/prices" in case.operation.path and "model" in case.query:
@@ -154,6 +155,9 @@ def named(body):
         body["url"] = "https://example.com/hook"
     if body.get("service_class") is not None:
         body["service_class"] = "standard"
+    if body.get("downgrade_to") is not None:
+        body["downgrade_to"] = "batch"
+        body["rank"] = 2  # above it
     if isinstance(body.get("model"), str) and "output" not in body:
         body["model"] = WORLD.model_id()
     return body
