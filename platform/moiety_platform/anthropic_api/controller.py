@@ -28,10 +28,20 @@ from moiety_platform.headers import authorization_of, header_of
 from moiety_platform.http_errors import error_headers, internal_error
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
+from moiety_platform.openapi.headers import MESSAGES_REQUEST_ID
 from moiety_platform.request_ids import MESSAGES_PATH, request_id_of
 from moiety_platform.routing.replicas import Replicas
 
 SECURITY = (ANTHROPIC_KEY, KEY)
+
+_COUNTING = describes(
+    Described(
+        error=AnthropicErrorBody,
+        body={JSON: ConversationBody},
+        errors=(404,),
+        answer_headers=(MESSAGES_REQUEST_ID,),
+    )
+)
 
 log = structlog.get_logger(__name__)
 
@@ -60,6 +70,7 @@ def message_routes(services: MessageServices) -> list[HTTPRouteHandler]:
             answer=Message,
             event={"anyOf": [event_of(kind, name=name) for name, kind in EVENTS.items()]},
             security=SECURITY,
+            headers=(MESSAGES_REQUEST_ID,),
         ),
         errors=ANTHROPIC_ERRORS,
         authorization=_authorization_of,
@@ -91,7 +102,7 @@ def _count_route(services: MessageServices) -> HTTPRouteHandler:
         status_code=200,
         tags=["text"],
         security=[{name: []} for name in SECURITY],
-        opt=describes(Described(error=AnthropicErrorBody, body={JSON: ConversationBody}, errors=(404,))),
+        opt=_COUNTING,
     )
     async def count_tokens(request: Request[Any, Any, Any]) -> TokenCount:
         """Count a conversation's tokens."""

@@ -77,6 +77,7 @@ class Shown:
     answer: Any
     event: Any = None
     security: tuple[str, ...] = (KEY,)  # one of these is enough
+    headers: tuple[str, ...] = ()  # beside those of every such answer
 
     @property
     def answers(self) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def route(endpoint: Endpoint[Body], services: ExchangeServices) -> HTTPRouteHand
         answers={200: shown.answers},
         errors=(404, 409, 410, 422, 429, 502, *endpoint.errors.statuses),
         request_headers=(IDEMPOTENCY_KEY,),
-        answer_headers=OF_SPENDING,
+        answer_headers=(*OF_SPENDING, *shown.headers),
     )
 
     @post(

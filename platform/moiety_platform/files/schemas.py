@@ -9,6 +9,7 @@ from msgspec import Meta
 from moiety_platform.files.models import StoredFile
 from moiety_platform.files.upload import BATCH_PURPOSE, MAX_EXPIRY_S, MIN_EXPIRY_S
 from moiety_platform.openapi.described import Described, describes
+from moiety_platform.openapi.headers import LENGTH
 
 Size = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
 
@@ -59,7 +60,7 @@ UPLOAD = describes(Described(body={"multipart/form-data": UPLOAD_FORM}, errors=(
 DOWNLOAD = describes(
     Described(
         answers={200: {"application/octet-stream": {}}},
-        answer_headers=("Content-Length",),
+        answer_headers=(LENGTH,),
     )
 )
 

@@ -91,7 +91,7 @@ def make_document(app: Litestar, part: Part, settings: Any) -> dict[str, Any]:
         "components": {
             "schemas": schemas.components,
             "responses": responses,
-            "headers": dict(headers.ANSWER),
+            "headers": headers.components(),
             "securitySchemes": {name: scheme for name, scheme in _SECURITY.items() if name in used},
         },
     }

@@ -15,6 +15,8 @@ ETAG = "ETag"
 REQUEST_ID = "x-request-id"
 MESSAGES_REQUEST_ID = "request-id"
 RETRY_AFTER = "Retry-After"
+REASON = "x-moiety-reason"
+LENGTH = "Content-Length"
 
 OF_SPENDING = (
     "x-moiety-class",
@@ -49,10 +51,10 @@ ANSWER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         MESSAGES_REQUEST_ID: {"description": "The same, by Anthropic's name.", "schema": _TEXT},
         RETRY_AFTER: {"description": "Seconds to wait before the next try.", "schema": _NUMBER},
         ETAG: {"description": "Stands for the object as it is shown, for `If-Match`.", "schema": _TEXT},
-        "Content-Length": {"description": "Bytes of the content.", "schema": _NUMBER},
+        LENGTH: {"description": "Bytes of the content.", "schema": _NUMBER},
         "x-moiety-class": {"description": "The service class that the request was served in.", "schema": _TEXT},
         "x-moiety-admission": {"description": "Why the engine let the request in, as a code.", "schema": _TEXT},
-        "x-moiety-reason": {"description": "Why there is no room, as a code.", "schema": _TEXT},
+        REASON: {"description": "Why there is no room, as a code.", "schema": _TEXT},
         "Idempotent-Replayed": {
             "description": "Whether this is the answer of an earlier request.",
             "schema": {"const": "true"},
@@ -73,3 +75,16 @@ ANSWER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "RateLimit-Policy": {"description": "Every limit: `q` is its cap, `w` its window in seconds.", "schema": _TEXT},
     }
 )
+
+ALWAYS = (REQUEST_ID, MESSAGES_REQUEST_ID, RETRY_AFTER, ETAG, LENGTH)
+"""Those that an answer has wherever they are told of."""
+
+
+def reference(name: str) -> dict[str, str]:
+    """Where a document has the header."""
+    return {"$ref": f"#/components/headers/{name}"}
+
+
+def components() -> dict[str, Any]:
+    """All of them, for a document."""
+    return {name: {**header, "required": name in ALWAYS} for name, header in ANSWER.items()}

@@ -93,13 +93,11 @@ def _parameters(fields: Mapping[str, FieldDefinition], schemas: Schemas) -> Iter
         is_path = kwarg.param_type is ParamType.PATH
         annotation = field.annotation
         choices = [one for one in get_args(annotation) if one is not type(None)] if field.is_optional else [annotation]
-        schema = dict(schemas.of(choices[0]))
-        schema |= {key: value for key, value in (("minimum", kwarg.ge), ("maximum", kwarg.le)) if value is not None}
         parameter: dict[str, Any] = {
             "name": kwarg.name or name,
             "in": "path" if is_path else "query",
             "required": is_path or field.is_required,
-            "schema": schema | (kwarg.schema_extra or {}),
+            "schema": schemas.of(choices[0]) | (kwarg.schema_extra or {}),
         }
         if parameter["schema"].get("type") == "array":
             parameter |= {"style": "form", "explode": False}
@@ -133,7 +131,7 @@ def _answers(handler: HTTPRouteHandler, described: Described, schemas: Schemas) 
     for status, contents in answers.items():
         answer: dict[str, Any] = {
             "description": HTTPStatus(status).phrase,
-            "headers": {name: {"$ref": f"#/components/headers/{name}"} for name in names},
+            "headers": {name: headers.reference(name) for name in names},
         }
         if contents:
             answer["content"] = _content(contents, schemas)
@@ -175,12 +173,18 @@ def _errors(described: Described, statuses: set[int], schemas: Schemas, response
     """References to the error answers, which all routes with the same form of errors share."""
     form = described.error
     for status in statuses:
-        names = [*(() if status in _BEFORE_THE_ROUTE else (headers.REQUEST_ID,))]
-        names += [headers.RETRY_AFTER] if status in _WITH_RETRY or status == 409 else []
-        names += ["x-moiety-reason"] if status in (429, 529) else []
         responses[f"{form.__name__}{status}"] = {
             "description": _WHY[status],
-            "headers": {name: {"$ref": f"#/components/headers/{name}"} for name in names},
+            "headers": {name: headers.reference(name) for name in _error_headers(status)},
             "content": {JSON: {"schema": schemas.of(form)}},
         }
     return {str(status): {"$ref": f"#/components/responses/{form.__name__}{status}"} for status in sorted(statuses)}
+
+
+def _error_headers(status: int) -> Iterator[str]:
+    if status not in _BEFORE_THE_ROUTE:
+        yield headers.REQUEST_ID
+    if status in _WITH_RETRY:
+        yield headers.RETRY_AFTER
+    if status in (429, 529):
+        yield headers.REASON
