@@ -10,6 +10,7 @@ import os
 import secrets
 from collections import Counter
 from pathlib import Path
+from zlib import crc32
 
 import httpx
 import schemathesis
@@ -118,8 +119,9 @@ def before_call(_context, case, _kwargs):
     """Where a case is no bad one in that respect: have it name things that there are, or it would be answered 404 for
     whatever else is in it; and have fields agree that must."""
     if not is_bad(case, ParameterLocation.PATH):
-        for name in case.path_parameters or {}:
-            case.path_parameters[name] = WORLD.known(name) if case.method == "GET" else getattr(WORLD, name)()
+        for name, drawn in (case.path_parameters or {}).items():
+            if crc32(str(drawn).encode()) % 4:  # the others stay as they were drawn, which nothing is called
+                case.path_parameters[name] = WORLD.known(name) if case.method == "GET" else getattr(WORLD, name)()
     if is_bad(case, ParameterLocation.BODY):
         case.headers.pop("If-Match", None)  # it is looked at before the body
     if "Idempotency-Key" in case.headers and not is_bad(case, ParameterLocation.HEADER):
