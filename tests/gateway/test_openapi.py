@@ -24,7 +24,7 @@ FEW = ["--max-examples", "6", "--generation-deterministic"]
 # Every bound of every field, every method and every missing header are tried only here unless there is time.
 COVERED = {
     "public": ["tokenize", "list_batches", "delete_file", "list_models", "readyz"],
-    "admin": ["create_tenant", "change_tenant", "list_keys", "set_quota", "sum_usage"],
+    "admin": ["create_tenant", "list_keys", "set_quota"],
 }
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200 if EXAMPLES else 300)]
@@ -35,12 +35,15 @@ async def test_the_api_is_what_its_document_says(start_gateway, new_card, tmp_pa
     searches = [["--phases", "fuzzing", *FEW], ["--phases", "coverage", *FEW, *_only(COVERED[part])]]
     if EXAMPLES:
         searches = [["--phases", "coverage,fuzzing", "--max-examples", EXAMPLES, "--continue-on-failure"]]
-    async with start_gateway([FakeEngineClient(new_card(embedding_width=8))], stores_usage=True) as gateway:
+    engine = FakeEngineClient(new_card(embedding_width=8))
+    idle = {
+        "batch_concurrency": 0,
+        "max_open_batches_per_tenant": 10_000,
+    }  # some are left to cancel
+    async with start_gateway([engine], stores_usage=True, **idle) as gateway:
         answered = set()
         for search in searches:
-            status, output, labels = await _run_schemathesis(gateway, part, tmp_path, search)
-            assert status == 0, output
-            answered |= labels
+            answered |= await _run_schemathesis(gateway, part, tmp_path, search)
         _, _, document = await gateway.request("GET", f"/schema/{part}.json")
     served = {label.rpartition(" ")[0] for label in answered if label.rpartition(" ")[2] in ("200", "201", "202")}
     assert served == _operations(json.loads(document))
@@ -88,7 +91,7 @@ def _operations(document):
 
 
 async def _run_schemathesis(gateway, part, tmp_path, search):
-    """The exit status, what it printed, and which operations were answered with which status."""
+    """Which operations were answered with which status. Fails with what it printed where it has found something."""
     answered = tmp_path / "answered.json"
     key = gateway.admin_key if part == "admin" else gateway.key
     known = {
@@ -109,4 +112,5 @@ async def _run_schemathesis(gateway, part, tmp_path, search):
         stderr=subprocess.STDOUT,
     )
     output, _ = await process.communicate()
-    return process.returncode, output.decode(), set(json.loads(answered.read_text()))
+    assert process.returncode == 0, output.decode()
+    return set(json.loads(answered.read_text()))
