@@ -47,7 +47,10 @@ class TokenizeBody(_Body):
     model_config = ConfigDict(
         json_schema_extra={
             "oneOf": [
-                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+                {
+                    "required": ["prompt"],
+                    "properties": {"prompt": {"type": "string"}, "tools": {"maxItems": 0}},
+                },
                 {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
             ]
         }

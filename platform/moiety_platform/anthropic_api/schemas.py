@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    ConfigDict,
     Field,
     FiniteFloat,
     StringConstraints,
@@ -20,7 +21,7 @@ from pydantic import (
 )
 
 from moiety_platform.anthropic_api.blocks import TextBlocks, Turn, check_results, text_of, turn_messages
-from moiety_platform.anthropic_api.tools import MessageToolChoice, MessageTools, check_choice, offer_of
+from moiety_platform.anthropic_api.tools import NEEDS_TOOLS, MessageToolChoice, MessageTools, check_choice, offer_of
 from moiety_platform.completions.fields import (
     INT32_MAX,
     MAX_MESSAGES,
@@ -48,6 +49,8 @@ class Metadata(StrictBody):
 
 class ConversationBody(StrictBody):
     """`POST /v1/messages/count_tokens`, and what `POST /v1/messages` has of it."""
+
+    model_config = ConfigDict(json_schema_extra={"allOf": [NEEDS_TOOLS]})
 
     model: ModelName
     thread: Annotated[Any, shows(enum=[None])] = None

@@ -10,7 +10,6 @@ from pydantic import StringConstraints, field_validator
 from moiety_platform.batches.endpoints import ENDPOINTS
 from moiety_platform.batches.models import Batch, BatchStatus
 from moiety_platform.completions.fields import MetadataPairs, StrictBody, refuse, shows
-from moiety_platform.errors import BadRequest
 from moiety_platform.files.upload import MAX_EXPIRY_S, MIN_EXPIRY_S, check_expiry
 
 COMPLETION_WINDOW = "24h"
@@ -50,14 +49,6 @@ class NewBatch(StrictBody):
         """Raises BadRequest."""
         expiry = self.output_expires_after
         return None if expiry is None else check_expiry(expiry.anchor, expiry.seconds, "output_expires_after")
-
-    @property
-    def note(self) -> dict[str, str] | None:
-        """The metadata. Raises BadRequest for what a database does not take."""
-        for text in (part for pair in (self.metadata or {}).items() for part in pair):
-            if "\0" in text:
-                raise BadRequest("'metadata' must not contain NUL characters", param="metadata")
-        return self.metadata
 
 
 class BatchError(TypedDict):

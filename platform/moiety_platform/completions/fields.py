@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationInfo
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from moiety_platform.completions.generation import Generation, Prompt
@@ -88,6 +88,38 @@ def at_most(most: Most) -> AfterValidator:
     return AfterValidator(_AtMost(most))
 
 
+@dataclass(frozen=True, slots=True)
+class _OrText:
+    entry: Callable[[str, ValidationInfo], Any]
+    entries: str
+
+    def __call__(self, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str):
+            return [self.entry(value, info)]
+        if not isinstance(value, list):
+            raise refuse(f"it must be a string or a list of {self.entries}")
+        return value
+
+    def shown(self, schema: dict[str, Any], _settings: ShapeLimits) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string"}, schema]}
+
+
+def or_text(entry: Callable[[str, ValidationInfo], Any], entries: str) -> BeforeValidator:
+    """Of a list of `entries`: a string is short for one. One form inside means that complaints name the place."""
+    return BeforeValidator(_OrText(entry, entries))
+
+
+@dataclass(frozen=True, slots=True)
+class _NoNul:
+    def __call__(self, value: str) -> str:
+        if "\0" in value:
+            raise refuse("it must not contain NUL characters")
+        return value
+
+    def shown(self, schema: dict[str, Any], _settings: ShapeLimits) -> dict[str, Any]:
+        return {**schema, "pattern": "^[^\\u0000]*$"}
+
+
 def shows(**schema: Any) -> Any:
     """Of a field that a validator checks: what its JSON schema has to say of that."""
     return Field(json_schema_extra=schema)
@@ -110,14 +142,9 @@ StopStrings = Annotated[
 ]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
-_NO_NUL = "^[^\\u0000]*$"
-MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
-MetadataValue = Annotated[str, StringConstraints(max_length=512), shows(pattern=_NO_NUL)]
-MetadataPairs = Annotated[
-    dict[MetadataKey, MetadataValue],
-    Field(max_length=MAX_PAIRS),
-    shows(propertyNames={"minLength": 1, "maxLength": 64, "pattern": _NO_NUL}),
-]
+MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64), AfterValidator(_NoNul())]
+MetadataValue = Annotated[str, StringConstraints(max_length=512), AfterValidator(_NoNul())]
+MetadataPairs = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_PAIRS)]
 
 # Lists end at their first bad entry: complaints about every entry of a large body would take seconds to collect.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]

@@ -29,7 +29,7 @@ from moiety_platform.completions.fields import (
     shows,
 )
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
-from moiety_platform.completions.tools.schemas import ChatChoice, ChatTools, check_choice, offer_of
+from moiety_platform.completions.tools.schemas import NEEDS_TOOLS, ChatChoice, ChatTools, check_choice, offer_of
 from moiety_wire.messages import Sampling
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
@@ -50,7 +50,7 @@ _LogitBias = Annotated[
     dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]],
     shows(maxProperties=MAX_BIASES, propertyNames={"pattern": "^[0-9]{1,9}$"}),
 ]
-_STREAMED_OPTIONS = only_with("stream_options", "stream")
+STREAMED_OPTIONS = only_with("stream_options", "stream")
 
 
 class StreamOptions(StrictBody):
@@ -79,7 +79,7 @@ class ResponseFormat(StrictBody):
 class GenerationBody(GeneratingBody):
     """What both endpoints share. null means the default, as everywhere in OpenAI's API."""
 
-    model_config = ConfigDict(json_schema_extra={"allOf": [_STREAMED_OPTIONS]})
+    model_config = ConfigDict(json_schema_extra={"allOf": [STREAMED_OPTIONS]})
 
     forms: ClassVar[Mapping[str, str]] = FORMS
 
@@ -165,7 +165,9 @@ class GenerationBody(GeneratingBody):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    model_config = ConfigDict(json_schema_extra={"allOf": [_STREAMED_OPTIONS, only_with("top_logprobs", "logprobs")]})
+    model_config = ConfigDict(
+        json_schema_extra={"allOf": [STREAMED_OPTIONS, only_with("top_logprobs", "logprobs"), NEEDS_TOOLS]}
+    )
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
@@ -213,7 +215,7 @@ class CompletionBody(GenerationBody):
     model_config = ConfigDict(
         json_schema_extra={
             "allOf": [
-                _STREAMED_OPTIONS,
+                STREAMED_OPTIONS,
                 {
                     "if": {"required": ["echo"], "properties": {"echo": {"const": True}}},
                     "then": {"properties": {"logprobs": {"type": "null"}}},
