@@ -22,6 +22,7 @@ from schemathesis.core.parameters import ParameterLocation
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1, max_size=100)
 schemathesis.openapi.format("printable", PRINTABLE)
 schemathesis.openapi.format("name", PRINTABLE.map(str.strip).filter(bool))
+schemathesis.openapi.format("json-object", st.dictionaries(PRINTABLE, PRINTABLE, max_size=2).map(json.dumps))
 
 # What a schema cannot say, so that a request which it allows may be refused: by the code of the error, or the parameter
 # that it names.
@@ -30,6 +31,7 @@ EXCUSED_CODES = {
     "context_length_exceeded": "how long a prompt may be depends on the model",
     "idempotency_key_reused": "a key may have been sent before",
     "precondition_failed": "nobody guesses an ETag",
+    "response_not_cancellable": "none is, as the document says: it has no answer but errors",
     "impossible_promise": "a change must go with what the class has already",
 }
 EXCUSED_PARAMS = {
@@ -110,6 +112,10 @@ class World:
         body = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": self.file_id()}
         return self.make("/v1/batches", body, "public")["id"]
 
+    def response_id(self):
+        body = {"model": self.model_id(), "input": "a", "max_output_tokens": 1, "store": True}
+        return self.make("/v1/responses", body, "public")["id"]
+
     def model_id(self):
         return "tiny"
 
@@ -151,9 +157,17 @@ def without_fractions(value):
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+KINDS = {
+    "project_id": "project_id",
+    "tenant_id": "tenant_id",
+    "input_file_id": "file_id",
+    "previous_response_id": "response_id",
+}
+
+
 def named(body):
     """With things that there are."""
-    for name, kind in {"project_id": "project_id", "tenant_id": "tenant_id", "input_file_id": "file_id"}.items():
+    for name, kind in KINDS.items():
         if isinstance(body.get(name), str):
             body[name] = WORLD.known(kind)
     if "scope_id" in body:
@@ -176,10 +190,60 @@ def agreed(body):
         body["best_of"] = body.get("n") or 1
     if body.get("min_tokens") is not None:
         body["min_tokens"] = 0
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if body.get(name) is not None:
             body[name] = min(body[name], 8)
+    offered(body)
+    if isinstance(body.get("messages"), list):
+        body["messages"] = [turn for message in body["messages"] for turn in chat_turns(message)]
+        body["messages"] = message_turns(body["messages"])
+    if isinstance(body.get("input"), list):
+        body["input"] = [paired for item in body["input"] for paired in with_partner(item)]
     return body
+
+
+def offered(body):
+    """Each tool has its own name, and the one that is chosen is among them."""
+    functions = [tool.get("function", tool) for tool in body.get("tools") or ()]
+    for number, function in enumerate(functions):
+        function["name"] = f"tool{number}"  # the first is what the engine calls
+    choice = body.get("tool_choice")
+    chosen = choice.get("function", choice) if isinstance(choice, dict) else {}
+    if functions and chosen.get("name") is not None:
+        chosen["name"] = functions[0]["name"]
+
+
+def chat_turns(message):
+    """OpenAI's: the result of a call comes after the call."""
+    if message["role"] == "tool":
+        call = {"id": message["tool_call_id"], "function": {"name": "f", "arguments": "{}"}}
+        yield {"role": "assistant", "content": None, "tool_calls": [call]}
+    yield message
+
+
+def message_turns(messages):
+    """Anthropic's: the same, and after the last call there is something."""
+    turns = []
+    for message in messages:
+        blocks = message["content"] if isinstance(message.get("content"), list) else []
+        results = [block for block in blocks if block["type"] == "tool_result"]
+        if results:
+            calls = [{"type": "tool_use", "id": one["tool_use_id"], "name": "f", "input": {}} for one in results]
+            turns += [{"role": "user", "content": "a"}, {"role": "assistant", "content": calls}]
+        turns.append(message)
+        if any(block["type"] == "tool_use" for block in blocks):
+            turns.append({"role": "user", "content": "a"})
+    return turns
+
+
+def with_partner(item):
+    """Items of responses, where the input is of such: a call comes with its result."""
+    kind, call_id = (item.get("type"), item.get("call_id")) if isinstance(item, dict) else (None, None)
+    if kind == "function_call_output":
+        yield {"type": "function_call", "call_id": call_id, "name": "f", "arguments": "{}"}
+    yield item
+    if kind == "function_call":
+        yield {"type": "function_call_output", "call_id": call_id, "output": "a"}
 
 
 @schemathesis.hook
