@@ -49,9 +49,16 @@ class TokenizeBody(_Body):
             "oneOf": [
                 {
                     "required": ["prompt"],
-                    "properties": {"prompt": {"type": "string"}, "tools": {"maxItems": 0}},
+                    "properties": {
+                        "prompt": {"type": "string"},
+                        "messages": {"type": "null"},
+                        "tools": {"maxItems": 0},
+                    },
                 },
-                {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
+                {
+                    "required": ["messages"],
+                    "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}},
+                },
             ]
         }
     )

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema_rs
 import msgspec
 import pytest
 
@@ -90,6 +91,80 @@ async def test_a_path_tells_all_of_its_methods(gateway):
     ):
         status, headers, _ = await gateway.request("OPTIONS", path, headers=admin)
         assert (status, headers["allow"]) == (204, methods)
+
+
+ASKED = [{"role": "user", "content": "How warm is it?"}]
+FUNCTION = {"name": "tool0", "parameters": {"type": "object"}}
+CHAT = {"messages": ASKED, "tools": [{"type": "function", "function": FUNCTION}], "logprobs": True, "top_logprobs": 1}
+INCLUDED = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+ANSWERED = [
+    ("/v1/chat/completions", {**CHAT, "n": 2}),
+    ("/v1/chat/completions", {**CHAT, "tool_choice": "none"}),
+    ("/v1/completions", {"prompt": "a", "logprobs": 1, "echo": False}),
+    ("/v1/messages", {"messages": ASKED, "max_tokens": 99, "tools": [{"name": "tool0", "input_schema": {}}]}),
+    ("/v1/messages", {"messages": ASKED, "max_tokens": 1}),
+    ("/v1/responses", {"input": ASKED, "tools": [{"type": "function", **FUNCTION}], **INCLUDED}),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 1, "store": True}),
+]
+
+
+async def test_a_document_tells_of_every_field_of_whole_answers_and_of_events(start_gateway, tool_card):
+    engine = FakeEngineClient(tool_card("hermes"))
+
+    def break_off(submit):
+        yield from [(65, "x")] * 20
+        engine.die()
+
+    streams, seen = {path: {} for path, _ in ANSWERED}, {path: set() for path, _ in ANSWERED}
+    async with start_gateway([engine]) as gateway:
+        _, _, document = await gateway.request("GET", "/schema/public.json")
+        document = _closed(json.loads(document))
+        for path, body in ANSWERED:
+            told = document["paths"][path]["post"]["responses"]
+            streams[path] = told["200"]["content"]["text/event-stream"]["schema"]
+            options = {"stream_options": {"include_usage": True}} if "completions" in path else {}
+            for engine.script in (call_a_tool, break_off):
+                await engine.start()
+                status, _, answer = await gateway.post(path, {"model": "hermes", **body})
+                name = told[str(status)].get("$ref", "").rpartition("/")[2]
+                told_of = document["components"]["responses"][name] if name else told[str(status)]
+                _check(told_of["content"]["application/json"]["schema"], json.loads(answer), document)
+                await engine.start()
+                status, _, answer = await gateway.post(path, {"model": "hermes", "stream": True, **options, **body})
+                if status == 200:
+                    seen[path] |= _check_events(streams[path], answer.decode(), document)
+    assert seen == {path: set(_by_name(stream)) for path, stream in streams.items()}
+
+
+def _closed(document):
+    """With objects that may have no other fields than those that are told."""
+    for schema in document["components"]["schemas"].values():
+        if "properties" in schema:
+            schema["additionalProperties"] = False
+    return document
+
+
+def _by_name(stream):
+    """What the events of a stream may hold, by the events' names."""
+    every = [one["properties"] for one in stream.get("anyOf", [stream])]
+    return {one.get("event", {}).get("const"): one["data"].get("anyOf", [one["data"]]) for one in every}
+
+
+def _check_events(schema, stream, document):
+    """The names of the events that there were."""
+    told, names = _by_name(schema), set()
+    for event in stream.strip().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in event.splitlines())
+        names.add(fields.get("event"))
+        payloads = told[fields.get("event")]
+        if {"const": fields["data"]} not in payloads:
+            wanted = [one["contentSchema"] for one in payloads if "contentSchema" in one]
+            _check({"anyOf": wanted}, json.loads(fields["data"]), document)
+    return names
+
+
+def _check(schema, value, document):
+    jsonschema_rs.validate({**schema, "components": document["components"]}, value)
 
 
 def _only(operation_ids):

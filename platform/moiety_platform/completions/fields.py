@@ -109,15 +109,10 @@ def or_text(entry: Callable[[str, ValidationInfo], Any], entries: str) -> Before
     return BeforeValidator(_OrText(entry, entries))
 
 
-@dataclass(frozen=True, slots=True)
-class _NoNul:
-    def __call__(self, value: str) -> str:
-        if "\0" in value:
-            raise refuse("it must not contain NUL characters")
-        return value
-
-    def shown(self, schema: dict[str, Any], _settings: ShapeLimits) -> dict[str, Any]:
-        return {**schema, "pattern": "^[^\\u0000]*$"}
+def _without_nul(value: str) -> str:
+    if "\0" in value:
+        raise refuse("it must not contain NUL characters")
+    return value
 
 
 def shows(**schema: Any) -> Any:
@@ -142,9 +137,14 @@ StopStrings = Annotated[
 ]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
-MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64), AfterValidator(_NoNul())]
-MetadataValue = Annotated[str, StringConstraints(max_length=512), AfterValidator(_NoNul())]
-MetadataPairs = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_PAIRS)]
+_NO_NUL = "^[^\\u0000]*$"
+MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64), AfterValidator(_without_nul)]
+MetadataValue = Annotated[str, StringConstraints(max_length=512), AfterValidator(_without_nul), shows(pattern=_NO_NUL)]
+MetadataPairs = Annotated[
+    dict[MetadataKey, MetadataValue],
+    Field(max_length=MAX_PAIRS),
+    shows(propertyNames={"minLength": 1, "maxLength": 64, "pattern": _NO_NUL}),
+]
 
 # Lists end at their first bad entry: complaints about every entry of a large body would take seconds to collect.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]
