@@ -44,7 +44,7 @@ Streamed = Annotated[str | None, one_of("What is kept is not streamed.", "false"
 
 _SHOWN = Shown(
     tag="responses",
-    summary="Answer a conversation, and keep it",
+    summary="Answer a conversation, and keep it if asked to",
     detail="OpenAI's Responses. With `stream` the answer comes in server-sent events; it is kept only with `store`.",
     answer=ResponseObject,
     event={"anyOf": [event_of(kind, name=name) for name, kind in EVENTS.items()]},
