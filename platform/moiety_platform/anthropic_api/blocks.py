@@ -27,7 +27,7 @@ class TextBlock(StrictBody):
 
 
 _MANY = Field(fail_fast=True, max_length=MAX_PARTS)
-_OR_TEXT = or_text(lambda text, _info: {"type": "text", "text": text}, "blocks")
+_OR_TEXT = or_text(lambda text, _info: {"type": "text", "text": text}, "text blocks")
 
 TextBlocks = Annotated[list[TextBlock], _MANY, _OR_TEXT]
 
