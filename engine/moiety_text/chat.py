@@ -208,6 +208,7 @@ class ChatTemplate:
             tree = environment.parse(source)
             self.knows_tools = any(name.name == "tools" for name in tree.find_all(nodes.Name))
             self._template = environment.from_string(tree)
+            self._template.globals = dict(self._template.globals)  # each rendering copies them: quick from a dict
         except jinja2.TemplateSyntaxError as exc:
             raise TemplateRefused(f"the chat template does not parse, line {exc.lineno}: {exc.message}") from exc
         except RecursionError as exc:

@@ -5,6 +5,9 @@ A frame is one message, or an array of several in their order: what goes to one 
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable, Iterator
+
 import msgspec
 
 from moiety_wire.errors import UndecodableMessage
@@ -13,12 +16,33 @@ from moiety_wire.messages import ToEngine, ToGateway
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine | list[ToEngine]] = msgspec.msgpack.Decoder(ToEngine | list[ToEngine])
 _to_gateway: msgspec.msgpack.Decoder[ToGateway | list[ToGateway]] = msgspec.msgpack.Decoder(ToGateway | list[ToGateway])
+_ARRAY = struct.Struct(">BI")  # how msgpack begins one: its mark, and of how many
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # the last two: broken text, deep nesting
 
 
 def encode(*messages: ToEngine | ToGateway) -> bytes:
     """A frame of messages, as msgpack bytes."""
     return _encoder.encode(messages[0] if len(messages) == 1 else messages)
+
+
+def encode_in_frames(messages: Iterable[ToEngine | ToGateway], max_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """The messages in their order as frames, and of how many each is. None is much larger than `max_bytes`, but for one
+    of a single message."""
+    parts: list[bytes] = []
+    num_bytes = 0
+    for message in messages:
+        part = _encoder.encode(message)
+        if parts and num_bytes + len(part) > max_bytes:
+            yield _joined(parts), len(parts)
+            parts, num_bytes = [], 0
+        parts.append(part)
+        num_bytes += len(part)
+    if parts:
+        yield _joined(parts), len(parts)
+
+
+def _joined(parts: list[bytes]) -> bytes:
+    return parts[0] if len(parts) == 1 else b"".join((_ARRAY.pack(0xDD, len(parts)), *parts))
 
 
 def decode_to_engine(data: bytes | memoryview) -> list[ToEngine]:

@@ -65,7 +65,7 @@ class _Phase(Enum):
     BODY = auto()
 
 
-class _Gathering:
+class Gathering:
     """A transport that writes what one turn of the loop has for it in one go: an answer's head with its body."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -80,7 +80,7 @@ class _Gathering:
 
     def flush(self) -> None:
         held, self._held = self._held, []
-        if held:
+        if held and not self._transport.is_closing():  # else the client has left within this turn
             self._transport.writelines(held)
 
     def write_eof(self) -> None:
@@ -116,7 +116,7 @@ class Connection(HttpToolsProtocol):
     # ── asyncio ──
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(asyncio.Transport, _Gathering(transport, self.loop)))
+        super().connection_made(cast(asyncio.Transport, Gathering(transport, self.loop)))
         self._set_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -269,6 +269,7 @@ class Connection(HttpToolsProtocol):
                 return
             cycle.disconnected = True
             cycle.message_event.set()
+            self._departure.note()
         body = self._word(error)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[error.status] + head + body)

@@ -181,7 +181,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         responses = ResponseKeeper(database, ConversationLimits.of(settings))
         recorder = RequestRecorder(usage, quotas, metrics, tracing, clock)
         stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
-        meter = MeterReader(database)
+        meter = MeterReader(database, usage.holds)
         await meter.start()
         stack.push_async_callback(meter.stop)
         replicas = await stack.enter_async_context(_connect(settings, clock, quotas.replica_id, meter))

@@ -89,6 +89,7 @@ def test_importing_the_command_imports_no_torch_and_no_web_stack() -> None:
         (["--model", "no/such/folder"], "neither a folder nor a hub id"),
         (["--model", "."], "config.json"),
         (["--scripted", "--curve-key-file", "/nonexistent/key"], "cannot be read"),
+        (["--scripted", "--unsettled-usage", "/dev/null/file"], "cannot be written"),
         (["--max-running", "0"], "max-running"),
         (["--kv-memory-bytes", "lots", "--scripted"], "is not a size"),
     ],

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -12,6 +13,7 @@ from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import ASSISTANT_ID, END_ID, USER_ID, VOCAB_SIZE
 from moiety_wire.messages import (
+    PROTOCOL_VERSION,
     Abort,
     Accepted,
     Card,
@@ -381,3 +383,11 @@ async def test_with_curve_keys_only_gateways_that_know_the_engine_get_in(bench: 
         await known.greet()
         assert known.loads[-1].requests_total == 1
         assert await stranger.socket.poll(0) == 0
+
+
+async def test_a_gateway_of_a_time_before_frames_of_several_messages_can_read_the_card_all_the_same(bench: Any) -> None:
+    async with bench() as running:
+        gateway = running.connect()
+        await gateway.send(Hello("old", protocol_version=3))
+        card = msgspec.msgpack.decode(await gateway.socket.recv(), type=Card)
+        assert card.protocol_version == PROTOCOL_VERSION

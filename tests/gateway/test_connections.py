@@ -7,7 +7,9 @@ import json
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+import uvloop
 
+from moiety_platform.connections import Gathering
 from moiety_platform.engine_client.fake import FakeEngineClient
 
 CHAT = "/v1/chat/completions"
@@ -270,3 +272,47 @@ async def test_the_shape_of_a_message_is_bounded_by_the_same_settings(start_gate
             assert words in error["message"]
         fits = {"messages": [message] * 3, "stop_sequences": ["a", "abcde"]}
         assert (await gateway.post(MESSAGES, {**BODY, **fits}))[0] == 200
+
+
+async def test_who_sends_rubbish_while_an_answer_is_made_gets_no_more_of_it(start_gateway, new_card, until):
+    engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), lambda submit: ((65, "x") for _ in range(10**7)))
+    async with start_gateway([engine]) as gateway, connect(gateway) as (reader, writer):
+        body = json.dumps({**BODY, "max_tokens": 1_000_000}).encode()
+        writer.write(head(gateway, len(body)) + body)
+        await until(lambda: engine.state.num_inflight == 1)
+        writer.write(b"\x00\x00\r\n\r\n")
+        (row,) = await gateway.rows.wait_for(1)
+        assert row.outcome == "disconnected"
+        assert gateway.num_connections() == 1  # which is read from for a while yet, so that the client gets its answer
+        assert read_answer(await reader.read()) == (400, "bad_http")
+
+
+def test_what_is_written_just_as_the_client_leaves_is_dropped_without_an_error():
+    """On the event loop that serves."""
+    errors = []
+
+    class Answering(asyncio.Protocol):
+        def connection_made(self, transport):
+            self.transport = Gathering(transport, asyncio.get_running_loop())
+
+        def eof_received(self):
+            asyncio.get_running_loop().call_soon(self.transport.write, b"a piece that came in the same turn")
+
+        def connection_lost(self, _):
+            gone.set()
+
+    async def leave():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: errors.append(context))
+        server = await loop.create_server(Answering, "127.0.0.1", 0)
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.close()
+        await gone.wait()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        server.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        gone = asyncio.Event()
+        runner.run(leave())
+    assert errors == []

@@ -12,10 +12,15 @@ from contextlib import asynccontextmanager
 
 import openai
 import pytest
+import zmq
+import zmq.asyncio
 from sqlalchemy import select
 
+from moiety_engine.front.meter import GRACE_S
 from moiety_platform.db.session import Database
 from moiety_platform.usage.models import UsageRecord
+from moiety_wire.codec import decode_to_gateway, encode
+from moiety_wire.messages import Hello, Load
 
 READY_S = 60.0
 CALL_S = 20.0
@@ -75,6 +80,8 @@ class Deployment:
                 self.address,
                 "--max-context-tokens",
                 "4096",
+                "--unsettled-usage",
+                str(self.data_dir.parent / "unsettled"),
             )
         )
         await self.engine.line("stdout", "engine_ready")
@@ -124,6 +131,13 @@ class Deployment:
             status = await self.gateway.process.wait()
         await self._errors
         return status
+
+    async def kill(self) -> None:
+        """Both at once."""
+        for part in (self.engine, self.gateway):
+            part.process.kill()
+        await self._errors
+        await asyncio.gather(self.engine.end(), self.gateway.end())
 
     async def rows(self) -> list[UsageRecord]:
         """What the store holds."""
@@ -234,6 +248,49 @@ async def test_a_killed_engine_breaks_streams_with_an_error_event_and_its_succes
     rows = await deployment.rows()
     assert sorted(row.outcome for row in rows) == ["failed", "failed", "length"]
     assert all(row.output_tokens > 0 for row in rows)
+
+
+async def emitted_tokens(address: str) -> int:
+    """All that the engine at this address has emitted, once it emits no more."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    totals = []
+    try:
+        socket.connect(address)
+        await socket.send(encode(Hello("watcher")))
+        async with asyncio.timeout(CALL_S):
+            while len(totals) < 2 or totals[-1] != totals[-2]:
+                messages = decode_to_gateway(await socket.recv())
+                totals += [message.output_tokens_total for message in messages if isinstance(message, Load)]
+    finally:
+        context.destroy(linger=0)
+    return totals[-1]
+
+
+async def test_killed_together_gateway_and_engine_leave_a_bill_for_all_that_was_emitted(deployment):
+    async with deployment.client() as client:
+        ask = {"model": "scripted", "prompt": "abc", "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+        stream = await client.completions.create(**ask, stream=True, n=2)
+        num_received = 0
+        async for chunk in stream:
+            num_received += len(chunk.choices[0].text)
+            if num_received >= 100:
+                break
+        deployment.gateway.process.send_signal(signal.SIGSTOP)  # so that no more credit comes, and nothing is settled
+        emitted = await emitted_tokens(deployment.address)
+        await deployment.kill()
+    assert emitted >= num_received
+    await asyncio.gather(deployment.start_engine(), deployment.start_gateway())
+    async with asyncio.timeout(CALL_S + GRACE_S):
+        while sum(row.output_tokens for row in await deployment.rows()) < emitted:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.2)
+    (row,) = await deployment.rows()
+    assert (row.outcome, row.error_code, row.prompt_tokens) == ("failed", "gateway_killed", 3)
+    assert row.output_tokens == emitted
+    async with asyncio.timeout(CALL_S):
+        while (await deployment.load())["unsettled_replicas"]:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.05)
+    assert await deployment.stop_gateway() == 0
 
 
 async def test_a_stop_lets_running_answers_come_to_their_end(deployment):

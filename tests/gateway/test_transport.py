@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from moiety_engine.front.front import Front
+from moiety_engine.front.front import MAX_MESSAGE_BYTES, Front
 from moiety_engine.front.settings import FrontSettings
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
@@ -300,3 +300,20 @@ async def test_an_engine_that_falls_silent_is_given_up_within_the_limit(connecte
                     while True:
                         await stream.inbox.get()
         assert "silent" in client.state.reason
+
+
+async def test_requests_that_are_submitted_at_once_make_no_frame_for_which_an_engine_hangs_up(context, connected):
+    async with (
+        running_front(context) as front,
+        connected(front.address) as client,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        first = await stack.enter_async_context(client.open(submit("first", max_tokens=5000, credit_tokens=50)))
+        await first.inbox.get()
+        large = bytes(2 * 2**20)
+        for number in range(MAX_MESSAGE_BYTES // len(large) + 1):  # in one turn of the loop
+            await stack.enter_async_context(client.open(submit(f"r{number}", bill=large)))
+        async with client.open(submit("last")) as last:
+            assert [message async for message in last.messages()][-1].reason is FinishReason.LENGTH
+        assert not first.ended
+        assert client.state.num_connections == 1

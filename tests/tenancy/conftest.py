@@ -200,18 +200,27 @@ async def admin(app: Litestar, demo: Demo) -> AsyncIterator[Admin]:
 
 
 class Wire:
-    """A loopback relay before PostgreSQL. `cut` drops every connection and refuses new ones; `mend` lets them in."""
+    """A loopback relay before PostgreSQL. `cut` drops every connection and refuses new ones; `mend` lets them in.
+    `stall` keeps them open and passes nothing on, until `resume`."""
 
     def __init__(self, socket_path: str) -> None:
         self._socket_path = socket_path
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._relays: set[asyncio.Task[None]] = set()
+        self._flows = asyncio.Event()
+        self._flows.set()
         self.port = 0
 
     async def mend(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    def stall(self) -> None:
+        self._flows.clear()
+
+    def resume(self) -> None:
+        self._flows.set()
 
     async def cut(self) -> None:
         if self._server is not None:
@@ -239,6 +248,7 @@ class Wire:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(65536):
+                await self._flows.wait()
                 writer.write(data)
                 await writer.drain()
         self._writers.discard(writer)
@@ -265,6 +275,7 @@ async def cuttable(clean_postgres: str) -> AsyncIterator[CuttableStore]:
         wire=wire,
     )
     yield store
+    wire.resume()
     await store.database.close()
     await store.steady.close()
     await wire.cut()

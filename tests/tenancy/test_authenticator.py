@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
-from moiety_platform.auth.authenticator import OUTAGE_PAUSE_S, Authenticator
+from moiety_platform.auth.authenticator import OUTAGE_PAUSE_S, PATIENCE_S, TTL_S, Authenticator
 from moiety_platform.auth.keys import derive_cache_salt, generate_key, parse_key
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.scopes import ADMIN_SCOPE, INFERENCE_SCOPE, require_scope
@@ -193,6 +193,37 @@ async def test_a_rotated_key_works_through_its_grace_and_its_successor_beyond(
 async def test_another_pepper_makes_every_key_worthless(database: Database, clock: ManualClock, demo: Demo) -> None:
     stranger = Authenticator(database, b"another pepper of 32 bytes......", clock)
     assert (await refusal(stranger, demo.key)).status == 401
+
+
+async def test_a_database_that_does_not_answer_holds_up_no_known_key_and_costs_one_statement_for_all(
+    cuttable: CuttableStore, clock: ManualClock
+) -> None:
+    demo = await make_demo(cuttable.database, clock)
+    statements = Statements(cuttable.database)
+    authenticator = Authenticator(cuttable.database, PEPPER, clock)
+    keys = (demo.key, demo.admin_key)
+    for key in keys:
+        await authenticator.authenticate(f"Bearer {key}")
+    cuttable.wire.stall()
+    clock.advance(TTL_S)
+    sent = len(statements.sent)
+    await authenticator.authenticate(f"Bearer {demo.key}")  # the first waits a moment, for there may be an answer yet
+    clock.advance(PATIENCE_S)
+    for _ in range(200):
+        for key in keys:
+            await authenticator.authenticate(f"Bearer {key}")
+    assert len(statements.sent) <= sent + 2
+    async with cuttable.steady.write() as session:
+        await revoke_key(session, demo.key_id, clock.now())
+    cuttable.wire.resume()
+    async with asyncio.timeout(20):
+        while True:
+            clock.advance(OUTAGE_PAUSE_S)
+            try:
+                await authenticator.authenticate(f"Bearer {demo.key}")
+            except Unauthenticated:
+                break
+            await asyncio.sleep(0.01)
 
 
 async def test_while_the_database_is_away_known_keys_work_for_the_grace_and_unknown_ones_get_503(

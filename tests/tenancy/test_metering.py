@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from datetime import UTC, datetime, timedelta
@@ -19,7 +20,7 @@ from moiety_platform.quota.lease import Charge, WindowId
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.usage.bill import Bill, encode_bill
-from moiety_platform.usage.metering import charge
+from moiety_platform.usage.metering import MeterReader, charge
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour, UsageRecord
 from moiety_platform.usage.queries import UsageFilter, sum_usage
 from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow, killed
@@ -309,3 +310,20 @@ async def test_what_comes_after_its_lease_was_released_is_booked_all_the_same(le
         window = await session.get(QuotaWindow, ("q-tokens", DAY))
     assert window is not None
     assert window.granted == PROMPT + 50
+
+
+async def test_what_a_request_that_runs_here_used_is_left_to_its_own_row(leased: Database) -> None:
+    held = {"chat-1"}
+    reader = MeterReader(leased, held.__contains__)
+    settled: asyncio.Queue[list[str]] = asyncio.Queue()
+    await reader.start()
+    other = msgspec.structs.replace(make_bill(), row=msgspec.structs.replace(make_bill().row, request_id="chat-2"))
+    records = [metered(make_bill()), metered(other)]
+    async with asyncio.timeout(20):
+        reader.take(records, lambda _, request_ids: settled.put_nowait(request_ids))
+        assert await settled.get() == ["chat-2-0"]
+        held.clear()
+        reader.take(records, lambda _, request_ids: settled.put_nowait(request_ids))
+        assert await settled.get() == ["chat-1-0"]
+    await reader.stop()
+    assert reader.num_charged == 2

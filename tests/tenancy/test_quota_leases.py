@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 from datetime import UTC, datetime
@@ -13,11 +14,15 @@ import pytest
 from sqlalchemy import select
 
 from moiety_platform.clock import SystemClock
+from moiety_platform.db.failures import RETRY_AFTER_S
 from moiety_platform.db.session import Database
+from moiety_platform.errors import Unavailable
+from moiety_platform.quota.account import Account
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.keeper import QuotaKeeper
-from moiety_platform.quota.kinds import Kind, Level, Period, Scope, Unit, window_end, window_start
+from moiety_platform.quota.kinds import Kind, Level, Meter, Period, Scope, Unit, window_end, window_start
 from moiety_platform.quota.lease import Charge, Hold, Lease, WindowId
+from moiety_platform.quota.limits import Limit
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
 from moiety_platform.quota.schemas import NewQuota
 from moiety_platform.quota.service import set_quota
@@ -25,6 +30,8 @@ from moiety_platform.quota.slices import ahead_of_peak, ahead_of_use, slice_size
 from moiety_platform.quota.store import LeaseStore, Want, book
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.row import UsageRow
+
+from .conftest import CuttableStore
 
 TENANTS = [Scope(Level.TENANT, f"tenant-{number}") for number in range(6)]
 WHOLE = Scope(Level.PROJECT, "whole")
@@ -55,7 +62,9 @@ async def test_replicas_that_take_at_once_stay_within_the_caps_and_use_them_up(
     database: Database, tmp_path: Path
 ) -> None:
     await set_caps(database, {**dict.fromkeys(TENANTS, SMALL_CAP), WHOLE: WHOLE_CAP})
-    keepers = [QuotaKeeper(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.2) for n in range(3)]
+    keepers = [
+        QuotaKeeper(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.2, answer_s=30.0) for n in range(3)
+    ]
     recorder = UsageRecorder(database, tmp_path / "journal")
     await recorder.start()
     for keeper in keepers:
@@ -110,7 +119,7 @@ async def test_a_request_whose_gateway_is_killed_is_charged_its_prompt_by_the_ne
     database: Database, tmp_path
 ) -> None:
     await set_caps(database, {WHOLE: 100})
-    keeper = QuotaKeeper(database, LeaseStore("killed", 20.0), SystemClock(), tick_s=0.05)
+    keeper = QuotaKeeper(database, LeaseStore("killed", 20.0), SystemClock(), tick_s=60.0)
     await keeper.start()
     hold = await keeper.hold([WHOLE], {Unit.TOKENS: 30})
     killed = UsageRecorder(database, tmp_path)
@@ -170,6 +179,34 @@ async def test_a_lowered_cap_takes_back_what_was_leased_though_requests_go_on(da
                 await asyncio.sleep(0.02)
     await keeper.stop()
     assert (await windows(database))[WHOLE.id].granted < 300
+
+
+async def test_a_store_that_does_not_answer_turns_away_only_what_the_leases_do_not_cover(
+    cuttable: CuttableStore,
+) -> None:
+    large = TENANTS[0]
+    await set_caps(cuttable.steady, {large: 10**6, WHOLE: 100})
+    keeper = QuotaKeeper(cuttable.database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05, answer_s=0.3)
+    await keeper.start()
+    holds = [await keeper.hold([scope], {Unit.TOKENS: 30}) for scope in (large, WHOLE)]
+    cuttable.wire.stall()
+    holds += [await keeper.hold([large], {Unit.TOKENS: 30}) for _ in range(20)]
+    for _ in range(3):
+        with pytest.raises(Unavailable) as caught:
+            await keeper.hold([WHOLE], {Unit.TOKENS: 30})
+        assert (caught.value.code, caught.value.retry_after_s) == ("store_unavailable", RETRY_AFTER_S)
+    with pytest.raises(Unavailable):
+        await keeper.hold([TENANTS[1]], {Unit.TOKENS: 1})  # whether it has a limit is not known
+    cuttable.wire.resume()
+    async with asyncio.timeout(20):
+        while True:
+            with contextlib.suppress(Unavailable):
+                holds.append(await keeper.hold([WHOLE], {Unit.TOKENS: 70}))
+                break
+    for hold in holds:
+        hold.settle({Unit.TOKENS: 0})
+    await keeper.stop()
+    assert {window.granted for window in (await windows(cuttable.steady)).values()} == {0}
 
 
 async def test_a_limit_that_is_taken_away_cuts_no_stream(database: Database) -> None:
@@ -256,7 +293,7 @@ def test_windows_are_utc_days_and_calendar_months(period: Period, now: str, star
 
 
 def test_slices_leave_half_of_what_remains_to_the_others() -> None:
-    assert slice_size(10, ahead_of_use(1000.0), 100_000, 4) == 3000
+    assert slice_size(10, ahead_of_use(500.0), 100_000, 4) == 3000
     assert slice_size(10, 3000, 8_000, 4) == 1000
     assert slice_size(10, 3000, 40, 4) == 10
     assert (surplus(100, 30), surplus(50, 30)) == (40, 0)
@@ -274,3 +311,23 @@ def test_a_hold_is_left_once_and_spends_no_more_than_it_reserved() -> None:
     assert (lease.settled, lease.held, lease.free) == (40, 0, 60)
     with pytest.raises(ValueError, match="already"):
         hold.settle({Unit.TOKENS: 0})
+
+
+def test_what_is_used_steadily_is_asked_for_before_anybody_lacks_it_while_there_is_plenty() -> None:
+    window = WindowId("q", datetime(2026, 1, 1, tzinfo=UTC))
+    limit = Limit("q", WHOLE, Kind.TOKENS_PER_DAY, 10_000)
+
+    def running_low(
+        free: int, *, remaining: int | None = 9_000, now_s: float = 100.0, meter: Meter = Meter.STOCK
+    ) -> int:
+        account = Account(Lease(window, "r", Unit.TOKENS, granted=free, meter=meter), limit, used_s=100.0)
+        account.use_per_s, account.remaining = 50.0, remaining
+        return account.running_low(now_s)
+
+    ahead = ahead_of_use(50.0)
+    assert (running_low(ahead), running_low(ahead - 1)) == (0, ahead // 2 + 1)
+    assert surplus(ahead + ahead // 2, ahead) == 0, "what was asked for does not go back"
+    assert running_low(0, remaining=2_499) == 0, "near the cap others want it"
+    assert running_low(0, remaining=None) == 0, "the store was not asked yet"
+    assert running_low(0, now_s=131.0) == 0, "nobody uses it any more"
+    assert running_low(0, meter=Meter.SLOTS) == 0, "slots come back by themselves"

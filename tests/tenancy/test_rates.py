@@ -71,7 +71,9 @@ def test_a_lowered_cap_lets_something_through_within_a_minute() -> None:
 
 async def test_replicas_draw_from_one_bucket(database: Database) -> None:
     await set_limit(database, Kind.REQUESTS_PER_MINUTE, 120)
-    keepers = [QuotaKeeper(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.1) for n in range(3)]
+    keepers = [
+        QuotaKeeper(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.1, answer_s=30.0) for n in range(3)
+    ]
     for keeper in keepers:
         await keeper.start()
     loop, let_through = asyncio.get_running_loop(), 0
@@ -95,7 +97,9 @@ async def test_replicas_draw_from_one_bucket(database: Database) -> None:
 
 async def test_slots_are_bounded_over_replicas_and_come_back(database: Database) -> None:
     await set_limit(database, Kind.CONCURRENT_REQUESTS, 10)
-    keepers = [QuotaKeeper(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.1) for n in range(3)]
+    keepers = [
+        QuotaKeeper(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.1, answer_s=30.0) for n in range(3)
+    ]
     for keeper in keepers:
         await keeper.start()
     open_now = most = done = 0

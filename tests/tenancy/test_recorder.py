@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -114,6 +116,26 @@ async def test_stopping_stores_all_that_was_recorded(database: Database, tmp_pat
             recorder.record(make_row(f"r{number:04}"))
     assert len(await stored_ids(database)) == 1234
     assert recorder.stats().pending == 0
+
+
+async def test_under_load_rows_gather_for_a_while_and_share_their_statements(
+    database: Database, tmp_path: Path
+) -> None:
+    inserts: list[float] = []
+
+    def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith("INSERT INTO usage "):
+            inserts.append(time.monotonic())
+
+    sa.event.listen(database.engine.sync_engine, "before_cursor_execute", note)
+    async with recording(database, tmp_path / "journal", interval_s=0.02) as recorder:
+        for number in range(400):
+            recorder.record(make_row(f"r-{number}"))
+            await asyncio.sleep(0.001)
+        await recorder.flush()
+        gaps = [later - earlier for earlier, later in itertools.pairwise(inserts[:-1])]
+        assert all(gap >= 0.015 for gap in gaps), "none follows another at once"
+    assert len(await stored_ids(database)) == 400
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

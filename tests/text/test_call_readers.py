@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moiety_text.tools.deltas import Call, CallBegun, CallBroken, CallEnded, Content, Delta, assemble
 from moiety_text.tools.families import HermesReader, LlamaReader, MistralReader
+from moiety_text.tools.json_scanner import JsonScanner, Malformed
 from moiety_text.tools.reader import CallReader
 
 NAMES = ("add", "find-it", "f")
@@ -196,3 +197,11 @@ def test_any_json_object_is_taken_as_arguments(value: object) -> None:
     arguments = json.dumps({"value": value})
     text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
     assert assemble(read(HermesReader(NAMES), [text])) == [Call("f", arguments)]
+
+
+@pytest.mark.parametrize("number", ["1e999", "-" + "9" * 4301])
+def test_a_number_that_no_reader_of_json_takes_makes_no_call(number: str) -> None:
+    scanner = JsonScanner()
+    with pytest.raises(Malformed):
+        for character in '{"n": ' + number + "}":
+            scanner.advance(character)

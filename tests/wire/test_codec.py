@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moiety_wire.classes import PRIORITY, STANDARD, OverloadAction
-from moiety_wire.codec import decode_to_engine, decode_to_gateway, encode
+from moiety_wire.codec import decode_to_engine, decode_to_gateway, encode, encode_in_frames
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.messages import (
     Abort,
@@ -117,3 +117,12 @@ def test_deep_nesting_is_undecodable_or_skipped_but_never_an_accident() -> None:
     nested = b"\x85" + hello[1:] + b"\xa3new" + b"\x91" * 200_000 + b"\x01"
     with pytest.raises(UndecodableMessage):
         decode_to_engine(nested)
+
+
+@given(st.lists(st.sampled_from(TO_ENGINE)), st.integers(1, 2000))
+def test_messages_in_frames_arrive_whole_and_in_order_and_only_one_alone_is_larger_than_the_bound(messages, max_bytes):
+    frames = list(encode_in_frames(messages, max_bytes))
+    arrived = [decode_to_engine(frame) for frame, _ in frames]
+    assert [message for some in arrived for message in some] == messages
+    assert [len(some) for some in arrived] == [num_messages for _, num_messages in frames]
+    assert all(len(frame) <= max_bytes + 5 or num_messages == 1 for frame, num_messages in frames)

@@ -140,6 +140,7 @@ class RequestDesk:
             if found is not None:
                 request, session = found
                 self._post(session, request.accept(admission))
+                self._meter.begin(session.replica_id, request)
         for output in step.outputs:
             found = self._open.get(output.key)
             if found is None:

@@ -7,6 +7,7 @@ business, sending is the sessions'.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from enum import IntEnum
@@ -21,6 +22,7 @@ from moiety_engine.front.desk import OnFinished, RequestDesk
 from moiety_engine.front.meter import Meter
 from moiety_engine.front.sessions import GatewaySession, Sessions
 from moiety_engine.front.settings import FrontSettings
+from moiety_engine.front.unsettled_log import FLUSH_S, UnsettledLog
 from moiety_engine.front.usage_journal import UsageJournal
 from moiety_engine.front.validation import ModelLimits
 from moiety_engine.front.zmq_reader import ZmqReader
@@ -72,6 +74,7 @@ class Front:
         core: CoreLink,
         context: zmq.Context[zmq.Socket[bytes]],
         *,
+        unsettled: UnsettledLog | None = None,
         on_finished: OnFinished | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -86,7 +89,8 @@ class Front:
         self._socket = _router(context, settings)
         self._sessions = Sessions(self._socket, max_outbox_messages=settings.max_outbox_messages)
         self._journal = UsageJournal(settings.usage_journal, engine_id) if settings.usage_journal else None
-        self._meter = Meter(clock, self._journal)
+        self._unsettled = unsettled
+        self._meter = Meter(clock, self._journal, unsettled)
         tokenizer = Tokenizer.from_json(text.tokenizer_json)
         self._desk = RequestDesk(tokenizer, self._post, self._meter, on_finished=on_finished)
         self._num_tellings = 0
@@ -96,6 +100,8 @@ class Front:
         self._retry_is_due = False
         self._reader: ZmqReader | None = None
         self._beat: asyncio.TimerHandle | None = None
+        self._writer: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Card] = self._loop.create_future()
         self._ended: asyncio.Future[Ending] = self._loop.create_future()
@@ -110,6 +116,8 @@ class Front:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._reader = ZmqReader(self._socket, self._take_frames, self._settle)
         self._beat = self._loop.call_later(self.settings.heartbeat_interval_s, self._on_beat)
+        if self._unsettled is not None:
+            self._writer = asyncio.create_task(self._write_unsettled(), name="unsettled-writer")
         await self._core.start(self)
 
     async def wait_ready(self) -> bool:
@@ -141,6 +149,7 @@ class Front:
         self._desk.fail_all(FailureCode.ENGINE_FAILED, "the engine was shut down; send the request to another one")
         if self._beat is not None:
             self._beat.cancel()
+        self._sessions.flush()  # what was failed is told before the core's end is waited for
         await self._core.stop()
         self._sessions.flush()
         self._sessions.retry()
@@ -150,6 +159,10 @@ class Front:
             self._socket.close(linger=LINGER_MS)
             if self._journal is not None:
                 self._journal.close()
+        self._closing.set()
+        if self._writer is not None:
+            await self._writer
+            self._writer = None
 
     # ── from gateways ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -195,6 +208,7 @@ class Front:
     def _send_card(self, session: GatewaySession, card: Card) -> None:
         session.wants_card, session.has_card = False, True
         self._post(session, card)
+        self._sessions.flush()  # alone in its frame, so that a gateway of another release can read which this one is
         self._send_load(session)
 
     # ── from the core ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -275,11 +289,23 @@ class Front:
         self._tell_what_was_left()
         self._settle()
 
+    async def _write_unsettled(self) -> None:
+        while not self._closing.is_set():
+            await self._meter.write()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), FLUSH_S)
+        await self._meter.write()
+
     def _tell_what_was_left(self) -> None:
-        """What gateways that are gone have not settled, to one that is there."""
+        """What gateways that are gone have not settled, to one that is there; and to each what it seems to have
+        forgotten."""
         sessions = [session for session in self._sessions.all() if session.has_card and not session.outbox]
         if not sessions:
             return
+        for session in sessions:
+            forgotten = self._meter.forgotten_by(session.replica_id)
+            if forgotten:
+                self._post(session, Unsettled(self.engine_id, forgotten))
         records = self._meter.left_behind({session.replica_id for session in self._sessions.all()})
         if records:
             self._num_tellings += 1  # one that does not store them is not asked alone

@@ -1,7 +1,9 @@
 """What ended requests used, kept until a gateway has stored it.
 
 The engine's own count is the proof of what a gateway that died has left unsaid: what it neither settled nor will, since
-nothing was heard of it for a while, is told to another.
+nothing was heard of it for a while, is told to another. With a log, that holds beyond the engine's own death: what an
+engine before this one has left there counts as ended with it. A gateway that is still there settles that by itself too,
+and is asked for what it seems to have forgotten, since a `Settled` may have died with the engine.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from operator import itemgetter
 
 import structlog
 
+from moiety_engine.front.request import OpenRequest
+from moiety_engine.front.unsettled_log import Key, UnsettledLog
 from moiety_engine.front.usage_journal import UsageJournal, UsageLine
 from moiety_wire.messages import Failed, Finished, Metered, Submit
 
@@ -31,22 +35,38 @@ class Meter:
         self,
         clock: Callable[[], float],
         journal: UsageJournal | None = None,
+        unsettled: UnsettledLog | None = None,
         *,
         max_records: int = MAX_RECORDS,
     ) -> None:
         self._clock = clock
         self._journal = journal
+        self._log = unsettled
         self._max_records = max_records
-        self._records: dict[tuple[str, str], Metered] = {}
+        self._running: dict[Key, OpenRequest] = {}  # that were let in, and have a bill
+        self._records: dict[Key, Metered] = {}
+        self._inherited: set[Key] = set()  # the records of an engine before this one
+        self._changed: set[Key] = set()  # records, or former ones, that the log does not have so
         self._num_of: defaultdict[str, int] = defaultdict(int)  # records of each process
         self._heard_at_s: dict[str, float] = {}  # of processes with records
-        self._told_at_s: dict[tuple[str, str], float] = {}
+        self._told_at_s: dict[Key, float] = {}
         self.num_lost = 0
+        self._began_at_s = clock()
+        for record in unsettled.read() if unsettled is not None else ():
+            self._inherited.add((record.replica_id, record.request_id))
+            self._keep(record)
 
     @property
     def replicas(self) -> set[str]:
         """The processes that have something unsettled."""
         return set(self._num_of)
+
+    def begin(self, replica_id: str, request: OpenRequest) -> None:
+        """A request was let in."""
+        if self._log is not None and request.submit.bill:
+            key = replica_id, request.request_id
+            self._running[key] = request
+            self._inherited.discard(key)  # it was resumed where it had ended
 
     def note(self, replica_id: str, submit: Submit, end: Finished | Failed, served_class: str) -> None:
         """A request that was let in has ended."""
@@ -56,12 +76,16 @@ class Meter:
         self._write_down(replica_id, submit, served_class, num_cached, end.num_output_tokens)
         if not submit.bill:
             return
-        record = Metered(replica_id, submit.request_id, submit.bill, served_class, num_cached, end.num_output_tokens)
-        key = replica_id, submit.request_id
+        self._running.pop((replica_id, submit.request_id), None)
+        self._keep(Metered(replica_id, submit.request_id, submit.bill, served_class, num_cached, end.num_output_tokens))
+
+    def _keep(self, record: Metered) -> None:
+        key = record.replica_id, record.request_id
         if key not in self._records:
-            self._num_of[replica_id] += 1
+            self._num_of[record.replica_id] += 1
         self._records[key] = record
-        self._heard_at_s.setdefault(replica_id, self._clock())
+        self._note_change(key)
+        self._heard_at_s.setdefault(record.replica_id, self._clock())
         if len(self._records) > self._max_records:
             lost = self._records[next(iter(self._records))]
             self.num_lost += 1
@@ -94,6 +118,8 @@ class Meter:
             key = replica_id, request_id
             if self._records.pop(key, None) is None:
                 continue
+            self._note_change(key)
+            self._inherited.discard(key)
             self._told_at_s.pop(key, None)
             self._num_of[replica_id] -= 1
             if self._num_of[replica_id] == 0:
@@ -107,13 +133,30 @@ class Meter:
             if replica_id in self._heard_at_s:
                 self._heard_at_s[replica_id] = now_s
         gone = {replica_id for replica_id, at_s in self._heard_at_s.items() if now_s - at_s > GRACE_S}
-        if not gone:
+        return self._due((key for key in self._records if key[0] in gone), now_s) if gone else []
+
+    def forgotten_by(self, replica_id: str) -> list[Metered]:
+        """What an engine before this one has left of a gateway process that is connected, and has settled nothing of
+        it since."""
+        now_s = self._clock()
+        if not self._inherited or now_s - self._began_at_s <= GRACE_S:
             return []
-        due = [
-            (self._told_at_s.get(key, -REPEAT_S), key)
-            for key, record in self._records.items()
-            if record.replica_id in gone and now_s - self._told_at_s.get(key, -REPEAT_S) >= REPEAT_S
-        ]
-        chosen = [key for _, key in heapq.nsmallest(RECORDS_AT_ONCE, due, key=itemgetter(0))]  # the longest not told
+        return self._due((key for key in self._inherited if key[0] == replica_id), now_s)
+
+    async def write(self) -> None:
+        """Bring the log up to date. Never raises; wait for one call before the next."""
+        if self._log is not None:
+            changed, self._changed = self._changed, set()
+            await self._log.write(self._running, self._records, changed)
+
+    def _note_change(self, key: Key) -> None:
+        if self._log is not None:
+            self._changed.add(key)
+
+    def _due(self, keys: Iterable[Key], now_s: float) -> list[Metered]:
+        """Of these, what was not told lately, that which was not told for the longest first."""
+        told = ((self._told_at_s.get(key, float("-inf")), key) for key in keys)
+        due = [(at_s, key) for at_s, key in told if now_s - at_s >= REPEAT_S]
+        chosen = [key for _, key in heapq.nsmallest(RECORDS_AT_ONCE, due, key=itemgetter(0))]
         self._told_at_s |= dict.fromkeys(chosen, now_s)
         return [self._records[key] for key in chosen]

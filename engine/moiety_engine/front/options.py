@@ -57,6 +57,14 @@ UsageJournalOption = Annotated[
         help="Append what each request used to this file; `moiety usage reconcile` checks bills by it.",
     ),
 ]
+UnsettledUsageOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="MOIETY_ENGINE_UNSETTLED_USAGE",
+        rich_help_panel=LISTENING,
+        help="Keep in this file, for the next start, what gateways have not yet stored of what requests used.",
+    ),
+]
 CurveKeyFileOption = Annotated[
     Path | None,
     typer.Option(

@@ -17,6 +17,7 @@ import zmq
 from moiety_engine.front.core_link import CoreLink
 from moiety_engine.front.front import Ending, Front
 from moiety_engine.front.settings import FrontSettings
+from moiety_engine.front.unsettled_log import UnsettledLog
 from moiety_text.folder import TextModel
 
 log = structlog.get_logger()
@@ -41,7 +42,8 @@ class ReadyReport(msgspec.Struct, frozen=True):
 def run_front(
     settings: FrontSettings, text: TextModel, make_core: MakeCore, *, export_spans: bool, say: Callable[[str], None]
 ) -> Ending:
-    """Serve until told to stop by SIGTERM or SIGINT, or until the core dies. `say` prints the report of readiness."""
+    """Serve until told to stop by SIGTERM or SIGINT, or until the core dies. `say` prints the report of readiness.
+    Raises InvalidConfig where the settings' file of unsettled usage cannot be had."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(settings, text, make_core, export_spans, say))
 
@@ -59,6 +61,10 @@ async def _serve(
 ) -> Ending:
     engine_id = f"engine-{uuid.uuid4().hex[:12]}"
     stack = contextlib.ExitStack()
+    unsettled = None
+    if settings.unsettled_usage is not None:
+        unsettled = UnsettledLog(settings.unsettled_usage)
+        stack.callback(unsettled.close)
     on_finished = None
     if export_spans:
         from moiety_engine.front.telemetry import export_by_otlp, phase_recorder  # noqa: PLC0415 - slow to import
@@ -68,7 +74,8 @@ async def _serve(
         on_finished = phase_recorder(spans.get_tracer("moiety.engine"))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        front = Front(settings, engine_id, text, make_core(context), context, on_finished=on_finished)
+        core = make_core(context)
+        front = Front(settings, engine_id, text, core, context, unsettled=unsettled, on_finished=on_finished)
         _drain_on_signals(front)
         try:
             await front.start()

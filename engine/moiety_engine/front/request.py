@@ -18,6 +18,7 @@ from moiety_wire.messages import (
     Failed,
     Finished,
     FinishReason,
+    Metered,
     Phases,
     Submit,
     TokenLogprob,
@@ -82,6 +83,7 @@ class OpenRequest:
         self.submit = submit
         self.received_unix_ns = now_unix_ns
         self.num_output = 0
+        self.num_cached_tokens = 0  # of the prompt, once its first output has come
         self.stopped_by: str | None = None  # the stop string; the core is then told, and only its finish still counts
         self.abort_detail = ""
         self.served_class = ""  # until the core has admitted it
@@ -142,6 +144,7 @@ class OpenRequest:
         held.token_ids += token_ids
         held.text += text
         self.num_output += len(token_ids)
+        self.num_cached_tokens = self.num_cached_tokens or output.num_cached_tokens
         if output.logprobs is not None:
             pairs = zip(token_ids, output.logprobs, strict=False)  # shorter where a stop string cut the tokens
             held.logprobs = held.logprobs or []
@@ -170,6 +173,11 @@ class OpenRequest:
             and self.num_output < self.credit_tokens
             and self.stopped_by is None
         )
+
+    def metered(self, replica_id: str) -> Metered:
+        """What it used so far, for the gateway process that it is of."""
+        bill, served_class = self.submit.bill, self.served_class
+        return Metered(replica_id, self.request_id, bill, served_class, self.num_cached_tokens, self.num_output)
 
     def finish(self, finish: CoreFinish, name_of: Callable[[int], str]) -> Finished:
         """The last message. `name_of` tells the request id of a key, for the events."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
 MAX_DEPTH = 32
+MAX_NUMBER_LENGTH = 400  # a double has no more digits than that ahead of its point
 
 _SPACE = " \t\n\r"
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -141,7 +143,8 @@ class JsonScanner:
         if character in "0123456789+-.eE":
             self._number.append(character)
             return
-        if _NUMBER.fullmatch("".join(self._number)) is None:
+        number = "".join(self._number)
+        if len(number) > MAX_NUMBER_LENGTH or _NUMBER.fullmatch(number) is None or math.isinf(float(number)):
             raise Malformed
         self._step = self._next
         self._next(character)

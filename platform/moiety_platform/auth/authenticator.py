@@ -2,8 +2,8 @@
 
 Owns a small cache of keys, so that a request costs no statement: what it holds is trusted for `ttl_s`, which bounds how
 long a revoked key or a suspended tenant still passes. Keys in use are read again before that, all by one statement.
-When the database is away it fails closed for keys that it does not know (503, never 401) and serves those that it knows
-for `grace_s`. Knows nothing of HTTP but the header's form.
+When the database is away, or does not answer for `PATIENCE_S`, it fails closed for keys that it does not know (503,
+never 401) and serves those that it knows for `grace_s`. Knows nothing of HTTP but the header's form.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -31,6 +32,7 @@ MAX_CACHED_KEYS = 10_000
 IN_USE_S = 30.0  # a key that was used within this is read again before it has to be
 MAX_AT_ONCE = 1_000  # keys by one statement
 LOOKUP_TIMEOUT_S = 3.0
+PATIENCE_S, PATIENCE_AWAY_S = 0.5, 0.05  # for what the database says of a key that is known
 OUTAGE_PAUSE_S = 0.5
 
 log = structlog.get_logger(__name__)
@@ -73,6 +75,7 @@ class Authenticator:
         self._used_s: dict[str, float] = {}  # when keys were last used
         self._refreshing: asyncio.Task[None] | None = None
         self._lookups: dict[str, asyncio.Task[_Entry]] = {}
+        self._reading_since_s: dict[object, float] = {}  # when statements under way were sent
         self._away_until_s = float("-inf")
         self._away = False
 
@@ -125,43 +128,52 @@ class Authenticator:
         now_s = self._clock.monotonic()
         if cached is not None and now_s - cached.read_at_s < self._ttl_s:
             self._touch(key_id, now_s)
-            if now_s - cached.read_at_s >= self._ttl_s / 2:
+            if now_s - cached.read_at_s >= self._ttl_s / 2 and now_s >= self._away_until_s:
                 self._refresh_soon(now_s)
             return cached
-        try:
+        if cached is None or cached.stored is None or now_s - cached.read_at_s >= self._grace_s:
             if now_s < self._away_until_s:
-                raise Unavailable(
-                    "API keys cannot be checked right now; try again shortly.",
-                    code="store_unavailable",
-                    retry_after_s=RETRY_AFTER_S,
-                )
+                raise _unavailable()
             return await self._look_up_once(key_id)
-        except Unavailable:
-            still_good = cached is not None and cached.stored is not None
-            if cached is None or not still_good or self._clock.monotonic() - cached.read_at_s >= self._grace_s:
-                raise
-            return cached
+        self._touch(key_id, now_s)
+        if now_s >= self._away_until_s:
+            await self._confirm(key_id, now_s)
+        return self._known.get(key_id) or await self._find(key_id)  # again, where it was changed meanwhile
+
+    async def _confirm(self, key_id: str, now_s: float) -> None:
+        """Have a key that is known read again: with all others, and hardly waited for, where the database does not
+        answer."""
+        oldest_s = next(iter(self._reading_since_s.values()), now_s)
+        asking: asyncio.Task[Any]
+        if self._away or now_s - oldest_s >= PATIENCE_S:
+            asking, patience_s = self._refresh_soon(now_s), PATIENCE_AWAY_S
+        else:
+            asking, patience_s = self._begin_look_up(key_id), PATIENCE_S
+        await asyncio.wait([asking], timeout=max(0.0, oldest_s + patience_s - now_s))
 
     async def _look_up_once(self, key_id: str) -> _Entry:
         """Every caller that waits for the same key shares one statement; a caller that leaves does not take it
         along."""
+        return await asyncio.shield(self._begin_look_up(key_id))
+
+    def _begin_look_up(self, key_id: str) -> asyncio.Task[_Entry]:
         task = self._lookups.get(key_id)
         if task is None:
             task = asyncio.create_task(self._look_up(key_id), name="key-lookup")
             self._lookups[key_id] = task
             task.add_done_callback(lambda done: self._finish_lookup(key_id, done))
-        return await asyncio.shield(task)
+        return task
 
     def _finish_lookup(self, key_id: str, task: asyncio.Task[_Entry]) -> None:
         self._lookups.pop(key_id, None)
         if not task.cancelled():
             task.exception()  # retrieved even if every caller has left
 
-    def _refresh_soon(self, now_s: float) -> None:
+    def _refresh_soon(self, now_s: float) -> asyncio.Task[None]:
         """Read every key that was used lately again, while what is held of it is still good."""
-        if self._refreshing is not None or now_s < self._away_until_s:
-            return
-        self._refreshing = asyncio.create_task(self._refresh(now_s), name="key-refresh")
+        if self._refreshing is None:
+            self._refreshing = asyncio.create_task(self._refresh(now_s), name="key-refresh")
+        return self._refreshing
 
     async def _refresh(self, now_s: float) -> None:
         oldest_s = now_s - IN_USE_S
@@ -184,7 +196,8 @@ class Authenticator:
 
     async def _read(self, key_ids: Sequence[str]) -> dict[str, _Entry]:
         """What the database says of these keys now. Raises Unavailable."""
-        asked_at_s, seen = self._clock.monotonic(), self._edits.now
+        asked_at_s, seen, token = self._clock.monotonic(), self._edits.now, object()
+        self._reading_since_s[token] = asked_at_s
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
                 found = await find_keys(self._database, key_ids)
@@ -193,11 +206,9 @@ class Authenticator:
             if not self._away:
                 log.warning("key_store_away", reason=str(error) or "the database does not answer in time")
             self._away = True
-            raise Unavailable(
-                "API keys cannot be checked right now; try again shortly.",
-                code="store_unavailable",
-                retry_after_s=RETRY_AFTER_S,
-            ) from error
+            raise _unavailable() from error
+        finally:
+            del self._reading_since_s[token]
         self._away = False
         entries = {}
         for key_id in key_ids:
@@ -245,6 +256,14 @@ class Authenticator:
             scopes=stored.scopes,
             allowed_models=stored.allowed_models,
         )
+
+
+def _unavailable() -> Unavailable:
+    return Unavailable(
+        "API keys cannot be checked right now; try again shortly.",
+        code="store_unavailable",
+        retry_after_s=RETRY_AFTER_S,
+    )
 
 
 def _read_header(authorization: str | None) -> KeyText:

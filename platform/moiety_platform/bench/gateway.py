@@ -95,9 +95,9 @@ async def _measure(settings: GatewayBench, gateway: _Running, say: Callable[[str
     say("one connection …")
     alone = await gateway.load(answers, 1, settings.seconds)
     say(f"{settings.connections} connections …")
-    statements, rss_bytes = await _statements(gateway), gateway.rss_bytes
+    statements, rss_bytes = await count_statements(gateway.address), gateway.rss_bytes
     busy = await gateway.load(answers, settings.connections, settings.seconds)
-    statements = await _statements(gateway) - statements
+    statements = await count_statements(gateway.address) - statements
     say("streams …")
     events = _requests(keys, settings.stream_tokens, stream=True)
     streams = await gateway.load(events, settings.connections, settings.seconds)
@@ -237,8 +237,8 @@ async def _make_tenants(gateway: _Running, count: int) -> list[str]:
         return keys
 
 
-async def _statements(gateway: _Running) -> int:
-    """How many SQL statements the gateway has sent so far."""
-    async with httpx.AsyncClient(base_url=gateway.address, timeout=10) as client:
+async def count_statements(address: str) -> int:
+    """How many SQL statements the gateway at that address has sent so far."""
+    async with httpx.AsyncClient(base_url=address, timeout=10) as client:
         lines = (await client.get("/metrics")).text.splitlines()
     return int(float(next(line for line in lines if line.startswith(SQL_COUNTER)).rpartition(" ")[2]))

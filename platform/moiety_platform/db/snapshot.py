@@ -1,8 +1,9 @@
 """Something small that every request reads from the database: a snapshot that is read again when it is old.
 
 A request costs no statement: what is held is trusted for `ttl_s`, which bounds how long another gateway's edit goes
-unnoticed. An edit through this process counts here at once. When the database is away the last snapshot stays good,
-since a promise of yesterday is better than none; without any, it fails closed (503).
+unnoticed, and while it is in use it is read again before that, so that nobody waits for it. An edit through this
+process counts here at once. When the database is away, or does not answer for `PATIENCE_S`, the last snapshot stays
+good, since a promise of yesterday is better than none; without any, it fails closed (503).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 
 TTL_S = 2.0
+AHEAD = 0.75  # of the time to live, after which a snapshot in use is read again
 LOOKUP_TIMEOUT_S = 3.0
+PATIENCE_S, PATIENCE_AWAY_S = 0.5, 0.05  # for a new snapshot, where there is an old one
 OUTAGE_PAUSE_S = 0.5
 
 T = TypeVar("T")
@@ -46,25 +49,25 @@ class Snapshot(Generic[T]):
         self._clock = clock
         self._ttl_s = ttl_s
         self._value: T | None = None
-        self._fresh_until_s = float("-inf")
+        self._read_again_s = self._fresh_until_s = float("-inf")
         self._num_edits = 0
-        self._reading: asyncio.Task[int] | None = None
+        self._num_edits_seen = -1  # by what is held
+        self._reading: asyncio.Task[None] | None = None
+        self._asked_s = float("-inf")  # when that began
         self._away = False
 
     def forget(self) -> None:
         """An edit was made: read again before the next request is served."""
         self._num_edits += 1
-        self._fresh_until_s = float("-inf")
+        self._read_again_s = self._fresh_until_s = float("-inf")
 
     async def current(self) -> T:
         """Raises Unavailable when the database is away and was never read."""
-        wanted = self._num_edits
-        while self._clock.monotonic() >= self._fresh_until_s:
-            if self._reading is None:
-                self._reading = asyncio.create_task(self._read(), name=f"read-{self._what}")
-            num_edits_seen = await asyncio.shield(self._reading)  # shared; a caller that leaves does not take it along
-            if self._away or num_edits_seen >= wanted:
-                break
+        now_s = self._clock.monotonic()
+        if now_s >= self._fresh_until_s:
+            await self._wait_fresh(self._num_edits)
+        elif now_s >= self._read_again_s:
+            self._begin_reading()
         if self._value is None:
             raise Unavailable(
                 f"{self._what.capitalize()} cannot be read right now; try again shortly.",
@@ -73,8 +76,23 @@ class Snapshot(Generic[T]):
             )
         return self._value
 
-    async def _read(self) -> int:
-        """The number of edits that what was read has seen for certain."""
+    async def _wait_fresh(self, wanted: int) -> None:
+        """Until what is held is good, has seen so many edits, or has to do since the database does not answer."""
+        while (now_s := self._clock.monotonic()) >= self._fresh_until_s:
+            reading, has_seen = self._begin_reading(), self._num_edits_seen >= wanted
+            patience_s = max(0.0, self._asked_s + (PATIENCE_AWAY_S if self._away else PATIENCE_S) - now_s)
+            # shared: a caller that leaves does not take it along
+            done, _ = await asyncio.wait([reading], timeout=patience_s if has_seen else None)
+            if not done or self._away or self._num_edits_seen >= wanted:
+                return
+
+    def _begin_reading(self) -> asyncio.Task[None]:
+        if self._reading is None:
+            self._asked_s = self._clock.monotonic()
+            self._reading = asyncio.create_task(self._read(), name=f"read-{self._what}")
+        return self._reading
+
+    async def _read(self) -> None:
         num_edits, asked_at_s = self._num_edits, self._clock.monotonic()
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S), self._database.read() as session:
@@ -84,12 +102,12 @@ class Snapshot(Generic[T]):
                 reason = str(error) or "the database does not answer in time"
                 log.warning("store_away", what=self._what, reason=reason)
             self._away = True
-            self._fresh_until_s = self._clock.monotonic() + OUTAGE_PAUSE_S
+            self._read_again_s = self._fresh_until_s = self._clock.monotonic() + OUTAGE_PAUSE_S
         else:
             self._away = False
-            self._value = value
+            self._value, self._num_edits_seen = value, num_edits
             if num_edits == self._num_edits:  # else what was read may be older than the last edit
+                self._read_again_s = asked_at_s + self._ttl_s * AHEAD
                 self._fresh_until_s = asked_at_s + self._ttl_s
         finally:
             self._reading = None
-        return num_edits

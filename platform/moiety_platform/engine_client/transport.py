@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
 from moiety_platform.errors import EngineFailed, Unavailable
-from moiety_wire.codec import decode_to_gateway, encode
+from moiety_wire.codec import decode_to_gateway, encode, encode_in_frames
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.messages import (
     HEARTBEAT_INTERVAL_S,
@@ -42,8 +42,8 @@ from moiety_wire.messages import (
 )
 
 RECONNECT_PAUSE_S = 0.05
-FRAMES_A_TURN = 256  # then other tasks of the loop get theirs
-IDS_IN_A_FRAME = 64 * 1024  # of prompts, unless one alone has more
+MESSAGES_A_TURN = 512  # then other tasks of the loop get theirs
+FRAME_BYTES = 1024 * 1024  # or one message; an engine hangs up on who sends it a frame that is far larger
 SETTLED_AT_ONCE = 256  # requests in one message
 MAX_SETTLED = 200_000  # that are remembered for an engine that is away
 
@@ -277,12 +277,16 @@ class _Session:
     def _flush(self) -> None:
         """Hand what is to be sent to the socket; if it cannot take it, the session is lost."""
         messages, self._unsent = self._unsent, []
-        unsent = [message for frame in _frames(messages) if not self._try_send(*frame) for message in frame]
-        for message in unsent:
+        num_sent = 0
+        for frame, num_messages in encode_in_frames(messages, FRAME_BYTES):
+            if not self._try_send(frame):
+                break
+            num_sent += num_messages
+        for message in messages[num_sent:]:
             stream = self.streams.get(message.request_id) if isinstance(message, Submit) else None
             if stream is not None:
                 stream.fail(Unavailable("the engine is gone; try again shortly", retry_after_s=1))
-        if unsent:
+        if num_sent < len(messages):
             self._lose("the connection is gone")
 
     def close(self, error: EngineFailed) -> None:
@@ -297,18 +301,18 @@ class _Session:
 
     def _beat(self) -> None:
         if self.card is None:
-            self._try_send(Hello(self._id, replica_id=self._replica_id))
+            self._try_send(encode(Hello(self._id, replica_id=self._replica_id)))
         else:
             self._on_beat()
             self._flush()
-            self._try_send(Heartbeat(self._num_heartbeats))
+            self._try_send(encode(Heartbeat(self._num_heartbeats)))
             self._num_heartbeats += 1
 
-    def _try_send(self, *messages: ToEngine) -> bool:
+    def _try_send(self, frame: bytes) -> bool:
         if self._socket.closed:
             return False
         try:
-            self._socket.send(encode(*messages), zmq.NOBLOCK)
+            self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
         self._drain_soon()  # a send may have swallowed the edge that announces messages to read
@@ -322,7 +326,8 @@ class _Session:
     def _drain(self) -> None:
         """Read what has come. The socket's descriptor is edge-triggered: read until there is no more."""
         self._drain_is_due = False
-        for _ in range(FRAMES_A_TURN):
+        num_taken = 0
+        while num_taken < MESSAGES_A_TURN:
             if self._socket.closed:
                 return
             try:
@@ -334,9 +339,10 @@ class _Session:
                 messages = decode_to_gateway(frame)
             except UndecodableMessage as exc:
                 log.warning("engine_message_undecodable", error=str(exc))
-                continue
+                messages = []
             for message in messages:
                 self._take(message)
+            num_taken += 1 + len(messages)
         self._drain_soon()
 
     def _take(self, message: ToGateway) -> None:
@@ -380,17 +386,3 @@ class _Session:
     def _lose(self, reason: str) -> None:
         if not self._lost.done():
             self._lost.set_result(reason)
-
-
-def _frames(messages: Sequence[ToEngine]) -> Iterator[list[ToEngine]]:
-    """What goes as one frame, none of them much larger than its largest message."""
-    frame: list[ToEngine] = []
-    num_ids = 0
-    for message in messages:
-        num_ids += len(message.prompt_ids) if isinstance(message, Submit) else 0
-        if frame and num_ids > IDS_IN_A_FRAME:
-            yield frame
-            frame, num_ids = [], 0
-        frame.append(message)
-    if frame:
-        yield frame

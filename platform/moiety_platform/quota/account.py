@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import datetime
 
+from moiety_platform.db.failures import RETRY_AFTER_S
+from moiety_platform.errors import Unavailable
+from moiety_platform.quota.errors import store_unavailable
 from moiety_platform.quota.kinds import Meter
 from moiety_platform.quota.lease import Lease
 from moiety_platform.quota.limits import Limit
@@ -33,8 +38,7 @@ class Account:
     remaining: int | None = None  # that; None before the store was asked
     asked_s: float = float("-inf")  # when
     is_new: bool = True  # whether the store has not been heard of it yet
-    wanted: list[int] = field(default_factory=list)  # what waiting requests lack, each
-    waiters: list[asyncio.Future[Grant]] = field(default_factory=list)
+    waiters: dict[asyncio.Future[Grant], int] = field(default_factory=dict)  # what waiting requests lack, each
 
     @property
     def ahead(self) -> int:
@@ -42,6 +46,15 @@ class Account:
         if self.lease.meter is Meter.SLOTS:
             return max(ahead_of_peak(self.peak, self.limit.cap), self._trifle)
         return max(ahead_of_use(self.use_per_s), self._trifle)
+
+    def running_low(self, now_s: float) -> int:
+        """How much to ask for before a request lacks it, while there is plenty of the limit: then nobody waits for the
+        store, nor notices for some seconds that it is away."""
+        has_plenty = self.remaining is not None and self.remaining >= self.limit.cap // PLENTY
+        if self.lease.meter is Meter.SLOTS or not has_plenty or now_s - self.used_s >= IDLE_S:
+            return 0
+        ahead, free = self.ahead, self.lease.free
+        return ahead + ahead // 2 - free if free < ahead else 0  # less than would be given back
 
     @property
     def _trifle(self) -> int:
@@ -70,6 +83,11 @@ class Account:
             self.remaining, self.asked_s, self.full_until_s = grant.remaining, now_s, now_s + FULL_S
             if self.lease.meter is Meter.RATE:
                 self.lease.granted += grant.amount
+
+    def take_waiters(self) -> dict[asyncio.Future[Grant], int]:
+        """Those who wait still, with what each lacks; they are the caller's from now on."""
+        waiters, self.waiters = self.waiters, {}
+        return {future: lacking for future, lacking in waiters.items() if not future.done()}
 
     def idle_part(self, now_s: float) -> int:
         """What of its free part should go back to the store."""
@@ -102,3 +120,24 @@ class Account:
         if self.lease.meter is Meter.RATE:
             left += int((now_s - self.asked_s) * self.limit.cap / 60)
         return min(left, self.limit.cap)
+
+
+@dataclass(slots=True)
+class KnownScope:
+    """What is known of one scope's limits."""
+
+    limits: list[Limit]
+    read_s: float
+    used_s: float
+    accounts: list[Account] | None = None  # of its limits in the windows of `day`; None where they are to be found
+    day: datetime | None = None
+
+
+def fail(waiters: Iterable[asyncio.Future[Grant]], error: BaseException) -> None:
+    """Tell those who wait that there is no answer."""
+    told = store_unavailable()
+    if isinstance(error, Unavailable):
+        told = Unavailable(error.message, code=error.code, retry_after_s=RETRY_AFTER_S)
+    for future in waiters:
+        if not future.done():
+            future.set_exception(told)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime
 
-from moiety_platform.errors import RateLimited
+from moiety_platform.db.failures import RETRY_AFTER_S
+from moiety_platform.errors import RateLimited, Unavailable
 from moiety_platform.quota.kinds import NANO, Meter, Unit, window_end
 from moiety_platform.quota.lease import WindowId
 from moiety_platform.quota.limits import Limit
@@ -22,6 +24,14 @@ class QuotaExceeded(RateLimited):
         super().__init__(message, code=code, retry_after_s=retry_after_s)
         self.unit = unit
         self.room = room
+
+
+def store_unavailable() -> Unavailable:
+    return Unavailable(
+        "Limits cannot be checked right now; try again shortly.",
+        code="store_unavailable",
+        retry_after_s=RETRY_AFTER_S,
+    )
 
 
 def exceeded(limit: Limit, window: WindowId, *, room: int, short: int, needed: int, now: datetime) -> QuotaExceeded:
@@ -49,6 +59,21 @@ def exceeded(limit: Limit, window: WindowId, *, room: int, short: int, needed: i
         unit=kind.unit, room=room, code=None,
         retry_after_s=max(1.0, (resets_at - now).total_seconds()),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A limit that has not so much left as a hold lacks: `short` of it; `room` is how much more the hold might have,
+    and `needed` what it was to have in all."""
+
+    limit: Limit
+    window: WindowId
+    room: int
+    short: int
+    needed: int
+
+    def error(self, now: datetime) -> QuotaExceeded:
+        return exceeded(self.limit, self.window, room=self.room, short=self.short, needed=self.needed, now=now)
 
 
 def shown(limit: Limit) -> str:

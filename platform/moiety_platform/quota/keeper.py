@@ -1,13 +1,13 @@
 """Limits as the requests of one gateway process see them: spent from memory, leased from the store.
 
-A hold is taken from what is leased, without the database. Only what is lacking is asked for, by one task for all: every
-transaction grants what is wanted, for all scopes together; once a second it also gives back what is idle, and a few
-times in their lives it renews all leases. So the database sees a few statements a second, not some for each request;
-near a cap, where only what is lacking is leased, about one transaction a request.
+A hold is taken from what is leased, without the database. What is lacking is asked for by one task for all: every
+transaction grants what is wanted, for all scopes together; once a second it also asks for what will be lacking soon and
+gives back what is idle, and a few times in their lives it renews all leases. So the database sees a few statements a
+second, not some for each request; near a cap, where only what is lacking is leased, about one transaction a request.
 
-When the database is away, what is leased is spent until the leases expire there; then requests under a limit are turned
-away (503), and streams that need more end. What was used is booked by whoever stores the usage rows, within the same
-transaction, so exactly once.
+When the database is away, or does not answer for `ANSWER_S`, what is leased is spent until the leases expire there;
+then requests under a limit are turned away (503), and streams that need more end. What was used is booked by whoever
+stores the usage rows, within the same transaction, so exactly once.
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.clock import Clock
-from moiety_platform.db.failures import RETRY_AFTER_S
 from moiety_platform.db.session import Database
 from moiety_platform.edits import Edits
 from moiety_platform.errors import Unavailable
-from moiety_platform.quota.account import Account
-from moiety_platform.quota.errors import QuotaExceeded, exceeded
+from moiety_platform.quota.account import Account, KnownScope, fail
+from moiety_platform.quota.errors import Refusal, store_unavailable
 from moiety_platform.quota.kinds import Meter, Period, Scope, Unit, window_end, window_start
 from moiety_platform.quota.lease import Hold, Lease, WindowId
 from moiety_platform.quota.limits import Limit, load_limits
@@ -42,6 +39,7 @@ TICK_S = 1.0
 LIMITS_FRESH_S = 1.9
 MARGIN = 0.25  # of the time to live, by which this process believes its leases to end early
 OUTAGE_PAUSE_S = 0.5
+ANSWER_S = 4.0  # for which a request waits for the store
 PROOF_MARGIN_S = 5.0  # more than a request takes from its hold to its engine
 _RATE_MEAN_S = 5.0
 _FORGET_AFTER_S = 60.0
@@ -52,37 +50,18 @@ _GONE = Grant(0, 0)  # of a window whose limit was taken away
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A limit that has not so much left as a hold lacks: `short` of it; `room` is how much more the hold might have,
-    and `needed` what it was to have in all."""
-
-    limit: Limit
-    window: WindowId
-    room: int
-    short: int
-    needed: int
-
-    def error(self, now: datetime) -> QuotaExceeded:
-        return exceeded(self.limit, self.window, room=self.room, short=self.short, needed=self.needed, now=now)
-
-
-@dataclass(slots=True)
-class _Scope:
-    """What is known of one scope's limits."""
-
-    limits: list[Limit]
-    read_s: float
-    used_s: float
-    accounts: list[Account] | None = None  # of its limits in the windows of `day`; None where they are to be found
-    day: datetime | None = None
-
-
 class QuotaKeeper:
     """Owned by the entry point; one event loop. `start` before the first request, `stop` after the last."""
 
     def __init__(
-        self, database: Database, store: LeaseStore, clock: Clock, *, ttl_s: float = LEASE_S, tick_s: float = TICK_S
+        self,
+        database: Database,
+        store: LeaseStore,
+        clock: Clock,
+        *,
+        ttl_s: float = LEASE_S,
+        tick_s: float = TICK_S,
+        answer_s: float = ANSWER_S,
     ) -> None:
         self._database = database
         self._store = store
@@ -90,13 +69,15 @@ class QuotaKeeper:
         self._clock = clock
         self._ttl_s = ttl_s
         self._tick_s = tick_s
-        self._scopes: dict[Scope, _Scope] = {}
+        self._answer_s = answer_s
+        self._scopes: dict[Scope, KnownScope] = {}
         self._accounts: dict[WindowId, Account] = {}
         self._edits = Edits()  # of scopes' limits, here
         self._asked: set[Account] = set()  # with requests that wait
         self._rounds = Rounds("quota-keeper", self._round, tick_s, pause_s=min(tick_s, OUTAGE_PAUSE_S))
         self._counted_s = self._swept_s = clock.monotonic()
         self._renewed_s = float("-inf")
+        self._sent_s: float | None = None  # when the round under way was
         self.is_proven: Callable[[str, float], bool] | None = None  # whether engines hold nothing of a replica
 
     @property
@@ -122,7 +103,12 @@ class QuotaKeeper:
         while not self.extend_now(hold, amounts):
             lacking = hold.lacking(amounts)  # nothing where leases have only to be renewed
             windows = {lease.window: lacking.get(lease, 0) for lease in lacking or hold.leases}
-            grants = await asyncio.gather(*(self._ask(self._accounts[w], amount) for w, amount in windows.items()))
+            try:
+                async with asyncio.timeout(self._answer_s):
+                    asked = [self._ask(self._accounts[window], amount) for window, amount in windows.items()]
+                    grants = await asyncio.gather(*asked)
+            except TimeoutError as error:
+                raise store_unavailable() from error
             for (window, amount), grant in zip(windows.items(), grants, strict=True):
                 if grant is _GONE:
                     hold.drop(window)
@@ -137,11 +123,7 @@ class QuotaKeeper:
         """What was reserved is still leased. Raises Unavailable: the process stood still, and its leases ran out."""
         now_s = self._clock.monotonic()
         if any(now_s >= lease.good_until_s for lease in hold.leases):
-            raise Unavailable(
-                "Limits cannot be checked right now; try again shortly.",
-                code="store_unavailable",
-                retry_after_s=RETRY_AFTER_S,
-            )
+            raise store_unavailable()
 
     def standings(self, hold: Hold) -> list[Standing]:
         """Where the limits of a request stand, as far as this process knows."""
@@ -187,22 +169,25 @@ class QuotaKeeper:
     async def transact(
         self, *, give_back: Callable[[Account], int] | None = None, asked_only: bool = False, renew_all: bool = True
     ) -> None:
-        """One round with the database: grant what waiting requests lack, and unless `asked_only`, give back what is
-        idle (or what `give_back` says) and read limits again; renew the leases that this touches, or all. Raises
-        Unavailable, with the waiting requests told so."""
+        """One round with the database: grant what waiting requests lack, and unless `asked_only`, what will be lacking
+        soon, give back what is idle (or what `give_back` says) and read limits again; renew the leases that this
+        touches, or all. Raises Unavailable, with the waiting requests told so."""
         asked, self._asked = self._asked, set()
         sent_s = self._clock.monotonic()
         returned = {} if asked_only else self._set_aside(give_back or (lambda account: account.idle_part(sent_s)))
-        wants = [Want(a.lease.window, min(a.wanted), sum(a.wanted), a.ahead) for a in asked]
+        waiters = {account: waiting for account in asked if (waiting := account.take_waiters())}
+        wants = [Want(a.lease.window, min(w.values()), sum(w.values()), a.ahead) for a, w in waiters.items()]
+        if not asked_only and give_back is None:
+            low = {a: more for a in self._accounts.values() if a not in waiters and (more := a.running_low(sent_s))}
+            wants += [Want(account.lease.window, 0, 0, more) for account, more in low.items()]
+            waiters |= {account: {} for account in low}
         renewed = self._leased(self._accounts if renew_all else [*returned, *(want.window for want in wants)])
         seen = self._edits.now
         stale = [] if asked_only else self._stale_scopes(sent_s)
-        waiters = {account: account.waiters for account in asked}
-        for account in asked:
-            account.waiters, account.wanted = [], []
         if not (wants or returned or renewed or stale):
             return
         begin = self._database.write if wants or returned or renewed else self._database.read
+        self._sent_s = sent_s
         try:
             async with begin() as session:
                 grants = await self._exchange(session, returned, wants)
@@ -210,8 +195,10 @@ class QuotaKeeper:
                 limits = await load_limits(session, stale)
         except BaseException as error:  # whatever it was, nobody is left waiting
             for futures in waiters.values():
-                _fail(futures, error)
+                fail(futures, error)
             raise
+        finally:
+            self._sent_s = None
         self._learn(renewed, stored, [*returned, *grants], sent_s)
         self._learn_limits(limits, sent_s, seen)
         for account, futures in waiters.items():
@@ -315,10 +302,12 @@ class QuotaKeeper:
         if self._clock.monotonic() < account.full_until_s and lacking > (account.remaining or 0):
             future.set_result(Grant(0, account.remaining or 0))
             return future
-        account.waiters.append(future)
+        if self._sent_s is not None and self._clock.monotonic() - self._sent_s >= self._answer_s:
+            future.set_exception(store_unavailable())
+            return future
+        account.waiters[future] = lacking
         self._asked.add(account)
         account.used_s = self._clock.monotonic()
-        account.wanted.append(lacking)
         self._rounds.wake()
         return future
 
@@ -335,21 +324,27 @@ class QuotaKeeper:
             account.used_s = now_s
         return found
 
-    async def _known(self, scopes: Sequence[Scope]) -> list[_Scope]:
+    async def _known(self, scopes: Sequence[Scope]) -> list[KnownScope]:
         """The scopes with their limits; read once for a scope that is new, then kept fresh by every round."""
         now_s, seen = self._clock.monotonic(), self._edits.now
         known = [self._scopes[scope] for scope in scopes if scope in self._scopes]
         unknown = [scope for scope in scopes if scope not in self._scopes]
         if unknown:
-            async with self._database.read() as session:
-                found = await load_limits(session, unknown)
-            read = {scope: _Scope(limits, now_s, now_s) for scope, limits in found.items()}
+            found = await self._read_limits(unknown)
+            read = {scope: KnownScope(limits, now_s, now_s) for scope, limits in found.items()}
             known += read.values()
             self._scopes = {s: one for s, one in read.items() if not self._edits.since(seen, s)} | self._scopes
             self._learn_limits(found, now_s, seen)
         for one in known:
             one.used_s = now_s
         return known
+
+    async def _read_limits(self, scopes: Sequence[Scope]) -> dict[Scope, list[Limit]]:
+        try:
+            async with asyncio.timeout(self._answer_s), self._database.read() as session:
+                return await load_limits(session, scopes)
+        except TimeoutError as error:
+            raise store_unavailable() from error
 
     def _account(self, limit: Limit) -> Account:
         window = WindowId(limit.quota_id, window_start(limit.kind.period, self._clock.now()))
@@ -390,12 +385,3 @@ class QuotaKeeper:
         }
         for known in self._scopes.values():
             known.accounts = None
-
-
-def _fail(futures: Sequence[asyncio.Future[Grant]], error: BaseException) -> None:
-    message, code = "Limits cannot be checked right now; try again shortly.", "store_unavailable"
-    if isinstance(error, Unavailable):
-        message, code = error.message, error.code
-    for future in futures:
-        if not future.done():
-            future.set_exception(Unavailable(message, code=code, retry_after_s=RETRY_AFTER_S))

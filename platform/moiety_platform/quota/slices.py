@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SECONDS_AHEAD = 3.0  # of recent use
+SECONDS_AHEAD = 6.0  # of recent use: what a short outage of the store is to be survived with
 SLOTS_PART = 8  # of a cap on open requests, at most one part in so many is leased ahead
 
 

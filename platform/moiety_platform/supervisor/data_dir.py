@@ -82,6 +82,11 @@ class DataDir:
         return self.path / "pepper"
 
     @property
+    def unsettled_path(self) -> Path:
+        """Of the engine: what the gateway has not stored of what requests used."""
+        return self.path / "unsettled-usage"
+
+    @property
     def keys_path(self) -> Path:
         return self.path / KEYS_FILE
 

@@ -34,8 +34,9 @@ class ServeOptions:
         return f"http://{reachable_host(self.host)}:{self.port}"
 
 
-def engine_part(options: ServeOptions, socket: Path) -> Part:
+def engine_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> Part:
     arguments = ["engine", "--listen", f"ipc://{socket}", "--name", options.name]
+    arguments += ["--unsettled-usage", str(data_dir.unsettled_path)]
     if options.model is not None:
         arguments += ["--model", options.model]
     return Part("engine", (*arguments, *options.engine_arguments))

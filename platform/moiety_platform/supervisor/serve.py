@@ -53,7 +53,7 @@ async def serve(options: ServeOptions, data_dir: DataDir, console: Console) -> N
     socket.unlink(missing_ok=True)
     supervisor = Supervisor(console, data_dir.log_path, options.host, options.port)
     stop = StopRequest(supervisor, console)
-    supervisor.start(engine_part(options, socket))  # first, since it takes longest
+    supervisor.start(engine_part(options, data_dir, socket))  # first, since it takes longest
     supervisor.start(gateway_part(options, data_dir, socket))
     console.say(f"starting {options.name}; data and logs are in {data_dir.path}")
     try:

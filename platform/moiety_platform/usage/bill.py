@@ -44,6 +44,11 @@ def decode_bill(data: bytes) -> Bill:
     return _decoder.decode(data)
 
 
+def request_of(request_id: str) -> str:
+    """The request of an answer, from its id at the engine."""
+    return request_id.rpartition("-")[0]
+
+
 def sequence_of(request_id: str) -> int:
     """The number of an answer within its request, from its id at the engine."""
     return int(request_id.rpartition("-")[2])

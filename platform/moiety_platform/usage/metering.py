@@ -14,7 +14,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.quota.kinds import Unit
 from moiety_platform.quota.store import book
-from moiety_platform.usage.bill import Bill, decode_bill, sequence_of
+from moiety_platform.usage.bill import Bill, decode_bill, request_of, sequence_of
 from moiety_platform.usage.ledger import COUNTS, correct, metered_before
 from moiety_platform.usage.models import EntryKind, UsageRecord
 from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow
@@ -31,8 +31,10 @@ Tell = Callable[[str, list[str]], None]  # (gateway process, its requests): they
 class MeterReader:
     """Takes what engines tell of gateways that are gone, stores it, and says so. Made in the process's event loop."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, is_held: Callable[[str], bool]) -> None:
+        """`is_held` says of a request whether this process has it, and shall store its row by itself."""
         self._database = database
+        self._is_held = is_held
         self._waiting: asyncio.Queue[tuple[Sequence[Metered], Tell]] = asyncio.Queue(MAX_WAITING)
         self._task: asyncio.Task[None] | None = None
         self.num_charged = 0
@@ -56,6 +58,8 @@ class MeterReader:
         while True:
             records, tell = await self._waiting.get()
             for record in records:
+                if self._is_held(request_of(record.request_id)):
+                    continue
                 try:
                     async with self._database.write() as session:
                         self.num_charged += await charge(session, record)

@@ -1,7 +1,8 @@
 """Stores usage rows: every row once, none lost, and no request waits for it.
 
-`record` puts a row into memory; a task writes what has gathered in one statement at least every `interval_s`. The
-table's primary key makes writing idempotent, so whatever is in doubt is simply written again.
+`record` puts a row into memory; a task writes what has gathered after `interval_s`, and under load after two of them,
+so that the statements of one transaction serve many rows. The table's primary key makes writing idempotent, so whatever
+is in doubt is simply written again.
 
 The rule when the database is away or slow: a batch that cannot be stored goes to the journal, an append-only file
 beside the database's, and is replayed when the database is back, or at the next start. Rows that gather faster than
@@ -34,6 +35,7 @@ from moiety_platform.usage.row import UsageRow, killed
 from moiety_platform.usage.store import insert_rows, storable
 
 INTERVAL_S = 0.25
+BUSY_ROWS, BUSY_INTERVALS = 10, 2  # after a round of so many rows, the next begins after so many intervals
 MAX_PENDING = 10_000
 BATCH_ROWS = 500
 MAX_BACKOFF_S = 5.0
@@ -74,6 +76,7 @@ class UsageRecorder:
         self._interval_s = interval_s
         self._max_pending = max_pending
         self._pending: deque[UsageRow] = deque()
+        self._num_drained = 0  # rows of the last round
         self._draining = asyncio.Lock()
         self._work = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -126,6 +129,10 @@ class UsageRecorder:
             self._pending.append(row)
         self._work.set()
 
+    def holds(self, request_id: str) -> bool:
+        """Whether the request is running here, or its row waits to be stored."""
+        return request_id in self._running or request_id in self._when_stored
+
     async def flush(self) -> None:
         """Return once every row recorded before is in the database. Raises Unavailable if that is away; the rows are
         then in the journal and will follow. Raises OSError if the journal cannot be read."""
@@ -149,8 +156,9 @@ class UsageRecorder:
             if not backoff_s:
                 await self._work.wait()
             self._work.clear()
+            num_intervals = BUSY_INTERVALS if self._num_drained >= BUSY_ROWS else 1
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), backoff_s or self._interval_s)
+                await asyncio.wait_for(self._stopping.wait(), backoff_s or num_intervals * self._interval_s)
             try:
                 await self.flush()
             except (Unavailable, OSError) as error:
@@ -163,8 +171,9 @@ class UsageRecorder:
                 backoff_s = 0.0
 
     async def _drain(self) -> None:
-        while self._pending:
-            batch = [self._pending[i] for i in range(min(BATCH_ROWS, len(self._pending)))]
+        self._num_drained = left = len(self._pending)  # what comes meanwhile is for the next round
+        while left > 0:
+            batch = [self._pending[i] for i in range(min(BATCH_ROWS, left))]
             try:
                 await self._store(batch)
             except Unavailable:
@@ -173,6 +182,7 @@ class UsageRecorder:
                 raise
             for _ in batch:
                 self._pending.popleft()
+            left -= len(batch)
             self._trim()
         if self._journal.waiting:
             await self._replay()

@@ -1,0 +1,173 @@
+"""Gateways and scripted engines as processes, each started again after a kill with what it had on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import httpx
+
+from moiety_platform.supervisor.ports import claim_port
+
+START_S = 60.0
+NUM_ENGINES = 2
+STEP_MS = 4
+
+
+class Cluster:
+    """`cores`, where given, are those of the gateways and those of the engines."""
+
+    def __init__(
+        self,
+        folder: Path,
+        database_url: str,
+        num_gateways: int,
+        *,
+        cores: tuple[Collection[int], Collection[int]] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.journals = [folder / f"engine-{number}.jsonl" for number in range(NUM_ENGINES)]
+        self.addresses = [f"ipc://{folder}/engine-{number}" for number in range(NUM_ENGINES)]
+        self.ports = [claim_port("127.0.0.1", 0, "--port") for _ in range(num_gateways)]
+        self._database_url = database_url
+        self._environment = os.environ | {"MOIETY_KEY_PEPPER": secrets.token_hex(32)}
+        self._cores = cores
+        self._processes: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
+
+    async def start_all(self) -> None:
+        for number in range(NUM_ENGINES):
+            self.start("engine", number)
+        for number in range(len(self.ports)):
+            self.start("gateway", number)
+            await self.ready(number)
+
+    def start(self, kind: str, number: int) -> None:
+        arguments = self._engine(number) if kind == "engine" else self._gateway(number)
+        with (self.folder / f"{kind}-{number}.log").open("ab") as log:
+            command = [sys.executable, "-m", "moiety_platform.cli", *arguments]
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=self._environment)
+        if self._cores is not None:
+            os.sched_setaffinity(process.pid, self._cores[kind == "engine"])
+        self._processes[kind, number] = process
+
+    def _engine(self, number: int) -> list[str]:
+        arguments = ["engine", "--scripted", "--scripted-step-ms", str(STEP_MS), "--listen", self.addresses[number]]
+        arguments += ["--unsettled-usage", str(self.folder / f"engine-{number}.unsettled")]
+        return [*arguments, "--usage-journal", str(self.journals[number])]
+
+    def _gateway(self, number: int) -> list[str]:
+        data_dir = self.folder / f"gateway-{number}"
+        arguments = ["gateway", "--port", str(self.ports[number]), "--data-dir", str(data_dir), "--migrate"]
+        arguments += ["--database-url", self._database_url, "--log-format", "json"]
+        arguments += ["--first-keys", str(self.folder / "keys.json")] if number == 0 else []
+        return arguments + [part for address in self.addresses for part in ("--engine", address)]
+
+    def kill(self, kind: str, number: int) -> None:
+        process = self._processes[kind, number]
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    def end(self, kind: str, number: int) -> int:
+        """Ask it to stop, and wait; its exit code."""
+        process = self._processes.pop((kind, number))
+        process.terminate()
+        return process.wait(START_S)
+
+    async def supervise(self) -> None:
+        """Start again what ends, as a cluster does: a gateway that finds no database at its start says so and ends."""
+        while True:
+            await asyncio.sleep(0.5)
+            for (kind, number), process in list(self._processes.items()):
+                if process.poll() is not None:
+                    self.start(kind, number)
+
+    def stop(self) -> None:
+        for process in self._processes.values():
+            process.terminate()
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()
+
+    def url(self, number: int) -> str:
+        return f"http://127.0.0.1:{self.ports[number]}"
+
+    @property
+    def admin_key(self) -> str:
+        return str(json.loads((self.folder / "keys.json").read_text())["admin_key"])
+
+    def admin(self) -> httpx.AsyncClient:
+        """A client of the first gateway's admin API."""
+        headers = {"Authorization": f"Bearer {self.admin_key}"}
+        return httpx.AsyncClient(base_url=f"{self.url(0)}/admin/v1", headers=headers, timeout=60)
+
+    async def ready(self, number: int) -> None:
+        until_s = time.monotonic() + START_S
+        async with httpx.AsyncClient() as client:
+            while time.monotonic() < until_s:
+                with contextlib.suppress(httpx.HTTPError):
+                    if (await client.get(f"{self.url(number)}/readyz")).status_code == httpx.codes.OK:
+                        return
+                await asyncio.sleep(0.1)
+        log = (self.folder / f"gateway-{number}.log").read_text(errors="replace")
+        raise SystemExit(f"gateway {number} is not ready within {START_S:.0f} s:\n{log[-2000:]}")
+
+    async def wait_settled(self, timeout_s: float) -> float:
+        """Return once every engine is idle and has nothing unsettled, or after the timeout; how long that took."""
+        for number in range(len(self.ports)):
+            await self.ready(number)
+        begin_s = time.monotonic()
+        async with self.admin() as client:
+            while time.monotonic() - begin_s < timeout_s:
+                loads = [one["load"] for one in (await client.get("/engines")).json()["data"]]
+                if all(load and not load["unsettled_replicas"] and not load["num_running"] for load in loads):
+                    break
+                await asyncio.sleep(1)
+        return round(time.monotonic() - begin_s, 1)
+
+    async def reconcile(self) -> dict:
+        """What `moiety usage reconcile` says of the last two hours, engines' journals included."""
+        command = [sys.executable, "-m", "moiety_platform.cli", "usage", "reconcile", "--json", "--url", self.url(0)]
+        command += ["--admin-key", self.admin_key, "--hours", "2"]
+        command += [part for path in self.journals for part in ("--journal", str(path))]
+        done = await asyncio.to_thread(subprocess.run, command, stdout=subprocess.PIPE, text=True, check=False)
+        return json.loads(done.stdout)
+
+
+async def call(client: httpx.AsyncClient, method: str, path: str, body: dict) -> dict:
+    return (await client.request(method, path, json=body)).raise_for_status().json()
+
+
+async def make_tenant(client: httpx.AsyncClient, name: str) -> tuple[dict[str, str], str]:
+    """A tenant with a project and a key: their ids by level, and the key."""
+    tenant = await call(client, "POST", "/tenants", {"name": name})
+    project = await call(client, "POST", "/projects", {"name": "p", "tenant_id": tenant["id"]})
+    key = await call(client, "POST", "/keys", {"name": "k", "project_id": project["id"]})
+    return {"tenant": tenant["id"], "project": project["id"], "key": key["key"]["id"]}, key["secret"]
+
+
+async def set_limits(client: httpx.AsyncClient, ids: dict[str, str], limits: Sequence[tuple[str, str, int]]) -> None:
+    """Limits of a tenant, as (level, kind, cap)."""
+    for level, kind, cap in limits:
+        await call(client, "PUT", "/quotas", {"level": level, "scope_id": ids[level], "kind": kind, "cap": cap})
+
+
+async def list_quotas(client: httpx.AsyncClient) -> list[dict]:
+    """All limits with what is used of them."""
+    found, cursor = [], None
+    while True:
+        parameters = {"limit": 200} | ({"cursor": cursor} if cursor else {})
+        page = (await client.get("/quotas", params=parameters)).raise_for_status().json()
+        found += page["data"]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            return found
