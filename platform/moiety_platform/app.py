@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 from litestar import Litestar, Request, Response
 from litestar.exceptions import HTTPException
-from litestar.openapi import OpenAPIConfig
 from litestar.types import ControllerRouterHandler
 
 from moiety_platform.admission.gate import AdmissionGate
 from moiety_platform.admission.streams import StreamGate
+from moiety_platform.allowed_methods import tell_allowed_methods
 from moiety_platform.anthropic_api.controller import MessageServices, message_routes
 from moiety_platform.auth.admin import check_actions
 from moiety_platform.auth.authenticator import Authenticator
@@ -38,6 +37,7 @@ from moiety_platform.http_errors import answer_framework_error, answer_platform_
 from moiety_platform.idempotency.keeper import IdempotencyKeeper
 from moiety_platform.metrics import Metrics
 from moiety_platform.models_api import ModelServices, model_routes
+from moiety_platform.openapi.controller import schema_routes
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.request_ids import add_request_id
 from moiety_platform.responses_api.controller import ResponseServices, response_routes
@@ -109,6 +109,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
             *health_routes(services.replicas, services.metrics, services.store),
             *(services.batches.routes() if services.batches is not None else ()),
             *services.admin_routes,
+            *schema_routes(shape),
         ],
         exception_handlers={
             PlatformError: answer_platform_error,
@@ -116,8 +117,8 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
             ClientDisconnected: _answer_nobody,
             Exception: answer_unexpected_error,
         },
-        before_send=[add_request_id],
-        openapi_config=OpenAPIConfig(title="Moiety", version=version("moiety"), path="/schema"),
+        before_send=[add_request_id, tell_allowed_methods],
+        openapi_config=None,  # the documents are ours
         request_max_body_size=settings.max_body_bytes,
         logging_config=None,
     )

@@ -16,6 +16,8 @@ from litestar import Response
 
 from moiety_platform.errors import PreconditionFailed
 
+PRECONDITION = "precondition"  # the name of the dependency, for handlers that take one
+
 _TAG = re.compile(r'(W/)?"([^"]*)"')
 
 

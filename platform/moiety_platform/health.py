@@ -2,43 +2,69 @@
 
 from __future__ import annotations
 
+from typing import Literal, NotRequired, TypedDict
+
 from litestar import Response, get, head
 from litestar.handlers import HTTPRouteHandler
 
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.metrics import CONTENT_TYPE, Metrics
+from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.routing.replicas import Replicas
+
+TAGS = ["health"]
+TEXT = CONTENT_TYPE.partition(";")[0]
+
+
+class Health(TypedDict):
+    """The process is there."""
+
+    status: Literal["ok"]
+
+
+class Readiness(TypedDict):
+    """Whether requests can be served, and why not; `reason` is `reasons` in one line."""
+
+    status: Literal["ready", "not ready"]
+    reason: NotRequired[str]
+    reasons: NotRequired[list[str]]
 
 
 def health_routes(replicas: Replicas, metrics: Metrics, store: StoreReadiness | None) -> list[HTTPRouteHandler]:
     """The handlers; none of them needs a key. Without `store`, readiness is that of the engines alone."""
 
-    @get("/healthz", name="healthz")
-    async def healthz() -> dict[str, str]:
+    readiness = describes(Described(answers={200: {JSON: Readiness}, 503: {JSON: Readiness}}))
+
+    @get("/healthz", name="healthz", tags=TAGS)
+    async def healthz() -> Health:
+        """Whether the process is there."""
         return {"status": "ok"}
 
-    @get("/readyz", name="readyz")
-    async def readyz() -> Response[dict[str, object]]:
+    @get("/readyz", name="readyz", tags=TAGS, opt=readiness)
+    async def readyz() -> Response[Readiness]:
+        """Whether the gateway can serve requests."""
         reasons = replicas.why_not_ready()
         if store is not None and (reason := await store.why_not_ready()):
             reasons = [f"store: {reason}", *reasons]
         if not reasons:
-            return Response({"status": "ready"})
-        fields: dict[str, object] = {"status": "not ready", "reason": "; ".join(reasons), "reasons": reasons}
+            return Response(Readiness(status="ready"))
+        fields: Readiness = {"status": "not ready", "reason": "; ".join(reasons), "reasons": reasons}
         return Response(fields, status_code=503, headers={"Retry-After": "1"})
 
-    @head("/healthz", name="head_healthz")
+    @head("/healthz", name="head_healthz", tags=TAGS)
     async def head_healthz() -> None:
-        return None
+        """Whether the process is there."""
 
-    @head("/readyz", name="head_readyz")
+    @head("/readyz", name="head_readyz", tags=TAGS, opt=describes(Described(answers={200: {}, 503: {}})))
     async def head_readyz() -> Response[None]:
+        """Whether the gateway can serve requests."""
         if replicas.why_not_ready():
             return Response(None, status_code=503, headers={"Retry-After": "1"})
         return Response(None)
 
-    @get("/metrics", name="metrics")
+    @get("/metrics", name="metrics", tags=TAGS, opt=describes(Described(answers={200: {TEXT: {"type": "string"}}})))
     async def scrape() -> Response[bytes]:
+        """Metrics in Prometheus' form."""
         return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     return [healthz, readyz, head_healthz, head_readyz, scrape]

@@ -4,7 +4,7 @@ framework itself refuses."""
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any, ClassVar, NotRequired, Protocol, TypedDict
 
 import msgspec
 import structlog
@@ -28,8 +28,29 @@ _CODES = {
 }
 
 
+class ErrorFields(TypedDict):
+    """`code` is stable; `param` names the offending field of the request, if one does; `reason` says why there is no
+    room."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+    reason: NotRequired[str]
+
+
+class ErrorBody(TypedDict):
+    """An error, in OpenAI's form."""
+
+    error: ErrorFields
+
+
 class ErrorForm(Protocol):
-    """How an API words an error. `request_id` is the one in the answer's headers."""
+    """How an API words an error. `request_id` is the one in the answer's headers; `schema` is the type of a body, and
+    `statuses` are those that only this API has."""
+
+    schema: ClassVar[type]
+    statuses: ClassVar[tuple[int, ...]]
 
     def status(self, error: PlatformError) -> int: ...
 
@@ -42,6 +63,9 @@ class ErrorForm(Protocol):
 
 class OpenAIErrors:
     """OpenAI's form."""
+
+    schema: ClassVar[type] = ErrorBody
+    statuses: ClassVar[tuple[int, ...]] = ()
 
     def status(self, error: PlatformError) -> int:
         return error.status
@@ -56,7 +80,7 @@ class OpenAIErrors:
 OPENAI_ERRORS = OpenAIErrors()
 
 
-def error_fields(error: PlatformError) -> dict[str, Any]:
+def error_fields(error: PlatformError) -> ErrorBody:
     """The body of an error answer."""
     fields = _fields(error.message, error.type, error.param, error.code)
     if isinstance(error, Overloaded):
@@ -111,9 +135,9 @@ def internal_error() -> PlatformError:
     return PlatformError("the server failed on this request; it was logged. Try again, or ask the operator")
 
 
-def _fields(message: str, kind: str, param: str | None, code: str) -> dict[str, Any]:
+def _fields(message: str, kind: str, param: str | None, code: str) -> ErrorBody:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _response(status: int, fields: dict[str, Any], headers: dict[str, str]) -> Response[bytes]:
+def _response(status: int, fields: ErrorBody, headers: dict[str, str]) -> Response[bytes]:
     return Response(msgspec.json.encode(fields), status_code=status, headers=headers, media_type="application/json")

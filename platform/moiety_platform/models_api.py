@@ -4,30 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict, TypeVar
 
-import msgspec
-from litestar import Request, Response, get, post
+from litestar import Request, get, post
 from litestar.handlers import HTTPRouteHandler
-from pydantic import model_validator
+from litestar.params import FromPath
+from pydantic import ConfigDict, model_validator
 
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
 from moiety_platform.completions.body import receive_body
 from moiety_platform.completions.chat_messages import Messages
-from moiety_platform.completions.fields import ModelName, StrictBody, TokenIds, refuse
+from moiety_platform.completions.fields import ModelName, StrictBody, TokenIds, refuse, shows
 from moiety_platform.completions.generation import Conversation, Prompt
 from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.completions.schemas import FORMS
 from moiety_platform.completions.text import ModelTexts
 from moiety_platform.completions.tools.schemas import ChatTools, offer_of
 from moiety_platform.errors import BadRequest, NotFound, Unavailable
+from moiety_platform.openapi.described import JSON, Described, describes
+from moiety_platform.openapi.documents import KEY
 from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import Card
 
 Body = TypeVar("Body", bound=StrictBody)
+
+SECURITY = [{KEY: list[str]()}]
 
 
 class _Body(StrictBody):
@@ -40,7 +44,26 @@ class TokenizeBody(_Body):
     """Raw text, or messages for the model's chat template. What cannot fit the model's context is refused, not counted;
     what is longer by less is."""
 
-    prompt: str | None = None
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {
+                    "required": ["prompt"],
+                    "properties": {
+                        "prompt": {"type": "string"},
+                        "messages": {"type": "null"},
+                        "tools": {"maxItems": 0},
+                    },
+                },
+                {
+                    "required": ["messages"],
+                    "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}},
+                },
+            ]
+        }
+    )
+
+    prompt: Annotated[str, shows(minLength=1)] | None = None
     messages: Messages | None = None
     tools: ChatTools | None = None  # beside messages
 
@@ -62,6 +85,37 @@ class TokenizeBody(_Body):
 
 class DetokenizeBody(_Body):
     tokens: TokenIds
+
+
+class Model(TypedDict):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    """The models that the key may use."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokenized(TypedDict):
+    """The ids of a text's tokens, how many they are, and how many the model can take."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Detokenized(TypedDict):
+    """The text of token ids."""
+
+    prompt: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,32 +140,42 @@ def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
         limits = (services.max_body_bytes, services.max_json_depth, services.shape)
         return await receive_body(schema, request.receive, request.scope["headers"], *limits)
 
-    @get("/v1/models", name="list_models")
-    async def list_models(request: Request[Any, Any, Any]) -> Response[bytes]:
+    @get("/v1/models", name="list_models", tags=["models"], security=SECURITY)
+    async def list_models(request: Request[Any, Any, Any]) -> ModelList:
+        """List the served models that the key may use."""
         cards = _visible(services.replicas, await caller(request))
-        return _json({"object": "list", "data": [_describe(card) for card in cards.values()]})
+        return {"object": "list", "data": [_describe(card) for card in cards.values()]}
 
-    @get("/v1/models/{model_id:path}", name="retrieve_model")
-    async def retrieve_model(request: Request[Any, Any, Any]) -> Response[bytes]:
+    @get("/v1/models/{model_id:path}", name="retrieve_model", tags=["models"], security=SECURITY)
+    async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str]) -> Model:
+        """Get one model."""
         cards = _visible(services.replicas, await caller(request))
-        return _json(_describe(_find(cards, request.path_params["model_id"].removeprefix("/"))))
+        return _describe(_find(cards, model_id.removeprefix("/")))
 
-    @post("/tokenize", name="tokenize")
-    async def tokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
+    @post("/tokenize", name="tokenize", status_code=200, tags=["models"], security=SECURITY, opt=_takes(TokenizeBody))
+    async def tokenize(request: Request[Any, Any, Any]) -> Tokenized:
+        """Turn a text or a conversation into token ids."""
         cards = _visible(services.replicas, await caller(request))
         body = await receive(TokenizeBody, request)
         card = _find(cards, body.model)
         (tokens,) = await (await services.texts.get(card)).encode([body.as_prompt()])
-        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": card.max_context_tokens})
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": card.max_context_tokens}
 
-    @post("/detokenize", name="detokenize")
-    async def detokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
+    takes = _takes(DetokenizeBody)
+
+    @post("/detokenize", name="detokenize", status_code=200, tags=["models"], security=SECURITY, opt=takes)
+    async def detokenize(request: Request[Any, Any, Any]) -> Detokenized:
+        """Turn token ids into text."""
         cards = _visible(services.replicas, await caller(request))
         body = await receive(DetokenizeBody, request)
         text = await services.texts.get(_find(cards, body.model))
-        return _json({"prompt": await text.decode(body.tokens)})
+        return {"prompt": await text.decode(body.tokens)}
 
     return [list_models, retrieve_model, tokenize, detokenize]
+
+
+def _takes(body: type[StrictBody]) -> dict[str, Described]:
+    return describes(Described(body={JSON: body}, errors=(404,)))
 
 
 def _visible(replicas: Replicas, principal: Principal) -> dict[str, Card]:
@@ -132,7 +196,7 @@ def _find(cards: dict[str, Card], model: str | None) -> Card:
     return cards[model]
 
 
-def _describe(card: Card) -> dict[str, Any]:
+def _describe(card: Card) -> Model:
     return {
         "id": card.model,
         "object": "model",
@@ -140,7 +204,3 @@ def _describe(card: Card) -> dict[str, Any]:
         "owned_by": "moiety",
         "max_model_len": card.max_context_tokens,
     }
-
-
-def _json(fields: dict[str, Any]) -> Response[bytes]:
-    return Response(msgspec.json.encode(fields), status_code=200, media_type="application/json")

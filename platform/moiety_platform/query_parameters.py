@@ -1,10 +1,60 @@
-"""Query parameters that lists of the admin API share."""
+"""Query parameters that lists share, and how those that are no text are read: the framework would take `null` for none,
+and a number for a moment."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from datetime import datetime
 from typing import Annotated
 
+import msgspec
 from litestar.params import QueryParameter
 
-Limit = Annotated[int | None, QueryParameter(description="Rows of a page, 1 to 500; 50 if not given.")]
+from moiety_platform.errors import BadRequest
+
+_WHOLE = re.compile(r"-?[0-9]{1,24}", re.ASCII)
+_MOMENT = {"format": "date-time"}
+
 Cursor = Annotated[str | None, QueryParameter(description="`next_cursor` of the previous page.")]
+Since = Annotated[str | None, QueryParameter(description="Not before.", schema_extra=_MOMENT)]
+Until = Annotated[str | None, QueryParameter(description="Before; now if not given.", schema_extra=_MOMENT)]
+
+
+MAX_FILTER_LENGTH = 256
+
+Filter = Annotated[str | None, QueryParameter(schema_extra={"maxLength": MAX_FILTER_LENGTH, "format": "printable"})]
+
+
+def whole(description: str, low: int, high: int) -> QueryParameter:
+    """A whole number, which `parse_whole` reads."""
+    return QueryParameter(description=description, schema_extra={"type": "integer", "minimum": low, "maximum": high})
+
+
+def one_of(description: str, *choices: str) -> QueryParameter:
+    """One of these words."""
+    return QueryParameter(description=description, schema_extra={"enum": list(choices)})
+
+
+def some_of(description: str, choices: Sequence[str]) -> QueryParameter:
+    """Some of these words, each once, separated by commas."""
+    items = {"type": "array", "items": {"enum": list(choices)}, "uniqueItems": True}
+    return QueryParameter(description=description, schema_extra=items)
+
+
+def parse_whole(text: str, param: str) -> int:
+    """Raises BadRequest."""
+    if not _WHOLE.fullmatch(text):
+        raise BadRequest(f"'{param}' must be a whole number, not {text[:64]!r}.", param=param)
+    return int(text)
+
+
+def parse_moment(text: str | None, param: str) -> datetime | None:
+    """Raises BadRequest."""
+    if text is None:
+        return None
+    try:
+        return msgspec.convert(text, datetime)
+    except msgspec.ValidationError as exc:
+        told = f"'{param}' must be a time such as 2026-01-31T12:00:00Z, not {text[:64]!r}."
+        raise BadRequest(told, param=param) from exc

@@ -30,6 +30,7 @@ from moiety_platform.db.base import Base
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.erasure.controller import erasure_routes
 from moiety_platform.gateway import GatewayServer, bind
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
@@ -46,6 +47,8 @@ from moiety_platform.traces.tracing import Tracing, build_provider
 from moiety_platform.upkeep.chores import chores_of
 from moiety_platform.upkeep.service import Upkeep
 from moiety_platform.usage.recorder import UsageRecorder
+from moiety_platform.webhooks.addresses import Reach
+from moiety_platform.webhooks.controller import webhook_routes
 from moiety_wire.classes import SHIPPED
 from moiety_wire.messages import Card
 
@@ -242,7 +245,14 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, b
             responses=responses,
             admin_routes=[
                 admin_router(
-                    database, authenticator, classes, prices, quotas, PEPPER, clock, more=engine_routes(replicas)
+                    database,
+                    authenticator,
+                    classes,
+                    prices,
+                    quotas,
+                    PEPPER,
+                    clock,
+                    more=[*engine_routes(replicas), *webhook_routes(Reach(), PEPPER), *erasure_routes()],
                 )
             ],
             batches=batches,

@@ -287,7 +287,7 @@ BAD = [
     (message(role="tool", content="x"), "messages.0.role", "'tool' is not a role"),
     (message(role="assistant", content="x"), "messages", "must be a user's"),
     (message(role="user"), "messages.0.content", "missing"),
-    (message(role="user", content=None), "messages.0.content", "valid"),
+    (message(role="user", content=None), "messages.0.content", "a string or a list of text blocks"),
     (message(role="user", content=7), "messages.0.content", "a string or a list of text blocks"),
     (message(role="user", content=[7]), "messages.0.content.0", "object"),
     (message(role="user", content=[{"type": "text"}]), "messages.0.content.0.text", "missing"),

@@ -63,7 +63,8 @@ async def test_a_name_is_taken_once(admin: Admin, demo: Demo) -> None:
     refused = await admin.call("POST", "tenants", 409, json={"name": "acme"})
     assert refused["error"]["code"] == "name_taken"
     other = await admin.call("POST", "tenants", 201, json={"name": "other"})
-    await admin.call("PATCH", f"tenants/{other['id']}", 409, json={"name": "acme"})
+    for more in ({}, {"service_class": "flex", "weight": 2, "status": "suspended"}):
+        await admin.call("PATCH", f"tenants/{other['id']}", 409, json={"name": "acme", **more})
     await admin.call("POST", "projects", 409, json={"tenant_id": demo.tenant_id, "name": "web"})
     await admin.call("POST", "projects", 201, json={"tenant_id": other["id"], "name": "web"})
 
@@ -147,6 +148,7 @@ BAD_REQUESTS: list[tuple[str, str, Any, int]] = [
     ("POST", "tenants", {"name": "a", "weight": -1}, 400),
     ("POST", "tenants", {"name": "a", "weight": 1e300}, 400),
     ("POST", "tenants", {"name": "a", "weight": "heavy"}, 400),
+    ("POST", "tenants", {"name": "a", "weight": "2"}, 400),
     ("POST", "tenants", {"name": "a", "service_class": "gold"}, 400),
     ("PATCH", "tenants/{tenant}", {"status": "asleep"}, 400),
     ("PATCH", "tenants/{tenant}", {"status": None}, 400),
@@ -159,6 +161,9 @@ BAD_REQUESTS: list[tuple[str, str, Any, int]] = [
     ("GET", "tenants?limit=0", None, 400),
     ("GET", "tenants?limit=501", None, 400),
     ("GET", "tenants?limit=many", None, 400),
+    ("GET", "tenants?limit=null", None, 400),
+    ("GET", "keys?role=null", None, 400),
+    ("GET", "usage?since=0", None, 400),
     ("GET", "tenants?limit=99999999999999999999999", None, 400),
     ("GET", "tenants?cursor=%00", None, 400),
     ("GET", "tenants?cursor=AAAA", None, 400),

@@ -87,7 +87,7 @@ async def test_a_class_in_use_cannot_be_deleted(admin: Admin, demo: Demo) -> Non
         ({"downgrade_to": "priority"}, "downgrade_to", "choose one of: batch, flex"),
         ({"downgrade_to": "standard"}, "downgrade_to", "choose one of: batch, flex"),
         ({"downgrade_to": "nowhere"}, "downgrade_to", "choose one of: batch, flex"),
-        ({"preemptible": "yes"}, None, "preemptible"),
+        ({"preemptible": "yes"}, "preemptible", "got `str`"),
         ({"colour": "red"}, None, "colour"),
     ],
 )

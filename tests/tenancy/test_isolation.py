@@ -26,12 +26,14 @@ from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
+from moiety_platform.completions.limits import DEFAULT_SHAPE
 from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.db.session import Database
 from moiety_platform.erasure.controller import erasure_routes
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.metrics import Metrics
+from moiety_platform.openapi.documents import Part, make_document
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import Kind, Level
@@ -398,10 +400,10 @@ async def test_lists_hold_only_the_own_tenants_objects_whatever_is_asked(world: 
 
 def filters_of(app: Litestar) -> Iterator[tuple[str, dict[str, bool]]]:
     """The lists of the admin API, and what each of them can be asked by, or must be."""
-    for path, item in (app.openapi_schema.paths or {}).items():
-        if path.startswith(ADMIN_PATH) and "{" not in path and item.get is not None:
-            parameters = item.get.parameters or []
-            yield path.removeprefix(ADMIN_PATH), {one.name: one.required for one in parameters}  # type: ignore[union-attr]
+    for path, item in make_document(app, Part.ADMIN, DEFAULT_SHAPE)["paths"].items():
+        if "{" not in path and "get" in item:
+            parameters = item["get"].get("parameters", [])
+            yield path.removeprefix(ADMIN_PATH), {one["name"]: one["required"] for one in parameters}
 
 
 async def test_a_refusal_says_which_role_is_needed(world: World, call: Any) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any
 
 from moiety_platform.access.roles import Role
 
@@ -88,6 +89,6 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
 )
 
 
-def needs(action: Action) -> dict[str, Action]:
+def needs(action: Action) -> dict[str, Any]:
     """A route's `opt`: what whoever calls it does."""
     return {ACTION: action}

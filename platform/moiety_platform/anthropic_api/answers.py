@@ -6,16 +6,19 @@ clients expect; together they are what `count_tokens` counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from moiety_platform.anthropic_api.answer_types import AnswerBlock, Message, MessageStop, StopReason, TokenUsage
 from moiety_platform.completions.run import Usage
 from moiety_wire.messages import Finished, FinishReason, TokenLogprob
 
-_TIERS = {"priority": "priority", "default": "standard", "flex": "batch"}  # by OpenAI's words
+_Tier = Literal["priority", "standard", "batch"]
+
+_TIERS: Mapping[str, _Tier] = {"priority": "priority", "default": "standard", "flex": "batch"}  # by OpenAI's words
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _BLOCK_START = (
@@ -41,7 +44,7 @@ class MessageHead:
     served_tier: str  # in OpenAI's words
     stop_sequences: Sequence[str]
 
-    def fields(self, content: list[dict[str, Any]], stop: dict[str, str | None], usage: Usage) -> dict[str, Any]:
+    def fields(self, content: list[AnswerBlock], stop: MessageStop, usage: Usage) -> Message:
         """The message."""
         return {
             "id": self.message_id,
@@ -53,7 +56,7 @@ class MessageHead:
             "usage": {**_usage_fields(usage), "service_tier": _TIERS[self.served_tier]},
         }
 
-    def stop_fields(self, finished: Finished, *, has_called: bool = False) -> dict[str, str | None]:
+    def stop_fields(self, finished: Finished, *, has_called: bool = False) -> MessageStop:
         """Why it ended. A limit that has nothing left counts as `max_tokens`."""
         if finished.reason is FinishReason.LENGTH:
             return _stop_fields("max_tokens")
@@ -62,7 +65,7 @@ class MessageHead:
         return _stop_fields("tool_use" if has_called else "end_turn")
 
 
-def whole_message(head: MessageHead, content: list[dict[str, Any]], finished: Finished, usage: Usage) -> bytes:
+def whole_message(head: MessageHead, content: list[AnswerBlock], finished: Finished, usage: Usage) -> bytes:
     """An answer that is not streamed, of the blocks in `content`."""
     has_called = any(block["type"] == "tool_use" for block in content)
     return _encode(head.fields(content, head.stop_fields(finished, has_called=has_called), usage))
@@ -95,11 +98,11 @@ class MessageEvents:
         return event("message_start", {"message": self._head.fields([], self._stop, usage)})
 
 
-def _stop_fields(reason: str | None, sequence: str | None = None) -> dict[str, str | None]:
+def _stop_fields(reason: StopReason | None, sequence: str | None = None) -> MessageStop:
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def _usage_fields(usage: Usage) -> dict[str, int]:
+def _usage_fields(usage: Usage) -> TokenUsage:
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

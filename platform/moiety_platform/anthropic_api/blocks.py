@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
 
-from moiety_platform.completions.fields import MAX_PARTS, StrictBody, refuse
+from moiety_platform.completions.fields import MAX_PARTS, StrictBody, or_text, refuse, shows
 from moiety_platform.completions.tools.fields import ArgumentsObject, ToolName, call_for_template
 
 ERROR_PREFIX = "Error: "  # chat templates know no results that failed, so their texts say it
 
 
 class TextBlock(StrictBody):
-    type: str
+    type: Annotated[str, shows(enum=["text"])]
     text: str
 
     @field_validator("type")
@@ -26,24 +26,16 @@ class TextBlock(StrictBody):
         return value
 
 
-def _as_blocks(value: Any) -> Any:
-    """A string is short for one block. One form inside means that complaints name the place."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if value is not None and not isinstance(value, list):
-        raise refuse("it must be a string or a list of text blocks")
-    return value
-
-
 _MANY = Field(fail_fast=True, max_length=MAX_PARTS)
+_OR_TEXT = or_text(lambda text, _info: {"type": "text", "text": text}, "text blocks")
 
-TextBlocks = Annotated[list[TextBlock], _MANY, BeforeValidator(_as_blocks)]
+TextBlocks = Annotated[list[TextBlock], _MANY, _OR_TEXT]
 
 
 class ToolUseBlock(StrictBody):
     """A call that an earlier answer has made."""
 
-    type: str
+    type: Annotated[str, shows(enum=["tool_use"])]
     id: str
     name: ToolName
     input: ArgumentsObject
@@ -53,7 +45,7 @@ class ToolUseBlock(StrictBody):
 
 
 class ToolResultBlock(StrictBody):
-    type: str
+    type: Annotated[str, shows(enum=["tool_result"])]
     tool_use_id: str
     content: TextBlocks | None = None
     is_error: bool | None = None
@@ -81,17 +73,32 @@ def _as_block(value: Any, info: ValidationInfo) -> Block:
     return TextBlock.model_validate(value, context=info.context)
 
 
-Blocks = Annotated[list[Annotated[Block, PlainValidator(_as_block)]], _MANY, BeforeValidator(_as_blocks)]
+Blocks = Annotated[
+    list[Annotated[Block, PlainValidator(_as_block, json_schema_input_type=Block)]],
+    _MANY,
+    _OR_TEXT,
+]
 
 
 def text_of(blocks: Sequence[Block]) -> str:
     return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
 
 
+def _blocks_of(role: str) -> dict[str, Any]:
+    """A JSON schema: which blocks a turn of the role has."""
+    types = {"properties": {"type": {"enum": ["text", _OF_ROLE[role][0]]}}}
+    return {
+        "if": {"properties": {"role": {"const": role}}},
+        "then": {"properties": {"content": {"items": types}}},
+    }
+
+
 class Turn(StrictBody):
     """One message. Calls are the assistant's, results the user's."""
 
-    role: str
+    model_config = ConfigDict(json_schema_extra={"allOf": [_blocks_of(role) for role in _OF_ROLE]})
+
+    role: Annotated[str, shows(enum=list(_OF_ROLE))]
     content: Blocks
 
     @field_validator("role")

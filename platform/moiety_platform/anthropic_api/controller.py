@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import structlog
 from litestar import Request, Response, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import Scope
 
+from moiety_platform.anthropic_api.answer_types import EVENTS, Message, TokenCount
 from moiety_platform.anthropic_api.answers import MessageEvents, MessageHead, whole_message
-from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS
+from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS, AnthropicErrorBody
 from moiety_platform.anthropic_api.schemas import ConversationBody, MessagesBody
 from moiety_platform.anthropic_api.tool_answers import ToolMessageEvents, blocks_of
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.completions.answers import Choice
 from moiety_platform.completions.body import receive_body
-from moiety_platform.completions.exchange import Endpoint, ExchangeServices, route
+from moiety_platform.completions.exchange import Endpoint, ExchangeServices, Shown, route
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.text import ModelTexts
@@ -28,8 +28,22 @@ from moiety_platform.completions.whole import parts_of
 from moiety_platform.errors import PlatformError
 from moiety_platform.headers import authorization_of, header_of
 from moiety_platform.http_errors import error_headers, internal_error
+from moiety_platform.openapi.described import JSON, Described, describes, event_of
+from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
+from moiety_platform.openapi.headers import MESSAGES_REQUEST_ID
 from moiety_platform.request_ids import MESSAGES_PATH, request_id_of
 from moiety_platform.routing.replicas import Replicas
+
+SECURITY = (ANTHROPIC_KEY, KEY)
+
+_COUNTING = describes(
+    Described(
+        error=AnthropicErrorBody,
+        body={JSON: ConversationBody},
+        errors=(404,),
+        answer_headers=(MESSAGES_REQUEST_ID,),
+    )
+)
 
 log = structlog.get_logger(__name__)
 
@@ -51,6 +65,15 @@ def message_routes(services: MessageServices) -> list[HTTPRouteHandler]:
         "msg_",
         MessagesBody,
         TextAnswer(_whole, _events),
+        Shown(
+            tag="text",
+            summary="Answer a conversation",
+            detail="Anthropic's Messages. With `stream` the answer comes in server-sent events.",
+            answer=Message,
+            event={"anyOf": [event_of(kind, name=name) for name, kind in EVENTS.items()]},
+            security=SECURITY,
+            headers=(MESSAGES_REQUEST_ID,),
+        ),
         errors=ANTHROPIC_ERRORS,
         authorization=_authorization_of,
     )
@@ -81,8 +104,13 @@ def _count_route(services: MessageServices) -> HTTPRouteHandler:
         f"{MESSAGES_PATH}/count_tokens",
         name="count_message_tokens",
         exception_handlers={PlatformError: _answer_error, Exception: _answer_unexpected},
+        status_code=200,
+        tags=["text"],
+        security=[{name: []} for name in SECURITY],
+        opt=_COUNTING,
     )
-    async def count_tokens(request: Request[Any, Any, Any]) -> Response[bytes]:
+    async def count_tokens(request: Request[Any, Any, Any]) -> TokenCount:
+        """Count a conversation's tokens."""
         principal = await exchange.authenticator.authenticate(_authorization_of(request.scope))
         require_scope(principal, INFERENCE_SCOPE)
         body = await receive_body(
@@ -95,7 +123,7 @@ def _count_route(services: MessageServices) -> HTTPRouteHandler:
         )
         text = await services.texts.get(services.replicas.card(body.model, principal.allowed_models))
         (token_ids,) = await text.encode([body.conversation()])
-        return _json(200, msgspec.json.encode({"input_tokens": len(token_ids)}))
+        return {"input_tokens": len(token_ids)}
 
     return count_tokens
 

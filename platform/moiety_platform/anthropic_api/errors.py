@@ -3,6 +3,8 @@ are any."""
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal, NotRequired, TypedDict
+
 import msgspec
 
 from moiety_platform.errors import Overloaded, PlatformError
@@ -20,8 +22,35 @@ _TYPES = {
 }
 
 
+class AnthropicErrorDetails(TypedDict):
+    """`error_code` is stable."""
+
+    error_code: str
+    param: NotRequired[str]
+    reason: NotRequired[str]
+
+
+class AnthropicErrorFields(TypedDict):
+    """What went wrong."""
+
+    type: str
+    message: str
+    details: AnthropicErrorDetails
+
+
+class AnthropicErrorBody(TypedDict):
+    """An error, in Anthropic's form."""
+
+    type: Literal["error"]
+    error: AnthropicErrorFields
+    request_id: str
+
+
 class AnthropicErrors:
     """The form of every error under `/v1/messages`, in an answer of its own or in a stream."""
+
+    schema: ClassVar[type] = AnthropicErrorBody
+    statuses: ClassVar[tuple[int, ...]] = (OVERLOADED_STATUS,)
 
     def status(self, error: PlatformError) -> int:
         """529 where the server has too much to do, 429 where the tenant itself has too much in flight."""
@@ -30,15 +59,16 @@ class AnthropicErrors:
         return error.status
 
     def body(self, error: PlatformError, request_id: str) -> bytes:
-        details = {"error_code": error.code}
+        details: AnthropicErrorDetails = {"error_code": error.code}
         if error.param is not None:
             details["param"] = error.param
         if isinstance(error, Overloaded):
             details["reason"] = error.reason.value
         status = self.status(error)
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        fields = {"type": kind, "message": error.message, "details": details}
-        return msgspec.json.encode({"type": "error", "error": fields, "request_id": request_id})
+        fields: AnthropicErrorFields = {"type": kind, "message": error.message, "details": details}
+        body: AnthropicErrorBody = {"type": "error", "error": fields, "request_id": request_id}
+        return msgspec.json.encode(body)
 
     def event(self, error: PlatformError, request_id: str) -> bytes:
         return b"event: error\ndata: " + self.body(error, request_id) + b"\n\n"

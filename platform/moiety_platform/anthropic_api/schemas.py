@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    ConfigDict,
     Field,
     FiniteFloat,
     StringConstraints,
@@ -20,7 +21,7 @@ from pydantic import (
 )
 
 from moiety_platform.anthropic_api.blocks import TextBlocks, Turn, check_results, text_of, turn_messages
-from moiety_platform.anthropic_api.tools import MessageToolChoice, MessageTools, check_choice, offer_of
+from moiety_platform.anthropic_api.tools import NEEDS_TOOLS, MessageToolChoice, MessageTools, check_choice, offer_of
 from moiety_platform.completions.fields import (
     INT32_MAX,
     MAX_MESSAGES,
@@ -30,11 +31,14 @@ from moiety_platform.completions.fields import (
     StrictBody,
     bounded,
     refuse,
+    shows,
 )
 from moiety_platform.completions.generation import Conversation, Generation
 from moiety_wire.messages import Sampling
 
 _TIERS = {"auto": None, "standard_only": "default"}  # in OpenAI's words; without one the tenant's own class serves
+
+_Unsupported = Annotated[Any, shows(enum=[None, [], {}])]
 
 
 class Metadata(StrictBody):
@@ -46,22 +50,25 @@ class Metadata(StrictBody):
 class ConversationBody(StrictBody):
     """`POST /v1/messages/count_tokens`, and what `POST /v1/messages` has of it."""
 
+    model_config = ConfigDict(json_schema_extra={"allOf": [NEEDS_TOOLS]})
+
     model: ModelName
-    thread: Any = None
+    thread: Annotated[Any, shows(enum=[None])] = None
     messages: Annotated[
         list[Turn],
         Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
         bounded(lambda shape: shape.max_messages),
         AfterValidator(check_results),
+        shows(allOf=[{"prefixItems": [{"properties": {"role": {"const": "user"}}}]}]),
     ]
     system: TextBlocks | None = None
     tools: MessageTools | None = None
     tool_choice: MessageToolChoice | None = None
-    mcp_servers: Any = None
-    container: Any = None
-    output_config: Any = None
-    output_format: Any = None
-    thinking: Any = None
+    mcp_servers: _Unsupported = None
+    container: _Unsupported = None
+    output_config: _Unsupported = None
+    output_format: _Unsupported = None
+    thinking: Annotated[Any, shows(enum=[None, {"type": "disabled"}])] = None
 
     @field_validator("thread")
     @classmethod
@@ -87,7 +94,7 @@ class ConversationBody(StrictBody):
     @field_validator("mcp_servers", "container", "output_config", "output_format")
     @classmethod
     def _not_supported(cls, value: Any) -> Any:
-        if value:
+        if value not in (None, [], {}):
             raise refuse("this is not supported yet; leave the field out")
         return value
 

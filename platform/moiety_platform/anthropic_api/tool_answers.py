@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
+from moiety_platform.anthropic_api.answer_types import AnswerBlock
 from moiety_platform.anthropic_api.answers import PING, MessageEvents, MessageHead, event
 from moiety_text.tools.deltas import CallArguments, CallBegun, Content, Delta, Parts
 from moiety_text.tools.reader import CallReader
 from moiety_wire.messages import Finished, TokenLogprob
 
 
-def blocks_of(parts: Parts) -> list[dict[str, Any]]:
+def blocks_of(parts: Parts) -> list[AnswerBlock]:
     """The content of a message; at least one block, if only of no text."""
     return [
         {"type": "text", "text": part}
@@ -64,7 +64,7 @@ class ToolMessageEvents(MessageEvents):
             case _:
                 return self._close()
 
-    def _begin(self, block: dict[str, Any]) -> bytes:
+    def _begin(self, block: AnswerBlock) -> bytes:
         closed = self._close()
         self._num_blocks += 1
         self._open = block["type"]

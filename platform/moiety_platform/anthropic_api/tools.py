@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
-from moiety_platform.completions.fields import StrictBody, refuse
+from moiety_platform.completions.fields import StrictBody, refuse, shows
 from moiety_platform.completions.tools.fields import (
     MAX_TOOLS,
     ToolName,
     ToolSchema,
     differing,
     few_tools,
+    needs_tools,
     require_among,
     tool_of,
 )
@@ -24,7 +25,7 @@ from moiety_text.tools.offer import ToolOffer
 class MessageTool(StrictBody):
     """A function of the client's. `strict` is taken and not enforced: calls are not held to their schema yet."""
 
-    type: str | None = None
+    type: Annotated[str, shows(enum=["custom"])] | None = None
     name: ToolName
     description: str | None = None
     input_schema: ToolSchema
@@ -39,6 +40,13 @@ class MessageTool(StrictBody):
 
 
 class MessageToolChoice(StrictBody):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"properties": {"type": {"const": "tool"}}},
+            "then": {"required": ["name"], "properties": {"name": {"type": "string"}}},
+        }
+    )
+
     type: Literal["auto", "any", "tool", "none"]
     name: Annotated[ToolName | None, Field(validate_default=True)] = None
     disable_parallel_tool_use: bool | None = None
@@ -55,8 +63,12 @@ MessageTools = Annotated[
     list[MessageTool],
     Field(fail_fast=True, max_length=MAX_TOOLS),
     few_tools,
+    needs_tools,
     differing(lambda tool: tool.name),
 ]
+
+
+NEEDS_TOOLS = needs_tools({"type": "object", "properties": {"type": {"enum": ["any", "tool"]}}})
 
 
 def check_choice(choice: MessageToolChoice | None, tools: Sequence[MessageTool] | None) -> None:

@@ -6,18 +6,20 @@ from typing import Annotated
 
 from litestar import Controller, get
 from litestar.di import NamedDependency
-from litestar.params import FromQuery, QueryParameter
+from litestar.params import FromQuery
 from sqlalchemy import select
 
 from moiety_platform.access.caller import Caller
 from moiety_platform.access.table import Action, needs
 from moiety_platform.audit.models import AuditEntry
 from moiety_platform.audit.schemas import AuditPage, AuditView
-from moiety_platform.db.paging import parse_page
+from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
-from moiety_platform.query_parameters import Limit
+from moiety_platform.errors import BadRequest
+from moiety_platform.query_parameters import parse_whole, whole
 
-After = Annotated[int, QueryParameter(ge=0, le=2**62, description="Entries after this number; 0 for all.")]
+MAX_SEQ = 2**62
+After = Annotated[str | None, whole("Entries after this number; all if not given.", 0, MAX_SEQ)]
 
 
 class AuditController(Controller):
@@ -32,12 +34,15 @@ class AuditController(Controller):
         database: NamedDependency[Database],
         caller: NamedDependency[Caller],
         limit: Limit = None,
-        after: After = 0,
+        after: After = None,
         object_id: FromQuery[str | None] = None,
     ) -> AuditPage:
         """Changes, oldest first; with `object_id`, those to one thing."""
         size = parse_page(limit, None).limit
-        statement = select(AuditEntry).where(AuditEntry.seq > after).order_by(AuditEntry.seq).limit(size + 1)
+        number = 0 if after is None else parse_whole(after, "after")
+        if not 0 <= number <= MAX_SEQ:
+            raise BadRequest(f"'after' must be the number of an entry, from 0 to {MAX_SEQ}.", param="after")
+        statement = select(AuditEntry).where(AuditEntry.seq > number).order_by(AuditEntry.seq).limit(size + 1)
         if object_id is not None:
             statement = statement.where(AuditEntry.object_id == object_id)
         async with database.read() as session:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from litestar import Litestar, Request, Router
 from litestar.di import Provide
 from litestar.routes import HTTPRoute
@@ -25,9 +26,11 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
-from moiety_platform.etags import Precondition
+from moiety_platform.errors import BadRequest
+from moiety_platform.etags import PRECONDITION, Precondition
 from moiety_platform.idempotency.controller import IdempotencyController
 from moiety_platform.json_depth import check_depth
+from moiety_platform.openapi.documents import ADMIN_KEY
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.prices.controller import PriceController
 from moiety_platform.quota.controller import QuotaController
@@ -70,12 +73,13 @@ def admin_router(
     return Router(
         path=ADMIN_PATH,
         guards=[admin_guard(authenticator, oidc)],
+        security=[{ADMIN_KEY: []}],
         before_request=_check_body,
         dependencies={
             "caller": Provide(caller, sync_to_thread=False),
             "database": Provide(reached, sync_to_thread=False),
             "store": Provide(store, sync_to_thread=False),
-            "precondition": Provide(_precondition, sync_to_thread=False),
+            PRECONDITION: Provide(_precondition, sync_to_thread=False),
             "authenticator": Provide(lambda: authenticator, sync_to_thread=False),
             "classes": Provide(lambda: classes, sync_to_thread=False),
             "prices": Provide(lambda: prices, sync_to_thread=False),
@@ -114,5 +118,20 @@ def _precondition(request: Request[Any, Any, Any]) -> Precondition:
 
 
 async def _check_body(request: Request[Any, Any, Any]) -> None:
-    """Raises BadRequest for JSON that would exhaust the framework's decoder. The body is kept for the handler."""
-    check_depth(await request.body(), MAX_JSON_DEPTH)
+    """Raises BadRequest for JSON that would exhaust the framework's decoder, or that is not what the handler takes: the
+    framework would take "5" for 5. The body is kept for the handler."""
+    body = await request.body()
+    check_depth(body, MAX_JSON_DEPTH)
+    data = request.route_handler.parsed_fn_signature.parameters.get("data")
+    if data is None:
+        return
+    try:
+        msgspec.json.decode(body or b"null", type=data.annotation)
+    except msgspec.ValidationError as exc:
+        complaint, _, place = str(exc).partition(" - at `$.")
+        field = place.rstrip("`")
+        said = f"{complaint[:1].lower()}{complaint[1:]}"
+        raise BadRequest(f"'{field}': {said}" if field else f"the body: {said}", param=field or None) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        told = f"the body is not valid JSON ({exc}); send one JSON object in UTF-8"
+        raise BadRequest(told, code="invalid_json") from exc

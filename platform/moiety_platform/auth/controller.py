@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from litestar import Controller, Response, get, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
@@ -17,11 +19,15 @@ from moiety_platform.auth.keys import KeyText
 from moiety_platform.auth.pepper import Pepper
 from moiety_platform.auth.schemas import KeyPage, KeyView, MadeKey, NewKey, Rotation
 from moiety_platform.clock import Clock
-from moiety_platform.db.paging import parse_page
+from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
+from moiety_platform.errors import BadRequest
 from moiety_platform.etags import Precondition, tagged
-from moiety_platform.query_parameters import Cursor, Limit
+from moiety_platform.openapi.described import fails
+from moiety_platform.query_parameters import Cursor, one_of
 from moiety_platform.tenants.models import ApiKey
+
+OfRole = Annotated[str | None, one_of("Of administrators with this role only.", *Role)]
 
 
 class KeyController(Controller):
@@ -30,7 +36,7 @@ class KeyController(Controller):
     path = "/keys"
     tags = ("keys",)
 
-    @post(opt=needs(Action.WRITE_KEYS))
+    @post(opt=needs(Action.WRITE_KEYS) | fails(404, 409))
     async def create_key(
         self,
         store: NamedDependency[AuditedStore],
@@ -46,7 +52,7 @@ class KeyController(Controller):
             made = await service.create_key(session, data, pepper.value, clock.now())
         return _made(*made, clock)
 
-    @get(opt=needs(Action.READ_KEYS))
+    @get(opt=needs(Action.READ_KEYS) | fails(404))
     async def list_keys(
         self,
         database: NamedDependency[Database],
@@ -55,13 +61,13 @@ class KeyController(Controller):
         cursor: Cursor = None,
         tenant_id: FromQuery[str | None] = None,
         project_id: FromQuery[str | None] = None,
-        role: FromQuery[Role | None] = None,
+        role: OfRole = None,
     ) -> KeyPage:
         """Keys, oldest first; of one tenant, project or role if given."""
         page = parse_page(limit, cursor)
         async with database.read() as session:
             return await service.list_keys(
-                session, page, clock.now(), tenant_id=tenant_id, project_id=project_id, role=role
+                session, page, clock.now(), tenant_id=tenant_id, project_id=project_id, role=parse_role(role)
             )
 
     @get("/{key_id:str}", opt=needs(Action.READ_KEYS))
@@ -72,7 +78,7 @@ class KeyController(Controller):
         async with database.read() as session:
             return tagged(KeyView.of(await service.get_key(session, key_id), clock.now()))
 
-    @post("/{key_id:str}/revoke", status_code=200, opt=needs(Action.WRITE_KEYS))
+    @post("/{key_id:str}/revoke", status_code=200, opt=needs(Action.WRITE_KEYS) | fails(409))
     async def revoke_key(
         self,
         store: NamedDependency[AuditedStore],
@@ -90,7 +96,7 @@ class KeyController(Controller):
         authenticator.forget(key.id)
         return KeyView.of(key, clock.now())
 
-    @post("/{key_id:str}/rotate", opt=needs(Action.WRITE_KEYS))
+    @post("/{key_id:str}/rotate", opt=needs(Action.WRITE_KEYS) | fails(409))
     async def rotate_key(
         self,
         store: NamedDependency[AuditedStore],
@@ -110,6 +116,14 @@ class KeyController(Controller):
             made = await service.rotate_key(session, key_id, grace_s, pepper.value, clock.now())
         authenticator.forget(key_id)
         return _made(*made, clock)
+
+
+def parse_role(text: str | None) -> Role | None:
+    """Raises BadRequest."""
+    role = Role.of(text)
+    if text is not None and role is None:
+        raise BadRequest(f"'role' must be one of: {', '.join(Role)}.", param="role")
+    return role
 
 
 async def _check_may_change(session: AsyncSession, caller: Caller, key_id: str) -> None:

@@ -2,37 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from moiety_platform.access.roles import Role
+from moiety_platform.access.roles import Role, tenant_complaint
+from moiety_platform.auth.scopes import INFERENCE_SCOPE, scope_of
 from moiety_platform.etags import Tagged
+from moiety_platform.openapi.schemas import shows
+from moiety_platform.tenants.checks import NAME
 from moiety_platform.tenants.models import ApiKey
 
 AwareTime = Annotated[datetime, msgspec.Meta(tz=True)]
 
 DEFAULT_GRACE_S = 24 * 3600
+MAX_GRACE_S = 90 * 24 * 3600
+MAX_ALLOWED_MODELS = 100
+MAX_MODEL_LENGTH = 200
+
+ModelName = Annotated[str, shows(minLength=1, maxLength=MAX_MODEL_LENGTH, format="printable")]
+
+
+def _purposes() -> list[dict[str, Any]]:
+    """What a key can be for, as JSON schemas: inference, or a role for all tenants or for one."""
+    none, given = {"type": "null"}, {"type": "string"}
+    shown = [_purpose(INFERENCE_SCOPE, ["project_id"], project_id=given, role=none, tenant_id=none)]
+    for role in Role:
+        fields = {"role": {"const": role}, "project_id": none}
+        if tenant_complaint(role, None) is None:
+            shown.append(_purpose(scope_of(role), ["role"], tenant_id=none, **fields))
+        if tenant_complaint(role, "one") is None:
+            shown.append(_purpose(scope_of(role), ["role", "tenant_id"], tenant_id=given, **fields))
+    return shown
+
+
+def _purpose(scope: str, required: list[str], **fields: Any) -> dict[str, Any]:
+    return {"required": required, "properties": {**fields, "scopes": {"items": {"const": scope}}}}
 
 
 class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A key to be made: with a `project_id` for inference, with a `role` for administration, of the tenant `tenant_id`
-    alone if that is given. `allowed_models` null means every model."""
+    alone if that is given. `allowed_models` null means every model. `scopes` need not be given."""
 
-    name: str
+    rules: ClassVar[Sequence[Mapping[str, Any]]] = ({"anyOf": _purposes()},)
+
+    name: Annotated[str, NAME]
     project_id: str | None = None
     role: Role | None = None
     tenant_id: str | None = None
-    scopes: list[str] | None = None
-    allowed_models: list[str] | None = None
+    scopes: Annotated[list[str], shows(minItems=1)] | None = None
+    allowed_models: Annotated[list[ModelName], shows(minItems=1, maxItems=MAX_ALLOWED_MODELS)] | None = None
     expires_at: AwareTime | None = None
 
 
 class Rotation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long the old key stays good beside the new one, in seconds."""
 
-    grace_s: int = DEFAULT_GRACE_S
+    grace_s: Annotated[int, shows(minimum=0, maximum=MAX_GRACE_S)] = DEFAULT_GRACE_S
 
 
 class KeyView(Tagged, frozen=True):

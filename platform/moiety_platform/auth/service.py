@@ -9,17 +9,20 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.access.roles import Role, tenant_complaint
 from moiety_platform.auth.keys import KeyText, generate_key, hash_key
-from moiety_platform.auth.schemas import KeyPage, KeyView, NewKey
+from moiety_platform.auth.schemas import (
+    MAX_ALLOWED_MODELS,
+    MAX_GRACE_S,
+    MAX_MODEL_LENGTH,
+    KeyPage,
+    KeyView,
+    NewKey,
+)
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, scope_of
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import BadRequest, Conflict, NotFound
 from moiety_platform.tenants.checks import check_moment, check_name, is_id
 from moiety_platform.tenants.models import ApiKey, Project
 from moiety_platform.tenants.service import get_living_tenant, get_project, get_tenant
-
-MAX_ALLOWED_MODELS = 100
-MAX_MODEL_LENGTH = 200
-MAX_GRACE_S = 90 * 24 * 3600
 
 
 async def create_key(session: AsyncSession, new: NewKey, pepper: bytes, now: datetime) -> tuple[ApiKey, KeyText]:

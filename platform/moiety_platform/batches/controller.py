@@ -6,25 +6,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from litestar import Request, get, post
 from litestar.handlers import HTTPRouteHandler
-from litestar.params import FromPath, FromQuery
+from litestar.params import FromPath
 
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
-from moiety_platform.batches.schemas import NewBatch, view
+from moiety_platform.batches.schemas import BatchObject, NewBatch, view
 from moiety_platform.batches.service import cancel_batch, create_batch, get_batch, list_batches
 from moiety_platform.completions.body import receive_body
-from moiety_platform.db.keyset import list_fields, parse_list
+from moiety_platform.db.keyset import After, Listing, list_fields, parse_list
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.files.store import Now
+from moiety_platform.openapi.described import JSON, Described, describes, fails
+from moiety_platform.openapi.documents import KEY
+from moiety_platform.query_parameters import whole
 
 DEFAULT_LIST = 20
 MAX_LIST = 100
+TAGS = ["batches"]
+SECURITY = [{KEY: list[str]()}]
+
+Limit = Annotated[str | None, whole(f"At most so many, {DEFAULT_LIST} if not given.", 1, MAX_LIST)]
 MAX_BODY_BYTES = 256 * 1024
 MAX_JSON_DEPTH = 8
 
@@ -49,8 +56,15 @@ def batch_routes(services: BatchServices) -> list[HTTPRouteHandler]:
     async def caller(request: Request[Any, Any, Any]) -> Principal:
         return await authenticate(services.authenticator, request)
 
-    @post("/v1/batches", name="create_batch", status_code=200)
-    async def create(request: Request[Any, Any, Any]) -> dict[str, Any]:
+    @post(
+        "/v1/batches",
+        name="create_batch",
+        status_code=200,
+        tags=TAGS,
+        security=SECURITY,
+        opt=describes(Described(body={JSON: NewBatch}, errors=(404, 429))),
+    )
+    async def create(request: Request[Any, Any, Any]) -> BatchObject:
         """Have the lines of an uploaded file answered."""
         owner = await caller(request)
         headers = request.scope["headers"]
@@ -60,10 +74,10 @@ def batch_routes(services: BatchServices) -> list[HTTPRouteHandler]:
         services.on_change()
         return view(batch)
 
-    @get("/v1/batches", name="list_batches")
+    @get("/v1/batches", name="list_batches", tags=TAGS, security=SECURITY)
     async def list_some(
-        request: Request[Any, Any, Any], limit: FromQuery[int | None] = None, after: FromQuery[str | None] = None
-    ) -> dict[str, Any]:
+        request: Request[Any, Any, Any], limit: Limit = None, after: After = None
+    ) -> Listing[BatchObject]:
         """The project's batches, newest first."""
         owner = await caller(request)
         wanted = parse_list(limit, after, None, default_limit=DEFAULT_LIST, max_limit=MAX_LIST)
@@ -71,15 +85,22 @@ def batch_routes(services: BatchServices) -> list[HTTPRouteHandler]:
             found, has_more = await list_batches(session, owner.project_id, wanted)
         return list_fields([view(batch) for batch in found], has_more)
 
-    @get("/v1/batches/{batch_id:str}", name="retrieve_batch")
-    async def retrieve(request: Request[Any, Any, Any], batch_id: FromPath[str]) -> dict[str, Any]:
+    @get("/v1/batches/{batch_id:str}", name="retrieve_batch", tags=TAGS, security=SECURITY)
+    async def retrieve(request: Request[Any, Any, Any], batch_id: FromPath[str]) -> BatchObject:
         """One batch, with its progress."""
         owner = await caller(request)
         async with database.read() as session:
             return view(await get_batch(session, owner.project_id, batch_id))
 
-    @post("/v1/batches/{batch_id:str}/cancel", name="cancel_batch", status_code=200)
-    async def cancel(request: Request[Any, Any, Any], batch_id: FromPath[str]) -> dict[str, Any]:
+    @post(
+        "/v1/batches/{batch_id:str}/cancel",
+        name="cancel_batch",
+        status_code=200,
+        tags=TAGS,
+        security=SECURITY,
+        opt=fails(409),
+    )
+    async def cancel(request: Request[Any, Any, Any], batch_id: FromPath[str]) -> BatchObject:
         """Answer no more lines of a batch."""
         owner = await caller(request)
         async with database.write() as session:

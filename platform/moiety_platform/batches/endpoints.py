@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from moiety_platform.classes.terms import BATCH_TIER
+from moiety_platform.completions.answer_types import ChatCompletion, TextCompletion
 from moiety_platform.completions.controller import CHAT, COMPLETIONS
 from moiety_platform.completions.exchange import Endpoint
 from moiety_platform.completions.fields import AskingBody
@@ -24,8 +25,8 @@ from moiety_platform.embeddings.schemas import EmbeddingBody
 MAX_VECTOR_BYTES = 32 * 1024 * 1024  # in the answer to one line, which is held and stored as a whole
 BYTES_A_NUMBER = {"base64": 6, "float": 24}  # at most
 
-Body = dict[str, Any] | msgspec.Raw
-AnswerBody = Callable[[Pipeline, RequestRecord, AskingBody], Awaitable[Body]]
+Answer = ChatCompletion | TextCompletion | msgspec.Raw
+AnswerBody = Callable[[Pipeline, RequestRecord, AskingBody], Awaitable[Answer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,14 @@ class BatchEndpoint:
     answer: AnswerBody
 
 
-async def answer_generation(pipeline: Pipeline, record: RequestRecord, body: AskingBody) -> Body:
+async def answer_generation(pipeline: Pipeline, record: RequestRecord, body: AskingBody) -> Answer:
     """A whole chat or completion, in the class of batches whatever `service_tier` it asks for."""
     asked = cast("GenerationBody", body)
     async with pipeline.run(record, msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER)) as run:
         return await whole_answer(asked, run, record, await collect(run))
 
 
-async def answer_embeddings(pipeline: Pipeline, record: RequestRecord, body: AskingBody) -> Body:
+async def answer_embeddings(pipeline: Pipeline, record: RequestRecord, body: AskingBody) -> Answer:
     """The vectors of all inputs, in the same class. Raises BadRequest where they are too many for one line."""
     asked = cast("EmbeddingBody", body)
     max_numbers = MAX_VECTOR_BYTES // BYTES_A_NUMBER[asked.encoding_format or "float"]

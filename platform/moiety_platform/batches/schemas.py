@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Literal, TypedDict, cast
 
+from msgspec import Meta
 from pydantic import StringConstraints, field_validator
 
 from moiety_platform.batches.endpoints import ENDPOINTS
 from moiety_platform.batches.models import Batch, BatchStatus
-from moiety_platform.completions.fields import MetadataPairs, StrictBody, refuse
-from moiety_platform.errors import BadRequest
-from moiety_platform.files.upload import check_expiry
+from moiety_platform.completions.fields import MetadataPairs, StrictBody, refuse, shows
+from moiety_platform.files.upload import MAX_EXPIRY_S, MIN_EXPIRY_S, check_expiry
 
 COMPLETION_WINDOW = "24h"
 WINDOW_MS = 24 * 3600 * 1000
-_MOMENTS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
 
 class ExpiresAfter(StrictBody):
-    anchor: str
-    seconds: int
+    anchor: Annotated[str, shows(enum=["created_at"])]
+    seconds: Annotated[int, shows(minimum=MIN_EXPIRY_S, maximum=MAX_EXPIRY_S)]
 
 
 class NewBatch(StrictBody):
     """`POST /v1/batches`."""
 
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    endpoint: str
-    completion_window: str
+    endpoint: Annotated[str, shows(enum=list(ENDPOINTS))]
+    completion_window: Annotated[str, shows(enum=[COMPLETION_WINDOW])]
     metadata: MetadataPairs | None = None
     output_expires_after: ExpiresAfter | None = None
 
@@ -51,22 +50,86 @@ class NewBatch(StrictBody):
         expiry = self.output_expires_after
         return None if expiry is None else check_expiry(expiry.anchor, expiry.seconds, "output_expires_after")
 
-    @property
-    def note(self) -> dict[str, str] | None:
-        """The metadata. Raises BadRequest for what a database does not take."""
-        for text in (part for pair in (self.metadata or {}).items() for part in pair):
-            if "\0" in text:
-                raise BadRequest("'metadata' must not contain NUL characters", param="metadata")
-        return self.metadata
+
+class BatchError(TypedDict):
+    """What is wrong with the input file, and in which line."""
+
+    code: str
+    line: int | None
+    message: str
+    param: str | None
 
 
-def view(batch: Batch) -> dict[str, Any]:
+class BatchErrors(TypedDict):
+    """Why a batch was refused."""
+
+    object: Literal["list"]
+    data: list[BatchError]
+
+
+class RequestCounts(TypedDict):
+    """Of the batch's lines."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class InputTokensDetails(TypedDict):
+    """Input tokens that the prefix cache held."""
+
+    cached_tokens: int
+
+
+class OutputTokensDetails(TypedDict):
+    """None are of reasoning."""
+
+    reasoning_tokens: int
+
+
+class BatchUsage(TypedDict):
+    """Of the lines that were answered, which are those that were billed."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class BatchObject(TypedDict):
+    """A batch. Times are Unix seconds."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: Annotated[str, Meta(extra_json_schema={"enum": list(BatchStatus)})]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    usage: BatchUsage | None
+    metadata: dict[str, str] | None
+
+
+def view(batch: Batch) -> BatchObject:
     """A batch as OpenAI's API shows it."""
     return {
         "id": batch.id,
         "object": "batch",
         "endpoint": batch.endpoint,
-        "errors": {"object": "list", "data": batch.errors} if batch.errors else None,
+        "errors": {"object": "list", "data": cast("list[BatchError]", batch.errors)} if batch.errors else None,
         "input_file_id": batch.input_file_id,
         "completion_window": COMPLETION_WINDOW,
         "status": batch.status,
@@ -74,14 +137,20 @@ def view(batch: Batch) -> dict[str, Any]:
         "error_file_id": batch.error_file_id,
         "created_at": batch.created_ms // 1000,
         "expires_at": batch.expires_ms // 1000,
-        **{f"{name}_at": _seconds(getattr(batch, f"{name}_ms")) for name in _MOMENTS},
+        "in_progress_at": _seconds(batch.in_progress_ms),
+        "finalizing_at": _seconds(batch.finalizing_ms),
+        "completed_at": _seconds(batch.completed_ms),
+        "failed_at": _seconds(batch.failed_ms),
+        "expired_at": _seconds(batch.expired_ms),
+        "cancelling_at": _seconds(batch.cancelling_ms),
+        "cancelled_at": _seconds(batch.cancelled_ms),
         "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
         "usage": None if batch.status == BatchStatus.VALIDATING else _usage(batch),
         "metadata": batch.note,
     }
 
 
-def _usage(batch: Batch) -> dict[str, Any]:
+def _usage(batch: Batch) -> BatchUsage:
     """Of the lines that were answered, which are those that were billed."""
     return {
         "input_tokens": batch.prompt_tokens,

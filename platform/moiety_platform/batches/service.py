@@ -53,7 +53,7 @@ async def create_batch(
         key_id=owner.key_id,
         endpoint=new.endpoint,
         input_file_id=file.id,
-        note=new.note,
+        note=new.metadata,
         output_expires_s=new.output_expires_s or keep_files_s,
         status=BatchStatus.VALIDATING,
         **dict.fromkeys(("total", "completed", "failed", "prompt_tokens", "cached_tokens", "output_tokens"), 0),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from moiety_platform.classes.models import MAX_CLASS_NAME_LENGTH
 from moiety_platform.classes.terms import ClassTerms
 from moiety_platform.errors import BadRequest
+from moiety_platform.openapi.schemas import shows
 from moiety_wire.classes import OverloadAction
 
 MAX_RANK = 1000
@@ -19,6 +20,26 @@ MIN_WEIGHT = 0.001
 MAX_PRICE_FACTOR = 100.0
 
 _NAME = re.compile(rf"[a-z][a-z0-9-]{{0,{MAX_CLASS_NAME_LENGTH - 1}}}", re.ASCII)
+CLASS_NAME = shows(pattern=f"^{_NAME.pattern}$")
+RANK = shows(minimum=0, maximum=MAX_RANK)
+WEIGHT = shows(minimum=MIN_WEIGHT, maximum=MAX_WEIGHT)
+SECONDS = shows(minimum=MIN_SECONDS, maximum=MAX_SECONDS)
+ALLOWANCE = shows(minimum=0, maximum=MAX_SECONDS)
+FACTOR = shows(minimum=0, maximum=MAX_PRICE_FACTOR)
+ACTION = shows(enum=list(OverloadAction))
+PROMISES = (
+    {"anyOf": [{"required": [name], "properties": {name: {"type": "number"}}} for name in ("ttft_s", "completion_s")]},
+    {
+        "if": {"required": ["tpot_s"], "properties": {"tpot_s": {"type": "number"}}},
+        "then": {"required": ["ttft_s"], "properties": {"ttft_s": {"type": "number"}}},
+    },
+    {
+        "if": {"required": ["on_overload"], "properties": {"on_overload": {"const": OverloadAction.DOWNGRADE}}},
+        "then": {"required": ["downgrade_to"], "properties": {"downgrade_to": {"type": "string"}}},
+    },
+)
+"""What a new class has to have."""
+
 _TIMES = ("ttft_s", "tpot_s", "completion_s", "max_queue_s")
 
 
@@ -56,7 +77,8 @@ def check_terms(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> None:
     _check_range("ttft_per_1k_s", service.ttft_per_1k_s, 0.0, MAX_SECONDS)
     _check_range("price_factor", terms.price_factor, 0.0, MAX_PRICE_FACTOR)
     if complaint := service.complaint():
-        raise BadRequest(f"The class {service.name!r} makes no promise that can be kept: {complaint}.")
+        told = f"The class {service.name!r} makes no promise that can be kept: {complaint}."
+        raise BadRequest(told, code="impossible_promise")
     _check_downgrade(terms, classes)
     for other in classes.values():
         if other.downgrade_to == service.name and other.service.rank >= service.rank:

@@ -13,6 +13,7 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.schemas import ClassChange, ClassList, ClassView, NewClass
 from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
+from moiety_platform.openapi.described import fails
 
 
 class ClassController(Controller):
@@ -34,7 +35,7 @@ class ClassController(Controller):
         async with database.read() as session:
             return tagged(ClassView.of(await service.get_class(session, name)))
 
-    @post(opt=needs(Action.WRITE_CLASSES))
+    @post(opt=needs(Action.WRITE_CLASSES) | fails(409))
     async def create_class(
         self, store: NamedDependency[AuditedStore], classes: NamedDependency[ClassCache], data: JSONBody[NewClass]
     ) -> ClassView:
@@ -60,7 +61,7 @@ class ClassController(Controller):
         classes.forget()
         return tagged(ClassView.of(changed))
 
-    @delete("/{name:str}", status_code=200, opt=needs(Action.WRITE_CLASSES))
+    @delete("/{name:str}", status_code=200, opt=needs(Action.WRITE_CLASSES) | fails(409))
     async def delete_class(
         self,
         store: NamedDependency[AuditedStore],

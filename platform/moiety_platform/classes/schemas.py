@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
 import msgspec
 
+from moiety_platform.classes.checks import (
+    ACTION,
+    ALLOWANCE,
+    CLASS_NAME,
+    FACTOR,
+    PROMISES,
+    RANK,
+    SECONDS,
+    WEIGHT,
+)
 from moiety_platform.classes.terms import SHIPPED_NAMES, ClassTerms
 from moiety_platform.etags import Tagged
 from moiety_wire.classes import ServiceClass
@@ -12,18 +25,20 @@ from moiety_wire.classes import ServiceClass
 class NewClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A class to be made. Times are seconds; null promises nothing of the kind."""
 
-    name: str
-    rank: int
-    weight: float = 1.0
-    ttft_s: float | None = None
-    ttft_per_1k_s: float = 0.0
-    tpot_s: float | None = None
-    completion_s: float | None = None
-    max_queue_s: float = 600.0
+    rules: ClassVar[Sequence[Mapping[str, Any]]] = PROMISES
+
+    name: Annotated[str, CLASS_NAME]
+    rank: Annotated[int, RANK]
+    weight: Annotated[float, WEIGHT] = 1.0
+    ttft_s: Annotated[float, SECONDS] | None = None
+    ttft_per_1k_s: Annotated[float, ALLOWANCE] = 0.0
+    tpot_s: Annotated[float, SECONDS] | None = None
+    completion_s: Annotated[float, SECONDS] | None = None
+    max_queue_s: Annotated[float, SECONDS] = 600.0
     preemptible: bool = True
-    on_overload: str = "reject"
-    price_factor: float = 1.0
-    downgrade_to: str | None = None
+    on_overload: Annotated[str, ACTION] = "reject"
+    price_factor: Annotated[float, FACTOR] = 1.0
+    downgrade_to: Annotated[str, CLASS_NAME] | None = None
 
     @classmethod
     def of(cls, service: ServiceClass, price_factor: float = 1.0) -> NewClass:
@@ -33,17 +48,17 @@ class NewClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ClassChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to change of a class; what is not given stays."""
 
-    rank: int | msgspec.UnsetType = msgspec.UNSET
-    weight: float | msgspec.UnsetType = msgspec.UNSET
-    ttft_s: float | msgspec.UnsetType | None = msgspec.UNSET
-    ttft_per_1k_s: float | msgspec.UnsetType = msgspec.UNSET
-    tpot_s: float | msgspec.UnsetType | None = msgspec.UNSET
-    completion_s: float | msgspec.UnsetType | None = msgspec.UNSET
-    max_queue_s: float | msgspec.UnsetType = msgspec.UNSET
+    rank: Annotated[int, RANK] | msgspec.UnsetType = msgspec.UNSET
+    weight: Annotated[float, WEIGHT] | msgspec.UnsetType = msgspec.UNSET
+    ttft_s: Annotated[float, SECONDS] | msgspec.UnsetType | None = msgspec.UNSET
+    ttft_per_1k_s: Annotated[float, ALLOWANCE] | msgspec.UnsetType = msgspec.UNSET
+    tpot_s: Annotated[float, SECONDS] | msgspec.UnsetType | None = msgspec.UNSET
+    completion_s: Annotated[float, SECONDS] | msgspec.UnsetType | None = msgspec.UNSET
+    max_queue_s: Annotated[float, SECONDS] | msgspec.UnsetType = msgspec.UNSET
     preemptible: bool | msgspec.UnsetType = msgspec.UNSET
-    on_overload: str | msgspec.UnsetType = msgspec.UNSET
-    price_factor: float | msgspec.UnsetType = msgspec.UNSET
-    downgrade_to: str | msgspec.UnsetType | None = msgspec.UNSET
+    on_overload: Annotated[str, ACTION] | msgspec.UnsetType = msgspec.UNSET
+    price_factor: Annotated[float, FACTOR] | msgspec.UnsetType = msgspec.UNSET
+    downgrade_to: Annotated[str, CLASS_NAME] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ClassView(Tagged, frozen=True):

@@ -5,10 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
+from moiety_platform.completions.answer_types import (
+    AnswerFields,
+    ChatCompletion,
+    ChatLogprobs,
+    CompletionUsage,
+    TextCompletion,
+    TextLogprobs,
+)
 from moiety_platform.completions.run import Usage
 from moiety_platform.completions.tools.message import finish_reason_of, has_called, message_of
 from moiety_text.tools.deltas import Parts
@@ -24,7 +31,7 @@ class AnswerHead(msgspec.Struct, frozen=True):
     system_fingerprint: str
     service_tier: str  # that was served, in OpenAI's words
 
-    def fields(self, kind: str) -> dict[str, Any]:
+    def fields(self, kind: str) -> AnswerFields:
         return {
             "id": self.answer_id,
             "object": kind,
@@ -53,7 +60,7 @@ class Choice:
         return self.end.reason.value
 
 
-def usage_fields(usage: Usage) -> dict[str, Any]:
+def usage_fields(usage: Usage) -> CompletionUsage:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.output_tokens,
@@ -64,7 +71,7 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 
 def chat_answer(
     head: AnswerHead, choices: Sequence[Choice], parts: Sequence[Parts], usage: Usage, *, with_logprobs: bool
-) -> dict[str, Any]:
+) -> ChatCompletion:
     """`parts` are those of each choice's text."""
     return {
         **head.fields("chat.completion"),
@@ -83,7 +90,7 @@ def chat_answer(
 
 def completion_answer(
     head: AnswerHead, choices: Sequence[Choice], usage: Usage, *, echoes: Sequence[str], with_logprobs: bool
-) -> dict[str, Any]:
+) -> TextCompletion:
     """`echoes` are the texts that precede the choices, empty where there is no echo."""
     return {
         **head.fields("text_completion"),
@@ -100,7 +107,7 @@ def completion_answer(
     }
 
 
-def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
     return {
         "content": [
             {
@@ -117,7 +124,7 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     }
 
 
-def completion_logprobs(logprobs: Sequence[TokenLogprob], text_offset: int) -> dict[str, Any]:
+def completion_logprobs(logprobs: Sequence[TokenLogprob], text_offset: int) -> TextLogprobs:
     """`text_offset` is where the first of these tokens stands in the choice's text."""
     offsets = []
     for entry in logprobs:

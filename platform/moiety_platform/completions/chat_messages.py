@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
-from moiety_platform.completions.fields import MAX_MESSAGES, MAX_PARTS, StrictBody, bounded, refuse
+from moiety_platform.completions.fields import MAX_MESSAGES, MAX_PARTS, StrictBody, bounded, refuse, shows
 from moiety_platform.completions.tools.schemas import ChatCalls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -18,16 +18,37 @@ class TextPart(StrictBody):
     text: str
 
 
+_RULES: dict[str, Any] = {
+    "required": ["role"],
+    "anyOf": [
+        {"required": ["content"]},
+        {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+    ],
+    "allOf": [
+        {
+            "if": {"properties": {"role": {"const": "assistant"}}},
+            "else": {"properties": {"content": {"not": {"type": "null"}}, "tool_calls": {"maxItems": 0}}},
+        },
+        {
+            "if": {"properties": {"role": {"const": "tool"}}},
+            "then": {"required": ["tool_call_id"], "properties": {"tool_call_id": {"type": "string"}}},
+        },
+    ],
+}
+
+
 class ChatMessage(StrictBody):
     """One turn. Several text parts are joined by line breaks; null, which only an assistant may send, is no text, and
     beside calls it may be left out."""
 
-    role: str
+    model_config = ConfigDict(json_schema_extra=_RULES)
+
+    role: Annotated[str, shows(enum=list(ROLES))]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None
     name: str | None = None
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
     tool_calls: ChatCalls | None = None
-    function_call: Any = None
+    function_call: Annotated[Any, shows(enum=[None])] = None
 
     @model_validator(mode="before")
     @classmethod

@@ -7,15 +7,23 @@ from collections.abc import Sequence
 import msgspec
 from litestar.handlers import HTTPRouteHandler
 
+from moiety_platform.completions.answer_types import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    TextCompletion,
+    TextCompletionChunk,
+)
 from moiety_platform.completions.answers import Choice
-from moiety_platform.completions.exchange import Endpoint, ExchangeServices, route
+from moiety_platform.completions.exchange import Endpoint, ExchangeServices, Shown, route
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.schemas import ChatBody, CompletionBody, GenerationBody
-from moiety_platform.completions.sse import ChatChunks, CompletionChunks
+from moiety_platform.completions.sse import DONE_DATA, ChatChunks, CompletionChunks
 from moiety_platform.completions.text_answer import TextAnswer
 from moiety_platform.completions.tools.chunks import ToolChunks
 from moiety_platform.completions.whole import echoes_of, head_of, whole_answer
+from moiety_platform.http_errors import ErrorBody
+from moiety_platform.openapi.described import event_of
 
 
 def completion_routes(services: ExchangeServices) -> list[HTTPRouteHandler]:
@@ -36,7 +44,31 @@ async def _completion_chunks(body: CompletionBody, run: Run, record: RequestReco
     return CompletionChunks(head_of(run, record), body.include_usage, await echoes_of(body, run))
 
 
-CHAT = Endpoint("/v1/chat/completions", "chat", "chatcmpl-", ChatBody, TextAnswer(_whole, _chat_chunks))
+CHAT = Endpoint(
+    "/v1/chat/completions",
+    "chat",
+    "chatcmpl-",
+    ChatBody,
+    TextAnswer(_whole, _chat_chunks),
+    Shown(
+        tag="text",
+        summary="Answer a chat",
+        detail="OpenAI's Chat Completions. With `stream` the answer comes in server-sent events, the last `[DONE]`.",
+        answer=ChatCompletion,
+        event=event_of(ChatCompletionChunk, ErrorBody, last=DONE_DATA),
+    ),
+)
 COMPLETIONS = Endpoint(
-    "/v1/completions", "text_completion", "cmpl-", CompletionBody, TextAnswer(_whole, _completion_chunks)
+    "/v1/completions",
+    "text_completion",
+    "cmpl-",
+    CompletionBody,
+    TextAnswer(_whole, _completion_chunks),
+    Shown(
+        tag="text",
+        summary="Complete a text",
+        detail="OpenAI's Completions. With `stream` the answer comes in server-sent events, the last `[DONE]`.",
+        answer=TextCompletion,
+        event=event_of(TextCompletionChunk, ErrorBody, last=DONE_DATA),
+    ),
 )

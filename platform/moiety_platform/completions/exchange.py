@@ -35,6 +35,9 @@ from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
 from moiety_platform.headers import authorization_of, header_of
 from moiety_platform.http_errors import OPENAI_ERRORS, ErrorForm, internal_error
 from moiety_platform.metrics import Metrics
+from moiety_platform.openapi.described import EVENTS, JSON, Described, describes
+from moiety_platform.openapi.documents import KEY
+from moiety_platform.openapi.headers import IDEMPOTENCY_KEY, OF_SPENDING
 from moiety_platform.randomness import random_hex
 from moiety_platform.request_ids import request_id_of
 
@@ -62,6 +65,24 @@ class ExchangeServices:
     streams: StreamGate
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What the OpenAPI says of an endpoint beside its body: `answer` is the type of a whole answer, `event` the schema
+    of each event of a streamed one, None where nothing streams (see `event_of`)."""
+
+    tag: str
+    summary: str
+    detail: str
+    answer: Any
+    event: Any = None
+    security: tuple[str, ...] = (KEY,)  # one of these is enough
+    headers: tuple[str, ...] = ()  # beside those of every such answer
+
+    @property
+    def answers(self) -> dict[str, Any]:
+        return {JSON: self.answer} if self.event is None else {JSON: self.answer, EVENTS: self.event}
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[Body]):
     """One path of one API: what it takes, and how it words what comes. `prepare` gives the body what must be looked up
@@ -74,6 +95,7 @@ class Endpoint(Generic[Body]):
     id_prefix: str
     schema: type[Body]
     answer: Callable[[Body, Run, RequestRecord, Reply], Awaitable[SendLast]]
+    shown: Shown
     prepare: Callable[[Body, RequestRecord], Awaitable[Body]] | None = None
     errors: ErrorForm = OPENAI_ERRORS
     authorization: Callable[[Scope], str | None] = authorization_of
@@ -82,7 +104,25 @@ class Endpoint(Generic[Body]):
 def route(endpoint: Endpoint[Body], services: ExchangeServices) -> HTTPRouteHandler:
     """The handler of an endpoint."""
 
-    @post(endpoint.path, name=endpoint.path)
+    shown = endpoint.shown
+    described = Described(
+        error=endpoint.errors.schema,
+        body={JSON: endpoint.schema},
+        answers={200: shown.answers},
+        errors=(404, 409, 410, 422, 429, 502, *endpoint.errors.statuses),
+        request_headers=(IDEMPOTENCY_KEY,),
+        answer_headers=(*OF_SPENDING, *shown.headers),
+    )
+
+    @post(
+        endpoint.path,
+        name=endpoint.path,
+        tags=[shown.tag],
+        summary=shown.summary,
+        description=shown.detail,
+        security=[{name: []} for name in shown.security],
+        opt=describes(described),
+    )
     async def create(request: Request[Any, Any, Any]) -> ASGIApp:
         return Exchange(endpoint, services)
 

@@ -21,7 +21,7 @@ from moiety_platform.completions.placement import Placement
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.spending import Tariff
-from moiety_platform.completions.text import ModelTexts
+from moiety_platform.completions.text import UNKNOWN_TOKEN, ModelTexts
 from moiety_platform.errors import BadRequest, ContextTooLong, Overloaded
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.routing.replicas import Replicas
@@ -152,9 +152,8 @@ class Pipeline:
             ("stop_token_ids", generation.stop_token_ids),
         ):
             if (largest := max(ids, default=0)) >= card.vocab_size:
-                raise BadRequest(
-                    f"'{name}' has the token id {largest}; the model's are below {card.vocab_size}", param=name
-                )
+                told = f"'{name}' has the token id {largest}; the model's are below {card.vocab_size}"
+                raise BadRequest(told, code=UNKNOWN_TOKEN, param=name)
 
     def _submits(
         self,

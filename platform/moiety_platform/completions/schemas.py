@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, FiniteFloat, ValidationInfo, field_validator, model_validator
+from pydantic import ConfigDict, Field, FiniteFloat, ValidationInfo, field_validator, model_validator
 
 from moiety_platform.completions.chat_messages import Messages
 from moiety_platform.completions.fields import (
@@ -22,12 +22,14 @@ from moiety_platform.completions.fields import (
     StrictBody,
     TokenId,
     as_prompts,
+    at_most,
     forms_of_prompts,
+    only_with,
     refuse,
-    shape_of,
+    shows,
 )
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
-from moiety_platform.completions.tools.schemas import ChatChoice, ChatTools, check_choice, offer_of
+from moiety_platform.completions.tools.schemas import NEEDS_TOOLS, ChatChoice, ChatTools, check_choice, offer_of
 from moiety_wire.messages import Sampling
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
@@ -44,11 +46,16 @@ FORMS = MappingProxyType(
 )
 
 _Penalty = Annotated[FiniteFloat, Field(ge=-2, le=2)]
+_LogitBias = Annotated[
+    dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]],
+    shows(maxProperties=MAX_BIASES, propertyNames={"pattern": "^[0-9]{1,9}$"}),
+]
+STREAMED_OPTIONS = only_with("stream_options", "stream")
 
 
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    continuous_usage_stats: Annotated[bool, shows(const=False)] | None = None
 
     @field_validator("continuous_usage_stats")
     @classmethod
@@ -59,7 +66,7 @@ class StreamOptions(StrictBody):
 
 
 class ResponseFormat(StrictBody):
-    type: str
+    type: Annotated[str, shows(enum=["text"])]
 
     @field_validator("type")
     @classmethod
@@ -71,6 +78,8 @@ class ResponseFormat(StrictBody):
 
 class GenerationBody(GeneratingBody):
     """What both endpoints share. null means the default, as everywhere in OpenAI's API."""
+
+    model_config = ConfigDict(json_schema_extra={"allOf": [STREAMED_OPTIONS]})
 
     forms: ClassVar[Mapping[str, str]] = FORMS
 
@@ -84,23 +93,15 @@ class GenerationBody(GeneratingBody):
     repetition_penalty: Annotated[FiniteFloat, Field(gt=0, le=10)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    logit_bias: dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]] | None = None
+    logit_bias: _LogitBias | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=128)] | None = None
     ignore_eos: bool | None = None
-    n: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    n: Annotated[int, Field(ge=1, le=INT32_MAX), at_most(lambda shape: shape.max_choices)] | None = None
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     response_format: ResponseFormat | None = None
-
-    @field_validator("n")
-    @classmethod
-    def _few_choices(cls, value: int | None, info: ValidationInfo) -> int | None:
-        most = shape_of(info).max_choices
-        if value is not None and value > most:
-            raise refuse(f"it is {value}; it may be {most} at most")
-        return value
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -164,6 +165,10 @@ class GenerationBody(GeneratingBody):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"allOf": [STREAMED_OPTIONS, only_with("top_logprobs", "logprobs"), NEEDS_TOOLS]}
+    )
+
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
@@ -171,8 +176,8 @@ class ChatBody(GenerationBody):
     tools: ChatTools | None = None
     tool_choice: ChatChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
+    functions: Annotated[list[Any], shows(maxItems=0)] | None = None
+    function_call: Annotated[Any, shows(enum=[None])] = None
 
     @field_validator("tool_choice")
     @classmethod
@@ -183,7 +188,7 @@ class ChatBody(GenerationBody):
     @field_validator("functions", "function_call")
     @classmethod
     def _no_functions(cls, value: Any) -> Any:
-        if value:
+        if value not in (None, []):
             raise refuse("this is OpenAI's older form; send 'tools' and 'tool_choice'")
         return value
 
@@ -207,10 +212,22 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`. A prompt is raw: control tokens of the model that are written out in its text are encoded
     as such, since whoever sends it writes the whole of what the model reads. Chats are guarded against that."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [
+                STREAMED_OPTIONS,
+                {
+                    "if": {"required": ["echo"], "properties": {"echo": {"const": True}}},
+                    "then": {"properties": {"logprobs": {"type": "null"}}},
+                },
+            ]
+        }
+    )
+
     prompt: RawPrompts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
-    suffix: str | None = None
+    suffix: Annotated[str, shows(maxLength=0)] | None = None
     best_of: int | None = None
 
     @field_validator("suffix")

@@ -14,7 +14,8 @@ from moiety_platform.completions.answers import AnswerHead, chat_logprobs, compl
 from moiety_platform.completions.run import Usage
 from moiety_wire.messages import Finished, TokenLogprob
 
-DONE = b"data: [DONE]\n\n"
+DONE_DATA = "[DONE]"
+DONE = f"data: {DONE_DATA}\n\n".encode()
 
 _encode = msgspec.json.Encoder().encode
 

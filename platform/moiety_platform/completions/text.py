@@ -21,6 +21,8 @@ MAX_CACHED_MODELS = 16
 MESSAGE_COST = 64  # what rendering one more message counts, in bytes of text
 ID_COST = 4  # what looking at one token id counts
 
+UNKNOWN_TOKEN = "unknown_token_id"  # the code of an error
+
 
 class ModelText:
     """One model's text side. May be used from several threads."""
@@ -71,7 +73,7 @@ class ModelText:
         try:
             return self._tokenizer.decode(token_ids, skip_special_tokens=False)
         except TokenOutOfRange as exc:
-            raise BadRequest(str(exc)) from exc
+            raise BadRequest(str(exc), code=UNKNOWN_TOKEN) from exc
 
     def _is_short(self, prompts: Sequence[Prompt]) -> bool:
         """Whether encoding them all is a matter of so little time that a thread would cost more."""
@@ -101,6 +103,8 @@ class ModelText:
 
     def _encode(self, prompt: Conversation | str) -> list[int]:
         limit = self._max_context_tokens
+        if prompt == "":  # with a token that begins every text it would have one, which nobody has sent
+            raise BadRequest("the prompt is empty; send at least one token of text")
         try:
             if isinstance(prompt, str):
                 token_ids = self._tokenizer.encode(prompt, add_special_tokens=True, max_tokens=limit)
@@ -157,9 +161,8 @@ class ModelText:
         if not token_ids:
             raise BadRequest("a prompt is empty; send at least one token id", param=field)
         if max(token_ids) >= self._vocab_size:
-            raise BadRequest(
-                f"token id {max(token_ids)} is not the model's; its ids are below {self._vocab_size}", param=field
-            )
+            told = f"token id {max(token_ids)} is not the model's; its ids are below {self._vocab_size}"
+            raise BadRequest(told, code=UNKNOWN_TOKEN, param=field)
         return list(token_ids)
 
     def _too_long(self, num_tokens: str) -> ContextTooLong:

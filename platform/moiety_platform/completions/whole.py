@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
+from moiety_platform.completions.answer_types import ChatCompletion, TextCompletion
 from moiety_platform.completions.answers import AnswerHead, Choice, chat_answer, completion_answer
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run
@@ -44,7 +44,7 @@ async def parts_of(run: Run, choices: Sequence[Choice]) -> list[Parts]:
 
 async def whole_answer(
     body: GenerationBody, run: Run, record: RequestRecord, choices: Sequence[Choice]
-) -> dict[str, Any]:
+) -> ChatCompletion | TextCompletion:
     """OpenAI's answer, of choices that were collected."""
     head = head_of(run, record)
     if isinstance(body, ChatBody):

@@ -4,15 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Generic, Literal, TypedDict, TypeVar
 
+from litestar.params import QueryParameter
 from sqlalchemy import Select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
 from moiety_platform.errors import BadRequest
+from moiety_platform.query_parameters import parse_whole
 
 Row = TypeVar("Row")
+
+After = Annotated[str | None, QueryParameter(description="The id of the last object of the part before.")]
+
+
+class Identified(TypedDict):
+    """An object of a list."""
+
+    id: str
+
+
+View = TypeVar("View", bound=Identified)
+
+
+class Listing(TypedDict, Generic[View]):
+    """Some objects; `has_more` says whether others follow after `last_id`."""
+
+    object: Literal["list"]
+    data: list[View]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +48,15 @@ class ListRequest:
 
 
 def parse_list(
-    limit: int | None, after: str | None, order: str | None, *, default_limit: int, max_limit: int
+    limit: str | None, after: str | None, order: str | None, *, default_limit: int, max_limit: int
 ) -> ListRequest:
     """What a client asks for. Raises BadRequest."""
-    if limit is not None and not 1 <= limit <= max_limit:
-        raise BadRequest(f"'limit' must be between 1 and {max_limit:,}, not {limit}", param="limit")
+    wanted = default_limit if limit is None else parse_whole(limit, "limit")
+    if not 1 <= wanted <= max_limit:
+        raise BadRequest(f"'limit' must be between 1 and {max_limit:,}, not {wanted}", param="limit")
     if order not in (None, "asc", "desc"):
         raise BadRequest("'order' must be 'asc' or 'desc'", param="order")
-    return ListRequest(default_limit if limit is None else limit, after, order != "asc")
+    return ListRequest(wanted, after, order != "asc")
 
 
 async def read_list(
@@ -56,7 +80,7 @@ async def read_list(
     return found[: wanted.limit], len(found) > wanted.limit
 
 
-def list_fields(views: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+def list_fields(views: Sequence[View], has_more: bool) -> Listing[View]:
     """The body of the answer."""
     first, last = (views[0]["id"], views[-1]["id"]) if views else (None, None)
     return {"object": "list", "data": list(views), "first_id": first, "last_id": last, "has_more": has_more}

@@ -7,18 +7,21 @@ import binascii
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from sqlalchemy import Select, literal, tuple_
 from sqlalchemy.orm import InstrumentedAttribute
 
 from moiety_platform.errors import BadRequest
+from moiety_platform.query_parameters import parse_whole, whole
 
 DEFAULT_LIMIT = 50
 MAX_LIMIT = 500
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
+
+Limit = Annotated[str | None, whole(f"Rows of a page, {DEFAULT_LIMIT} if not given.", 1, MAX_LIMIT)]
 
 Row = TypeVar("Row")
 
@@ -39,12 +42,13 @@ class PageRequest:
     after: Position | None = None
 
 
-def parse_page(limit: int | None, cursor: str | None) -> PageRequest:
+def parse_page(limit: str | None, cursor: str | None) -> PageRequest:
     """What a client's `limit` and `cursor` ask for. Raises BadRequest."""
-    if limit is not None and not 1 <= limit <= MAX_LIMIT:
-        raise BadRequest(f"'limit' must be between 1 and {MAX_LIMIT}, not {limit}.", param="limit")
+    wanted = DEFAULT_LIMIT if limit is None else parse_whole(limit, "limit")
+    if not 1 <= wanted <= MAX_LIMIT:
+        raise BadRequest(f"'limit' must be between 1 and {MAX_LIMIT}, not {wanted}.", param="limit")
     after = decode_cursor(cursor) if cursor else None
-    return PageRequest(limit=DEFAULT_LIMIT if limit is None else limit, after=after)
+    return PageRequest(limit=wanted, after=after)
 
 
 def encode_cursor(position: Position) -> str:

@@ -11,10 +11,11 @@ from functools import partial
 
 from litestar.handlers import HTTPRouteHandler
 
-from moiety_platform.completions.exchange import Endpoint, ExchangeServices, SendLast, route
+from moiety_platform.completions.exchange import Endpoint, ExchangeServices, SendLast, Shown, route
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.reply import Reply
 from moiety_platform.completions.run import Run
+from moiety_platform.embeddings.answer_types import EmbeddingList
 from moiety_platform.embeddings.schemas import EmbeddingBody
 from moiety_platform.embeddings.whole import collect, pieces_of
 
@@ -33,4 +34,16 @@ async def _send(pieces: Iterator[bytes], record: RequestRecord, reply: Reply) ->
     await reply.pieces(pieces)
 
 
-EMBEDDINGS = Endpoint("/v1/embeddings", "embeddings", "embd-", EmbeddingBody, _answer)
+EMBEDDINGS = Endpoint(
+    "/v1/embeddings",
+    "embeddings",
+    "embd-",
+    EmbeddingBody,
+    _answer,
+    Shown(
+        tag="embeddings",
+        summary="Make vectors of texts",
+        detail="OpenAI's Embeddings: a vector of each input.",
+        answer=EmbeddingList,
+    ),
+)

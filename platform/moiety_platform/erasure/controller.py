@@ -12,8 +12,11 @@ from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.erasure.schemas import ErasureView
 from moiety_platform.erasure.service import Eraser
+from moiety_platform.openapi.described import JSON, Described, describes
 
 BUDGET_S = 10.0
+
+_ANSWERS = describes(Described(answers={200: {JSON: ErasureView}, 202: {JSON: ErasureView}}))
 
 
 def erasure_routes(budget_s: float = BUDGET_S) -> list[HTTPRouteHandler]:
@@ -24,7 +27,7 @@ def erasure_routes(budget_s: float = BUDGET_S) -> list[HTTPRouteHandler]:
         status_code=200,
         tags=["tenants"],
         name="erase_tenant_data",
-        opt=needs(Action.ERASE_TENANTS),
+        opt=needs(Action.ERASE_TENANTS) | _ANSWERS,
     )
     async def erase_tenant_data(
         store: NamedDependency[AuditedStore], authenticator: NamedDependency[Authenticator], tenant_id: FromPath[str]

@@ -10,6 +10,7 @@ from moiety_platform.access.table import Action, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
+from moiety_platform.openapi.described import fails
 from moiety_platform.prices import service
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.prices.schemas import NewPrice, PriceView, PriceViews
@@ -27,7 +28,7 @@ class PriceController(Controller):
         async with database.read() as session:
             return PriceViews([PriceView.of(record) for record in await service.list_prices(session)])
 
-    @get("/one", opt=needs(Action.READ_PRICES))
+    @get("/one", opt=needs(Action.READ_PRICES) | fails(404))
     async def get_price(
         self,
         database: NamedDependency[Database],
@@ -38,7 +39,7 @@ class PriceController(Controller):
         async with database.read() as session:
             return tagged(PriceView.of(await service.get_price(session, model, service_class)))
 
-    @put(opt=needs(Action.WRITE_PRICES))
+    @put(opt=needs(Action.WRITE_PRICES) | fails(409))
     async def set_price(
         self,
         store: NamedDependency[AuditedStore],
@@ -54,7 +55,7 @@ class PriceController(Controller):
         prices.forget()
         return tagged(view)
 
-    @delete(status_code=200, opt=needs(Action.WRITE_PRICES))
+    @delete(status_code=200, opt=needs(Action.WRITE_PRICES) | fails(404))
     async def delete_price(
         self,
         store: NamedDependency[AuditedStore],

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
+from moiety_platform.classes.checks import CLASS_NAME
 from moiety_platform.etags import Tagged
-from moiety_platform.prices.models import PriceRecord
-from moiety_platform.prices.terms import ANY_CLASS, dollars
+from moiety_platform.openapi.schemas import shows
+from moiety_platform.prices.models import MAX_MODEL_LENGTH, PriceRecord
+from moiety_platform.prices.terms import ANY_CLASS, DOLLARS, dollars
+
+Dollars = Annotated[str, shows(pattern=f"^({DOLLARS.pattern})$")]
 
 
 class NewPrice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A price to be set; one of the same model and class is replaced. Without `service_class` it holds for every class
     that has none of its own, times the class's factor; without `cached_input` cached tokens cost what others cost."""
 
-    model: str
-    input: str
-    output: str
-    cached_input: str | None = None
-    service_class: str | None = None
+    model: Annotated[str, shows(minLength=1, maxLength=MAX_MODEL_LENGTH, format="printable")]
+    input: Dollars
+    output: Dollars
+    cached_input: Dollars | None = None
+    service_class: Annotated[str, CLASS_NAME] | None = None
 
 
 class PriceView(Tagged, frozen=True):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 
 MILLION = 10**6
 NANO = 10**9
+MAX_DOLLARS = 10**6
+DOLLARS = re.compile(rf"[0-9]{{1,6}}(\.[0-9]{{1,9}})?|{MAX_DOLLARS}(\.0{{1,9}})?")
 ANY_CLASS = ""  # of a price that holds for every class of a model, times the class's factor
 
 
@@ -68,13 +71,8 @@ def dollars(nano: int) -> str:
 
 def parse_dollars(text: str) -> int:
     """Exact dollars as nano-dollars. Raises ValueError for what is no such amount, or finer than a nano-dollar."""
-    try:
-        amount = Decimal(text) * NANO
-    except ArithmeticError as exc:
-        raise ValueError(f"{text!r} is not an amount of dollars, such as 0.15") from exc
-    if not amount.is_finite() or amount != amount.to_integral_value() or not 0 <= amount <= MAX_NANO:
-        raise ValueError(f"{text!r} is not an amount from 0 to {MAX_NANO // NANO} dollars with at most 9 decimals")
-    return int(amount)
-
-
-MAX_NANO = 10**6 * NANO
+    if not DOLLARS.fullmatch(text):
+        raise ValueError(
+            f"{text[:64]!r} is not an amount of dollars, such as 0.15, from 0 to {MAX_DOLLARS} with at most 9 decimals"
+        )
+    return int(Decimal(text) * NANO)

@@ -10,10 +10,11 @@ from moiety_platform.access.caller import Caller
 from moiety_platform.access.table import Action, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.clock import Clock
-from moiety_platform.db.paging import parse_page
+from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
-from moiety_platform.query_parameters import Cursor, Limit
+from moiety_platform.openapi.described import fails
+from moiety_platform.query_parameters import Cursor
 from moiety_platform.quota import service
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import Level, Scope
@@ -26,7 +27,7 @@ class QuotaController(Controller):
     path = "/quotas"
     tags = ("quotas",)
 
-    @put(opt=needs(Action.WRITE_QUOTAS))
+    @put(opt=needs(Action.WRITE_QUOTAS) | fails(404))
     async def set_quota(
         self,
         store: NamedDependency[AuditedStore],

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from moiety_platform.etags import Tagged
+from moiety_platform.openapi.schemas import shows
 from moiety_platform.quota.bucket import Bucket
-from moiety_platform.quota.kinds import Kind, Level, window_end, window_start
+from moiety_platform.quota.kinds import MAX_CAP, MAX_RATE, Kind, Level, Meter, window_end, window_start
 from moiety_platform.quota.models import Quota, QuotaRate, QuotaWindow
+
+MAX_THRESHOLDS = 5
+
+Percent = Annotated[int, shows(minimum=1, maximum=100)]
 
 
 class NewQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A limit to be set; one of the same scope and kind is replaced. `alert_at` are percents of the cap, 1 to 100, at
     which alerts go to webhooks; where it is left out, those that there are stay, and an empty list takes them away."""
 
+    rules: ClassVar[Sequence[Mapping[str, Any]]] = (
+        {
+            "if": {"properties": {"kind": {"enum": [kind for kind in Kind if kind.meter is Meter.STOCK]}}},
+            "then": {"properties": {"cap": {"maximum": MAX_CAP}}},
+            "else": {"properties": {"cap": {"maximum": MAX_RATE}, "alert_at": {"maxItems": 0}}},
+        },
+    )
+
     level: Level
     scope_id: str
     kind: Kind
-    cap: int
-    alert_at: list[int] | msgspec.UnsetType = msgspec.UNSET
+    cap: Annotated[int, shows(minimum=0)]
+    alert_at: Annotated[list[Percent], shows(maxItems=MAX_THRESHOLDS)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class QuotaView(Tagged, frozen=True):

@@ -17,11 +17,9 @@ from moiety_platform.db.paging import PageRequest, Position, after_position, cut
 from moiety_platform.errors import BadRequest, NotFound
 from moiety_platform.quota.kinds import MAX_CAP, MAX_RATE, Kind, Level, Meter, Scope, window_start
 from moiety_platform.quota.models import Quota, QuotaAlert, QuotaRate, QuotaThreshold, QuotaWindow
-from moiety_platform.quota.schemas import NewQuota, QuotaPage, QuotaView, rate_view, window_view
+from moiety_platform.quota.schemas import MAX_THRESHOLDS, NewQuota, QuotaPage, QuotaView, rate_view, window_view
 from moiety_platform.tenants.checks import is_id, new_id
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
-
-MAX_THRESHOLDS = 5
 
 _TABLES: dict[Level, type[Tenant | Project | ApiKey]] = {
     Level.TENANT: Tenant,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moiety_platform.completions.answers import chat_logprobs
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Usage
 from moiety_platform.errors import PlatformError
 from moiety_platform.responses_api.items import Item
 from moiety_platform.responses_api.schemas import ResponsesBody
 from moiety_platform.responses_api.tools import choice_fields
-from moiety_wire.messages import Finished, FinishReason, TokenLogprob
+from moiety_wire.messages import Finished, FinishReason
 
 ID_PREFIX = "resp_"
 
@@ -86,11 +84,6 @@ class ResponseHead:
             "metadata": body.metadata or {},
             **end,
         }
-
-
-def logprob_fields(logprobs: Sequence[TokenLogprob]) -> list[Fields]:
-    fields: list[Fields] = chat_logprobs(logprobs)["content"]
-    return fields
 
 
 def usage_fields(usage: Usage) -> Fields:

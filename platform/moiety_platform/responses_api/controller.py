@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, cast
 
 import msgspec
 from litestar import Request, Response, delete, get, post
 from litestar.handlers import HTTPRouteHandler
-from litestar.params import FromPath, FromQuery
+from litestar.params import FromPath
 
 from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
-from moiety_platform.completions.exchange import Endpoint, ExchangeServices, SendLast, route
+from moiety_platform.completions.exchange import Endpoint, ExchangeServices, SendLast, Shown, route
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.reply import Reply
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.text_answer import relay
-from moiety_platform.db.keyset import list_fields, parse_list
+from moiety_platform.db.keyset import After, Identified, list_fields, parse_list
 from moiety_platform.errors import BadRequest
+from moiety_platform.openapi.described import JSON, Described, describes, event_of
+from moiety_platform.openapi.documents import KEY
+from moiety_platform.query_parameters import one_of, whole
+from moiety_platform.responses_api.answer_types import EVENTS, DeletedResponse, InputItemList, ResponseObject
 from moiety_platform.responses_api.answers import ID_PREFIX, Fields, ResponseHead
 from moiety_platform.responses_api.events import ResponseEvents, StreamErrors
 from moiety_platform.responses_api.items import Item, with_id
@@ -31,6 +35,20 @@ from moiety_wire.messages import Finished, Tokens
 PATH = "/v1/responses"
 DEFAULT_LIST = 20
 MAX_LIST = 100
+TAGS = ["responses"]
+SECURITY = [{KEY: list[str]()}]
+
+Limit = Annotated[str | None, whole(f"At most so many, {DEFAULT_LIST} if not given.", 1, MAX_LIST)]
+Order = Annotated[str | None, one_of("By their place in the conversation; desc if not given.", "asc", "desc")]
+Streamed = Annotated[str | None, one_of("What is kept is not streamed.", "false")]
+
+_SHOWN = Shown(
+    tag="responses",
+    summary="Answer a conversation, and keep it if asked to",
+    detail="OpenAI's Responses. With `stream` the answer comes in server-sent events; it is kept only with `store`.",
+    answer=ResponseObject,
+    event={"anyOf": [event_of(kind, name=name) for name, kind in EVENTS.items()]},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +62,7 @@ class ResponseServices:
 def response_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
     """The handlers of all of them."""
     answers = ResponseAnswers(services.keeper)
-    endpoint = Endpoint(PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, prepare=answers.prepare)
+    endpoint = Endpoint(PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare)
     return [route(endpoint, services.exchange), *_kept_routes(services)]
 
 
@@ -114,30 +132,36 @@ def _kept_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
     async def caller(request: Request[Any, Any, Any]) -> Principal:
         return await authenticate(services.exchange.authenticator, request)
 
-    @get(PATH + "/{response_id:str}", name="retrieve_response")
+    @get(
+        PATH + "/{response_id:str}",
+        name="retrieve_response",
+        tags=TAGS,
+        security=SECURITY,
+        opt=describes(Described(answers={200: {JSON: ResponseObject}})),
+    )
     async def retrieve(
-        request: Request[Any, Any, Any], response_id: FromPath[str], stream: FromQuery[bool | None] = None
+        request: Request[Any, Any, Any], response_id: FromPath[str], stream: Streamed = None
     ) -> Response[bytes]:
         """A response that is kept, as it was answered."""
         whose = await caller(request)
-        if stream:
+        if stream not in (None, "false"):
             raise BadRequest("a kept response is not streamed; leave 'stream' out", param="stream")
         return Response(await keeper.body(whose, response_id), media_type="application/json")
 
-    @delete(PATH + "/{response_id:str}", name="delete_response", status_code=200)
-    async def delete_response(request: Request[Any, Any, Any], response_id: FromPath[str]) -> Fields:
+    @delete(PATH + "/{response_id:str}", name="delete_response", status_code=200, tags=TAGS, security=SECURITY)
+    async def delete_response(request: Request[Any, Any, Any], response_id: FromPath[str]) -> DeletedResponse:
         """Delete a response that is kept. What continues it cannot be continued any more."""
         await keeper.delete(await caller(request), response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
-    @get(PATH + "/{response_id:str}/input_items", name="list_input_items")
+    @get(PATH + "/{response_id:str}/input_items", name="list_input_items", tags=TAGS, security=SECURITY)
     async def list_input_items(
         request: Request[Any, Any, Any],
         response_id: FromPath[str],
-        limit: FromQuery[int | None] = None,
-        after: FromQuery[str | None] = None,
-        order: FromQuery[str | None] = None,
-    ) -> Fields:
+        limit: Limit = None,
+        after: After = None,
+        order: Order = None,
+    ) -> InputItemList:
         """What a kept response was an answer to, the latest item first unless `order` is asc."""
         whose = await caller(request)
         wanted = parse_list(limit, after, order, default_limit=DEFAULT_LIST, max_limit=MAX_LIST)
@@ -146,9 +170,17 @@ def _kept_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
             items.reverse()
         if wanted.after is not None:
             items = _after(items, wanted.after)
-        return list_fields(items[: wanted.limit], has_more=len(items) > wanted.limit)
+        shown = cast("list[Identified]", items[: wanted.limit])
+        return list_fields(shown, has_more=len(items) > wanted.limit)
 
-    @post(PATH + "/{response_id:str}/cancel", name="cancel_response", status_code=200)
+    @post(
+        PATH + "/{response_id:str}/cancel",
+        name="cancel_response",
+        status_code=200,
+        tags=TAGS,
+        security=SECURITY,
+        opt=describes(Described(answers={}, errors=(400,))),
+    )
     async def cancel(request: Request[Any, Any, Any], response_id: FromPath[str]) -> None:
         """There is nothing to cancel in a response that is kept: it has come to its end."""
         await keeper.body(await caller(request), response_id)

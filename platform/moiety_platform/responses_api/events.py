@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from moiety_platform.completions.answers import chat_logprobs
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import OpenAIErrors
-from moiety_platform.responses_api.answers import ResponseHead, logprob_fields
+from moiety_platform.responses_api.answers import ResponseHead
 from moiety_platform.responses_api.items import CALL, Item, text_part
 from moiety_platform.responses_api.output import ItemBegun, ItemEnded, MoreArguments, MoreText, ResponseOutput, Step
 from moiety_wire.messages import Finished, TokenLogprob
@@ -69,7 +70,7 @@ class ResponseEvents:
 
     def _more_text(self, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
         """What all deltas of a message share is encoded once, for there are many."""
-        encoded = _encode(logprob_fields(logprobs)) if logprobs else b"[]"
+        encoded = _encode(chat_logprobs(logprobs)["content"]) if logprobs else b"[]"
         self._number += 1
         return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (
             self._delta_start, _encode(text), encoded, self._number - 1,

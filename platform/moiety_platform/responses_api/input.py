@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import (
-    BeforeValidator,
+    ConfigDict,
     Field,
     PlainValidator,
     StringConstraints,
@@ -14,7 +14,7 @@ from pydantic import (
     field_validator,
 )
 
-from moiety_platform.completions.fields import MAX_MESSAGES, MAX_PARTS, StrictBody, bounded, refuse
+from moiety_platform.completions.fields import MAX_MESSAGES, MAX_PARTS, StrictBody, bounded, or_text, refuse, shows
 from moiety_platform.completions.tools.fields import ArgumentsText, ToolName
 from moiety_platform.responses_api.items import (
     CALL,
@@ -34,8 +34,8 @@ _OUTPUT_TEXT = "output_text"
 _CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
-class TextPart(StrictBody):
-    type: str
+class ItemText(StrictBody):
+    type: Annotated[str, shows(enum=[_INPUT_TEXT, _OUTPUT_TEXT])]
     text: str
 
     @field_validator("type")
@@ -49,26 +49,30 @@ class TextPart(StrictBody):
         return value
 
 
-def _as_parts(value: Any, info: ValidationInfo) -> Any:
-    """A string is short for one part. One form inside means that complaints name the place."""
-    if isinstance(value, str):
-        return [{"type": _part_type(info.data.get("role")), "text": value}]
-    if not isinstance(value, list):
-        raise refuse("it must be a string or a list of text parts")
-    return value
-
-
 def _part_type(role: str | None) -> str:
     return _OUTPUT_TEXT if role == "assistant" else _INPUT_TEXT
 
 
-Parts = Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), BeforeValidator(_as_parts)]
+def _as_part(text: str, info: ValidationInfo) -> dict[str, str]:
+    return {"type": _part_type(info.data.get("role")), "text": text}
+
+
+Parts = Annotated[list[ItemText], Field(fail_fast=True, max_length=MAX_PARTS), or_text(_as_part, "text parts")]
 
 
 class MessageItem(StrictBody):
     """One turn. An assistant's may be the message of an earlier answer as it was."""
 
-    role: str
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"properties": {"role": {"const": "assistant"}}},
+            "then": {"properties": {"content": {"items": {"properties": {"type": {"const": _OUTPUT_TEXT}}}}}},
+            "else": {"properties": {"content": {"items": {"properties": {"type": {"const": _INPUT_TEXT}}}}}},
+        }
+    )
+
+    type: Literal["message"] | None = None
+    role: Annotated[str, shows(enum=list(ROLES))]
     content: Parts
 
     @field_validator("role")
@@ -80,7 +84,7 @@ class MessageItem(StrictBody):
 
     @field_validator("content")
     @classmethod
-    def _of_the_role(cls, value: list[TextPart], info: ValidationInfo) -> list[TextPart]:
+    def _of_the_role(cls, value: list[ItemText], info: ValidationInfo) -> list[ItemText]:
         role = info.data.get("role")
         for place, part in enumerate(value):
             if role is not None and part.type != _part_type(role):
@@ -97,6 +101,7 @@ class MessageItem(StrictBody):
 class CallItem(StrictBody):
     """A call that an earlier answer has made."""
 
+    type: Literal["function_call"]
     call_id: _CallId
     name: ToolName
     arguments: ArgumentsText
@@ -108,6 +113,7 @@ class CallItem(StrictBody):
 class ResultItem(StrictBody):
     """What a call came to."""
 
+    type: Literal["function_call_output"]
     call_id: _CallId
     output: Parts
 
@@ -141,18 +147,9 @@ def _as_item(value: Any, info: ValidationInfo) -> InputItem:
     return _ITEMS[kind].model_validate(value, context=info.context)
 
 
-def _as_items(value: Any) -> Any:
-    """A string is short for one message of the user's."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise refuse("it must be a string or a list of items")
-    return value
-
-
 InputItems = Annotated[
-    list[Annotated[InputItem, PlainValidator(_as_item)]],
+    list[Annotated[InputItem, PlainValidator(_as_item, json_schema_input_type=InputItem)]],
     Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
     bounded(lambda shape: shape.max_messages),
-    BeforeValidator(_as_items),
+    or_text(lambda text, _info: {"role": "user", "content": text}, "items"),
 ]

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from moiety_platform.completions.answer_types import ChatTokenLogprob
 from moiety_platform.completions.tools.fields import call_for_template
 from moiety_platform.errors import BadRequest
 
@@ -33,7 +34,7 @@ class Continued:
     num_bytes: int = 0
 
 
-def text_part(text: str, logprobs: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+def text_part(text: str, logprobs: list[ChatTokenLogprob] | None = None) -> dict[str, Any]:
     """A part of an answer."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    ConfigDict,
     Field,
     FiniteFloat,
     PrivateAttr,
@@ -26,10 +27,11 @@ from moiety_platform.completions.fields import (
     ModelName,
     StrictBody,
     refuse,
+    shows,
 )
 from moiety_platform.completions.generation import Conversation, Generation
-from moiety_platform.completions.schemas import ResponseFormat
-from moiety_platform.completions.tools.schemas import offer_of_functions
+from moiety_platform.completions.schemas import STREAMED_OPTIONS, ResponseFormat
+from moiety_platform.completions.tools.schemas import NEEDS_TOOLS, offer_of_functions
 from moiety_platform.responses_api.input import InputItems
 from moiety_platform.responses_api.items import Continued, Item, check_results, messages_of
 from moiety_platform.responses_api.tools import ResponseChoice, ResponseTools, check_choice
@@ -49,10 +51,26 @@ NOTHING_TO_INCLUDE = (  # of items that no answer here has
 _UNSUPPORTED = ("conversation", "prompt", "context_management", "moderation")
 
 _Name = Annotated[str, StringConstraints(max_length=512)]
+_Part = Annotated[str, shows(enum=[LOGPROBS, *NOTHING_TO_INCLUDE])]
+_Unsupported = Annotated[Any, shows(enum=[None, [], {}])]
+_NO_REASONING = {"type": "object", "properties": {"effort": {"enum": [None, "none"]}}}
+_RULES: dict[str, Any] = {
+    "allOf": [
+        STREAMED_OPTIONS,
+        NEEDS_TOOLS,
+        {
+            "if": {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer", "minimum": 1}}},
+            "then": {
+                "required": ["include"],
+                "properties": {"include": {"type": "array", "contains": {"const": LOGPROBS}}},
+            },
+        },
+    ]
+}
 
 
-class StreamOptions(StrictBody):
-    include_obfuscation: bool | None = None
+class ResponseStreamOptions(StrictBody):
+    include_obfuscation: Annotated[bool, shows(const=False)] | None = None
 
     @field_validator("include_obfuscation")
     @classmethod
@@ -64,7 +82,7 @@ class StreamOptions(StrictBody):
 
 class TextOptions(StrictBody):
     format: ResponseFormat | None = None
-    verbosity: str | None = None
+    verbosity: Annotated[str, shows(enum=["medium"])] | None = None
 
     @field_validator("verbosity")
     @classmethod
@@ -77,6 +95,8 @@ class TextOptions(StrictBody):
 class ResponsesBody(GeneratingBody):
     """`POST /v1/responses`. null means the default."""
 
+    model_config = ConfigDict(json_schema_extra=_RULES)
+
     model: ModelName
     input: InputItems
     instructions: str | None = None
@@ -84,26 +104,26 @@ class ResponsesBody(GeneratingBody):
     temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
     top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the best token
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: Annotated[list[str], Field(fail_fast=True, max_length=64)] | None = None
+    include: Annotated[list[_Part], Field(fail_fast=True, max_length=64)] | None = None
     tools: ResponseTools | None = None
     tool_choice: ResponseChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    truncation: str | None = None
+    truncation: Annotated[str, shows(enum=["disabled"])] | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
     previous_response_id: str | None = None
-    background: bool | None = None
+    background: Annotated[bool, shows(const=False)] | None = None
     metadata: MetadataPairs | None = None
     user: _Name | None = None
     safety_identifier: _Name | None = None
     prompt_cache_key: _Name | None = None
-    reasoning: Any = None
-    conversation: Any = None
-    prompt: Any = None
-    context_management: Any = None
-    moderation: Any = None
+    reasoning: Annotated[Any, shows(anyOf=[{"type": "null"}, _NO_REASONING])] = None
+    conversation: _Unsupported = None
+    prompt: _Unsupported = None
+    context_management: _Unsupported = None
+    moderation: _Unsupported = None
 
     _continued: Continued = PrivateAttr(Continued())
 
@@ -116,14 +136,14 @@ class ResponsesBody(GeneratingBody):
     @field_validator(*_UNSUPPORTED)
     @classmethod
     def _not_supported(cls, value: Any) -> Any:
-        if value:
+        if value not in (None, [], {}):
             raise refuse("this is not supported yet; leave the field out")
         return value
 
     @field_validator("reasoning")
     @classmethod
     def _no_reasoning(cls, value: Any) -> Any:
-        if value and not (isinstance(value, dict) and value.get("effort") in (None, "none")):
+        if value is not None and not (isinstance(value, dict) and value.get("effort") in (None, "none")):
             raise refuse("reasoning is not supported yet; leave the field out")
         return value
 

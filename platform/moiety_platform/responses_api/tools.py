@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, field_validator
 
-from moiety_platform.completions.fields import StrictBody, refuse
+from moiety_platform.completions.fields import StrictBody, refuse, shows
 from moiety_platform.completions.tools.fields import (
     MAX_TOOLS,
     ToolName,
@@ -24,7 +24,7 @@ _FORMS = 'it must be \'none\', \'auto\', \'required\' or {"type": "function", "n
 class ResponseTool(FunctionTool):
     """A function of the client's."""
 
-    type: str
+    type: Annotated[str, shows(enum=[_FUNCTION])]
 
     @field_validator("type")
     @classmethod
@@ -44,8 +44,8 @@ class ResponseTool(FunctionTool):
         }
 
 
-class _Chosen(StrictBody):
-    type: str
+class ChosenResponseTool(StrictBody):
+    type: Literal["function"]
     name: ToolName
 
 
@@ -54,7 +54,7 @@ def _as_choice(value: Any) -> ToolChoice:
         return ToolChoice(value)
     if not isinstance(value, dict) or value.get("type") != _FUNCTION:
         raise refuse(_FORMS)
-    return ToolChoice("required", _Chosen.model_validate(value).name)
+    return ToolChoice("required", ChosenResponseTool.model_validate(value).name)
 
 
 ResponseTools = Annotated[
@@ -63,7 +63,10 @@ ResponseTools = Annotated[
     few_tools,
     differing(lambda tool: tool.name),
 ]
-ResponseChoice = Annotated[ToolChoice, PlainValidator(_as_choice)]
+ResponseChoice = Annotated[
+    ToolChoice,
+    PlainValidator(_as_choice, json_schema_input_type=Literal["none", "auto", "required"] | ChosenResponseTool),
+]
 
 
 def check_choice(choice: ToolChoice | None, tools: Sequence[ResponseTool] | None) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from litestar import get
 from litestar.handlers import HTTPRouteHandler
@@ -11,38 +9,61 @@ from litestar.handlers import HTTPRouteHandler
 from moiety_platform.access.table import Action, needs
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.routing.replicas import Replicas
+from moiety_wire.messages import Load
+
+
+class CardView(msgspec.Struct, frozen=True):
+    """What an engine says of its model."""
+
+    engine_id: str
+    model: str
+    family: str
+    dtype: str
+    device: str
+    max_context_tokens: int
+    vocab_size: int
+    embedding_width: int
+    created_unix_s: int
+
+
+class EngineView(msgspec.Struct, frozen=True):
+    """An engine and how it fares. `reason` says why it is not healthy; `num_inflight` are the requests of this gateway.
+    The card is the last known, the load the engine's last heartbeat."""
+
+    address: str
+    healthy: bool
+    draining: bool
+    reason: str
+    num_inflight: int
+    card: CardView | None
+    load: Load | None
+
+
+class EngineViews(msgspec.Struct, frozen=True):
+    """All engines."""
+
+    data: list[EngineView]
 
 
 def engine_routes(replicas: Replicas) -> list[HTTPRouteHandler]:
     """The handlers, for the admin router to take in."""
 
-    @get("/engines", name="list_engines", opt=needs(Action.READ_ENGINES))
-    async def list_engines() -> dict[str, Any]:
-        return {"data": [_describe(state) for state in replicas.states()]}
+    @get("/engines", name="list_engines", tags=["engines"], opt=needs(Action.READ_ENGINES))
+    async def list_engines() -> EngineViews:
+        """All engines, and how they fare."""
+        return EngineViews([_describe(state) for state in replicas.states()])
 
     return [list_engines]
 
 
-def _describe(state: EngineState) -> dict[str, Any]:
-    card, load = state.card, state.load
-    return {
-        "address": state.address,
-        "healthy": state.healthy,
-        "draining": state.draining,
-        "reason": state.reason,
-        "num_inflight": state.num_inflight,
-        "card": None
-        if card is None
-        else {
-            "engine_id": card.engine_id,
-            "model": card.model,
-            "family": card.family,
-            "dtype": card.dtype,
-            "device": card.device,
-            "max_context_tokens": card.max_context_tokens,
-            "vocab_size": card.vocab_size,
-            "embedding_width": card.embedding_width,
-            "created_unix_s": card.created_unix_s,
-        },
-        "load": None if load is None else msgspec.to_builtins(load),
-    }
+def _describe(state: EngineState) -> EngineView:
+    card = state.card
+    return EngineView(
+        address=state.address,
+        healthy=state.healthy,
+        draining=state.draining,
+        reason=state.reason,
+        num_inflight=state.num_inflight,
+        card=None if card is None else CardView(*(getattr(card, name) for name in CardView.__struct_fields__)),
+        load=state.load,
+    )

@@ -9,6 +9,7 @@ import string
 from datetime import UTC, datetime
 
 from moiety_platform.errors import BadRequest
+from moiety_platform.openapi.schemas import shows
 from moiety_platform.tenants.models import MAX_NAME_LENGTH, TenantStatus
 
 MAX_WEIGHT = 1000.0
@@ -16,6 +17,15 @@ MIN_WEIGHT = 0.001
 
 _ALPHABET = string.ascii_lowercase + string.digits
 _ID = re.compile(r"[A-Za-z0-9_]{1,32}", re.ASCII)
+
+
+NAME = shows(
+    minLength=1,
+    maxLength=MAX_NAME_LENGTH,
+    format="name",
+    description=f"1 to {MAX_NAME_LENGTH} printable characters, without a space at either end.",
+)
+WEIGHT = shows(minimum=MIN_WEIGHT, maximum=MAX_WEIGHT)
 
 
 def new_id(prefix: str) -> str:

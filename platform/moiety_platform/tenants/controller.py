@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from litestar import Controller, Response, get, patch, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
+from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter, SkipValidation
 
 from moiety_platform.access.table import Action, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.clock import Clock
-from moiety_platform.db.paging import parse_page
+from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
-from moiety_platform.query_parameters import Cursor, Limit
+from moiety_platform.openapi.described import fails
+from moiety_platform.query_parameters import Cursor
 from moiety_platform.tenants import service
+from moiety_platform.tenants.checks import NAME
 from moiety_platform.tenants.schemas import (
     NewProject,
     NewTenant,
@@ -24,6 +28,10 @@ from moiety_platform.tenants.schemas import (
     TenantView,
 )
 
+Named = Annotated[
+    str | None, QueryParameter(description="With exactly this name.", schema_extra=NAME.extra_json_schema)
+]
+
 
 class TenantController(Controller):
     """Tenants."""
@@ -31,7 +39,7 @@ class TenantController(Controller):
     path = "/tenants"
     tags = ("tenants",)
 
-    @post(opt=needs(Action.WRITE_TENANTS))
+    @post(opt=needs(Action.WRITE_TENANTS) | fails(409))
     async def create_tenant(
         self,
         store: NamedDependency[AuditedStore],
@@ -48,7 +56,7 @@ class TenantController(Controller):
         database: NamedDependency[Database],
         limit: Limit = None,
         cursor: Cursor = None,
-        name: FromQuery[str | None] = None,
+        name: Named = None,
     ) -> TenantPage:
         """Tenants, oldest first; with `name`, the one of that name."""
         async with database.read() as session:
@@ -60,7 +68,7 @@ class TenantController(Controller):
         async with database.read() as session:
             return tagged(TenantView.of(await service.get_tenant(session, tenant_id)))
 
-    @patch("/{tenant_id:str}", opt=needs(Action.WRITE_TENANTS))
+    @patch("/{tenant_id:str}", opt=needs(Action.WRITE_TENANTS) | fails(409))
     async def change_tenant(
         self,
         store: NamedDependency[AuditedStore],
@@ -80,7 +88,7 @@ class ProjectController(Controller):
     path = "/projects"
     tags = ("projects",)
 
-    @post(opt=needs(Action.WRITE_PROJECTS))
+    @post(opt=needs(Action.WRITE_PROJECTS) | fails(404, 409))
     async def create_project(
         self,
         store: NamedDependency[AuditedStore],
@@ -91,14 +99,14 @@ class ProjectController(Controller):
         async with store.write() as session:
             return ProjectView.of(await service.create_project(session, data, clock.now()))
 
-    @get(opt=needs(Action.READ_PROJECTS))
+    @get(opt=needs(Action.READ_PROJECTS) | fails(404))
     async def list_projects(
         self,
         database: NamedDependency[Database],
         limit: Limit = None,
         cursor: Cursor = None,
         tenant_id: FromQuery[str | None] = None,
-        name: FromQuery[str | None] = None,
+        name: Named = None,
     ) -> ProjectPage:
         """Projects, oldest first; of one tenant if `tenant_id` is given."""
         async with database.read() as session:

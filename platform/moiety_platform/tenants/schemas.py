@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Annotated
 
 import msgspec
 
+from moiety_platform.classes.checks import CLASS_NAME
 from moiety_platform.etags import Tagged
-from moiety_platform.tenants.models import Project, Tenant
+from moiety_platform.openapi.schemas import shows
+from moiety_platform.tenants.checks import NAME, WEIGHT
+from moiety_platform.tenants.models import Project, Tenant, TenantStatus
 from moiety_wire.classes import STANDARD
+
+STATUS = shows(enum=list(TenantStatus))
 
 
 class NewTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tenant to be made."""
 
-    name: str
-    service_class: str = STANDARD.name
-    weight: float = 1.0
+    name: Annotated[str, NAME]
+    service_class: Annotated[str, CLASS_NAME] = STANDARD.name
+    weight: Annotated[float, WEIGHT] = 1.0
 
 
 class TenantChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to change of a tenant; what is not given stays."""
 
-    name: str | msgspec.UnsetType = msgspec.UNSET
-    service_class: str | msgspec.UnsetType = msgspec.UNSET
-    weight: float | msgspec.UnsetType = msgspec.UNSET
-    status: str | msgspec.UnsetType = msgspec.UNSET
+    name: Annotated[str, NAME] | msgspec.UnsetType = msgspec.UNSET
+    service_class: Annotated[str, CLASS_NAME] | msgspec.UnsetType = msgspec.UNSET
+    weight: Annotated[float, WEIGHT] | msgspec.UnsetType = msgspec.UNSET
+    status: Annotated[str, STATUS] | msgspec.UnsetType = msgspec.UNSET
 
 
 class NewProject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A project to be made."""
 
     tenant_id: str
-    name: str
+    name: Annotated[str, NAME]
 
 
 class TenantView(Tagged, frozen=True):

@@ -71,14 +71,14 @@ async def change_tenant(session: AsyncSession, tenant_id: str, change: TenantCha
     """Change what is given. Raises NotFound, BadRequest, or Conflict when the new name is taken, or the tenant is
     erased."""
     tenant = await get_living_tenant(session, tenant_id)
-    if not isinstance(change.name, msgspec.UnsetType):
-        tenant.name = check_name(change.name)
     if not isinstance(change.service_class, msgspec.UnsetType):
         tenant.service_class = await require_class(session, change.service_class)
     if not isinstance(change.weight, msgspec.UnsetType):
         tenant.weight = check_weight(change.weight)
     if not isinstance(change.status, msgspec.UnsetType):
         tenant.status = check_status(change.status)
+    if not isinstance(change.name, msgspec.UnsetType):  # last, so that no query before the flush below sends it
+        tenant.name = check_name(change.name)
     await _flush_unique(session, f"A tenant named {tenant.name!r} exists already; choose another name.")
     return tenant
 

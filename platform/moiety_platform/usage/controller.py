@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from typing import Annotated
 
 from litestar import Controller, get
 from litestar.di import NamedDependency
-from litestar.params import FromQuery, SkipValidation
+from litestar.params import SkipValidation
 
 from moiety_platform.access.table import Action, needs
 from moiety_platform.clock import Clock
-from moiety_platform.db.paging import parse_page
+from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
-from moiety_platform.query_parameters import Cursor, Limit
-from moiety_platform.usage.queries import list_requests, parse_filter, parse_grouping, sum_usage
+from moiety_platform.query_parameters import Cursor, Filter, Since, Until, some_of
+from moiety_platform.usage.queries import GROUPINGS, list_requests, parse_filter, parse_grouping, sum_usage
 from moiety_platform.usage.reconciliation import Reconciliation, hold_still, reconcile
 from moiety_platform.usage.schemas import RequestPage, UsageReport
+
+Groups = Annotated[str | None, some_of("What to sum by; all together if not given.", GROUPINGS)]
 
 
 class UsageController(Controller):
@@ -29,13 +31,13 @@ class UsageController(Controller):
         self,
         database: NamedDependency[Database],
         clock: NamedDependency[SkipValidation[Clock]],
-        group_by: FromQuery[str | None] = None,
-        since: FromQuery[datetime | None] = None,
-        until: FromQuery[datetime | None] = None,
-        tenant_id: FromQuery[str | None] = None,
-        project_id: FromQuery[str | None] = None,
-        key_id: FromQuery[str | None] = None,
-        model: FromQuery[str | None] = None,
+        group_by: Groups = None,
+        since: Since = None,
+        until: Until = None,
+        tenant_id: Filter = None,
+        project_id: Filter = None,
+        key_id: Filter = None,
+        model: Filter = None,
     ) -> UsageReport:
         """Sums by tenant, project, key, model, service_class and hour, in any combination; the last 24 hours unless
         `since` or `until` is given."""
@@ -53,13 +55,13 @@ class UsageController(Controller):
         clock: NamedDependency[SkipValidation[Clock]],
         limit: Limit = None,
         cursor: Cursor = None,
-        since: FromQuery[datetime | None] = None,
-        until: FromQuery[datetime | None] = None,
-        tenant_id: FromQuery[str | None] = None,
-        project_id: FromQuery[str | None] = None,
-        key_id: FromQuery[str | None] = None,
-        model: FromQuery[str | None] = None,
-        outcome: FromQuery[str | None] = None,
+        since: Since = None,
+        until: Until = None,
+        tenant_id: Filter = None,
+        project_id: Filter = None,
+        key_id: Filter = None,
+        model: Filter = None,
+        outcome: Filter = None,
     ) -> RequestPage:
         """Single requests, newest first."""
         page = parse_page(limit, cursor)
@@ -73,8 +75,8 @@ class UsageController(Controller):
         self,
         database: NamedDependency[Database],
         clock: NamedDependency[SkipValidation[Clock]],
-        since: FromQuery[datetime | None] = None,
-        until: FromQuery[datetime | None] = None,
+        since: Since = None,
+        until: Until = None,
     ) -> Reconciliation:
         """Whether requests, ledger, sums and limits say the same of these hours; the last 24 unless said otherwise."""
         wanted = parse_filter(clock.now(), since, until)

@@ -25,6 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import BadRequest
+from moiety_platform.query_parameters import MAX_FILTER_LENGTH, parse_moment
 from moiety_platform.tenants.checks import check_moment
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.usage.models import UsageHour, UsageRecord
@@ -32,6 +33,7 @@ from moiety_platform.usage.schemas import RequestPage, RequestView, UsageGroup, 
 
 MAX_GROUPS = 1000
 DEFAULT_SPAN = timedelta(hours=24)
+EARLIEST = datetime(1, 1, 1, tzinfo=UTC)
 GROUPINGS = ("tenant", "project", "key", "model", "service_class", "hour")
 
 _COLUMNS = {"tenant": "tenant_id", "project": "project_id", "key": "key_id"}
@@ -78,21 +80,22 @@ def parse_grouping(text: str | None) -> tuple[str, ...]:
     return names
 
 
-def parse_filter(now: datetime, since: datetime | None, until: datetime | None, **equal: str | None) -> UsageFilter:
+def parse_filter(now: datetime, since: str | None, until: str | None, **equal: str | None) -> UsageFilter:
     """A filter from what a client gave; the last 24 hours if no time is given. Raises BadRequest."""
-    since = None if since is None else check_moment(since, "since")
-    until = None if until is None else check_moment(until, "until")
+    begin, until_then = _moment(since, "since"), _moment(until, "until")
     for name, value in equal.items():
-        if value is not None and not (value.isprintable() and len(value) <= 256):
-            raise BadRequest(f"'{name}' must have at most 256 printable characters.", param=name)
-    end = until or now + timedelta(seconds=1)
-    try:
-        start = since or end - DEFAULT_SPAN
-    except OverflowError as exc:
-        raise BadRequest("'until' lies too far in the past.", param="until") from exc
+        if value is not None and not (value.isprintable() and len(value) <= MAX_FILTER_LENGTH):
+            raise BadRequest(f"'{name}' must have at most {MAX_FILTER_LENGTH} printable characters.", param=name)
+    end = until_then or now + timedelta(seconds=1)
+    start = begin or max(end, EARLIEST + DEFAULT_SPAN) - DEFAULT_SPAN
     if start >= end:
         raise BadRequest("'since' must lie before 'until'.", param="since")
     return UsageFilter(since=start, until=end, **equal)
+
+
+def _moment(text: str | None, param: str) -> datetime | None:
+    moment = parse_moment(text, param)
+    return None if moment is None else check_moment(moment, param)
 
 
 async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequence[str]) -> UsageReport:

@@ -11,6 +11,7 @@ from moiety_platform.access.table import Action, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
+from moiety_platform.openapi.described import fails
 from moiety_platform.webhooks import service
 from moiety_platform.webhooks.addresses import Reach
 from moiety_platform.webhooks.events import derive_secret
@@ -20,7 +21,7 @@ from moiety_platform.webhooks.schemas import MadeWebhook, NewWebhook, WebhookVie
 def webhook_routes(reach: Reach, pepper: bytes) -> list[HTTPRouteHandler]:
     """The handlers, for the admin router to take in."""
 
-    @post("/webhooks", tags=["webhooks"], name="create_webhook", opt=needs(Action.WRITE_WEBHOOKS))
+    @post("/webhooks", tags=["webhooks"], name="create_webhook", opt=needs(Action.WRITE_WEBHOOKS) | fails(409))
     async def create_webhook(
         store: NamedDependency[AuditedStore],
         clock: NamedDependency[SkipValidation[Clock]],

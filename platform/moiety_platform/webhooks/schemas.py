@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Annotated
 
 import msgspec
 
-from moiety_platform.webhooks.models import Webhook
+from moiety_platform.openapi.schemas import shows
+from moiety_platform.webhooks.models import MAX_URL_LENGTH, Webhook
 
 
 class NewWebhook(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where events are to go to."""
 
-    url: str
+    url: Annotated[str, shows(maxLength=MAX_URL_LENGTH, pattern="^https?://[!-~]+$")]
 
 
 class WebhookView(msgspec.Struct, frozen=True):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
+from moiety_platform.completions.answer_types import CallDelta, ChatDelta
 from moiety_platform.completions.answers import AnswerHead, chat_logprobs
 from moiety_platform.completions.sse import ChatChunks
 from moiety_platform.completions.tools.message import finish_reason_of, new_call_id
@@ -48,14 +48,18 @@ class ToolChunks(ChatChunks):
             for number, fields in enumerate(told)
         )
 
-    def _fields(self, index: int, delta: Delta) -> dict[str, Any]:
+    def _fields(self, index: int, delta: Delta) -> ChatDelta:
         match delta:
             case Content(text):
                 return {"content": text}
             case CallBegun(number, name):
                 self._has_called[index] = True
-                function = {"name": name, "arguments": ""}
-                call = {"index": number, "id": new_call_id(), "type": "function", "function": function}
+                call: CallDelta = {
+                    "index": number,
+                    "id": new_call_id(),
+                    "type": "function",
+                    "function": {"name": name, "arguments": ""},
+                }
                 return {"tool_calls": [call]}
             case CallArguments(number, text):
                 return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo
 
-from moiety_platform.completions.fields import bounded, refuse, shape_of
+from moiety_platform.completions.fields import bounded, refuse, shape_of, shows
 from moiety_platform.errors import BadRequest
 from moiety_platform.json_depth import check_depth
 from moiety_text.tools.json_scanner import MAX_DEPTH
@@ -85,12 +85,26 @@ def require_among(names: Sequence[str], name: str | None) -> None:
         raise refuse(f"none of the tools has the name {name!r}")
 
 
+def needs_tools(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON schema: a `tool_choice` of that form has tools to choose from."""
+    return {
+        "if": {"required": ["tool_choice"], "properties": {"tool_choice": choice}},
+        "then": {"required": ["tools"], "properties": {"tools": {"type": "array", "minItems": 1}}},
+    }
+
+
 few_tools = bounded(lambda shape: shape.max_tools)
 
-ToolName = Annotated[str, AfterValidator(_check_name)]
+ToolName = Annotated[str, AfterValidator(_check_name), shows(pattern=f"^{_NAME.pattern}$")]
 ToolSchema = Annotated[dict[str, Any], AfterValidator(_check_schema)]
 ArgumentsObject = Annotated[dict[str, Any], AfterValidator(_check_object)]
-ArgumentsText = Annotated[dict[str, Any], BeforeValidator(_parse_object)]
+ArgumentsText = Annotated[
+    dict[str, Any],
+    BeforeValidator(
+        _parse_object,
+        json_schema_input_type=Annotated[str, shows(contentMediaType="application/json", format="json-object")],
+    ),
+]
 
 
 def tool_of(name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:

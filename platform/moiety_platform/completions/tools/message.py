@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
 
+from moiety_platform.completions.answer_types import CALLED, AssistantMessage
 from moiety_text.tools.deltas import Call, Parts
 from moiety_wire.messages import Finished, FinishReason
 
-CALLED = "tool_calls"  # why an answer ended that calls
 
-
-def message_of(parts: Parts) -> dict[str, Any]:
+def message_of(parts: Parts) -> AssistantMessage:
     """The message of an answer with calls, or without. Beside calls there need be no content."""
     calls = [part for part in parts if isinstance(part, Call)]
     content = "".join(part for part in parts if isinstance(part, str))
-    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    message: AssistantMessage = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
     if calls:
         message["tool_calls"] = [
             {"id": new_call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

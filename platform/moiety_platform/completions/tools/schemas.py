@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from moiety_platform.completions.fields import StrictBody, refuse
+from moiety_platform.completions.fields import StrictBody, refuse, shows
 from moiety_platform.completions.tools.fields import (
     MAX_TOOLS,
     ArgumentsText,
@@ -17,6 +17,7 @@ from moiety_platform.completions.tools.fields import (
     call_for_template,
     differing,
     few_tools,
+    needs_tools,
     require_among,
     tool_of,
 )
@@ -32,7 +33,11 @@ def _function(value: str) -> str:
     return value
 
 
-_FunctionType = Annotated[str, BeforeValidator(lambda value: _function(value) if isinstance(value, str) else value)]
+_FunctionType = Annotated[
+    str,
+    BeforeValidator(lambda value: _function(value) if isinstance(value, str) else value),
+    shows(enum=["function"]),
+]
 
 
 class FunctionTool(StrictBody):
@@ -65,13 +70,13 @@ class ChatCall(StrictBody):
         return call_for_template(self.id, self.function.name, self.function.arguments)
 
 
-class _ChosenFunction(StrictBody):
+class ChosenFunction(StrictBody):
     name: ToolName
 
 
-class _ChosenTool(StrictBody):
+class ChosenTool(StrictBody):
     type: _FunctionType
-    function: _ChosenFunction
+    function: ChosenFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +92,21 @@ def _as_choice(value: Any) -> ToolChoice:
         return ToolChoice(value)
     if not isinstance(value, dict):
         raise refuse(_CHOICE_FORMS)
-    return ToolChoice("required", _ChosenTool.model_validate(value).function.name)
+    return ToolChoice("required", ChosenTool.model_validate(value).function.name)
 
 
 ChatTools = Annotated[
     list[ChatTool],
     Field(fail_fast=True, max_length=MAX_TOOLS),
     few_tools,
+    needs_tools,
     differing(lambda tool: tool.function.name),
 ]
 ChatCalls = Annotated[list[ChatCall], Field(fail_fast=True, max_length=MAX_TOOLS)]
-ChatChoice = Annotated[ToolChoice, PlainValidator(_as_choice)]
+ChatChoice = Annotated[
+    ToolChoice, PlainValidator(_as_choice, json_schema_input_type=Literal["none", "auto", "required"] | ChosenTool)
+]
+NEEDS_TOOLS = needs_tools({"anyOf": [{"const": "required"}, {"type": "object"}]})  # of the choices of both APIs
 
 
 def check_choice(choice: ToolChoice | None, tools: Sequence[ChatTool] | None) -> None:

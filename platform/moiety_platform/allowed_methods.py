@@ -1,0 +1,16 @@
+"""What `OPTIONS` says of a path: all of its methods. The framework says those of what was registered first."""
+
+from __future__ import annotations
+
+from litestar.datastructures import MutableScopeHeaders
+from litestar.routes import HTTPRoute
+from litestar.types import Message, Scope
+
+
+async def tell_allowed_methods(message: Message, scope: Scope) -> None:
+    """A `before_send` hook."""
+    if message["type"] != "http.response.start" or message["status"] != 204 or scope.get("method") != "OPTIONS":
+        return
+    for route in scope["litestar_app"].routes:
+        if isinstance(route, HTTPRoute) and route.path_format == scope["path_template"]:
+            MutableScopeHeaders(message)["Allow"] = ", ".join(sorted(route.methods))

@@ -1,0 +1,153 @@
+"""What Anthropic's answers look like: the types that they are made as, and that the OpenAPI shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypedDict
+
+from msgspec import Meta
+
+from moiety_platform.anthropic_api.errors import AnthropicErrorBody
+from moiety_platform.openapi.schemas import either
+
+Count = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
+
+
+class AnswerTextBlock(TypedDict):
+    """Text of an answer."""
+
+    type: Literal["text"]
+    text: str
+
+
+class AnswerToolUseBlock(TypedDict):
+    """A call of a tool, for the client to make."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Annotated[Any, Meta(extra_json_schema={"type": "object"})]
+
+
+AnswerBlock = AnswerTextBlock | AnswerToolUseBlock
+_AnswerBlock = Annotated[Any, either(AnswerTextBlock, AnswerToolUseBlock)]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessageStop(TypedDict):
+    """Why a message ended, null while it has not; `stop_sequence` is the one that ended it, if one did."""
+
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+
+
+class TokenUsage(TypedDict):
+    """What is billed: input that the prefix cache did not hold, input that it did, and output."""
+
+    input_tokens: Count
+    cache_creation_input_tokens: Count
+    cache_read_input_tokens: Count
+    output_tokens: Count
+
+
+class MessageUsage(TokenUsage):
+    """The same, and the tier that was served."""
+
+    service_tier: Literal["priority", "standard", "batch"]
+
+
+class Message(MessageStop):
+    """An answer."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[_AnswerBlock]
+    usage: MessageUsage
+
+
+class MessageStart(TypedDict):
+    """The first event: the message without its content."""
+
+    type: Literal["message_start"]
+    message: Message
+
+
+class ContentBlockStart(TypedDict):
+    """A block begins."""
+
+    type: Literal["content_block_start"]
+    index: Count
+    content_block: _AnswerBlock
+
+
+class Ping(TypedDict):
+    """The connection is alive."""
+
+    type: Literal["ping"]
+
+
+class TextDelta(TypedDict):
+    """More text of a block."""
+
+    type: Literal["text_delta"]
+    text: str
+
+
+class InputJsonDelta(TypedDict):
+    """More of a call's input, as JSON text."""
+
+    type: Literal["input_json_delta"]
+    partial_json: str
+
+
+class ContentBlockDelta(TypedDict):
+    """A block goes on."""
+
+    type: Literal["content_block_delta"]
+    index: Count
+    delta: Annotated[Any, either(TextDelta, InputJsonDelta)]
+
+
+class ContentBlockStop(TypedDict):
+    """A block is whole."""
+
+    type: Literal["content_block_stop"]
+    index: Count
+
+
+class MessageDelta(TypedDict):
+    """Why the message ended, and all of what is billed."""
+
+    type: Literal["message_delta"]
+    delta: MessageStop
+    usage: TokenUsage
+
+
+class MessageEnd(TypedDict):
+    """The last event."""
+
+    type: Literal["message_stop"]
+
+
+class TokenCount(TypedDict):
+    """How many tokens a conversation has as input."""
+
+    input_tokens: Count
+
+
+EVENTS: Mapping[str, type] = MappingProxyType(
+    {
+        "message_start": MessageStart,
+        "content_block_start": ContentBlockStart,
+        "ping": Ping,
+        "content_block_delta": ContentBlockDelta,
+        "content_block_stop": ContentBlockStop,
+        "message_delta": MessageDelta,
+        "message_stop": MessageEnd,
+        "error": AnthropicErrorBody,
+    }
+)
+"""By name; a stream that breaks off ends with the last."""

@@ -1,0 +1,34 @@
+"""What an answer of `/v1/embeddings` looks like, for the OpenAPI; it is made piece by piece (`answers.py`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypedDict
+
+from msgspec import Meta
+
+from moiety_platform.completions.answer_types import Count, PromptTokensDetails
+
+
+class Embedding(TypedDict):
+    """The vector of one input: numbers, or with `encoding_format` base64 the text of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: Count
+    embedding: list[float] | Annotated[str, Meta(extra_json_schema={"contentEncoding": "base64"})]
+
+
+class EmbeddingUsage(TypedDict):
+    """What is billed."""
+
+    prompt_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptTokensDetails
+
+
+class EmbeddingList(TypedDict):
+    """The vectors, in the order of the inputs."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage

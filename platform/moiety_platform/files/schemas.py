@@ -1,0 +1,79 @@
+"""What the API says of files, in OpenAI's shape, and the form that an upload comes in."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypedDict
+
+from msgspec import Meta
+
+from moiety_platform.files.models import StoredFile
+from moiety_platform.files.upload import BATCH_PURPOSE, MAX_EXPIRY_S, MIN_EXPIRY_S
+from moiety_platform.openapi.described import Described, describes
+from moiety_platform.openapi.headers import LENGTH
+
+Size = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
+
+
+class FileObject(TypedDict):
+    """A file. Times are Unix seconds."""
+
+    id: str
+    object: Literal["file"]
+    bytes: Size
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+
+
+class DeletedFile(TypedDict):
+    """A file that is gone."""
+
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+_EXPIRES = {
+    "expires_after[anchor]": {"const": "created_at"},
+    "expires_after[seconds]": {"type": "integer", "minimum": MIN_EXPIRY_S, "maximum": MAX_EXPIRY_S},
+}
+
+UPLOAD_FORM: dict[str, Any] = {
+    "type": "object",
+    "required": ["purpose", "file"],
+    "properties": {
+        "purpose": {"const": BATCH_PURPOSE},
+        "file": {
+            "type": "string",
+            "contentMediaType": "application/octet-stream",
+            "minLength": 1,
+            "description": "Requests in JSON, one a line.",
+        },
+        **_EXPIRES,
+    },
+    "dependentRequired": {one: [other for other in _EXPIRES if other != one] for one in _EXPIRES},
+}
+
+UPLOAD = describes(Described(body={"multipart/form-data": UPLOAD_FORM}, errors=(409,)))
+DOWNLOAD = describes(
+    Described(
+        answers={200: {"application/octet-stream": {}}},
+        answer_headers=(LENGTH,),
+    )
+)
+
+
+def view(file: StoredFile) -> FileObject:
+    """A file as OpenAI's API shows it."""
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.num_bytes,
+        "created_at": file.created_ms // 1000,
+        "expires_at": None if file.expires_ms is None else file.expires_ms // 1000,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+    }

@@ -1,0 +1,39 @@
+"""`/schema`: the documents, as JSON and as pages to read. Nobody needs a key for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from litestar import Request, Response, get
+from litestar.enums import MediaType
+from litestar.handlers import HTTPRouteHandler
+from litestar.openapi.plugins import RedocRenderPlugin
+
+from moiety_platform.openapi.documents import Documents, Part
+
+SCHEMA_PATH = "/schema"
+MEDIA_TYPE = "application/vnd.oai.openapi+json"
+
+
+def schema_routes(settings: Any) -> list[HTTPRouteHandler]:
+    """The handlers. `settings` bound what bodies may have."""
+    documents = Documents(settings)
+
+    def page_of(part: Part) -> HTTPRouteHandler:
+        paths = [f"{SCHEMA_PATH}/{part}"] + ([SCHEMA_PATH] if part is Part.ALL else [])
+
+        @get(paths, name=f"{part}_page", include_in_schema=False, media_type=MediaType.HTML, sync_to_thread=False)
+        def page(request: Request[Any, Any, Any]) -> bytes:
+            return RedocRenderPlugin().render(request, documents.get(request.app, part))
+
+        return page
+
+    def json_of(part: Part) -> HTTPRouteHandler:
+        @get(f"{SCHEMA_PATH}/{part}.json", name=f"{part}_json", include_in_schema=False, sync_to_thread=False)
+        def as_json(request: Request[Any, Any, Any]) -> Response[bytes]:
+            return Response(msgspec.json.encode(documents.get(request.app, part)), media_type=MEDIA_TYPE)
+
+        return as_json
+
+    return [make(part) for part in Part for make in (page_of, json_of)]

@@ -1,0 +1,107 @@
+"""The documents: of the API that clients use, of the one that administrators use, and of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib.metadata import version
+from typing import Any
+
+from litestar import Litestar
+from litestar.handlers import HTTPRouteHandler
+from litestar.routes import HTTPRoute
+
+from moiety_platform.openapi import headers
+from moiety_platform.openapi.operations import operation_of
+from moiety_platform.openapi.schemas import Schemas
+
+OPENAPI_VERSION = "3.1.0"
+ADMIN_PREFIX = "/admin/"
+
+KEY = "key"
+ANTHROPIC_KEY = "anthropic_key"
+ADMIN_KEY = "admin_key"
+"""How a caller shows who it is: names of `_SECURITY`, for a route's `security`."""
+
+_SECURITY: Mapping[str, Any] = {
+    KEY: {"type": "http", "scheme": "bearer", "description": "A key of a project, with the scope `inference`."},
+    ANTHROPIC_KEY: {
+        "type": "apiKey",
+        "in": "header",
+        "name": "x-api-key",
+        "description": "The same key, where Anthropic's clients put it.",
+    },
+    ADMIN_KEY: {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "An administrator's key, or a token of the identity provider that the gateway is set up with.",
+    },
+}
+
+_ABOUT = (
+    "Errors have the form of the API that is asked, with a stable `code`. What is no HTTP is answered 400 `bad_http`, "
+    "an unknown path 404 `route_not_found`, a method that a path does not have 405 with `Allow`. A defect of ours is a "
+    "500 of the same form, without detail. Every answer has `x-request-id`."
+)
+
+
+class Part(StrEnum):
+    """Which routes a document is of."""
+
+    PUBLIC = "public"
+    ADMIN = "admin"
+    ALL = "openapi"
+
+    def has(self, path: str) -> bool:
+        return self is Part.ALL or path.startswith(ADMIN_PREFIX) == (self is Part.ADMIN)
+
+
+_TITLES = {Part.PUBLIC: "Moiety", Part.ADMIN: "Moiety administration", Part.ALL: "Moiety, with its administration"}
+
+
+@dataclass(slots=True)
+class Documents:
+    """The documents of one application, each made when it is first asked for. `settings` bound what bodies may have."""
+
+    settings: Any
+    _made: dict[Part, dict[str, Any]] = field(default_factory=dict)
+
+    def get(self, app: Litestar, part: Part) -> dict[str, Any]:
+        """The document, ready to be encoded as JSON."""
+        if part not in self._made:
+            self._made[part] = make_document(app, part, self.settings)
+        return self._made[part]
+
+
+def make_document(app: Litestar, part: Part, settings: Any) -> dict[str, Any]:
+    """Raises NameTaken."""
+    schemas, responses, paths = Schemas(settings), dict[str, Any](), dict[str, Any]()
+    for path, method, handler in sorted(_shown(app), key=lambda one: one[:2]):
+        if part.has(path):
+            paths.setdefault(path, {})[method] = operation_of(handler, schemas, responses)
+    operations = [operation for item in paths.values() for operation in item.values()]
+    used = {name for operation in operations for one in operation.get("security", ()) for name in one}
+    return {
+        "openapi": OPENAPI_VERSION,
+        "info": {"title": _TITLES[part], "version": version("moiety"), "description": _ABOUT},
+        "servers": [{"url": "/"}],
+        "tags": [{"name": name} for name in sorted({tag for one in operations for tag in one["tags"]})],
+        "paths": paths,
+        "components": {
+            "schemas": schemas.components,
+            "responses": responses,
+            "headers": headers.components(),
+            "securitySchemes": {name: scheme for name, scheme in _SECURITY.items() if name in used},
+        },
+    }
+
+
+def _shown(app: Litestar) -> Iterator[tuple[str, str, HTTPRouteHandler]]:
+    """Path, method and handler of every operation."""
+    for route in app.routes:
+        if not isinstance(route, HTTPRoute):
+            continue
+        for method, (handler, _) in route.route_handler_map.items():
+            if method != "OPTIONS" and handler.resolve_include_in_schema():
+                yield route.path_format, method.lower(), handler

@@ -1,0 +1,90 @@
+"""The headers that requests may bring and answers have, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+_TEXT = {"type": "string"}
+_NUMBER = {"type": "string", "pattern": "^[0-9]+$"}
+
+IDEMPOTENCY_KEY = "Idempotency-Key"
+IF_MATCH = "If-Match"
+ETAG = "ETag"
+REQUEST_ID = "x-request-id"
+MESSAGES_REQUEST_ID = "request-id"
+RETRY_AFTER = "Retry-After"
+REASON = "x-moiety-reason"
+LENGTH = "Content-Length"
+
+OF_SPENDING = (
+    "x-moiety-class",
+    "x-moiety-admission",
+    "Idempotent-Replayed",
+    *(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
+    "RateLimit",
+    "RateLimit-Policy",
+)
+"""Of an answer that an engine has given."""
+
+REQUEST: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        IDEMPOTENCY_KEY: {
+            "description": "A new one for each request, the same for its repetitions: they get the first one's answer, "
+            "and are charged once.",
+            "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
+        },
+        IF_MATCH: {
+            "description": "ETags of the object as you know it: it is changed only if it has one of them. `*` is any.",
+            "schema": _TEXT,
+        },
+    }
+)
+
+ANSWER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        REQUEST_ID: {
+            "description": "The request's id: your own `X-Request-Id` if it can be one.",
+            "schema": _TEXT,
+        },
+        MESSAGES_REQUEST_ID: {"description": "The same, by Anthropic's name.", "schema": _TEXT},
+        RETRY_AFTER: {"description": "Seconds to wait before the next try.", "schema": _NUMBER},
+        ETAG: {"description": "Stands for the object as it is shown, for `If-Match`.", "schema": _TEXT},
+        LENGTH: {"description": "Bytes of the content.", "schema": _NUMBER},
+        "x-moiety-class": {"description": "The service class that the request was served in.", "schema": _TEXT},
+        "x-moiety-admission": {"description": "Why the engine let the request in, as a code.", "schema": _TEXT},
+        REASON: {"description": "Why there is no room, as a code.", "schema": _TEXT},
+        "Idempotent-Replayed": {
+            "description": "Whether this is the answer of an earlier request.",
+            "schema": {"const": "true"},
+        },
+        **{
+            f"x-ratelimit-limit-{of}": {"description": f"The tightest limit of {of} a minute.", "schema": _NUMBER}
+            for of in ("requests", "tokens")
+        },
+        **{
+            f"x-ratelimit-remaining-{of}": {"description": f"What is left of it, in {of}.", "schema": _NUMBER}
+            for of in ("requests", "tokens")
+        },
+        **{
+            f"x-ratelimit-reset-{of}": {"description": "When it is whole again: 20ms, 1.5s, 6m0s.", "schema": _TEXT}
+            for of in ("requests", "tokens")
+        },
+        "RateLimit": {"description": "Every limit's state: `r` is left, `t` seconds to its reset.", "schema": _TEXT},
+        "RateLimit-Policy": {"description": "Every limit: `q` is its cap, `w` its window in seconds.", "schema": _TEXT},
+    }
+)
+
+ALWAYS = (REQUEST_ID, MESSAGES_REQUEST_ID, RETRY_AFTER, ETAG, LENGTH)
+"""Those that an answer has wherever they are told of."""
+
+
+def reference(name: str) -> dict[str, str]:
+    """Where a document has the header."""
+    return {"$ref": f"#/components/headers/{name}"}
+
+
+def components() -> dict[str, Any]:
+    """All of them, for a document."""
+    return {name: {**header, "required": name in ALWAYS} for name, header in ANSWER.items()}

@@ -1,0 +1,348 @@
+"""What OpenAI's responses, their items and their events look like, for the OpenAPI; they are made as plain objects
+(`answers.py`, `items.py`, `events.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypedDict
+
+from msgspec import Meta
+
+from moiety_platform.completions.answer_types import ChatTokenLogprob, Count, Tier
+from moiety_platform.openapi.schemas import either, shows
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputText(TypedDict):
+    """Text that the client has sent."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+class OutputText(TypedDict):
+    """Text of an answer."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: Annotated[list[Any], Meta(max_length=0)]
+    logprobs: list[ChatTokenLogprob]
+
+
+class ResponseMessage(TypedDict):
+    """A message of the model's."""
+
+    id: str
+    type: Literal["message"]
+    status: Status
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ResponseCall(TypedDict):
+    """A call of a function, for the client to make; its arguments are a JSON object as text."""
+
+    id: str
+    type: Literal["function_call"]
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputMessage(TypedDict):
+    """A message of the client's."""
+
+    id: str
+    type: Literal["message"]
+    status: Status
+    role: Literal["user", "system", "developer"]
+    content: list[InputText]
+
+
+class InputResult(TypedDict):
+    """What a call came to."""
+
+    id: str
+    type: Literal["function_call_output"]
+    status: Status
+    call_id: str
+    output: str
+
+
+OutputItem = Annotated[Any, either(ResponseMessage, ResponseCall)]
+InputItem = Annotated[Any, either(InputMessage, InputResult, ResponseMessage, ResponseCall)]
+
+
+class InputItemList(TypedDict):
+    """Some of what a response was an answer to; `has_more` says whether others follow after `last_id`."""
+
+    object: Literal["list"]
+    data: list[InputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class ResponseError(TypedDict):
+    """Why a response broke off."""
+
+    code: Literal["rate_limit_exceeded", "server_error", "invalid_prompt"]
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    """Why a response is not complete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseInputDetails(TypedDict):
+    """Input tokens that the prefix cache held."""
+
+    cached_tokens: Count
+    cache_write_tokens: Count
+
+
+class ResponseOutputDetails(TypedDict):
+    """None are of reasoning."""
+
+    reasoning_tokens: Count
+
+
+class ResponseUsage(TypedDict):
+    """What is billed."""
+
+    input_tokens: Count
+    input_tokens_details: ResponseInputDetails
+    output_tokens: Count
+    output_tokens_details: ResponseOutputDetails
+    total_tokens: Count
+
+
+class TextFormat(TypedDict):
+    """Text as the model writes it."""
+
+    type: Literal["text"]
+
+
+class ResponseText(TypedDict):
+    """What was asked of the text."""
+
+    format: TextFormat
+    verbosity: Literal["medium"]
+
+
+class ResponseReasoning(TypedDict):
+    """There is none."""
+
+    effort: None
+    summary: None
+
+
+class ResponseFunction(TypedDict):
+    """A function that the model might call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool
+
+
+class ResponseChosen(TypedDict):
+    """The function that had to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ResponseObject(TypedDict):
+    """A response, with what was asked for. Times are Unix seconds; `service_tier` is the one that was served, `store`
+    whether it is kept."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False]
+    completed_at: int | None
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ResponseReasoning
+    safety_identifier: str | None
+    service_tier: Tier
+    store: bool
+    temperature: float
+    text: ResponseText
+    tool_choice: Literal["none", "auto", "required"] | ResponseChosen
+    tools: list[ResponseFunction]
+    top_logprobs: Count
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+    metadata: dict[str, str]
+
+
+class DeletedResponse(TypedDict):
+    """A response that is gone."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class _Event(TypedDict):
+    """Each event has the next number."""
+
+    sequence_number: Count
+
+
+class ResponseCreated(_Event):
+    """The first event."""
+
+    type: Literal["response.created"]
+    response: ResponseObject
+
+
+class ResponseInProgress(_Event):
+    """The second event."""
+
+    type: Literal["response.in_progress"]
+    response: ResponseObject
+
+
+class OutputItemAdded(_Event):
+    """An item begins: a message without parts, or a call without arguments."""
+
+    type: Literal["response.output_item.added"]
+    output_index: Count
+    item: OutputItem
+
+
+class OutputItemDone(_Event):
+    """An item is whole."""
+
+    type: Literal["response.output_item.done"]
+    output_index: Count
+    item: OutputItem
+
+
+class _OfItem(_Event):
+    """Of an item that is being made."""
+
+    item_id: str
+    output_index: Count
+
+
+class _OfPart(_OfItem):
+    """Of its only part."""
+
+    content_index: Annotated[int, shows(const=0)]
+
+
+class ContentPartAdded(_OfPart):
+    """The text of a message begins."""
+
+    type: Literal["response.content_part.added"]
+    part: OutputText
+
+
+class OutputTextDelta(_OfPart):
+    """More text."""
+
+    type: Literal["response.output_text.delta"]
+    delta: str
+    logprobs: list[ChatTokenLogprob]
+
+
+class OutputTextDone(_OfPart):
+    """The text is whole."""
+
+    type: Literal["response.output_text.done"]
+    text: str
+    logprobs: list[ChatTokenLogprob]
+
+
+class ContentPartDone(_OfPart):
+    """The part is whole."""
+
+    type: Literal["response.content_part.done"]
+    part: OutputText
+
+
+class CallArgumentsDelta(_OfItem):
+    """More of a call's arguments."""
+
+    type: Literal["response.function_call_arguments.delta"]
+    delta: str
+
+
+class CallArgumentsDone(_OfItem):
+    """A call's arguments are whole."""
+
+    type: Literal["response.function_call_arguments.done"]
+    name: str
+    arguments: str
+
+
+class ResponseCompleted(_Event):
+    """The last event of an answer that came to its own end."""
+
+    type: Literal["response.completed"]
+    response: ResponseObject
+
+
+class ResponseIncomplete(_Event):
+    """The last event of one that a limit has cut."""
+
+    type: Literal["response.incomplete"]
+    response: ResponseObject
+
+
+class ResponseBroken(_Event):
+    """Why an answer breaks off, with our stable code; `response.failed` follows."""
+
+    type: Literal["error"]
+    code: str
+    message: str
+    param: str | None
+
+
+class ResponseFailed(_Event):
+    """The last event of one that broke off."""
+
+    type: Literal["response.failed"]
+    response: ResponseObject
+
+
+EVENTS: Mapping[str, type] = MappingProxyType(
+    {
+        "response.created": ResponseCreated,
+        "response.in_progress": ResponseInProgress,
+        "response.output_item.added": OutputItemAdded,
+        "response.content_part.added": ContentPartAdded,
+        "response.output_text.delta": OutputTextDelta,
+        "response.output_text.done": OutputTextDone,
+        "response.content_part.done": ContentPartDone,
+        "response.function_call_arguments.delta": CallArgumentsDelta,
+        "response.function_call_arguments.done": CallArgumentsDone,
+        "response.output_item.done": OutputItemDone,
+        "response.completed": ResponseCompleted,
+        "response.incomplete": ResponseIncomplete,
+        "error": ResponseBroken,
+        "response.failed": ResponseFailed,
+    }
+)
+"""By name."""

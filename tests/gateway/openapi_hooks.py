@@ -1,0 +1,279 @@
+"""What schemathesis is told for `test_openapi.py`, which runs it with this file as its hooks: how to name things that
+there are, and which refusals of valid data are right. The gateway and its keys are in the environment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+from collections import Counter
+from pathlib import Path
+from zlib import crc32
+
+import httpx
+import schemathesis
+from hypothesis import strategies as st
+from schemathesis.checks import CHECKS
+from schemathesis.core.parameters import ParameterLocation
+
+# Formats of ours, which JSON Schema has no words for.
+PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1, max_size=100)
+schemathesis.openapi.format("printable", PRINTABLE)
+schemathesis.openapi.format("name", PRINTABLE.map(str.strip).filter(bool))
+schemathesis.openapi.format("json-object", st.dictionaries(PRINTABLE, PRINTABLE, max_size=2).map(json.dumps))
+
+# What a schema cannot say, so that a request which it allows may be refused: by the code of the error, or the parameter
+# that it names.
+EXCUSED_CODES = {
+    "unknown_token_id": "which there are depends on the model",
+    "context_length_exceeded": "how long a prompt may be depends on the model",
+    "idempotency_key_reused": "a key may have been sent before",
+    "precondition_failed": "nobody guesses an ETag",
+    "response_not_cancellable": "none is, as the document says: it has no answer but errors",
+    "impossible_promise": "a change must go with what the class has already",
+}
+EXCUSED_PARAMS = {
+    "after": "it must be the id of something in the list",
+    "cursor": "it must be one that the server gave",
+    "since": "it must lie before `until`",
+    "expires_at": "it must lie in the future",
+    "cached_input": "it must not be dearer than `input`",
+    "dimensions": "how many there are depends on the model",
+}
+
+
+def new():
+    """A name that nothing has."""
+    return f"x{secrets.token_hex(8)}"
+
+
+class World:
+    """Things in the gateway for requests to name."""
+
+    def __init__(self) -> None:
+        self.keys = {"public": os.environ["MOIETY_KEY"], "admin": os.environ["MOIETY_ADMIN_KEY"]}
+        self.http = httpx.Client(base_url=os.environ["MOIETY_URL"], timeout=30)
+        self.made = {"name": "standard"}
+        self.answered = Counter()
+
+    def make(self, path, body, who="admin", method="POST"):
+        return self.ask(method, path, who, json=body).raise_for_status().json()
+
+    def ask(self, method, path, who="admin", **more):
+        return self.http.request(method, path, headers={"Authorization": f"Bearer {self.keys[who]}"}, **more)
+
+    def make_room(self):
+        """There may be only so many classes and webhooks."""
+        for path, name in (("/admin/v1/classes", "name"), ("/admin/v1/webhooks", "id")):
+            for one in self.ask("GET", path).json()["data"]:
+                self.ask("DELETE", f"{path}/{one[name]}")  # no shipped class, which it refuses
+
+    def known(self, name):
+        """One that is there already, for what leaves it as it is."""
+        if name not in self.made:
+            self.made[name] = getattr(self, name)()
+        return self.made[name]
+
+    def tenant_id(self):
+        return self.make("/admin/v1/tenants", {"name": new()})["id"]
+
+    def project_id(self):
+        return self.make("/admin/v1/projects", {"name": "p", "tenant_id": self.tenant_id()})["id"]
+
+    def key_id(self):
+        return self.make("/admin/v1/keys", {"name": "k", "project_id": self.project_id()})["key"]["id"]
+
+    def quota_id(self):
+        limit = {"level": "tenant", "scope_id": self.tenant_id(), "kind": "tokens_per_day", "cap": 9}
+        return self.make("/admin/v1/quotas", limit, method="PUT")["id"]
+
+    def name(self):
+        """Of a class."""
+        self.make_room()
+        return self.make("/admin/v1/classes", {"name": new(), "rank": 9, "ttft_s": 1})["name"]
+
+    def model(self):
+        """That has a price."""
+        price = {"model": new(), "input": "1", "output": "1"}
+        return self.make("/admin/v1/prices", price, method="PUT")["model"]
+
+    def webhook_id(self):
+        self.make_room()
+        return self.make("/admin/v1/webhooks", {"url": "https://example.com/x"})["webhook"]["id"]
+
+    def file_id(self):
+        line = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"model":"tiny","prompt":"a"}}'
+        form = {"data": {"purpose": "batch"}, "files": {"file": ("lines.jsonl", line)}}
+        return self.ask("POST", "/v1/files", "public", **form).raise_for_status().json()["id"]
+
+    def batch_id(self):
+        body = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": self.file_id()}
+        return self.make("/v1/batches", body, "public")["id"]
+
+    def response_id(self):
+        body = {"model": self.model_id(), "input": "a", "max_output_tokens": 1, "store": True}
+        return self.make("/v1/responses", body, "public")["id"]
+
+    def model_id(self):
+        return "tiny"
+
+
+WORLD = World()
+
+
+@schemathesis.hook
+def before_call(_context, case, _kwargs):
+    """Where a case is no bad one in that respect: have it name things that there are, or it would be answered 404 for
+    whatever else is in it; and have fields agree that must."""
+    if not is_bad(case, ParameterLocation.PATH):
+        for name, drawn in (case.path_parameters or {}).items():
+            if crc32(str(drawn).encode()) % 4:  # the others stay as they were drawn, which nothing is called
+                case.path_parameters[name] = WORLD.known(name) if case.method == "GET" else getattr(WORLD, name)()
+    if case.operation.label in ("POST /admin/v1/classes", "POST /admin/v1/webhooks"):
+        WORLD.make_room()
+    if is_bad(case, ParameterLocation.BODY):
+        case.headers.pop("If-Match", None)  # it is looked at before the body
+    if "Idempotency-Key" in case.headers and not is_bad(case, ParameterLocation.HEADER):
+        case.headers["Idempotency-Key"] = new()  # one that was sent before is looked at first, too
+    if not is_bad(case, ParameterLocation.BODY) and isinstance(case.body, dict):
+        case.body = agreed(named(without_fractions(case.body)))
+    if not is_bad(case, ParameterLocation.QUERY) and "/prices" in case.operation.path and "model" in case.query:
+        case.query["model"] = WORLD.model()
+        case.query.pop("service_class", None)
+
+
+def is_bad(case, location):
+    return case.meta is not None and case.meta.is_negative_at(location)
+
+
+def without_fractions(value):
+    """JSON Schema takes 1.0 for an integer, and this API does not, as OpenAI's."""
+    if isinstance(value, dict):
+        return {key: without_fractions(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [without_fractions(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+KINDS = {
+    "project_id": "project_id",
+    "tenant_id": "tenant_id",
+    "input_file_id": "file_id",
+    "previous_response_id": "response_id",
+}
+
+
+def named(body):
+    """With things that there are."""
+    for name, kind in KINDS.items():
+        if isinstance(body.get(name), str):
+            body[name] = WORLD.known(kind)
+    if "scope_id" in body:
+        body["scope_id"] = WORLD.known(f"{body['level']}_id")
+    if "url" in body:  # where webhooks may go to depends on the settings
+        body["url"] = "https://example.com/hook"
+    if body.get("service_class") is not None:
+        body["service_class"] = "standard"
+    if body.get("downgrade_to") is not None:
+        body["downgrade_to"] = "batch"
+        body["rank"] = 2  # above it
+    if isinstance(body.get("model"), str) and "output" not in body:
+        body["model"] = WORLD.model_id()
+    return body
+
+
+def agreed(body):
+    """With values that JSON Schema cannot hold together."""
+    if body.get("best_of") is not None:
+        body["best_of"] = body.get("n") or 1
+    if body.get("min_tokens") is not None:
+        body["min_tokens"] = 0
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        if body.get(name) is not None:
+            body[name] = min(body[name], 8)
+    offered(body)
+    if isinstance(body.get("messages"), list):
+        body["messages"] = [turn for message in body["messages"] for turn in chat_turns(message)]
+        body["messages"] = message_turns(body["messages"])
+    if isinstance(body.get("input"), list):
+        body["input"] = [paired for item in body["input"] for paired in with_partner(item)]
+    return body
+
+
+def offered(body):
+    """Each tool has its own name, and the one that is chosen is among them."""
+    functions = [tool.get("function", tool) for tool in body.get("tools") or ()]
+    for number, function in enumerate(functions):
+        function["name"] = f"tool{number}"  # the first is what the engine calls
+    choice = body.get("tool_choice")
+    chosen = choice.get("function", choice) if isinstance(choice, dict) else {}
+    if functions and chosen.get("name") is not None:
+        chosen["name"] = functions[0]["name"]
+
+
+def chat_turns(message):
+    """OpenAI's: the result of a call comes after the call."""
+    if message["role"] == "tool":
+        call = {"id": message["tool_call_id"], "function": {"name": "f", "arguments": "{}"}}
+        yield {"role": "assistant", "content": None, "tool_calls": [call]}
+    yield message
+
+
+def message_turns(messages):
+    """Anthropic's: the same, and after the last call there is something."""
+    turns = []
+    for message in messages:
+        blocks = message["content"] if isinstance(message.get("content"), list) else []
+        results = [block for block in blocks if block["type"] == "tool_result"]
+        if results:
+            calls = [{"type": "tool_use", "id": one["tool_use_id"], "name": "f", "input": {}} for one in results]
+            turns += [{"role": "user", "content": "a"}, {"role": "assistant", "content": calls}]
+        turns.append(message)
+        if any(block["type"] == "tool_use" for block in blocks):
+            turns.append({"role": "user", "content": "a"})
+    return turns
+
+
+def with_partner(item):
+    """Items of responses, where the input is of such: a call comes with its result."""
+    kind, call_id = (item.get("type"), item.get("call_id")) if isinstance(item, dict) else (None, None)
+    if kind == "function_call_output":
+        yield {"type": "function_call", "call_id": call_id, "name": "f", "arguments": "{}"}
+    yield item
+    if kind == "function_call":
+        yield {"type": "function_call_output", "call_id": call_id, "output": "a"}
+
+
+@schemathesis.hook
+def after_call(_context, case, response):
+    WORLD.answered[f"{case.method} {case.operation.path} {response.status_code}"] += 1
+
+
+atexit.register(lambda: Path(os.environ["MOIETY_ANSWERED"]).write_text(json.dumps(WORLD.answered)))
+
+
+@schemathesis.check
+def refuses_what_it_does_not_say(ctx, response, case):
+    """`negative_data_rejection`; too large a list may be too large a body as well, and whatever a form has as its file
+    is the text of one."""
+    is_form = case.media_type == "multipart/form-data" and isinstance(case.body, dict)
+    if response.status_code != 413 and not (is_form and not isinstance(case.body.get("file", ""), str | bytes)):
+        CHECKS.get_one("negative_data_rejection")(ctx, response, case)
+
+
+@schemathesis.check
+def takes_what_it_says(ctx, response, case):
+    """`positive_data_acceptance`, with our excuses."""
+    if not is_excused(response):
+        CHECKS.get_one("positive_data_acceptance")(ctx, response, case)
+
+
+def is_excused(response):
+    if response.status_code not in (400, 412, 422):
+        return False
+    error = response.json()["error"]
+    details = error.get("details", {})  # Anthropic's form has them there
+    code, param = details.get("error_code", error.get("code")), details.get("param", error.get("param"))
+    return code in EXCUSED_CODES or param in EXCUSED_PARAMS

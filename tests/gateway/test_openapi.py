@@ -1,0 +1,207 @@
+"""The OpenAPI documents against the gateway that serves them, by schemathesis: what they allow is taken, what they do
+not is refused, and every answer is one that they tell of.
+
+`MOIETY_OPENAPI_EXAMPLES=300` makes it search for long, with other requests each time; else it tries the same few.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema_rs
+import msgspec
+import pytest
+
+from moiety_platform.engine_client.fake import FakeEngineClient
+
+HOOKS = Path(__file__).with_name("openapi_hooks.py")
+EXAMPLES = os.environ.get("MOIETY_OPENAPI_EXAMPLES")
+OURS = "positive_data_acceptance,negative_data_rejection"  # the hooks have them, with what has to be excused
+FEW = ["--max-examples", "6", "--generation-deterministic"]
+# Every bound of every field, every method and every missing header are tried only here unless there is time.
+COVERED = {
+    "public": ["tokenize", "list_batches", "delete_file", "list_models", "readyz"],
+    "admin": ["create_tenant", "list_keys", "set_quota"],
+}
+
+CALL = '<tool_call>\n{"name": "tool0", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def call_a_tool(submit):
+    return [(65, "Well."), (66, CALL)]
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200 if EXAMPLES else 300)]
+
+
+@pytest.mark.parametrize("part", ["public", "admin"])
+async def test_the_api_is_what_its_document_says(start_gateway, tool_card, tmp_path, part):
+    searches = [["--phases", "fuzzing", *FEW], ["--phases", "coverage", *FEW, *_only(COVERED[part])]]
+    if EXAMPLES:
+        searches = [["--phases", "coverage,fuzzing", "--max-examples", EXAMPLES, "--continue-on-failure"]]
+    engine = FakeEngineClient(
+        msgspec.structs.replace(tool_card("hermes"), model="tiny", embedding_width=8), call_a_tool
+    )
+    idle = {
+        "batch_concurrency": 0,
+        "max_open_batches_per_tenant": 10_000,
+    }  # some are left to cancel
+    async with start_gateway([engine], stores_usage=True, **idle) as gateway:
+        answered = set()
+        for search in searches:
+            answered |= await _run_schemathesis(gateway, part, tmp_path, search)
+        _, _, document = await gateway.request("GET", f"/schema/{part}.json")
+    served = {label.rpartition(" ")[0] for label in answered if label.rpartition(" ")[2] in ("200", "201", "202")}
+    assert served == _operations(json.loads(document), served=True)
+
+
+async def test_every_document_is_served_as_json_and_as_a_page_without_a_key(gateway):
+    documents = {}
+    for name in ("openapi", "public", "admin"):
+        status, headers, body = await gateway.request("GET", f"/schema/{name}.json", headers={"Authorization": None})
+        assert (status, headers["content-type"]) == (200, "application/vnd.oai.openapi+json")
+        documents[name] = _operations(json.loads(body))
+        page = await gateway.request("GET", f"/schema/{name}", headers={"Authorization": None})
+        assert (page[0], page[1]["content-type"].partition(";")[0]) == (200, "text/html")
+    assert (await gateway.request("GET", "/schema"))[0] == 200
+    assert documents["openapi"] == documents["public"] | documents["admin"]
+    assert not documents["public"] & documents["admin"]
+    assert all(("/admin/" in one) == (one in documents["admin"]) for one in documents["openapi"])
+
+
+async def test_a_document_has_the_bounds_of_the_gateway_that_serves_it(start_gateway, card):
+    async with start_gateway([FakeEngineClient(card)], max_choices=3, max_messages=7) as gateway:
+        _, _, body = await gateway.request("GET", "/schema/public.json")
+    fields = json.loads(body)["components"]["schemas"]["ChatBody"]["properties"]
+    assert (fields["n"]["anyOf"][0]["maximum"], fields["messages"]["maxItems"]) == (3, 7)
+
+
+async def test_a_path_tells_all_of_its_methods(gateway):
+    admin = {"Authorization": f"Bearer {gateway.admin_key}"}
+    for path, methods in (
+        ("/v1/files", "GET, OPTIONS, POST"),
+        ("/v1/files/file_1", "DELETE, GET, OPTIONS"),
+        ("/admin/v1/prices", "DELETE, GET, OPTIONS, PUT"),
+        ("/admin/v1/webhooks", "GET, OPTIONS, POST"),
+    ):
+        status, headers, _ = await gateway.request("OPTIONS", path, headers=admin)
+        assert (status, headers["allow"]) == (204, methods)
+
+
+ASKED = [{"role": "user", "content": "How warm is it?"}]
+FUNCTION = {"name": "tool0", "parameters": {"type": "object"}}
+CHAT = {"messages": ASKED, "tools": [{"type": "function", "function": FUNCTION}], "logprobs": True, "top_logprobs": 1}
+INCLUDED = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+ANSWERED = [
+    ("/v1/chat/completions", {**CHAT, "n": 2}),
+    ("/v1/chat/completions", {**CHAT, "tool_choice": "none"}),
+    ("/v1/completions", {"prompt": "a", "logprobs": 1, "echo": False}),
+    ("/v1/messages", {"messages": ASKED, "max_tokens": 99, "tools": [{"name": "tool0", "input_schema": {}}]}),
+    ("/v1/messages", {"messages": ASKED, "max_tokens": 1}),
+    ("/v1/responses", {"input": ASKED, "tools": [{"type": "function", **FUNCTION}], **INCLUDED}),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 1, "store": True}),
+]
+
+
+async def test_a_document_tells_of_every_field_of_whole_answers_and_of_events(start_gateway, tool_card):
+    engine = FakeEngineClient(tool_card("hermes"))
+
+    def break_off(submit):
+        yield from [(65, "x")] * 20
+        engine.die()
+
+    streams, seen = {path: {} for path, _ in ANSWERED}, {path: set() for path, _ in ANSWERED}
+    async with start_gateway([engine]) as gateway:
+        _, _, document = await gateway.request("GET", "/schema/public.json")
+        document = _closed(json.loads(document))
+        for path, body in ANSWERED:
+            told = document["paths"][path]["post"]["responses"]
+            streams[path] = told["200"]["content"]["text/event-stream"]["schema"]
+            options = {"stream_options": {"include_usage": True}} if "completions" in path else {}
+            for engine.script in (call_a_tool, break_off):
+                await engine.start()
+                status, _, answer = await gateway.post(path, {"model": "hermes", **body})
+                name = told[str(status)].get("$ref", "").rpartition("/")[2]
+                told_of = document["components"]["responses"][name] if name else told[str(status)]
+                _check(told_of["content"]["application/json"]["schema"], json.loads(answer), document)
+                await engine.start()
+                status, _, answer = await gateway.post(path, {"model": "hermes", "stream": True, **options, **body})
+                if status == 200:
+                    seen[path] |= _check_events(streams[path], answer.decode(), document)
+    assert seen == {path: set(_by_name(stream)) for path, stream in streams.items()}
+
+
+def _closed(document):
+    """With objects that may have no other fields than those that are told."""
+    for schema in document["components"]["schemas"].values():
+        if "properties" in schema:
+            schema["additionalProperties"] = False
+    return document
+
+
+def _by_name(stream):
+    """What the events of a stream may hold, by the events' names."""
+    every = [one["properties"] for one in stream.get("anyOf", [stream])]
+    return {one.get("event", {}).get("const"): one["data"].get("anyOf", [one["data"]]) for one in every}
+
+
+def _check_events(schema, stream, document):
+    """The names of the events that there were."""
+    told, names = _by_name(schema), set()
+    for event in stream.strip().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in event.splitlines())
+        names.add(fields.get("event"))
+        payloads = told[fields.get("event")]
+        if {"const": fields["data"]} not in payloads:
+            wanted = [one["contentSchema"] for one in payloads if "contentSchema" in one]
+            _check({"anyOf": wanted}, json.loads(fields["data"]), document)
+    return names
+
+
+def _check(schema, value, document):
+    jsonschema_rs.validate({**schema, "components": document["components"]}, value)
+
+
+def _only(operation_ids):
+    return [word for one in operation_ids for word in ("--include-operation-id", one)]
+
+
+def _operations(document, *, served=False):
+    """All of them; or those that may be answered with something else than an error."""
+    return {
+        f"{method.upper()} {path}"
+        for path, item in document["paths"].items()
+        for method, operation in item.items()
+        if not served or any(status.startswith("2") for status in operation["responses"])
+    }
+
+
+async def _run_schemathesis(gateway, part, tmp_path, search):
+    """Which operations were answered with which status. Fails with what it printed where it has found something."""
+    answered = tmp_path / "answered.json"
+    key = gateway.admin_key if part == "admin" else gateway.key
+    known = {
+        "SCHEMATHESIS_HOOKS": str(HOOKS),
+        "MOIETY_URL": gateway.url,
+        "MOIETY_KEY": gateway.key,
+        "MOIETY_ADMIN_KEY": gateway.admin_key,
+        "MOIETY_ANSWERED": str(answered),
+    }
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "schemathesis.cli", "run", f"{gateway.url}/schema/{part}.json"),
+        *("--header", f"Authorization: Bearer {key}", "--header", f"x-api-key: {key}"),
+        *("--exclude-checks", OURS, "--request-timeout", "60", "--no-color"),
+        *search,
+        cwd=tmp_path,
+        env={**os.environ, **known},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()
+    return set(json.loads(answered.read_text()))
