@@ -152,7 +152,7 @@ class Claims:
         return over
 
     def _share(self, sequence: Sequence) -> float:
-        """Of all blocks, that its tenant may hold while others of its rank want some."""
+        """Of all blocks or places, that its tenant may hold while others of its rank want some."""
         account: Account = sequence.account
         return account.weight / max(account.weight, self._accounts[sequence.service.rank].total_weight)
 

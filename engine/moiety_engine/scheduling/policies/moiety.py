@@ -234,8 +234,7 @@ class Moiety(Policy):
             sequence.bucket == AT_RISK and all(s.service.rank >= rank for s in view.running if s.due_s < math.inf)
         ):
             return False
-        shape = StepShape(len(view.running) + 1, 0, view.shape.decode_context + len(sequence.tokens), 0)
-        return self.context.step_time.predict_s(shape) > self.tuning.decode_part * tpot_s
+        return self._decode_s(view, sequence) > self.tuning.decode_part * tpot_s
 
     def _crowds_out(self, sequence: Sequence, view: BatchView) -> bool:
         """Whether a tenant that has its share of places would make decoding so long with one more that prompts of those
@@ -243,8 +242,12 @@ class Moiety(Policy):
         tpot_s = sequence.service.tpot_s
         if tpot_s is None or not view.running or not self._claims.has_its_places(sequence):
             return False
-        shape = StepShape(len(view.running) + 1, 0, view.shape.decode_context + len(sequence.tokens), 0)
-        return self.context.step_time.predict_s(shape) > self.tuning.decode_part_beyond_share * tpot_s
+        return self._decode_s(view, sequence) > self.tuning.decode_part_beyond_share * tpot_s
+
+    def _decode_s(self, view: BatchView, newcomer: Sequence) -> float:
+        """How long a step is predicted to take that decodes all who run, and the newcomer."""
+        shape = StepShape(len(view.running) + 1, 0, view.shape.decode_context + len(newcomer.tokens), 0)
+        return self.context.step_time.predict_s(shape)
 
     def _places_of_tenant(self, rank: int) -> float:
         """Of those in the queue, how many one tenant's requests of this rank may take. What is of a worse rank makes
