@@ -65,7 +65,7 @@ class Filling:
                 if reason is Reason.NO_BLOCKS:
                     view.somebody_lacks_blocks = True
                     blocked.append(sequence)
-                if self._ends_the_search(reason, sequence, now_s):
+                if self._ends_the_search(reason, sequence, view, now_s):
                     break
                 continue
             given = self._advance(sequence, planner)
@@ -90,10 +90,10 @@ class Filling:
             if given is _Given.NOTHING or planner.rows_left <= 0:
                 break
 
-    def _ends_the_search(self, reason: Reason, sequence: Sequence, now_s: float) -> bool:
+    def _ends_the_search(self, reason: Reason, sequence: Sequence, view: BatchView, now_s: float) -> bool:
         """Whether nobody behind this one can join either, or may: there is no place, or it must not be overtaken."""
         if reason is Reason.NO_BLOCKS:
-            return not self._policy.may_overtake(sequence, now_s)
+            return not self._policy.may_overtake(sequence, view, now_s)
         return reason is Reason.BATCH_FULL and not sequence.boosted  # which came out of its turn
 
     def mark_started(self, sequence: Sequence, now_ns: int) -> None:

@@ -176,7 +176,7 @@ class Policy:
         """Why the sequence, which would take so many blocks, may not join the batch in this step; None if it may."""
         return None
 
-    def may_overtake(self, blocked: Sequence, now_s: float) -> bool:
+    def may_overtake(self, blocked: Sequence, view: BatchView, now_s: float) -> bool:
         """Whether others may be taken while this one, which came first, finds no blocks."""
         return False
 

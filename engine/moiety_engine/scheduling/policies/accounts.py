@@ -25,7 +25,17 @@ OUTPUT_WEIGHT = 2.0  # an output token's cost against a prompt token's, as in VT
 class Account:
     """One tenant among those of one rank."""
 
-    __slots__ = ("active", "counter", "last_served_s", "num_queued", "pending_tokens", "tenant", "version", "weight")
+    __slots__ = (
+        "active",
+        "counter",
+        "last_served_s",
+        "num_begun",
+        "num_queued",
+        "pending_tokens",
+        "tenant",
+        "version",
+        "weight",
+    )
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
@@ -33,6 +43,7 @@ class Account:
         self.counter = 0.0
         self.active = 0  # requests here that have not ended
         self.num_queued = 0
+        self.num_begun = 0  # those that have started and have not ended
         self.pending_tokens = 0  # prompt tokens of requests that have not started
         self.last_served_s = 0.0
         self.version = 0  # raised when the counter falls: queues hold an entry at the old, higher one
@@ -152,6 +163,8 @@ class FairQueue:
         self._heaps: dict[Account, EntryHeap] = {}
         self._order: list[tuple[float, int, int, Account]] = []  # (counter, tie, version, account)
         self._ties = 0
+        self._held: set[Account] = set()
+        self._passed: dict[Account, int] = {}  # of them, those whose place in the order was given up; its version
 
     def __bool__(self) -> bool:
         return bool(self._order)
@@ -164,7 +177,7 @@ class FairQueue:
         heap.push(key, sequence)
 
     def fell(self, account: Account) -> None:
-        """The account's counter was lowered (its version raised): its place in the order is a new one."""
+        """The account's counter was lowered (its version raised): it gets a new place in the order."""
         if account in self._heaps:
             self._enter(account)
 
@@ -176,6 +189,10 @@ class FairQueue:
             if heap is None or version != account.version:
                 heappop(self._order)
                 continue
+            if account in self._held:
+                self._passed[account] = version
+                heappop(self._order)
+                continue
             if heap.first() is None:
                 del self._heaps[account]
                 heappop(self._order)
@@ -184,6 +201,18 @@ class FairQueue:
             else:
                 return heap.pop()
         return None
+
+    def hold(self, account: Account) -> None:
+        """Pass over the account until `release`."""
+        self._held.add(account)
+
+    def release(self) -> None:
+        """Nobody is held any more."""
+        for account, version in self._passed.items():
+            if version == account.version:  # else it has got a new place already
+                self.fell(account)
+        self._passed.clear()
+        self._held.clear()
 
     def pop_of(self, account: Account) -> Sequence | None:
         """The first of one tenant's, out of its turn; None if it has none here."""

@@ -68,11 +68,22 @@ class Claims:
         return self._guarantees.waiting_for_others(growing)
 
     def over_share(self, sequence: Sequence, view: BatchView, num_blocks: int) -> bool:
-        """Whether its tenant would hold more than its share of blocks."""
-        accounts = self._accounts[sequence.service.rank]
-        account: Account = sequence.account
-        share = account.weight / max(account.weight, accounts.total_weight)
-        return view.tenant_blocks(sequence.tenant) + num_blocks > share * view.blocks_total
+        """Whether its tenant would hold more than its share of blocks with so many more."""
+        return view.tenant_blocks(sequence.tenant) + num_blocks > self._share(sequence) * view.blocks_total
+
+    def has_its_places(self, newcomer: Sequence) -> bool:
+        """Whether its tenant has its share of places in the batch and has not been served less than those that wait,
+        while there are others."""
+        account: Account = newcomer.account
+        share = self._share(newcomer)
+        if newcomer.scheduled_unix_ns or share == 1.0 or account.num_begun < share * self._context.max_running:
+            return False
+        return account.counter >= self._accounts[newcomer.service.rank].floor()
+
+    def far_over_share(self, sequence: Sequence, view: BatchView) -> bool:
+        """Whether its tenant holds so much more than its share of blocks that its requests wait for each other."""
+        held = view.tenant_blocks(sequence.tenant)
+        return held > self._tuning.waits_for_itself_at * self._share(sequence) * view.blocks_total
 
     def peak_fits(self, view: BatchView, joining: Sequence) -> bool:
         """Whether the batch with the newcomer finds its blocks at its predicted peak (Past-Future, 2507.10150): when
@@ -92,6 +103,11 @@ class Claims:
                 self._held_back = True
                 return position == 1
         return True
+
+    def may_reclaim(self, sequence: Sequence, view: BatchView) -> bool:
+        """Whether others of its rank would give way to it, since they hold more than their share and its tenant little
+        of its own: it joins though the batch's peak does not fit."""
+        return bool(self._over_their_share(view.running, sequence))
 
     # ── giving way ──
 
@@ -134,6 +150,11 @@ class Claims:
                 over.append(s)
                 blocks[account] = left
         return over
+
+    def _share(self, sequence: Sequence) -> float:
+        """Of all blocks or places, that its tenant may hold while others of its rank want some."""
+        account: Account = sequence.account
+        return account.weight / max(account.weight, self._accounts[sequence.service.rank].total_weight)
 
     def _predicted_peak(self, sequence: Sequence) -> int:
         high = self._context.lengths.high(

@@ -78,6 +78,7 @@ class Moiety(Policy):
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
         account = sequence.account
         account.last_served_s = now_s
+        account.num_begun += 1
         self._waits_no_more(sequence)
         prepaid = self.tuning.prepaid * (sequence.predicted_output - sequence.num_resumed)
         sequence.charged_tokens = sequence.num_resumed + prepaid
@@ -118,6 +119,7 @@ class Moiety(Policy):
         if sequence.scheduled_unix_ns == 0:
             self._waits_no_more(sequence)
         else:
+            account.num_begun -= 1
             unused = sequence.charged_tokens - sequence.num_output
             account.counter -= OUTPUT_WEIGHT * unused / account.weight
             if unused > 0:
@@ -175,6 +177,7 @@ class Moiety(Policy):
     # ── a step ──
 
     def step_budget(self, view: BatchView, now_s: float) -> StepBudget | None:
+        self._queue.release()
         if not self.tuning.chunk_sizing:
             return None
         urgent = self._queue.has_at_risk(self._pace.best_rank)
@@ -186,17 +189,14 @@ class Moiety(Policy):
     def delays(self, sequence: Sequence, view: BatchView, num_blocks: int, now_s: float) -> Reason | None:
         if self._slows_too_much(sequence, view):
             return Reason.BATCH_FULL
-        if not self._claims.keeps_guarantees(sequence):
-            return Reason.NO_BLOCKS
-        if view.somebody_lacks_blocks and self._claims.over_share(sequence, view, num_blocks):
+        if self._crowds_out(sequence, view):
+            self._queue.hold(sequence.account, sequence.service.rank)  # whatever it has waiting, in this step
             return Reason.SHARE_FULL
-        if view.blocks_free - num_blocks >= view.blocks_total / 2:
-            return None
-        if sequence.bucket == AT_RISK and view.worst_rank > sequence.service.rank:
-            return None  # those give way
-        return None if self._claims.peak_fits(view, sequence) else Reason.NO_BLOCKS
+        return self._lacks_blocks(sequence, view, num_blocks)
 
-    def may_overtake(self, blocked: Sequence, now_s: float) -> bool:
+    def may_overtake(self, blocked: Sequence, view: BatchView, now_s: float) -> bool:
+        if self._claims.far_over_share(blocked, view):
+            return True  # it waits for its own tenant's to end
         if blocked.boosted:  # it takes what gets free, unless the best rank wants it
             return blocked.service.rank > self._pace.best_rank and self._queue.has_at_risk(self._pace.best_rank)
         return blocked.num_overtaken < self.tuning.max_overtaken
@@ -211,6 +211,19 @@ class Moiety(Policy):
 
     # ── within ──
 
+    def _lacks_blocks(self, sequence: Sequence, view: BatchView, num_blocks: int) -> Reason | None:
+        """Whether blocks, or its tenant's share of them, keep it from joining."""
+        if not self._claims.keeps_guarantees(sequence):
+            return Reason.NO_BLOCKS
+        if view.somebody_lacks_blocks and self._claims.over_share(sequence, view, num_blocks):
+            return Reason.SHARE_FULL
+        if view.blocks_free - num_blocks >= view.blocks_total / 2:
+            return None
+        if sequence.bucket == AT_RISK and view.worst_rank > sequence.service.rank:
+            return None  # those give way
+        fits = self._claims.peak_fits(view, sequence) or self._claims.may_reclaim(sequence, view)
+        return None if fits else Reason.NO_BLOCKS
+
     def _slows_too_much(self, sequence: Sequence, view: BatchView) -> bool:
         """Whether decoding with the newcomer would take too much of the pace that running requests still keep. The best
         rank is never held back by it, nor who has waited too long, nor a request at risk for worse ranks' sake."""
@@ -221,8 +234,20 @@ class Moiety(Policy):
             sequence.bucket == AT_RISK and all(s.service.rank >= rank for s in view.running if s.due_s < math.inf)
         ):
             return False
-        shape = StepShape(len(view.running) + 1, 0, view.shape.decode_context + len(sequence.tokens), 0)
-        return self.context.step_time.predict_s(shape) > self.tuning.decode_part * tpot_s
+        return self._decode_s(view, sequence) > self.tuning.decode_part * tpot_s
+
+    def _crowds_out(self, sequence: Sequence, view: BatchView) -> bool:
+        """Whether a tenant that has its share of places would make decoding so long with one more that prompts of those
+        who ask for less wait for it."""
+        tpot_s = sequence.service.tpot_s
+        if tpot_s is None or not view.running or not self._claims.has_its_places(sequence):
+            return False
+        return self._decode_s(view, sequence) > self.tuning.decode_part_beyond_share * tpot_s
+
+    def _decode_s(self, view: BatchView, newcomer: Sequence) -> float:
+        """How long a step is predicted to take that decodes all who run, and the newcomer."""
+        shape = StepShape(len(view.running) + 1, 0, view.shape.decode_context + len(newcomer.tokens), 0)
+        return self.context.step_time.predict_s(shape)
 
     def _places_of_tenant(self, rank: int) -> float:
         """Of those in the queue, how many one tenant's requests of this rank may take. What is of a worse rank makes

@@ -20,6 +20,7 @@ class Tuning:
     unpromised_step_s: float = 1.0  # the longest step while nobody was promised a first token or a pace of late
     ttft_part: float = 0.06  # of the shortest TTFT promised of late, that a step may take within that range
     decode_part: float = 0.75  # of the shortest pace promised of late, that decoding alone may take
+    decode_part_beyond_share: float = 0.21  # of its own pace, beyond its share of places while others are there
     floor_tokens: int = 16  # prompt tokens a step whatever the slack
     remembered_s: float = 30.0  # for how long a class that was seen is reckoned with
     # the queue
@@ -29,7 +30,7 @@ class Tuning:
     mixed_blend: float = 2000.0  # the same in ranks of mixed promises, where twice as much is due as can be done
     loaded_s: float = 10.0  # predicted wait at which that holds in full, and ranks of mixed promises go by it alone
     boost_part: float = 0.02  # of the time, for those who waited too long
-    lane_saved_s: float = 0.2  # the most of that time that may be saved for later
+    lane_saved_s: float = 0.1  # the most of that time that may be saved for later
     nearly_done_steps: float = 2.0  # who has begun and needs no more goes before those who have not
     hungry_s: float = 20.0  # a tenant that waits and was not served for so long
     max_overtaken: int = 32  # joins of others that a request puts up with while it finds no blocks
@@ -40,6 +41,7 @@ class Tuning:
     overcommit_range: tuple[float, float] = (0.85, 1.5)  # of all blocks, that the batch may be predicted to want
     sharing_part: float = 0.02  # of the time, for taking blocks from tenants that hold more than their share
     reclaims_up_to: float = 0.5  # of its share of blocks, that a tenant may reach by taking from those above theirs
+    waits_for_itself_at: float = 1.35  # of its share, from which a tenant that finds no blocks holds nobody else up
     max_preemptions: int = 2
     reserve_quantile: float = 0.95  # of a tenant's answers, whose length a protected request reserves
     # money and admission

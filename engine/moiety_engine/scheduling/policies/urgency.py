@@ -34,6 +34,7 @@ class UrgencyQueue:
         self._tally = tally
         self._queues: dict[tuple[int, int, bool], FairQueue] = {}  # by (bucket, rank, has not begun)
         self._levels: list[tuple[tuple[int, int, bool], FairQueue]] = []  # the same, in the order of their turns
+        self._holding: list[FairQueue] = []
         self._moves = EntryHeap()  # when who goes into the next bucket
         self._waited = EntryHeap()  # when who has waited too long
         self._hungry: list[tuple[float, int, Account]] = []  # when which tenant will have gone without for long
@@ -75,6 +76,19 @@ class UrgencyQueue:
         for level, queue in self._levels:
             if level[1] == rank:
                 queue.fell(account)
+
+    def hold(self, account: Account, rank: int) -> None:
+        """Whoever is popped until `release` is not one of this account's, unless by the lane."""
+        for level, queue in self._levels:
+            if level[1] == rank:
+                queue.hold(account)
+                self._holding.append(queue)
+
+    def release(self) -> None:
+        """Nobody is held any more."""
+        for queue in self._holding:
+            queue.release()
+        self._holding.clear()
 
     def time_passed(self, seconds: float) -> None:
         """A step is over: give the lane its part, and back what was taken from it and not used."""
