@@ -360,6 +360,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     swapped_out_blocks_total: int = 0
     swapped_in_blocks_total: int = 0
     classes: list[ClassLoad] = []
+    running_for_s: float = 0.0  # the engine, which knows of all since then
     unsettled_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled
 
 

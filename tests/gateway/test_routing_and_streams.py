@@ -199,3 +199,15 @@ def test_the_limit_of_depth_counts_brackets_outside_of_strings_only(value, limit
     with pytest.raises(BadRequest) as caught:
         decode_body(ChatBody, msgspec.json.encode({"x": value}), limit)
     assert (caught.value.code == "json_too_deep") == (1 + _depth(value) > limit)
+
+
+def test_an_engine_proves_that_it_holds_nothing_only_if_it_ran_all_the_while(new_card):
+    """Also to a gateway that was started later, as the only one is after its predecessor was killed."""
+
+    def told(**loads) -> EngineState:
+        fields = {"unsettled_replicas": [], **loads}
+        return EngineState("a", True, "", new_card(), load(**fields), 0, 0.1, connected_for_s=3.0)
+
+    assert told(running_for_s=60.0).has_settled_for("dead", 30.0)
+    assert not told(running_for_s=20.0).has_settled_for("dead", 30.0)
+    assert not told(running_for_s=60.0, unsettled_replicas=["dead"]).has_settled_for("dead", 30.0)

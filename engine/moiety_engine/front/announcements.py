@@ -9,7 +9,15 @@ from moiety_text.folder import TextModel
 from moiety_wire.messages import Card, Load
 
 
-def make_load(engine_id: str, seq: int, load: CoreLoad, *, draining: bool, unsettled_replicas: list[str]) -> Load:
+def make_load(
+    engine_id: str,
+    seq: int,
+    load: CoreLoad,
+    *,
+    draining: bool,
+    running_for_s: float,
+    unsettled_replicas: list[str],
+) -> Load:
     return Load(
         engine_id=engine_id,
         seq=seq,
@@ -31,6 +39,7 @@ def make_load(engine_id: str, seq: int, load: CoreLoad, *, draining: bool, unset
         swapped_out_blocks_total=load.swapped_out_blocks_total,
         swapped_in_blocks_total=load.swapped_in_blocks_total,
         classes=load.classes,
+        running_for_s=running_for_s,
         unsettled_replicas=unsettled_replicas,
     )
 

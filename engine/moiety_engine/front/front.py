@@ -86,6 +86,7 @@ class Front:
         self._text = text
         self._core = core
         self._clock = clock
+        self._started_s = clock()
         self._socket = _router(context, settings)
         self._sessions = Sessions(self._socket, max_outbox_messages=settings.max_outbox_messages)
         self._journal = UsageJournal(settings.usage_journal, engine_id) if settings.usage_journal else None
@@ -322,6 +323,7 @@ class Front:
             session.num_loads,
             self._load,
             draining=self._desk.is_draining,
+            running_for_s=self._clock() - self._started_s,
             unsettled_replicas=sorted(self._meter.replicas | self._replicas_with_open()),
         )
         session.num_loads += 1

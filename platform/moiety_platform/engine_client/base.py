@@ -50,8 +50,10 @@ class EngineState(msgspec.Struct, frozen=True):
     def has_settled_for(self, replica_id: str, seconds: float) -> bool:
         """Whether it is proven that the engine holds nothing of that gateway process, which nobody has heard of for so
         long: no open request and none that is not settled, nor has it lost any since by a restart."""
-        if not self.healthy or self.load is None or not self.load_is_fresh or self.connected_for_s < seconds:
+        if not self.healthy or self.load is None or not self.load_is_fresh:
             return False
+        if max(self.connected_for_s, self.load.running_for_s) < seconds:
+            return False  # an engine that ran before it may have had something
         if self.card is None or not self.card.extensible:
             return False
         return replica_id not in self.load.unsettled_replicas
