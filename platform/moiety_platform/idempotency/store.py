@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.evened import evened
+from moiety_platform.db.expired import oldest_expired
 from moiety_platform.db.now import now_ms
 from moiety_platform.idempotency.errors import KeyInUse, TooManyKeys
 from moiety_platform.idempotency.models import IdempotencyTenant, IdempotentRequest, State
@@ -133,15 +134,9 @@ class KeyStore:
 
     async def purge(self, session: AsyncSession, limit: int = PURGE_ROWS) -> int:
         """Delete what has expired, the oldest first, at most `limit` rows; how many."""
-        now = await session.scalar(select(self._now()))  # as a value, so that the index serves
-        expired = (
-            select(IdempotentRequest.claim_id)
-            .where(IdempotentRequest.expires_ms <= now)
-            .order_by(IdempotentRequest.expires_ms)
-            .limit(limit)
-            .with_for_update(skip_locked=True)
+        claim_ids = await oldest_expired(
+            session, IdempotentRequest.claim_id, IdempotentRequest.expires_ms, self._now(), limit
         )
-        claim_ids = (await session.scalars(expired)).all()
         return await _delete(session, IdempotentRequest.claim_id.in_(claim_ids)) if claim_ids else 0
 
     async def erase(self, session: AsyncSession, tenant_id: str) -> int:

@@ -13,6 +13,7 @@ from sqlalchemy import BigInteger, ColumnElement, delete, exists, func, literal,
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.auth.principal import Principal
+from moiety_platform.db.expired import oldest_expired
 from moiety_platform.db.now import now_ms
 from moiety_platform.responses_api.models import StoredResponse
 from moiety_platform.tenants.models import Erasure, Tenant
@@ -83,15 +84,7 @@ class ResponseStore:
 
     async def purge(self, session: AsyncSession, limit: int = PURGE_ROWS) -> int:
         """Delete what has expired, the oldest first, at most `limit` of them; how many."""
-        now = await session.scalar(select(self.now()))  # as a value, so that the index serves
-        expired = (
-            select(StoredResponse.id)
-            .where(StoredResponse.expires_ms <= now)
-            .order_by(StoredResponse.expires_ms)
-            .limit(limit)
-            .with_for_update(skip_locked=True)
-        )
-        ids = (await session.scalars(expired)).all()
+        ids = await oldest_expired(session, StoredResponse.id, StoredResponse.expires_ms, self.now(), limit)
         if ids:
             await session.execute(delete(StoredResponse).where(StoredResponse.id.in_(ids)))
         return len(ids)
