@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
+    from torch import Tensor
 
 
 class KernelInputError(ValueError):
@@ -28,9 +28,3 @@ def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
                 agrees = False
     if not agrees:
         raise KernelInputError(f"{name} has shape {tuple(actual)}, expected {shape} (-1: any)")
-
-
-def require_dtype(name: str, tensor: Tensor, *allowed: dtype) -> None:
-    """Raise unless the tensor's dtype is one of `allowed`."""
-    if tensor.dtype not in allowed:
-        raise KernelInputError(f"{name} has dtype {tensor.dtype}, expected {' or '.join(map(str, allowed))}")

@@ -33,10 +33,6 @@ class Planner:
         return not self._decodes and not self._prefills
 
     @property
-    def num_decodes(self) -> int:
-        return len(self._decodes)
-
-    @property
     def rows_left(self) -> int:
         return self._budget_rows - self.num_rows
 
