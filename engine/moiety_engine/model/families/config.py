@@ -1,0 +1,96 @@
+"""What the families' config.json files have in common: keys under several names, rotary parameters, heads, routing."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from moiety_engine.model.errors import ConfigError, UnsupportedModelError
+from moiety_engine.model.spec import (
+    AttentionSpec,
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
+from moiety_kernels.route.spec import RoutingSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Config = dict[str, Any]
+
+
+def first(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
+    """The first of `keys` that is present and not null."""
+    return next((config[key] for key in keys if config.get(key) is not None), default)
+
+
+def need(config: Mapping[str, Any], *keys: str) -> Any:
+    """Like `first`, but raises KeyError naming the first key."""
+    value = first(config, *keys)
+    if value is None:
+        raise KeyError(keys[0])
+    return value
+
+
+def read_rope(config: Config, head_dim: int) -> RopeSpec:
+    parameters = first(config, "rope_parameters", "rope_scaling", default={})
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise UnsupportedModelError("rotary parameters by layer type are not supported")
+    theta = float(first(parameters, "rope_theta", default=first(config, "rope_theta", default=10_000.0)))
+    partial = first(parameters, "partial_rotary_factor", default=first(config, "partial_rotary_factor", default=1.0))
+    return RopeSpec(theta, int(head_dim * partial), _rope_scaling(config, parameters))
+
+
+def _rope_scaling(config: Config, parameters: Mapping[str, Any]) -> RopeScaling | None:
+    kind = first(parameters, "rope_type", "type", default="default")
+    original = first(parameters, "original_max_position_embeddings", default=config["max_position_embeddings"])
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(float(parameters["factor"]))
+    if kind == "llama3":
+        low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
+        return Llama3Scaling(float(parameters["factor"]), low, high, original)
+    if kind == "yarn":
+        factor = float(first(parameters, "factor", default=config["max_position_embeddings"] / original))
+        return YarnScaling(
+            factor=factor,
+            beta_fast=float(parameters.get("beta_fast") or 32),
+            beta_slow=float(parameters.get("beta_slow") or 1),
+            original_max_positions=original,
+            attention_factor=_yarn_attention_factor(parameters, factor),
+            truncate=bool(parameters.get("truncate", True)),
+        )
+    raise UnsupportedModelError(f"rope type {kind!r} is not supported; known: default, linear, llama3, yarn")
+
+
+def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
+
+
+def read_attention(config: Config, *, default_head_dim: int | None = None, **features: Any) -> AttentionSpec:
+    heads = config["num_attention_heads"]
+    head_dim = first(config, "head_dim", default=default_head_dim or config["hidden_size"] // heads)
+    kv_heads = first(config, "num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    return AttentionSpec(heads, kv_heads, head_dim, read_rope(config, head_dim), **features)
+
+
+def read_routing(config: Config, *, renormalize: bool) -> RoutingSpec:
+    experts = need(config, "num_experts", "num_local_experts")
+    top_k = config["num_experts_per_tok"]
+    if not 0 < top_k <= experts:
+        raise ConfigError(f"num_experts_per_tok {top_k} must be between 1 and num_experts {experts}")
+    return RoutingSpec(experts, top_k, renormalize)

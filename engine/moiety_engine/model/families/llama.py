@@ -1,0 +1,13 @@
+"""Llama."""
+
+from __future__ import annotations
+
+from moiety_engine.model.families.config import Config, read_attention
+from moiety_engine.model.spec import DenseSpec, LayerSpec
+
+
+def llama(config: Config, _index: int) -> LayerSpec:
+    """The layer `_index` of a Llama model."""
+    bias = bool(config.get("attention_bias", False))
+    attention = read_attention(config, qkv_bias=bias, output_bias=bias)
+    return LayerSpec(attention, DenseSpec(config["intermediate_size"], bool(config.get("mlp_bias", False))))

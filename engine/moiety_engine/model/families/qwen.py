@@ -1,0 +1,41 @@
+"""Qwen3 and Qwen3-MoE."""
+
+from __future__ import annotations
+
+from moiety_engine.model.families.config import Config, read_attention, read_routing
+from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpec
+
+
+def _window(config: Config, index: int) -> int | None:
+    if not config.get("use_sliding_window"):
+        return None
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        return config["sliding_window"] if kinds[index] == "sliding_attention" else None
+    dense = config["model_type"] == "qwen3"
+    return None if dense and index < config.get("max_window_layers", 28) else config["sliding_window"]
+
+
+def _attention(config: Config, index: int) -> AttentionSpec:
+    bias = bool(config.get("attention_bias", False))
+    default_head_dim = 128 if config["model_type"] == "qwen3" else None  # as the family's own config class has it
+    return read_attention(
+        config,
+        default_head_dim=default_head_dim,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm="head",
+        window=_window(config, index),
+    )
+
+
+def qwen3(config: Config, index: int) -> LayerSpec:
+    return LayerSpec(_attention(config, index), DenseSpec(config["intermediate_size"]))
+
+
+def qwen3_moe(config: Config, index: int) -> LayerSpec:
+    dense = index in (config.get("mlp_only_layers") or ()) or (index + 1) % config.get("decoder_sparse_step", 1)
+    if dense:
+        return qwen3(config, index)
+    routing = read_routing(config, renormalize=bool(config.get("norm_topk_prob", False)))
+    return LayerSpec(_attention(config, index), MoeSpec(config["moe_intermediate_size"], routing))
