@@ -58,7 +58,6 @@ def main() -> None:
             "threads": options.threads,
             "context_tokens": CONTEXT_TOKENS,
             "model": MODEL,
-            "slots": server.num_slots,
         },
         "environment": describe_environment(),
         "all_hold": all(check["holds"] for check in found.values()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import time
@@ -45,9 +44,9 @@ async def answers(world: World) -> dict[str, Any]:
 async def bill(world: World) -> dict[str, Any]:
     """What is billed of some requests, against what the server's counters have risen by meanwhile."""
     await world.quiet()
-    before, known = await world.figures(), {row["request_id"] for row in await world.rows()}
+    before = await world.figures()
     asked = [(f"a prompt of its own {i} " * (3 + i), 5 + 7 * i) for i in range(6)]
-    await asyncio.gather(
+    answered = await asyncio.gather(
         *(
             world.client.completions.create(
                 model=MODEL, prompt=prompt, max_tokens=most, extra_body={"service_tier": tier}
@@ -57,13 +56,17 @@ async def bill(world: World) -> dict[str, Any]:
     )
     await world.quiet()
     after = await world.figures()
-    rows = [row for row in await world.rows(len(known) + len(asked)) if row["request_id"] not in known]
+    rows = await world.rows_of({answer.id for answer in answered})
     billed = [sum(row[field] for row in rows) for field in ("prompt_tokens", "output_tokens")]
     counted = [
         after.prompt_tokens_total - before.prompt_tokens_total,
         after.output_tokens_total - before.output_tokens_total,
     ]
-    return {"holds": billed == counted and len(rows) == len(asked), "billed": billed, "server_counted": counted}
+    told = [
+        sum(answer.usage.prompt_tokens for answer in answered),
+        sum(answer.usage.completion_tokens for answer in answered),
+    ]
+    return {"holds": billed == counted == told, "billed": billed, "server_counted": counted}
 
 
 async def disconnect(world: World) -> dict[str, Any]:
@@ -76,11 +79,12 @@ async def disconnect(world: World) -> dict[str, Any]:
             known = len(await world.rows())
             left_s.append(await _leave(world, world.client))
             row = (await world.rows(known + 1))[0]
-        found = {"ended_after_s": left_s, "without_gateway_s": direct_s, "billed_output_tokens": row["output_tokens"]}
-        if world.server.num_slots is not None:
-            found["waiting_ended_after_s"] = await _leave_queue(world, world.client)
-            found["waiting_without_gateway_s"] = await _leave_queue(world, direct)
-    return {"holds": max(left_s) <= LEFT_WITHIN_S and row["outcome"] == "disconnected", **found}
+    return {
+        "holds": max(left_s) <= LEFT_WITHIN_S and row["outcome"] == "disconnected",
+        "ended_after_s": left_s,
+        "without_gateway_s": direct_s,
+        "billed_output_tokens": row["output_tokens"],
+    }
 
 
 async def _leave(world: World, client: openai.AsyncOpenAI) -> float:
@@ -95,27 +99,6 @@ async def _leave(world: World, client: openai.AsyncOpenAI) -> float:
     await stream.close()
     await until(world.is_idle, 60, pause_s=0.01)
     return round(time.monotonic() - started, 3)
-
-
-async def _leave_queue(world: World, client: openai.AsyncOpenAI) -> float:
-    """Of one that waits behind others, which all slots of the server are busy with."""
-
-    async def num_waiting(number: int) -> bool:
-        return (await world.figures()).num_waiting == number
-
-    others = [await world.client.completions.create(**MUCH) for _ in range(world.server.num_slots or 0)]
-    waiting = asyncio.ensure_future(client.completions.create(**MUCH))
-    await until(lambda: num_waiting(1), 30, pause_s=0.01)
-    started = time.monotonic()
-    waiting.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await waiting
-    await until(lambda: num_waiting(0), 60, pause_s=0.01)
-    left_s = round(time.monotonic() - started, 3)
-    for other in others:
-        await other.close()
-    await world.quiet()
-    return left_s
 
 
 async def isolation(world: World) -> dict[str, Any]:

@@ -63,10 +63,10 @@ async def _make_tenants(world: World) -> list[str]:
         ids, key = await make_tenant(world.admin, f"tenant-{number}")
         keys.append(key)
         caps = [
-            ("tenant", "tokens_per_day", rng.randint(300, 1500)),
+            ("tenant", "tokens_per_day", rng.randint(100, 600)),
             ("project", "requests_per_minute", rng.randint(10, 60)),
             ("key", "concurrent_requests", rng.randint(1, 3)),
-            ("key", "money_per_day", rng.randint(500_000, 5_000_000)),
+            ("key", "money_per_day", rng.randint(200_000, 2_000_000)),
         ]
         await set_limits(world.admin, ids, caps)
     return keys
@@ -97,7 +97,7 @@ async def _ask(client: openai.AsyncOpenAI, rng: random.Random) -> str:
         async for chunk in stream:
             num_chunks += 1
             reason = chunk.choices[0].finish_reason if chunk.choices else reason
-            if num_chunks == leaves_after or leaves_after == 0:
+            if leaves_after in (0, num_chunks):
                 await stream.close()
                 return "left"
         return reason or "broken"

@@ -48,7 +48,7 @@ def serve(
     address = f"openai+{url}/v1?model={MODEL}&kind={Kind.LLAMA_CPP}&tokenizer={checkpoint}"
     with process(command, folder / "server.log", {}) as running:
         wait(f"{url}/health", running, folder / "server.log")
-        yield Server(Kind.LLAMA_CPP, url, running, address, NUM_SLOTS), f"{ARCHIVE} ({_version(binary)})"
+        yield Server(Kind.LLAMA_CPP, url, running, address), f"{ARCHIVE} ({_version(binary)})"
 
 
 def _build(home: Path, threads: int) -> Path:

@@ -33,7 +33,6 @@ class Server:
     url: str
     process: subprocess.Popen[bytes]
     address: str  # for a gateway
-    num_slots: int | None = None  # requests that it runs at once, where they are few
 
 
 @contextmanager

@@ -59,18 +59,26 @@ class World:
 
     async def rows(self, at_least: int = 0) -> list[dict[str, Any]]:
         """The usage rows, the last first, once there are so many: they are stored a moment after the answer."""
+        return await self._rows_once(lambda rows: len(rows) >= at_least)
+
+    async def rows_of(self, ids: set[str]) -> list[dict[str, Any]]:
+        """Those of these requests, once all are there."""
+        rows = await self._rows_once(lambda rows: ids <= {row["request_id"] for row in rows})
+        return [row for row in rows if row["request_id"] in ids]
+
+    async def _rows_once(self, are_there: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
 
-        async def are_there() -> bool:
+        async def have_come() -> bool:
             nonlocal rows
             rows, cursor = [], ""
             while cursor is not None:
                 parameters = {"limit": 100} | ({"cursor": cursor} if cursor else {})
                 page = (await self.admin.get("/usage/requests", params=parameters)).raise_for_status().json()
                 rows, cursor = rows + page["data"], page["next_cursor"]
-            return len(rows) >= at_least
+            return are_there(rows)
 
-        await until(are_there, 20)
+        await until(have_come, 20)
         return rows
 
     async def _is(self, url: str) -> bool:

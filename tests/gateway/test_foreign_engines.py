@@ -117,7 +117,7 @@ class Server:
             case "vllm" | "sglang", "/v1/models":
                 answer = {"object": "list", "data": [{**model, "max_model_len": 512}]}
             case "llama.cpp", "/v1/models":
-                answer = {"object": "list", "data": [{**model, "id": "/models/tiny.gguf", "meta": {"n_ctx": 512, "n_ctx_train": 9}}]}
+                answer = {"object": "list", "data": [{**model, "id": "/models/tiny.gguf", "meta": {"n_ctx_train": 9}}]}
             case "generic", "/v1/models":
                 answer = {"object": "list", "data": [model]}
             case "vllm", "/metrics":
