@@ -52,7 +52,7 @@ def main() -> None:
             found = asyncio.run(_check(server, folder))
     report = {
         "date": date.today().isoformat(),
-        "command": f"python benchmarks/foreign_engines.py --engine {options.engine}",
+        "command": " ".join(["python", "benchmarks/foreign_engines.py", *sys.argv[1:]]),
         "settings": {
             "engine": version,
             "threads": options.threads,

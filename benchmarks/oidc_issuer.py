@@ -107,8 +107,8 @@ class Issuer:
         ]
         settings = self._folder / "issuer.json"
         settings.write_text(json.dumps({"keys": self.keys, "clients": clients}))
-        script = self.home / "provider.mjs"  # beside the package, where Node.js looks for it
-        script.write_text((HERE / "issuer" / "provider.mjs").read_text())
+        script = self.home / "oidc_provider.mjs"  # beside the package, where Node.js looks for it
+        script.write_text((HERE / "foreign" / "oidc_provider.mjs").read_text())
         log = self._folder / "issuer.log"
         running = self._running.enter_context(process(["node", script, self._port, settings], log, {}))
         wait(f"{self.url}/.well-known/openid-configuration", running, log)

@@ -63,7 +63,7 @@ async def _make_tenants(world: World) -> list[str]:
         ids, key = await make_tenant(world.admin, f"tenant-{number}")
         keys.append(key)
         caps = [
-            ("tenant", "tokens_per_day", rng.randint(100, 600)),
+            ("tenant", "tokens_per_day", rng.randint(80, 400)),
             ("project", "requests_per_minute", rng.randint(10, 60)),
             ("key", "concurrent_requests", rng.randint(1, 3)),
             ("key", "money_per_day", rng.randint(200_000, 2_000_000)),

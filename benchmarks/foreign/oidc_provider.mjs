@@ -1,6 +1,6 @@
 // An OpenID Connect issuer on this machine, whose clients get tokens by client_credentials.
 //
-//     node provider.mjs PORT SETTINGS.json
+//     node oidc_provider.mjs PORT SETTINGS.json
 //
 // The settings: `keys` as JWKs, the first of which signs; `clients`, each with its secret, the claims of its tokens and
 // how many seconds they last.
