@@ -21,7 +21,8 @@ MOST_OUTPUT = 60
 
 async def limits(world: World) -> dict[str, Any]:
     """Of every limit, what is settled is within the cap; requests, ledger, sums and limits say the same; every request
-    is in them once; the server has counted at least what is billed; and when all is idle, nothing is reserved."""
+    is in them once; the server has counted at least what is billed; nothing was refused but by limits; and when all is idle,
+    nothing is reserved."""
     await world.quiet()
     before, known = await world.figures(), len(await world.rows())
     keys = await _make_tenants(world)
@@ -42,6 +43,7 @@ async def limits(world: World) -> dict[str, Any]:
         "books_agree": books["agrees"] and not books["quarantined"],
         "one_entry_a_request": len(rows) == sum(tally.values()) == len({row["request_id"] for row in rows}),
         "billed_is_computed": billed <= counted,
+        "only_limits_refuse": set(tally) <= {"length", "left", "429"},
         "nothing_runs": not any(engine["num_inflight"] for engine in engines),
     }
     return {

@@ -74,7 +74,7 @@ def _ask(
     most = stopping.max_tokens
     submit = Submit("r", 0, "demo", "t", STANDARD, prompt_ids, sampling, stopping, most, b"", 0)
     body = dialect.body(submit, prompt_ids, most, 0)
-    answer = http.post(dialect.path, json=body)
+    answer = http.post(dialect.path, json=body, headers={"Connection": "close"})
     whole = http.post(dialect.path, json={**body, "stream": False, "response_fields": []}).json()
     return {
         "name": name,

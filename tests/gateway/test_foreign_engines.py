@@ -103,6 +103,9 @@ class Server:
                     await writer.drain()
                     return
                 await self._answer(reader, writer, self.bodies[-1])
+                if self.kind == "llama.cpp":  # it closes after every stream, although it offers to keep alive
+                    await reader.read(1)
+                    return
         except (ConnectionError, asyncio.IncompleteReadError):
             return
         finally:

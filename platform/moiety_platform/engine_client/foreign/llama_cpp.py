@@ -20,6 +20,7 @@ class LlamaCpp:
 
     path = "/completion"
     max_num_logprobs = 0
+    keeps_alive = False  # its answer says so, and then it closes
 
     def __init__(self, address: ForeignAddress) -> None:
         self._cache_prompt = address.shared_cache
