@@ -21,8 +21,8 @@ MOST_OUTPUT = 60
 
 async def limits(world: World) -> dict[str, Any]:
     """Of every limit, what is settled is within the cap; requests, ledger, sums and limits say the same; every request
-    is in them once; the server has counted at least what is billed; nothing was refused but by limits; and when all is idle,
-    nothing is reserved."""
+    is in them once; the server has counted at least what is billed; nothing but limits refused any; and when all is
+    idle, nothing is reserved."""
     await world.quiet()
     before, known = await world.figures(), len(await world.rows())
     keys = await _make_tenants(world)
