@@ -19,8 +19,10 @@ from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.spending import Tariff
 from moiety_platform.completions.text import UNKNOWN_TOKEN, ModelTexts
+from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import BadRequest, ContextTooLong, Overloaded
 from moiety_platform.prices.cache import PriceCache
+from moiety_platform.routing.choose import are_extensible, card_of, choose
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import Card, Stopping, Submit
 
@@ -61,13 +63,15 @@ class Pipeline:
     async def choose(self, record: RequestRecord, generation: Generation) -> _Choice:
         """What comes before the gate: whether there is such a model, and the class."""
         record.generation = generation
-        card = self._card(record, generation.model)
+        states = self._replicas.states()
+        card = card_of(states, generation.model, record.principal.allowed_models)
+        record.served_model = card.model
         self._check_limits(generation, card)
         cap = record.principal.service_class
         catalogue = await self._classes.get(cap)
         chosen = catalogue.choose(cap, generation.service_tier)
         record.chose(catalogue, chosen.service)
-        return _Choice(card, catalogue, chosen)
+        return _Choice(card, states, catalogue, chosen)
 
     def enter(self, record: RequestRecord, generation: Generation) -> GatePlace:
         """The tenant's place at the gate. Raises Overloaded."""
@@ -78,7 +82,7 @@ class Pipeline:
     ) -> tuple[Run, list[Submit]]:
         """Everything between the gate and the first message to an engine."""
         card, catalogue, chosen = choice.card, choice.catalogue, choice.chosen
-        _, state = self._replicas.choose(generation.model, chosen.service)
+        state = choose(choice.states, generation.model, chosen.service)
         refusal = refuse_hopeless(chosen.service, state.class_load(chosen.service.name))
         if refusal is not None:
             raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)
@@ -86,7 +90,7 @@ class Pipeline:
         prompts = await text.encode(generation.prompts, generation.prompt_field)
         longest = [_max_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
         num_prompt_tokens = sum(map(len, prompts))
-        is_extensible = self._replicas.are_extensible(card.model)
+        is_extensible = are_extensible(choice.states, card.model)
         credit = await record.spending.begin(
             num_prompt_tokens,
             generation.num_sequences,
@@ -108,11 +112,6 @@ class Pipeline:
         prices = await self._prices.current()
         names = [service.name for service in (chosen.service, chosen.fallback) if service is not None]
         return Tariff({name: prices.of(model, name, catalogue[name].price_factor) for name in names})
-
-    def _card(self, record: RequestRecord, model: str) -> Card:
-        card = self._replicas.card(model, record.principal.allowed_models)
-        record.served_model = card.model
-        return card
 
     def _check_limits(self, generation: Generation, card: Card) -> None:
         if generation.embed:
@@ -182,6 +181,7 @@ class _Choice(msgspec.Struct, frozen=True):
     """What a request goes to."""
 
     card: Card
+    states: list[EngineState]  # as they were then
     catalogue: Catalogue
     chosen: ChosenClass
 
