@@ -1,4 +1,4 @@
-"""Tenants under tight limits, of whose streams many are left at a random byte; then whether the books agree."""
+"""Tenants under tight limits, of whose streams many are left after a random chunk; then whether the books agree."""
 
 from __future__ import annotations
 

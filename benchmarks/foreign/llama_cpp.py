@@ -83,7 +83,7 @@ def _convert(home: Path, checkpoint: Path) -> Path:
     if not file.exists():
         partial = file.with_suffix(".partial.gguf")
         script = Path(__file__).with_name("to_gguf.py")
-        subprocess.run([sys.executable, script, _source(home), checkpoint, partial], check=True, stderr=subprocess.PIPE)
+        subprocess.run([sys.executable, script, _source(home), checkpoint, partial], check=True)
         partial.rename(file)
     return file
 

@@ -1,5 +1,6 @@
 """What llama.cpp's server really says, for the tests: to the questions of a heartbeat, and to requests as the gateway
-words them, on the demo model. What each request should come to is the server's own answer to it when not streamed."""
+words them, on the demo model; a line of JSON each, the heartbeat's first. What each request should come to is the
+server's own answer to it when not streamed."""
 
 from __future__ import annotations
 
@@ -64,8 +65,8 @@ def record(work: Path, output: Path) -> None:
             requests = [_ask(http, dialect, name, *case) for name, case in cases.items()]
             told = {path: http.get(path).raise_for_status().text for path in ASKED_OF}
     output.parent.mkdir(parents=True, exist_ok=True)
-    whole = {"server": version, "context_tokens": CONTEXT_TOKENS, "told": told, "requests": requests}
-    output.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+    lines = [{"server": version, "context_tokens": CONTEXT_TOKENS, "told": told}, *requests]
+    output.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def _ask(
@@ -78,7 +79,6 @@ def _ask(
     whole = http.post(dialect.path, json={**body, "stream": False, "response_fields": []}).json()
     return {
         "name": name,
-        "prompt_ids": prompt_ids,
         "sampling": msgspec.to_builtins(sampling),
         "stopping": msgspec.to_builtins(stopping),
         "body": body,

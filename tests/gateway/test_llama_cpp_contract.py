@@ -19,9 +19,10 @@ from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling, Stopping, Submit, Tokens
 
-RECORDED = json.loads((Path(__file__).parent / "recorded" / "llama_cpp.json").read_text())
-REQUESTS = {one["name"]: one for one in RECORDED["requests"]}
-ANSWERED = [one for one in RECORDED["requests"] if one["status"] == 200]
+LINES = (Path(__file__).parent / "recorded" / "llama_cpp.jsonl").read_text().splitlines()
+RECORDED, *ASKED = map(json.loads, LINES)
+REQUESTS = {one["name"]: one for one in ASKED}
+ANSWERED = [one for one in ASKED if one["status"] == 200]
 REASONS = {"eos": FinishReason.STOP, "word": FinishReason.STOP, "limit": FinishReason.LENGTH}
 
 
@@ -60,7 +61,7 @@ async def _answer(engine, name):
     sampling = msgspec.convert(one["sampling"], Sampling, strict=False)
     stopping = msgspec.convert(one["stopping"], Stopping)
     most = stopping.max_tokens
-    submit = Submit("r", 0, "qwen3-moe", "t", STANDARD, one["prompt_ids"], sampling, stopping, most, b"", 0)
+    submit = Submit("r", 0, "qwen3-moe", "t", STANDARD, one["body"]["prompt"], sampling, stopping, most, b"", 0)
     async with engine.open(submit) as stream:
         return [message async for message in stream.messages()]
 
@@ -85,5 +86,5 @@ async def test_what_it_tells_of_itself_is_understood(engine):
     assert state.card.max_context_tokens == RECORDED["context_tokens"]
     assert (state.load.num_running, state.load.num_waiting) == (0, 0)
     times = 2  # streamed and whole
-    assert state.load.prompt_tokens_total == times * sum(len(one["prompt_ids"]) for one in ANSWERED)
+    assert state.load.prompt_tokens_total == times * sum(len(one["body"]["prompt"]) for one in ANSWERED)
     assert state.load.output_tokens_total == times * sum(one["whole"]["tokens_predicted"] for one in ANSWERED)
