@@ -32,7 +32,7 @@ import msgspec
 
 from moiety_wire.classes import ServiceClass
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 HEARTBEAT_INTERVAL_S = 0.5
 SILENCE_LIMIT_S = 5.0
 
@@ -176,7 +176,14 @@ class Settled(msgspec.Struct, frozen=True, tag="settled"):
     request_ids: list[str]
 
 
-ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled
+class Cordon(msgspec.Struct, frozen=True, tag="cordon"):
+    """Take no new requests from any gateway, and finish the open ones; or take them again. Load says which it is. An
+    engine that is started anew takes requests."""
+
+    on: bool
+
+
+ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled | Cordon
 
 # ── to the gateway ───────────────────────────────────────────────────────────────────────────────────────────────────
 

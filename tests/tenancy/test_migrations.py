@@ -40,7 +40,7 @@ USAGE = {"usage_hours", "ledger", "audit_log"}
 BATCHES = {"files", "file_chunks", "batches", "batch_lines"}
 IDEMPOTENCY = {"idempotent_requests", "idempotency_tenants"}
 ALERTS = {"quota_thresholds", "quota_alerts", "webhooks", "webhook_deliveries", "erasures"}
-UPKEEP = {"upkeep", "usage_cuts"}
+UPKEEP = {"upkeep", "usage_cuts", "usage_minutes"}
 LATER = {"service_classes", "responses", *QUOTAS, *USAGE, *BATCHES, *IDEMPOTENCY, *ALERTS, *UPKEEP}  # than the first
 TABLES = {"tenants", "projects", "api_keys", "usage", *LATER}
 

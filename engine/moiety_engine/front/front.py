@@ -35,6 +35,7 @@ from moiety_wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     Card,
+    Cordon,
     Extend,
     FailureCode,
     Heartbeat,
@@ -193,8 +194,16 @@ class Front:
                 self._greet(session, message)
             case Settled():
                 self._meter.settle(message.replica_id, message.request_ids)
+            case Cordon():
+                self._cordon(message.on)
             case Heartbeat():
                 pass  # being heard is all
+
+    def _cordon(self, on: bool) -> None:
+        if on != self._desk.is_cordoned:
+            self._desk.is_cordoned = on
+            log.info("engine_cordoned" if on else "engine_uncordoned", num_open=self.num_open)
+            self._send_loads()
 
     def _greet(self, session: GatewaySession, hello: Hello) -> None:
         if session.gateway_id and session.gateway_id != hello.gateway_id:
@@ -322,7 +331,7 @@ class Front:
             self.engine_id,
             session.num_loads,
             self._load,
-            draining=self._desk.is_draining,
+            draining=not self._desk.takes_requests,
             running_for_s=self._clock() - self._started_s,
             unsettled_replicas=sorted(self._meter.replicas | self._replicas_with_open()),
         )

@@ -35,11 +35,13 @@ class Action(StrEnum):
     RECONCILE_USAGE = "usage.reconcile"
     READ_OVERVIEW = "overview.read"
     READ_AUDIT = "audit.read"
+    VERIFY_AUDIT = "audit.verify"
     READ_CLASSES = "classes.read"
     WRITE_CLASSES = "classes.write"
     READ_PRICES = "prices.read"
     WRITE_PRICES = "prices.write"
     READ_ENGINES = "engines.read"
+    WRITE_ENGINES = "engines.write"
     ERASE_KEPT_ANSWERS = "kept_answers.erase"
     READ_WEBHOOKS = "webhooks.read"
     WRITE_WEBHOOKS = "webhooks.write"
@@ -77,11 +79,13 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
         Action.RECONCILE_USAGE: Rule(anyone=_READERS),
         Action.READ_OVERVIEW: Rule(anyone=_READERS, own=_OWN_READERS),
         Action.READ_AUDIT: Rule(anyone=_OWNER, own=_OWN_READERS),
+        Action.VERIFY_AUDIT: Rule(anyone=_OWNER),
         Action.READ_CLASSES: Rule(anyone=_READERS, own=_OWN_READERS),
         Action.WRITE_CLASSES: Rule(anyone=_OPERATORS),
         Action.READ_PRICES: Rule(anyone=_READERS, own=_OWN_READERS),
         Action.WRITE_PRICES: Rule(anyone=_OPERATORS),
         Action.READ_ENGINES: Rule(anyone=_READERS),
+        Action.WRITE_ENGINES: Rule(anyone=_OPERATORS),
         Action.ERASE_KEPT_ANSWERS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
         Action.READ_WEBHOOKS: Rule(anyone=_OPERATORS),  # an address may have a secret of its receiver in it
         Action.WRITE_WEBHOOKS: Rule(anyone=_OPERATORS),

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import msgspec
-from litestar import get
+from litestar import get, post
+from litestar.di import NamedDependency
 from litestar.handlers import HTTPRouteHandler
+from litestar.params import JSONBody
 
 from moiety_platform.access.table import Action, needs
+from moiety_platform.audit.trail import AuditedStore, Change, note
 from moiety_platform.engine_client.base import EngineState
+from moiety_platform.openapi.described import fails
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import Load
+
+MAX_OBJECT_ID = 300
+_DRAINS = needs(Action.WRITE_ENGINES) | fails(404, 409, 503)
 
 
 class CardView(msgspec.Struct, frozen=True):
@@ -39,6 +46,13 @@ class EngineView(msgspec.Struct, frozen=True):
     load: Load | None
 
 
+class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine, as the list of engines calls it, and whether it is to be drained."""
+
+    address: str
+    draining: bool = True
+
+
 class EngineViews(msgspec.Struct, frozen=True):
     """All engines."""
 
@@ -53,7 +67,17 @@ def engine_routes(replicas: Replicas) -> list[HTTPRouteHandler]:
         """All engines, and how they fare."""
         return EngineViews([_describe(state) for state in replicas.states()])
 
-    return [list_engines]
+    @post("/engines/drain", status_code=202, name="drain_engine", tags=["engines"], opt=_DRAINS)
+    async def drain_engine(store: NamedDependency[AuditedStore], data: JSONBody[Drain]) -> EngineView:
+        """Have an engine take no new requests from any gateway and finish the open ones, or take them again. The list
+        of engines shows it once the engine has heard; an engine that is started anew takes requests."""
+        async with store.write() as session:
+            before = replicas.cordon(data.address, data.draining)
+            what = {"draining": before.draining}, {"draining": data.draining}
+            note(session, Change("change", "engines", data.address[:MAX_OBJECT_ID], *what))
+        return _describe(before)
+
+    return [list_engines, drain_engine]
 
 
 def _describe(state: EngineState) -> EngineView:

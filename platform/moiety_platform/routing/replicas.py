@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
+from moiety_platform.errors import NotFound
 from moiety_platform.routing.choose import card_of, cards_of, choose
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Card
@@ -59,6 +60,18 @@ class Replicas:
             del self._retired[address]
         for client in idle.values():
             await client.close()
+
+    def cordon(self, address: str, on: bool) -> EngineState:
+        """Have an engine take no new requests, or take them again; its state until now. Raises NotFound, Unavailable,
+        or Conflict."""
+        client = self._clients.get(address)
+        if client is None:
+            raise NotFound(
+                "There is no engine with this address; list them with GET /admin/v1/engines.", param="address"
+            )
+        before = client.state
+        client.cordon(on)
+        return before
 
     def states(self) -> list[EngineState]:
         return [client.state for client in self._clients.values()]
