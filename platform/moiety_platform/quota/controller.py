@@ -60,10 +60,13 @@ class QuotaController(Controller):
         limit: Limit = None,
         cursor: Cursor = None,
         scope_id: FromQuery[str | None] = None,
+        tenant_id: FromQuery[str | None] = None,
     ) -> QuotaPage:
-        """Limits, oldest first; with `scope_id`, those of one tenant, project or key."""
+        """Limits, oldest first; with `scope_id`, those of one tenant, project or key, with `tenant_id` those of a
+        tenant and of all that is its."""
+        page = parse_page(limit, cursor)
         async with database.read() as session:
-            return await service.list_quotas(session, parse_page(limit, cursor), clock.now(), scope_id=scope_id)
+            return await service.list_quotas(session, page, clock.now(), scope_id=scope_id, tenant_id=tenant_id)
 
     @get("/leases", opt=needs(Action.READ_QUOTAS))
     async def list_leases(
