@@ -4,13 +4,13 @@ there."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import streamlit as st
+from streamlit.navigation.page import StreamlitPage
 
 from moiety_dashboard import panels, session
-from moiety_dashboard.client import AdminClient, ApiRefused, GatewayAway, KeyRefused, RoleRefused
+from moiety_dashboard.client import ApiRefused, GatewayAway, KeyRefused, RoleRefused
 from moiety_dashboard.page import Page
 from moiety_dashboard.settings import DashboardSettings, read_settings
 from moiety_dashboard.views import PAGES, View
@@ -23,51 +23,45 @@ def main() -> None:
     st.set_page_config(page_title="Moiety", page_icon=str(ICON), layout="wide", initial_sidebar_state=230)
     st.html(panels.STYLE)
     credential = session.credential()
-    if credential is None:
-        session.ask_to_sign_in(settings)
-        return
-    if meet(session.client_of(settings, credential), settings):
-        page = Page(settings, credential)
-        pages = [
-            st.Page(
-                runner_of(view, page),
-                title=view.title,
-                icon=view.icon,
-                url_path=view.path,
-                default=view is PAGES[0],
-            )
-            for view in PAGES
-            if view.needs is None or session.may(view.needs)
-        ]
-        chosen = st.navigation(pages)
+    why, is_known = meet(settings, credential)
+    page = Page(settings, credential) if credential is not None and is_known else None
+    views = [view for view in PAGES if page is None or view.needs is None or session.may(view.needs)]
+    # a stranger's address is kept, so that whoever signs in is where the link led
+    chosen = st.navigation([st_page(view, page) for view in views], position="hidden" if page is None else "sidebar")
+    if page is not None:
         draw_who()
         session.take_notice()
         chosen.run()
-
-
-def meet(client: AdminClient, settings: DashboardSettings) -> bool:
-    """Whether the gateway knows who looks; if not, that is said."""
-    try:
-        session.caller(client)
-    except GatewayAway as exc:
-        st.error(f"{exc}.", icon=":material/cloud_off:")
+    elif credential is not None and session.credential() is not None:
+        st.error(f"{why}.", icon=":material/cloud_off:")
         st.button("Try again")
+    else:
+        session.ask_to_sign_in(settings, why)
+
+
+def meet(settings: DashboardSettings, credential: str | None) -> tuple[str | None, bool]:
+    """Whether the gateway knows who looks, and if not, why not. Whom it refuses is signed out."""
+    if credential is None:
+        return None, False
+    try:
+        session.caller(session.client_of(settings, credential))
+    except GatewayAway as exc:
+        return str(exc), False
     except (KeyRefused, RoleRefused, ApiRefused) as exc:
         session.sign_out()
-        session.ask_to_sign_in(settings, f"The gateway refused the sign-in: {exc}")
-    else:
-        return True
-    return False
+        return f"The gateway refused the sign-in: {exc}", False
+    return None, True
 
 
-def runner_of(view: View, page: Page) -> Callable[[], None]:
-    """What Streamlit runs of a page."""
+def st_page(view: View, page: Page | None) -> StreamlitPage:
+    """A page of the navigation; without a visitor that is known it is never run."""
 
     def run() -> None:
+        assert page is not None, "strangers are asked to sign in"
         view.draw(page)
 
     run.__name__ = view.path  # by which Streamlit tells pages apart
-    return run
+    return st.Page(run, title=view.title, icon=view.icon, url_path=view.path, default=view is PAGES[0])
 
 
 def draw_who() -> None:

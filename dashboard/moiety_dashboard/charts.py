@@ -127,6 +127,6 @@ def _styled(chart: alt.Chart) -> alt.Chart:
     styled: alt.Chart = (
         chart.configure_view(stroke=None)
         .configure_axisY(titleFontSize=11, titleFontWeight="normal", domain=False, ticks=False)
-        .configure_legend(padding=0, offset=6, labelLimit=260, symbolType="circle", symbolSize=70)
+        .configure_legend(padding=0, offset=6, labelLimit=260, symbolType="circle", symbolSize=60, symbolStrokeWidth=0)
     )
     return styled

@@ -23,6 +23,7 @@ STYLE = """
   [data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; font-weight: 600; font-size: 1.55rem; }
   [data-testid="stMetricLabel"] p { font-size: 0.82rem; opacity: 0.8; }
   [data-testid="stSidebarHeader"] { height: 2.5rem; }
+  [data-testid="stPopover"] button { min-height: 1.5rem; padding: 0 0.4rem; }
   h1 { letter-spacing: -0.02em; padding: 0 !important; font-size: 1.7rem !important; }
   h3 { padding: 0.6rem 0 0 !important; font-size: 1.1rem !important; }
   /* what is drawn anew every few seconds must not fade meanwhile */
@@ -65,7 +66,7 @@ def panel(
     title: str, note: str, answers: Sequence[Answer], *, key: str, frame: pd.DataFrame | None = None
 ) -> Iterator[None]:
     """A bordered part of a page. Behind its button are the queries that it shows, and its data as CSV."""
-    with st.container(border=True):
+    with st.container(border=True, gap="xsmall"):
         row = st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center")
         row.markdown(f"**{title}**  :small[:gray[{note}]]")
         with row.popover(":material/more_horiz:", type="tertiary", key=f"{key} more", help="Query and data"):

@@ -48,12 +48,12 @@ def promise(terms: Mapping[str, Any]) -> str:
     """A class's promise in words."""
     parts = []
     if terms["ttft_s"] is not None:
-        more = f" + {terms['ttft_per_1k_s']:g} s/1k tokens" if terms["ttft_per_1k_s"] else ""
-        parts.append(f"first token in {terms['ttft_s']:g} s{more}")
+        more = f" + {terms['ttft_per_1k_s']:g} s/1k" if terms["ttft_per_1k_s"] else ""
+        parts.append(f"TTFT ≤ {terms['ttft_s']:g} s{more}")
     if terms["tpot_s"] is not None:
-        parts.append(f"then {terms['tpot_s'] * 1000:g} ms a token")
+        parts.append(f"{terms['tpot_s'] * 1000:g} ms/token")
     if terms["completion_s"] is not None:
-        parts.append(f"whole within {_span(terms['completion_s'])}")
+        parts.append(f"whole ≤ {_span(terms['completion_s'])}")
     return ", ".join(parts)
 
 

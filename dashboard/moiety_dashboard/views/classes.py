@@ -78,7 +78,9 @@ def columns() -> dict[str, Any]:
         "rejections": column.NumberColumn("Refused, 1 h", format="localized"),
         "downgraded": column.NumberColumn("Downgraded", format="localized", help=since_start),
     }
-    return class_columns() | more
+    shown = class_columns() | more
+    del shown["promise"], shown["requests"]  # the one stands below to be edited, the other on the overview
+    return shown
 
 
 def edit(client: AdminClient, name: str, names: list[str]) -> None:

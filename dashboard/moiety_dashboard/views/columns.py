@@ -11,7 +11,7 @@ def class_columns() -> dict[str, Any]:
     column = st.column_config
     return {
         "class": "Class",
-        "promise": column.TextColumn("Promise", width="medium"),
+        "promise": column.TextColumn("Promise", width=230),
         "attainment": column.NumberColumn("Attained, 1 h", format="percent"),
         "burn": column.NumberColumn(
             "Burn",

@@ -92,7 +92,7 @@ def columns() -> dict[str, Any]:
     column = st.column_config
     share: dict[str, Any] = {"min_value": 0.0, "max_value": 1.0, "format": "percent"}
     return {
-        "address": column.TextColumn("Address", width="medium"),
+        "address": column.TextColumn("Address", width=150),
         "state": "State",
         "model": "Model",
         "device": "Runs on",
@@ -100,7 +100,7 @@ def columns() -> dict[str, Any]:
         "waiting": column.NumberColumn("Waiting", help="Sequences in the queue"),
         "paused": column.NumberColumn("Paused", help="Running, but without credit"),
         "kv_used": column.ProgressColumn("KV in use", **share),
-        "kv_cached": column.ProgressColumn("KV kept for reuse", **share),
+        "kv_cached": column.NumberColumn("KV kept", format="percent", help="Free, but kept for reuse"),
         "hit_rate": column.NumberColumn("Prefix hits", format="percent", help="Of prompt tokens, since its start"),
         "prompt_per_s": column.NumberColumn("Prompt tok/s", format="%.0f"),
         "output_per_s": column.NumberColumn("Output tok/s", format="%.0f"),

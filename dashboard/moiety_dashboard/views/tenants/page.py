@@ -19,6 +19,7 @@ from moiety_dashboard.views.tenants.names import forget_names
 from moiety_dashboard.views.windows import LIVE, LONG
 from moiety_dashboard.views.windows import series as read_series
 
+LAST = "last tenant"
 CHOSEN = "tenant"  # in the page's address too, so that a tenant can be linked to
 
 
@@ -37,17 +38,19 @@ def draw(page: Page) -> None:
 
 
 def choose(place: Any, names: Mapping[str, str]) -> str | None:
-    """The tenant that is looked at closely; as in the address, else none."""
+    """The tenant that is looked at closely: as in the address, else as it was last, else none."""
     if session.is_of_one_tenant():
         return next(iter(names), None)
     ids = list(names)
-    asked = st.query_params.get(CHOSEN)
+    asked = st.query_params.get(CHOSEN) or st.session_state.get(LAST)
     at = ids.index(asked) if asked in ids else None
     chosen: str | None = place.selectbox(
         "Look at one tenant", ids, at, format_func=names.get, placeholder="Choose a tenant …", key=f"chosen {asked}"
     )
-    if chosen is not None and chosen != asked:
-        st.query_params[CHOSEN] = chosen
+    if chosen is not None:
+        st.session_state[LAST] = chosen
+        if st.query_params.get(CHOSEN) != chosen:
+            st.query_params[CHOSEN] = chosen
     return chosen
 
 
