@@ -44,7 +44,7 @@ def uneven_cache(num_blocks: int, device: str = "cpu") -> KvCache:
 
 
 def parts(kv: KvCache) -> list[Tensor]:
-    return [part for layer in kv.layers for part in (layer.k_NGPd, layer.v_NGPd)]
+    return [part for layer in kv.layers for part in layer.parts]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,6 +10,8 @@ from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.attention_input.reference import attention_input as attention_input_reference
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.cpu import tiles
+from moiety_kernels.head_linear import head_linear
+from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
 from moiety_kernels.kv_store import kv_store
 from moiety_kernels.linear import linear
 from moiety_kernels.linear.reference import linear as linear_reference
@@ -96,6 +98,17 @@ def test_rows_of_any_length_are_multiplied() -> None:
 def test_linear_takes_rows_with_a_stride() -> None:
     x, weight = normal(9, 200)[:, 16:144], normal(40, 128)
     assert close(linear(x, weight), linear_reference(x, weight))
+
+
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize(
+    ("rows", "heads", "n", "k"), [(1, 3, 40, 32), (5, 16, 512, 128), (130, 2, 33, 64), (9, 4, 7, 20)]
+)
+@pytest.mark.usefixtures("arithmetic")
+def test_head_linear(rows: int, heads: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x = normal(rows, heads, k + 16).bfloat16().float()[..., :k]  # as a part of each head's query stands
+    weight = normal(heads, n, k, scale=k**-0.5).to(dtype)
+    assert close(head_linear(x, weight), head_linear_reference(x, weight))
 
 
 def test_linear_of_no_rows_is_empty() -> None:

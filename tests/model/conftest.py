@@ -76,6 +76,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3, tied": ("qwen3", {"head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True}),
     "llama, llama3 rope": ("llama", {"intermediate_size": 96, "rope_parameters": LLAMA3_ROPE}),
+    "mistral, sliding window": ("mistral", {"intermediate_size": 96, "head_dim": 32, "sliding_window": 40}),
+    "qwen2, windows in the upper layers": (
+        "qwen2",
+        {"intermediate_size": 96, "use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1},
+    ),
     "llama, biases, odd widths": (
         "llama",
         {
@@ -147,8 +152,8 @@ class Driver:
         self.model, self.block_size = model, block_size
         self.kv = model.allocate_kv(num_blocks, block_size)
         for layer in self.kv.layers:
-            layer.k_NGPd.fill_(float("nan"))
-            layer.v_NGPd.fill_(float("nan"))
+            for part in layer.parts:
+                part.fill_(float("nan"))
         generator = torch.Generator().manual_seed(0)
         self.free = torch.randperm(num_blocks, generator=generator).tolist()
 

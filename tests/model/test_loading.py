@@ -163,8 +163,8 @@ def test_what_a_configuration_says_is_read() -> None:
     assert spec.checkpoint_dtype == "bfloat16"
     rope = spec.layers[0].attention.rope
     assert (rope.theta, rope.rotary_width, rope.scaling) == (500.0, 16, Llama3Scaling(8.0, 1.0, 4.0, 512))
-    with pytest.raises(UnsupportedModelError, match="'longrope'"):
-        spec_from_config(config | {"rope_scaling": {"type": "longrope"}})
+    with pytest.raises(UnsupportedModelError, match="'spiral'"):
+        spec_from_config(config | {"rope_scaling": {"type": "spiral"}})
     with pytest.raises(ConfigError, match="num_experts_per_tok 9"):
         spec_from_config(config | {"num_experts_per_tok": 9})
 
@@ -187,5 +187,5 @@ def test_cache_bytes_are_what_the_cache_takes(mixture: Any) -> None:
     model = load_model(mixture.folder, device="cpu", dtype="bfloat16")
     assert model.dtype is torch.bfloat16
     cache = model.allocate_kv(7, 16)
-    taken = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.k_NGPd, layer.v_NGPd))
+    taken = sum(t.numel() * t.element_size() for layer in cache.layers for t in layer.parts)
     assert taken == 7 * model.kv_bytes_per_block(16)

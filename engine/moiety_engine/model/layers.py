@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from moiety_engine.model.spec import MoeSpec
-from moiety_engine.model.weights import DenseWeights, MoeWeights
+from moiety_engine.model.batch import LayerCache
+from moiety_engine.model.latent_attention import LatentAttention
+from moiety_engine.model.spec import LatentAttentionSpec, MoeSpec
+from moiety_engine.model.weights import AttentionWeights, DenseWeights, LatentAttentionWeights, MoeWeights
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import dense_swiglu, experts
@@ -18,11 +20,16 @@ from moiety_kernels.route import route
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moiety_engine.model.batch import Batch, LayerCache
+    from moiety_engine.model.batch import Batch, LatentCache
     from moiety_engine.model.rotary import RotaryTable
     from moiety_engine.model.spec import AttentionSpec, DenseSpec
-    from moiety_engine.model.weights import AttentionWeights
     from moiety_engine.moe.load import ExpertCounter
+
+
+class Attention(Protocol):
+    """What comes first in a layer."""
+
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor: ...
 
 
 class FeedForward(Protocol):
@@ -38,7 +45,8 @@ class GroupedQueryAttention:
         self._spec, self._weights, self._rotary = spec, weights, rotary
         self._plan = AttentionInputPlan(weights.q_norm, weights.k_norm, norm_eps, spec.clip)
 
-    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor:
+        assert isinstance(cache, LayerCache)
         spec, weights = self._spec, self._weights
         qkv_TC = linear(x_TD, weights.qkv_CD, weights.qkv_bias_C)
         cos_PR, sin_PR = self._rotary.upto(batch.max_context)
@@ -54,6 +62,7 @@ class GroupedQueryAttention:
             batch.block_table_SB,
             spec.scale,
             spec.window,
+            weights.sinks_H,
             num_decode=batch.num_decode,
             max_query=batch.max_query,
             max_context=batch.max_context,
@@ -83,6 +92,20 @@ class MixtureOfExperts:
         weight_TK, expert_TK = route(linear(x_TD, weights.router_ED), self._spec.routing)
         self._counter.add(self._layer, expert_TK)
         return experts(x_TD, weight_TK, expert_TK, weights.gate_up_E2FD, weights.down_EDF)
+
+
+def attention(
+    spec: AttentionSpec | LatentAttentionSpec,
+    weights: AttentionWeights | LatentAttentionWeights,
+    rotary: RotaryTable,
+    norm_eps: float,
+) -> Attention:
+    """The attention that the spec describes."""
+    if isinstance(spec, LatentAttentionSpec):
+        assert isinstance(weights, LatentAttentionWeights)
+        return LatentAttention(spec, weights, rotary)
+    assert isinstance(weights, AttentionWeights)
+    return GroupedQueryAttention(spec, weights, rotary, norm_eps)
 
 
 def feed_forward(

@@ -41,7 +41,15 @@ class YarnScaling:
     truncate: bool
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024): each rotated pair divided by a factor of its own; `attention_factor` as in YaRN."""
+
+    factors: tuple[float, ...]
+    attention_factor: float
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,8 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Grouped-query attention. `qk_norm`: RMS normalisation of each head, or of all heads' width at once."""
+    """Grouped-query attention. `qk_norm`: RMS normalisation of each head, or of all heads' width at once. `sinks`: each
+    head has a score that takes its share of the softmax and adds nothing."""
 
     num_heads: int
     num_kv_heads: int
@@ -66,6 +75,7 @@ class AttentionSpec:
     qk_norm: Literal["none", "head", "full"] = "none"
     clip: float | None = None
     window: int | None = None
+    sinks: bool = False
 
     @property
     def scale(self) -> float:
@@ -81,6 +91,44 @@ class AttentionSpec:
     def kv_width(self) -> int:
         """Width of all key heads, and of all value heads."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def cached_values(self) -> int:
+        """Values that a position takes in the cache."""
+        return 2 * self.kv_width
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads come from one latent row a position,
+    beside which one rotated key part is shared by all heads. `query_rank`: queries, too, come from a latent row."""
+
+    num_heads: int
+    query_rank: int | None
+    latent_width: int
+    nope_width: int  # of the part of a head's key that is not rotated
+    value_width: int
+    rope: RopeSpec
+    scale: float
+    input_bias: bool = False  # of the projections into latent rows
+    output_bias: bool = False
+    rope_interleaved: bool = True  # on disk: a rotated pair's halves stand side by side
+    norm_eps: float = 1e-6  # whatever the other norms' is
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query or key of one head."""
+        return self.nope_width + self.rope.rotary_width
+
+    @property
+    def query_input_width(self) -> int:
+        """What the first projection gives of the queries: their latent row, or all heads."""
+        return self.num_heads * self.head_dim if self.query_rank is None else self.query_rank
+
+    @property
+    def cached_values(self) -> int:
+        """Values that a position takes in the cache."""
+        return self.latent_width + self.rope.rotary_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +149,18 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer: norm → attention → add → norm → feed-forward → add."""
+    """One decoder layer: norm → attention → add → norm → feed-forward → add. `post_norms`: attention's and the
+    feed-forward's results, too, are normalised before they are added."""
 
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     ffn: DenseSpec | MoeSpec
+    post_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A whole decoder."""
+    """A whole decoder. `norm_offset` is added to the norms' weights when they are read; `logit_softcap` bounds the
+    logits."""
 
     family: str
     vocab_size: int
@@ -119,6 +170,8 @@ class ModelSpec:
     max_context_tokens: int
     checkpoint_dtype: str
     layers: tuple[LayerSpec, ...]
+    norm_offset: float = 0.0
+    logit_softcap: float | None = None
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -5,16 +5,17 @@ T tokens of the step, D model width, L rows whose results are wanted, V vocabula
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moiety_engine.model.batch import Batch, KvCache, LayerCache
-from moiety_engine.model.layers import GroupedQueryAttention, feed_forward
+from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
+from moiety_engine.model.layers import attention, feed_forward
 from moiety_engine.model.rotary import RotaryTable
-from moiety_engine.model.spec import ModelSpec, MoeSpec
+from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.weights import ModelWeights
 from moiety_engine.moe.load import ExpertCounter
 from moiety_kernels.linear import linear
@@ -41,7 +42,7 @@ class Transformer:
         self._weights = weights
         self._programs = _decode_programs(self._layers) if self.device.type == "cpu" else None
         self._attentions = [
-            GroupedQueryAttention(one.attention, w.attention, rotaries[one.attention.rope], spec.norm_eps)
+            attention(one.attention, w.attention, rotaries[one.attention.rope], spec.norm_eps)
             for one, w in zip(spec.layers, weights.layers, strict=True)
         ]
         self._ffns = [
@@ -51,18 +52,20 @@ class Transformer:
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes that one block of `block_size` tokens takes over all layers."""
-        values = sum(2 * layer.attention.kv_width for layer in self.spec.layers)
+        values = sum(layer.attention.cached_values for layer in self.spec.layers)
         return values * block_size * self.kv_dtype.itemsize
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KvCache:
         """A cache for the model: float32 on a CPU, the model's dtype on a GPU. Its content is undefined."""
 
-        def layer(heads: int, width: int) -> LayerCache:
-            both = torch.empty(2, num_blocks, heads, block_size, width, dtype=self.kv_dtype, device=self.device)
+        def layer(one: AttentionSpec | LatentAttentionSpec) -> LayerCache | LatentCache:
+            if isinstance(one, LatentAttentionSpec):
+                return LatentCache(empty(num_blocks, block_size, one.cached_values))
+            both = empty(2, num_blocks, one.num_kv_heads, block_size, one.head_dim)
             return LayerCache(both[0], both[1])
 
-        layers = tuple(layer(one.attention.num_kv_heads, one.attention.head_dim) for one in self.spec.layers)
-        return KvCache(layers, num_blocks, block_size)
+        empty = partial(torch.empty, dtype=self.kv_dtype, device=self.device)
+        return KvCache(tuple(layer(one.attention) for one in self.spec.layers), num_blocks, block_size)
 
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return logits_LV, float32, of the rows that are wanted."""
@@ -84,18 +87,26 @@ class Transformer:
     @torch.inference_mode()
     def logits(self, hidden_LD: Tensor) -> Tensor:
         """logits_LV, float32, of hidden states after the final norm."""
-        return linear(hidden_LD, self._weights.head_VD).float()
+        logits_LV = linear(hidden_LD, self._weights.head_VD).float()
+        cap = self.spec.logit_softcap
+        return logits_LV if cap is None else cap * torch.tanh(logits_LV / cap)
 
     def _layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         """All layers and the final norm."""
         weights, eps = self._weights, self.spec.norm_eps
         normed_TD = rms_norm(x_TD, weights.layers[0].attention_norm_D, eps)
         next_norms = [layer.attention_norm_D for layer in weights.layers[1:]] + [weights.final_norm_D]
-        for attention, ffn, layer, cache, next_norm_D in zip(
+        for attend, feed, layer, cache, next_norm_D in zip(
             self._attentions, self._ffns, weights.layers, kv.layers, next_norms, strict=True
         ):
-            x_TD, normed_TD = add_rms_norm(x_TD, attention(normed_TD, batch, cache), layer.ffn_norm_D, eps)
-            x_TD, normed_TD = add_rms_norm(x_TD, ffn(normed_TD), next_norm_D, eps)
+            attended_TD = attend(normed_TD, batch, cache)
+            if layer.attention_post_norm_D is not None:
+                attended_TD = rms_norm(attended_TD, layer.attention_post_norm_D, eps)
+            x_TD, normed_TD = add_rms_norm(x_TD, attended_TD, layer.ffn_norm_D, eps)
+            fed_TD = feed(normed_TD)
+            if layer.ffn_post_norm_D is not None:
+                fed_TD = rms_norm(fed_TD, layer.ffn_post_norm_D, eps)
+            x_TD, normed_TD = add_rms_norm(x_TD, fed_TD, next_norm_D, eps)
         return normed_TD
 
 

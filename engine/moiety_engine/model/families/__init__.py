@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.config import Config, first
 from moiety_engine.model.families.llama import llama
+from moiety_engine.model.families.mistral import mistral
 from moiety_engine.model.families.mixtral import mixtral
 from moiety_engine.model.families.olmoe import olmoe
-from moiety_engine.model.families.qwen import qwen3, qwen3_moe
+from moiety_engine.model.families.qwen import qwen2, qwen3, qwen3_moe
 from moiety_engine.model.spec import LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 
 FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "llama": llama,
+    "mistral": mistral,
     "mixtral": mixtral,
     "olmoe": olmoe,
+    "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
 }

@@ -10,6 +10,7 @@ from moiety_engine.model.spec import (
     AttentionSpec,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     RopeScaling,
     RopeSpec,
     YarnScaling,
@@ -36,9 +37,15 @@ def need(config: Mapping[str, Any], *keys: str) -> Any:
 
 
 def read_rope(config: Config, head_dim: int) -> RopeSpec:
+    """The rotary embedding of `head_dim` entries of each head, the same in all layers."""
     parameters = first(config, "rope_parameters", "rope_scaling", default={})
     if any(isinstance(value, dict) for value in parameters.values()):
         raise UnsupportedModelError("rotary parameters by layer type are not supported")
+    return rope_from(config, parameters, head_dim)
+
+
+def rope_from(config: Config, parameters: Mapping[str, Any], head_dim: int) -> RopeSpec:
+    """The rotary embedding that one set of parameters describes; what they lack stands in the configuration."""
     theta = float(first(parameters, "rope_theta", default=first(config, "rope_theta", default=10_000.0)))
     partial = first(parameters, "partial_rotary_factor", default=first(config, "partial_rotary_factor", default=1.0))
     return RopeSpec(theta, int(head_dim * partial), _rope_scaling(config, parameters))
@@ -46,16 +53,21 @@ def read_rope(config: Config, head_dim: int) -> RopeSpec:
 
 def _rope_scaling(config: Config, parameters: Mapping[str, Any]) -> RopeScaling | None:
     kind = first(parameters, "rope_type", "type", default="default")
-    original = first(parameters, "original_max_position_embeddings", default=config["max_position_embeddings"])
-    if kind == "default":
+    if kind in ("default", "dynamic"):  # dynamic: it changes nothing before max_position_embeddings, where we end
         return None
     if kind == "linear":
         return LinearScaling(float(parameters["factor"]))
+    most = config["max_position_embeddings"]
+    original = first(config, "original_max_position_embeddings") or first(
+        parameters, "original_max_position_embeddings", default=most
+    )
+    factor = float(first(parameters, "factor", default=most / original))
     if kind == "llama3":
         low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
-        return Llama3Scaling(float(parameters["factor"]), low, high, original)
+        return Llama3Scaling(factor, low, high, original)
+    if kind in ("longrope", "su"):
+        return _long_rope(parameters, factor, original, most)
     if kind == "yarn":
-        factor = float(first(parameters, "factor", default=config["max_position_embeddings"] / original))
         return YarnScaling(
             factor=factor,
             beta_fast=float(parameters.get("beta_fast") or 32),
@@ -64,7 +76,17 @@ def _rope_scaling(config: Config, parameters: Mapping[str, Any]) -> RopeScaling 
             attention_factor=_yarn_attention_factor(parameters, factor),
             truncate=bool(parameters.get("truncate", True)),
         )
-    raise UnsupportedModelError(f"rope type {kind!r} is not supported; known: default, linear, llama3, yarn")
+    known = "default, dynamic, linear, llama3, longrope, yarn"
+    raise UnsupportedModelError(f"rope type {kind!r} is not supported; known: {known}")
+
+
+def _long_rope(parameters: Mapping[str, Any], factor: float, original: int, most: int) -> LongRopeScaling:
+    """LongRoPE has factors for contexts up to the original length and others for longer ones. Keys stay in the cache
+    and are shared, so one set has to serve a model's every context: that of the longest it takes."""
+    length = "long" if most > original else "short"
+    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    attention_factor = first(parameters, f"{length}_mscale", "attention_factor", default=default)
+    return LongRopeScaling(tuple(map(float, parameters[f"{length}_factor"])), float(attention_factor))
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
@@ -72,11 +94,15 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
     if given is not None:
         return float(given)
 
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
+    if mscale and mscale_all:
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all)
+    return yarn_magnitude(factor, 1.0)
+
+
+def yarn_magnitude(factor: float, weight: float) -> float:
+    """YaRN's growth of scores with the factor by which contexts grew."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def read_attention(config: Config, *, default_head_dim: int | None = None, **features: Any) -> AttentionSpec:

@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen3-MoE."""
+"""Qwen2, Qwen3 and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _window(config: Config, index: int) -> int | None:
     kinds = config.get("layer_types")
     if kinds is not None:
         return config["sliding_window"] if kinds[index] == "sliding_attention" else None
-    dense = config["model_type"] == "qwen3"
+    dense = config["model_type"] in ("qwen2", "qwen3")
     return None if dense and index < config.get("max_window_layers", 28) else config["sliding_window"]
 
 
@@ -27,6 +27,11 @@ def _attention(config: Config, index: int) -> AttentionSpec:
         qk_norm="head",
         window=_window(config, index),
     )
+
+
+def qwen2(config: Config, index: int) -> LayerSpec:
+    attention = read_attention(config, qkv_bias=True, window=_window(config, index))
+    return LayerSpec(attention, DenseSpec(config["intermediate_size"]))
 
 
 def qwen3(config: Config, index: int) -> LayerSpec:
