@@ -34,11 +34,14 @@ class Source:
     make: Callable[..., Tensor]
 
 
-def check_quantization(settings: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError unless `settings`, a config.json's quantization_config, is a kind that is known."""
-    method = settings.get("quant_method")
-    if method == "mxfp4" or (method == "fp8" and settings.get("weight_block_size")):
-        return
+def fp8_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale, by a config.json's quantization_config, if the checkpoint is of eight bits.
+    Raises UnsupportedModelError unless the checkpoint is of a kind that can be read."""
+    method, block = settings.get("quant_method"), settings.get("weight_block_size")
+    if method == "fp8" and block:
+        return int(block[0]), int(block[1])
+    if not settings or method == "mxfp4":
+        return None
     raise UnsupportedModelError(
         f"a checkpoint quantized by {method!r} is not supported; known are mxfp4 and fp8 with a weight_block_size. Use "
         "the unquantized one"

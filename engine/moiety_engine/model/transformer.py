@@ -14,17 +14,18 @@ from torch.nn import functional
 
 from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
 from moiety_engine.model.layers import attention, feed_forward
+from moiety_engine.model.norms import make_norm
 from moiety_engine.model.rotary import RotaryTable
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.weights import ModelWeights
 from moiety_engine.moe.load import ExpertCounter
 from moiety_kernels.linear import linear
-from moiety_kernels.rms_norm import add_rms_norm, rms_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moiety_engine.model.decode_programs import DecodePrograms
+    from moiety_engine.model.weights import NormWeights
 
 
 class Transformer:
@@ -42,11 +43,18 @@ class Transformer:
         self._weights = weights
         self._programs = _decode_programs(self._layers) if self.device.type == "cpu" else None
         self._attentions = [
-            attention(one.attention, w.attention, rotaries[one.attention.rope], spec.norm_eps)
+            self._normed(
+                attention(one.attention, w.attention, rotaries[one.attention.rope], spec.norm.eps),
+                w.attention_post_norm,
+            )
             for one, w in zip(spec.layers, weights.layers, strict=True)
         ]
+        self._norms = [
+            (make_norm(spec.norm, w.attention_norm), make_norm(spec.norm, w.ffn_norm)) for w in weights.layers
+        ]
+        self._final_norm = make_norm(spec.norm, weights.final_norm)
         self._ffns = [
-            feed_forward(one.ffn, w.ffn, index, self.expert_counter)
+            self._normed(feed_forward(one.ffn, w.ffn, index, self.expert_counter), w.ffn_post_norm)
             for index, (one, w) in enumerate(zip(spec.layers, weights.layers, strict=True))
         ]
 
@@ -75,8 +83,8 @@ class Transformer:
     def hidden(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the rows that are
         wanted."""
-        weights = self._weights
-        x_TD = functional.embedding(batch.token_ids_T, weights.embedding_VD).to(self.activation_dtype)
+        x_TD = functional.embedding(batch.token_ids_T, self._weights.embedding_VD).to(self.activation_dtype)
+        x_TD = _times(self.spec.embedding_multiplier, x_TD)
         programs = self._programs
         if programs is not None and programs.takes(batch) and not self.expert_counter.enabled:
             normed_TD = programs.run(x_TD, batch, kv)
@@ -87,27 +95,32 @@ class Transformer:
     @torch.inference_mode()
     def logits(self, hidden_LD: Tensor) -> Tensor:
         """logits_LV, float32, of hidden states after the final norm."""
-        logits_LV = linear(hidden_LD, self._weights.head_VD).float()
-        cap = self.spec.logit_softcap
+        logits_LV = linear(hidden_LD, self._weights.head_VD, self._weights.head_bias_V).float()
+        logits_LV, cap = _times(self.spec.logits_multiplier, logits_LV), self.spec.logit_softcap
         return logits_LV if cap is None else cap * torch.tanh(logits_LV / cap)
+
+    def _normed(self, half: Callable[..., Tensor], weights: NormWeights | None) -> Callable[..., Tensor]:
+        """Half a layer with the norm that may follow it."""
+        if weights is None:
+            return half
+        norm = make_norm(self.spec.norm, weights)
+        return lambda *args: norm(half(*args))
 
     def _layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         """All layers and the final norm."""
-        weights, eps = self._weights, self.spec.norm_eps
-        normed_TD = rms_norm(x_TD, weights.layers[0].attention_norm_D, eps)
-        next_norms = [layer.attention_norm_D for layer in weights.layers[1:]] + [weights.final_norm_D]
-        for attend, feed, layer, cache, next_norm_D in zip(
-            self._attentions, self._ffns, weights.layers, kv.layers, next_norms, strict=True
+        normed_TD = self._norms[0][0](x_TD)
+        next_norms = [attention_norm for attention_norm, _ in self._norms[1:]] + [self._final_norm]
+        share = self.spec.residual_multiplier
+        for attend, feed, (_, ffn_norm), cache, next_norm in zip(
+            self._attentions, self._ffns, self._norms, kv.layers, next_norms, strict=True
         ):
-            attended_TD = attend(normed_TD, batch, cache)
-            if layer.attention_post_norm_D is not None:
-                attended_TD = rms_norm(attended_TD, layer.attention_post_norm_D, eps)
-            x_TD, normed_TD = add_rms_norm(x_TD, attended_TD, layer.ffn_norm_D, eps)
-            fed_TD = feed(normed_TD)
-            if layer.ffn_post_norm_D is not None:
-                fed_TD = rms_norm(fed_TD, layer.ffn_post_norm_D, eps)
-            x_TD, normed_TD = add_rms_norm(x_TD, fed_TD, next_norm_D, eps)
+            x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attend(normed_TD, batch, cache)))
+            x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, feed(normed_TD)))
         return normed_TD
+
+
+def _times(factor: float, values: Tensor) -> Tensor:
+    return values if factor == 1.0 else values * factor
 
 
 def _decode_programs(layers: Callable[[Tensor, Batch, KvCache], Tensor]) -> DecodePrograms:

@@ -15,12 +15,17 @@ from moiety_engine.model.spec import (
     RopeSpec,
     YarnScaling,
 )
+from moiety_kernels.checks import KernelInputError
+from moiety_kernels.moe.activation import GELU_TANH, SILU, Activation
 from moiety_kernels.route.spec import RoutingSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Config = dict[str, Any]
+Features = dict[str, Any]  # fields of a ModelSpec that a family does not have from the usual keys
+
+ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
 
 def first(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
@@ -38,10 +43,16 @@ def need(config: Mapping[str, Any], *keys: str) -> Any:
 
 def read_rope(config: Config, head_dim: int) -> RopeSpec:
     """The rotary embedding of `head_dim` entries of each head, the same in all layers."""
-    parameters = first(config, "rope_parameters", "rope_scaling", default={})
+    parameters = rope_parameters(config)
     if any(isinstance(value, dict) for value in parameters.values()):
         raise UnsupportedModelError("rotary parameters by layer type are not supported")
     return rope_from(config, parameters, head_dim)
+
+
+def rope_parameters(config: Config) -> dict[str, Any]:
+    """What the configuration says of the rotary embedding beside its base."""
+    parameters: dict[str, Any] = first(config, "rope_parameters", "rope_scaling", default={})
+    return parameters
 
 
 def rope_from(config: Config, parameters: Mapping[str, Any], head_dim: int) -> RopeSpec:
@@ -105,18 +116,42 @@ def yarn_magnitude(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
+def checkpoint_dtype(config: Config) -> str:
+    """The type of the weights on disk, by name."""
+    return str(first(config, "dtype", "torch_dtype", default="float32")).removeprefix("torch.")
+
+
+def draft_prefixes(config: Config) -> tuple[str, ...]:
+    """Of the tensors of layers after the last, which draft tokens."""
+    last, drafting = config["num_hidden_layers"], first(config, "num_nextn_predict_layers", "num_mtp_layers", default=0)
+    return tuple(f"model.layers.{last + index}." for index in range(drafting))
+
+
+def read_activation(config: Config) -> Activation:
+    name = first(config, "hidden_act", "hidden_activation", default="silu")
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(f"hidden_act {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
 def read_attention(config: Config, *, default_head_dim: int | None = None, **features: Any) -> AttentionSpec:
+    """The attention; `features` override what follows from the heads, such as `scale`."""
     heads = config["num_attention_heads"]
     head_dim = first(config, "head_dim", default=default_head_dim or config["hidden_size"] // heads)
     kv_heads = first(config, "num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    return AttentionSpec(heads, kv_heads, head_dim, read_rope(config, head_dim), **features)
+    if "rope" not in features:
+        features["rope"] = read_rope(config, head_dim)
+    return AttentionSpec(heads, kv_heads, head_dim, **({"scale": head_dim**-0.5} | features))
 
 
-def read_routing(config: Config, *, renormalize: bool) -> RoutingSpec:
-    experts = need(config, "num_experts", "num_local_experts")
-    top_k = config["num_experts_per_tok"]
+def read_routing(config: Config, *, renormalize: bool, **features: Any) -> RoutingSpec:
+    experts = need(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    top_k = need(config, "num_experts_per_tok", "moe_k")
     if not 0 < top_k <= experts:
         raise ConfigError(f"num_experts_per_tok {top_k} must be between 1 and num_experts {experts}")
-    return RoutingSpec(experts, top_k, renormalize)
+    try:
+        return RoutingSpec(experts, top_k, renormalize, **features)
+    except KernelInputError as exc:
+        raise ConfigError(f"config.json asks for a routing that cannot be: {exc}") from exc
