@@ -78,7 +78,8 @@ def _fill(place: Place | Shares, source: Tensor, what: str) -> None:
 
 def _tensor(path: Path, name: str) -> Tensor:
     with safe_open(path, framework="pt") as file:
-        return file.get_tensor(name)
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
 
 
 def _shards(folder: Path) -> list[Path]:

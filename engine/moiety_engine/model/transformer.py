@@ -43,11 +43,8 @@ class Transformer:
         self._weights = weights
         self._programs = _decode_programs(self._layers) if self.device.type == "cpu" else None
         self._attentions = [
-            self._normed(
-                attention(one.attention, w.attention, rotaries[one.attention.rope], spec.norm.eps),
-                w.attention_post_norm,
-            )
-            for one, w in zip(spec.layers, weights.layers, strict=True)
+            self._normed(attention(one, w.attention, rotaries[one.rope], spec.norm.eps), w.attention_post_norm)
+            for one, w in zip((layer.attention for layer in spec.layers), weights.layers, strict=True)
         ]
         self._norms = [
             (make_norm(spec.norm, w.attention_norm), make_norm(spec.norm, w.ffn_norm)) for w in weights.layers

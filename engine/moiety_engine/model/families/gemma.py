@@ -43,7 +43,8 @@ NOT_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "m
 def gemma3_config(config: Config) -> Config:
     """The text model's configuration, with what it leaves out."""
     around = {key: config[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if key in config}
-    return DEFAULTS | around | config.get("text_config", config)
+    text: Config = config.get("text_config", config)
+    return DEFAULTS | around | text
 
 
 def gemma3(config: Config, index: int) -> LayerSpec:
