@@ -17,7 +17,7 @@ from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import dense_glu, experts
 from moiety_kernels.paged_attention import paged_attention
-from moiety_kernels.route import route
+from moiety_kernels.route import RoutingSpec, route
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,15 +85,26 @@ class DenseFeedForward:
         return dense_glu(x_TD, w.gate_up_2FD, w.down_DF, *biases, activation=self._activation)
 
 
-class SharedExperts:
-    """What experts that serve every token give, times a sigmoid where it is gated."""
+class GatedSharedExperts:
+    """What experts that serve every token give, times a sigmoid: a mixture of one expert, whose weight is its score."""
 
-    def __init__(self, spec: SharedSpec, weights: SharedWeights) -> None:
-        self._dense, self._gate_1D = DenseFeedForward(spec.dense, weights.dense), weights.gate_1D
+    _ROUTING = RoutingSpec(num_experts=1, top_k=1, renormalize=False, scoring="sigmoid")
+
+    def __init__(self, spec: DenseSpec, weights: DenseWeights, gate_1D: Tensor) -> None:
+        self._activation, self._gate_1D = spec.activation, gate_1D
+        self._products = weights.gate_up_2FD.unsqueeze(0), weights.down_DF.unsqueeze(0)
+        self._gate_up_bias = None if weights.gate_up_bias_2F is None else weights.gate_up_bias_2F.unsqueeze(0)
+        self._down_bias = None if weights.down_bias_D is None else weights.down_bias_D.unsqueeze(0)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        out_TD = self._dense(x_TD)
-        return out_TD if self._gate_1D is None else out_TD * torch.sigmoid(linear(x_TD, self._gate_1D))
+        return experts(
+            x_TD,
+            *route(linear(x_TD, self._gate_1D), self._ROUTING),
+            *self._products,
+            activation=self._activation,
+            gate_up_bias_E2F=self._gate_up_bias,
+            down_bias_ED=self._down_bias,
+        )
 
 
 class MixtureOfExperts:
@@ -101,7 +112,7 @@ class MixtureOfExperts:
 
     def __init__(self, spec: MoeSpec, weights: MoeWeights, layer: int, counter: ExpertCounter) -> None:
         self._spec, self._weights, self._layer, self._counter = spec, weights, layer, counter
-        self._shared = SharedExperts(spec.shared, weights.shared) if spec.shared and weights.shared else None
+        self._shared = shared_experts(spec.shared, weights.shared) if spec.shared and weights.shared else None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         spec, weights = self._spec, self._weights
@@ -134,6 +145,13 @@ def attention(
         return LatentAttention(spec, weights, rotary)
     assert isinstance(weights, AttentionWeights)
     return GroupedQueryAttention(spec, weights, rotary, norm_eps)
+
+
+def shared_experts(spec: SharedSpec, weights: SharedWeights) -> FeedForward:
+    """The experts that serve every token, as the spec describes them."""
+    if weights.gate_1D is None:
+        return DenseFeedForward(spec.dense, weights.dense)
+    return GatedSharedExperts(spec.dense, weights.dense, weights.gate_1D)
 
 
 def feed_forward(

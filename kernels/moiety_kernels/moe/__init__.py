@@ -66,5 +66,10 @@ def dense_glu(
     activation: Activation = SILU,
 ) -> Tensor:
     """down(act(gate(x), up(x))), the feed-forward of a layer without experts, and of experts that serve every token."""
+    if x_TD.is_cpu:
+        as_experts = w_gate_up_2FD.view(1, *w_gate_up_2FD.shape), w_down_DF.view(1, *w_down_DF.shape)
+        if _cpu().fits(x_TD, None, *as_experts, gate_up_bias_2F, down_bias_D):
+            fast: Tensor = _cpu().experts(x_TD, None, None, *as_experts, activation, gate_up_bias_2F, down_bias_D)
+            return fast
     inner = reference.activate(linear(x_TD, w_gate_up_2FD, gate_up_bias_2F), activation)
     return linear(inner, w_down_DF, down_bias_D)
