@@ -55,6 +55,17 @@ LONG_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
 
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+}
+
 # name: (family, what its configuration says beyond SMALL)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
@@ -112,6 +123,34 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3, tied": ("qwen3", {"head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True}),
     "llama, llama3 rope": ("llama", {"intermediate_size": 96, "rope_parameters": LLAMA3_ROPE}),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 32, "intermediate_size": 96, "sliding_window": 40, "query_pre_attn_scalar": 48}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "final_logit_softcapping": 4.0}
+        | {"rope_parameters": {"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type": "default"}}},
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        LATENT
+        | {"q_lora_rank": None, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2}
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        LATENT
+        | {"q_lora_rank": 24, "n_routed_experts": 16, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+        | {"attention_bias": True, "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "head_dim": 32}
+        | {"sliding_window": 40, "rope_parameters": YARN_ROPE | {"truncate": False}},
+    ),
+    "mistral, sliding window": ("mistral", {"intermediate_size": 96, "head_dim": 32, "sliding_window": 40}),
+    "qwen2, windows in the upper layers": (
+        "qwen2",
+        {"intermediate_size": 96, "use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1},
+    ),
     "llama, biases, odd widths": (
         "llama",
         {
@@ -183,8 +222,8 @@ class Driver:
         self.model, self.block_size = model, block_size
         self.kv = model.allocate_kv(num_blocks, block_size)
         for layer in self.kv.layers:
-            layer.k_NGPd.fill_(float("nan"))
-            layer.v_NGPd.fill_(float("nan"))
+            for part in layer.parts:
+                part.fill_(float("nan"))
         generator = torch.Generator().manual_seed(0)
         self.free = torch.randperm(num_blocks, generator=generator).tolist()
 

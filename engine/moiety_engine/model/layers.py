@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from moiety_engine.model.spec import MoeSpec
-from moiety_engine.model.weights import DenseWeights, MoeWeights
+from moiety_engine.model.batch import LayerCache
+from moiety_engine.model.latent_attention import LatentAttention
+from moiety_engine.model.spec import LatentAttentionSpec, MoeSpec
+from moiety_engine.model.weights import AttentionWeights, DenseWeights, LatentAttentionWeights, MoeWeights
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import dense_glu, experts
@@ -20,11 +22,17 @@ from moiety_kernels.route import RoutingSpec, route
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moiety_engine.model.batch import Batch, LayerCache
+    from moiety_engine.model.batch import Batch, LatentCache
     from moiety_engine.model.rotary import RotaryTable
     from moiety_engine.model.spec import AttentionSpec, DenseSpec, SharedSpec
-    from moiety_engine.model.weights import AttentionWeights, SharedWeights
+    from moiety_engine.model.weights import SharedWeights
     from moiety_engine.moe.load import ExpertCounter
+
+
+class Attention(Protocol):
+    """What comes first in a layer."""
+
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor: ...
 
 
 class FeedForward(Protocol):
@@ -40,7 +48,8 @@ class GroupedQueryAttention:
         self._spec, self._weights, self._rotary = spec, weights, rotary
         self._plan = AttentionInputPlan(weights.q_norm, weights.k_norm, norm_eps, spec.clip)
 
-    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor:
+        assert isinstance(cache, LayerCache)
         spec, weights = self._spec, self._weights
         qkv_TC = linear(x_TD, weights.qkv_CD, weights.qkv_bias_C)
         cos_PR, sin_PR = self._rotary.upto(batch.max_context)
@@ -56,6 +65,7 @@ class GroupedQueryAttention:
             batch.block_table_SB,
             spec.scale,
             spec.window,
+            weights.sinks_H,
             num_decode=batch.num_decode,
             max_query=batch.max_query,
             max_context=batch.max_context,
@@ -121,6 +131,20 @@ class MixtureOfExperts:
             down_bias_ED=weights.down_bias_ED,
         )
         return routed_TD if self._shared is None else routed_TD + self._shared(x_TD)
+
+
+def attention(
+    spec: AttentionSpec | LatentAttentionSpec,
+    weights: AttentionWeights | LatentAttentionWeights,
+    rotary: RotaryTable,
+    norm_eps: float,
+) -> Attention:
+    """The attention that the spec describes."""
+    if isinstance(spec, LatentAttentionSpec):
+        assert isinstance(weights, LatentAttentionWeights)
+        return LatentAttention(spec, weights, rotary)
+    assert isinstance(weights, AttentionWeights)
+    return GroupedQueryAttention(spec, weights, rotary, norm_eps)
 
 
 def shared_experts(spec: SharedSpec, weights: SharedWeights) -> FeedForward:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moiety_engine.model.families.config import (
     Config,
     Features,
-    first,
+    draft_prefixes,
     read_activation,
     read_attention,
     read_routing,
@@ -45,8 +45,4 @@ def glm4_moe(config: Config, index: int) -> LayerSpec:
 
 def glm_features(config: Config) -> Features:
     """The layers after the last, which draft tokens, are left on disk."""
-    layers, drafting = (
-        config["num_hidden_layers"],
-        first(config, "num_nextn_predict_layers", "num_mtp_layers", default=0),
-    )
-    return {"ignored_prefixes": tuple(f"model.layers.{layers + index}." for index in range(drafting))}
+    return {"ignored_prefixes": draft_prefixes(config)}
