@@ -131,7 +131,7 @@ def test_some_families_are_written_with_names_of_their_own(make_checkpoint: Any,
 @pytest.mark.parametrize(
     ("variant", "drafting", "unknown"),
     [
-        ("glm4_moe", "model.layers.3.eh_proj.weight", "model.layers.4.eh_proj.weight"),
+        ("glm4_moe", "model.layers.2.eh_proj.weight", "model.layers.3.eh_proj.weight"),
         ("ernie4_5_moe", "model.mtp_linear_proj.0.weight", "model.mtq_linear_proj.0.weight"),
     ],
 )
