@@ -166,6 +166,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# of use in some test only
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss, experts as wide as blocks": (
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "head_dim": 16},
+    ),
+}
+
+
 @dataclass
 class Checkpoint:
     """A folder, and transformers' model of it in float32 as the oracle."""
@@ -182,7 +191,7 @@ class Checkpoint:
 def write_checkpoint(folder: Path, variant: str, *, dtype: torch.dtype = torch.float32) -> Checkpoint:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    family, more = VARIANTS[variant]
+    family, more = (VARIANTS | OTHERS)[variant]
     torch.manual_seed(sum(map(ord, variant)))
     config = AutoConfig.for_model(family, **(SMALL | more))
     oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
