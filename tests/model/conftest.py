@@ -97,27 +97,42 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": (
         "qwen2_moe",
         MIXTURE
-        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "intermediate_size": 96}
+        | {
+            "num_hidden_layers": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+            "intermediate_size": 96,
+        }
         | {"mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 40},
     ),
     "granitemoe": (
         "granitemoe",
-        {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "tie_word_embeddings": True}
+        {"num_hidden_layers": 2}
+        | {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "tie_word_embeddings": True}
         | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.0},
     ),
     "phimoe": (
         "phimoe",
-        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48, "router_jitter_noise": 0.1}
+        {"num_hidden_layers": 2}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48, "router_jitter_noise": 0.1}
         | {"attention_bias": True, "lm_head_bias": True, "rope_parameters": LONG_ROPE},
     ),
     "ernie4_5_moe": (
         "ernie4_5_moe",
-        {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 16}
+        {"num_hidden_layers": 2}
+        | {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 16}
         | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "use_bias": False},
     ),
     "glm4_moe": (
         "glm4_moe",
-        {"n_routed_experts": 16, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+        {"num_hidden_layers": 2}
+        | {
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        }
         | {"moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 32, "use_qk_norm": True}
         | {"attention_bias": True, "first_k_dense_replace": 1},
     ),
