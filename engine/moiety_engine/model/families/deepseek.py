@@ -62,7 +62,7 @@ def _layer(
     interleaved: bool = True,
 ) -> LayerSpec:
     attention, activation = _attention(config, interleaved), read_activation(config)
-    if index < config.get("first_k_dense_replace", 0):
+    if index < config["first_k_dense_replace"]:
         return LayerSpec(attention, DenseSpec(config["intermediate_size"], mlp_bias, activation))
     width, num_shared = config["moe_intermediate_size"], first(config, "n_shared_experts", default=0)
     shared = SharedSpec(DenseSpec(num_shared * width, mlp_bias, activation)) if num_shared else None
