@@ -136,6 +136,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 32, "use_qk_norm": True}
         | {"attention_bias": True, "first_k_dense_replace": 1},
     ),
+    "dots1": (
+        "dots1",
+        {"num_hidden_layers": 2, "n_routed_experts": 16, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+        | {"moe_intermediate_size": 32, "intermediate_size": 96, "n_shared_experts": 2, "first_k_dense_replace": 1}
+        | {"norm_topk_prob": True, "routed_scaling_factor": 1.5, "sliding_window": 40, "max_window_layers": 1}
+        | {"head_dim": 32, "attention_bias": True},
+    ),
     "qwen3, tied": ("qwen3", {"head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True}),
     "llama, llama3 rope": ("llama", {"intermediate_size": 96, "rope_parameters": LLAMA3_ROPE}),
     "gemma3": (

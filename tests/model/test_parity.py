@@ -11,7 +11,7 @@ from torch import Tensor
 TOLERANCE = 1e-4
 PROMPT_TOKENS = 300
 ATTENDING_OTHERWISE = ["deepseek_v2", "deepseek_v3", "gemma3", "gpt_oss"]
-ROUTED_OTHERWISE = ["ernie4_5_moe", "glm4_moe", "granitemoe", "phimoe", "qwen2_moe"]
+ROUTED_OTHERWISE = ["dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "phimoe", "qwen2_moe"]
 
 
 def tokens(vocab_size: int, count: int, seed: int) -> list[int]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.config import Config, Features, checkpoint_dtype
 from moiety_engine.model.families.deepseek import deepseek_features, deepseek_v2, deepseek_v3
+from moiety_engine.model.families.dots import dots1
 from moiety_engine.model.families.ernie import ernie4_5_moe, ernie_features
 from moiety_engine.model.families.gemma import gemma3, gemma3_config, gemma3_features
 from moiety_engine.model.families.glm import glm4_moe, glm_features
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "dots1": dots1,
     "ernie4_5_moe": ernie4_5_moe,
     "gemma3": gemma3,
     "gemma3_text": gemma3,

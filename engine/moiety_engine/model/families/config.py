@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.spec import (
     AttentionSpec,
+    DenseSpec,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    MoeSpec,
     RopeScaling,
     RopeSpec,
+    SharedSpec,
     YarnScaling,
 )
 from moiety_kernels.checks import KernelInputError
@@ -155,3 +158,23 @@ def read_routing(config: Config, *, renormalize: bool, **features: Any) -> Routi
         return RoutingSpec(experts, top_k, renormalize, **features)
     except KernelInputError as exc:
         raise ConfigError(f"config.json asks for a routing that cannot be: {exc}") from exc
+
+
+def read_sigmoid_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:
+    """The feed-forwards of DeepSeek-V3 as other families have them: experts scored by a sigmoid, chosen from the best
+    groups with a bias, beside shared ones; the first layers are dense. Without keys, nothing of it is there."""
+    activation = read_activation(config)
+    if index < first(config, "first_k_dense_replace", default=0):
+        return DenseSpec(config["intermediate_size"], activation=activation)
+    routing = read_routing(
+        config,
+        renormalize=bool(config.get("norm_topk_prob", False)),
+        scoring="sigmoid",
+        num_groups=first(config, "n_group", default=1),
+        top_groups=first(config, "topk_group", default=1),
+        group_score="best_two",
+        scale=float(first(config, "routed_scaling_factor", default=1.0)),
+    )
+    width, num_shared = config["moe_intermediate_size"], first(config, "n_shared_experts", default=0)
+    shared = SharedSpec(DenseSpec(num_shared * width, activation=activation)) if num_shared else None
+    return MoeSpec(width, routing, activation, selection_bias=True, exact_router=True, shared=shared)
