@@ -211,7 +211,9 @@ def paged(
 
 
 @pytest.mark.parametrize("window", [None, 1, 37])
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 16), (8, 2, 64), (5, 1, 48), (6, 2, 144), (4, 2, 10)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"), [(4, 4, 16), (8, 2, 64), (5, 1, 48), (6, 2, 144), (4, 1, 256), (4, 2, 10)]
+)
 @pytest.mark.parametrize("places", [16, 5])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_paged_attention(

@@ -56,6 +56,7 @@ LONG_ROPE = {
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
 
 LATENT: dict[str, Any] = {
+    "num_hidden_layers": 2,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
@@ -147,8 +148,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, llama3 rope": ("llama", {"intermediate_size": 96, "rope_parameters": LLAMA3_ROPE}),
     "gemma3": (
         "gemma3_text",
-        {"head_dim": 32, "intermediate_size": 96, "sliding_window": 40, "query_pre_attn_scalar": 48}
-        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "final_logit_softcapping": 4.0}
+        {"num_hidden_layers": 2, "head_dim": 32, "intermediate_size": 96, "query_pre_attn_scalar": 48}
+        | {"sliding_window": 40}
+        | {"layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 4.0}
         | {"rope_parameters": {"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type": "default"}}},
     ),
     "deepseek_v2": (
@@ -165,13 +167,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": (
         "gpt_oss",
-        {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "head_dim": 32}
-        | {"sliding_window": 40, "rope_parameters": YARN_ROPE | {"truncate": False}},
+        {"num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}
+        | {"head_dim": 32, "sliding_window": 40, "rope_parameters": YARN_ROPE | {"truncate": False}},
     ),
-    "mistral, sliding window": ("mistral", {"intermediate_size": 96, "head_dim": 32, "sliding_window": 40}),
+    "mistral, sliding window": (
+        "mistral",
+        {"num_hidden_layers": 1, "intermediate_size": 96, "head_dim": 32, "sliding_window": 40},
+    ),
     "qwen2, windows in the upper layers": (
         "qwen2",
-        {"intermediate_size": 96, "use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1},
+        {"num_hidden_layers": 2, "intermediate_size": 96, "use_sliding_window": True}
+        | {"sliding_window": 50, "max_window_layers": 1},
     ),
     "llama, biases, odd widths": (
         "llama",

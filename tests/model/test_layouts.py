@@ -81,8 +81,8 @@ def test_matrices_in_eight_bits_are_read_block_by_block_and_layers_for_drafting_
             plain[name] = narrow.float() * wide[: weight.shape[0], : weight.shape[1]]
     save_file(plain, checkpoint.folder / "model.safetensors", metadata={"format": "pt"})
     checkpoint.oracle = AutoModelForCausalLM.from_pretrained(checkpoint.folder, attn_implementation="eager").eval()
-    last = [name for name in tensors if "layers.2." in name]
-    drafting = {name.replace("layers.2.", "layers.3."): tensors[name].clone() for name in last}
+    last = [name for name in tensors if "layers.1." in name]
+    drafting = {name.replace("layers.1.", "layers.2."): tensors[name].clone() for name in last}
     save_file(tensors | drafting, checkpoint.folder / "model.safetensors")
     say_quantized(checkpoint.folder, {"quant_method": "fp8", "weight_block_size": list(FP8_BLOCK)})
     ours = logprobs(make_driver, make_sequence, checkpoint.folder)
