@@ -162,7 +162,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "deepseek_v3",
         LATENT
-        | {"q_lora_rank": 48, "n_routed_experts": 16, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+        | {
+            "q_lora_rank": 48,
+            "qk_rope_head_dim": 32,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+        }
         | {"attention_bias": True, "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}},
     ),
     "gpt_oss": (
