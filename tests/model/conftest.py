@@ -56,6 +56,7 @@ LONG_ROPE = {
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
 
 LATENT: dict[str, Any] = {
+    "num_hidden_layers": 2,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
@@ -147,8 +148,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, llama3 rope": ("llama", {"intermediate_size": 96, "rope_parameters": LLAMA3_ROPE}),
     "gemma3": (
         "gemma3_text",
-        {"head_dim": 32, "intermediate_size": 96, "sliding_window": 40, "query_pre_attn_scalar": 48}
-        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "final_logit_softcapping": 4.0}
+        {"num_hidden_layers": 2, "head_dim": 32, "intermediate_size": 96, "query_pre_attn_scalar": 48}
+        | {"sliding_window": 40}
+        | {"layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 4.0}
         | {"rope_parameters": {"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type": "default"}}},
     ),
     "deepseek_v2": (
@@ -160,18 +162,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "deepseek_v3",
         LATENT
-        | {"q_lora_rank": 24, "n_routed_experts": 16, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+        | {
+            "q_lora_rank": 48,
+            "qk_rope_head_dim": 32,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+        }
         | {"attention_bias": True, "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}},
     ),
     "gpt_oss": (
         "gpt_oss",
-        {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "head_dim": 32}
-        | {"sliding_window": 40, "rope_parameters": YARN_ROPE | {"truncate": False}},
+        {"num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}
+        | {"head_dim": 32, "sliding_window": 40, "rope_parameters": YARN_ROPE | {"truncate": False}},
     ),
-    "mistral, sliding window": ("mistral", {"intermediate_size": 96, "head_dim": 32, "sliding_window": 40}),
+    "mistral, sliding window": (
+        "mistral",
+        {"num_hidden_layers": 1, "intermediate_size": 96, "head_dim": 32, "sliding_window": 40},
+    ),
     "qwen2, windows in the upper layers": (
         "qwen2",
-        {"intermediate_size": 96, "use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1},
+        {"num_hidden_layers": 2, "intermediate_size": 96, "use_sliding_window": True}
+        | {"sliding_window": 50, "max_window_layers": 1},
     ),
     "llama, biases, odd widths": (
         "llama",
@@ -184,6 +197,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "mlp_bias": True,
         },
+    ),
+}
+
+
+# of use in some test only
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss, experts as wide as blocks": (
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "head_dim": 16},
     ),
 }
 
@@ -204,7 +226,7 @@ class Checkpoint:
 def write_checkpoint(folder: Path, variant: str, *, dtype: torch.dtype = torch.float32) -> Checkpoint:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    family, more = VARIANTS[variant]
+    family, more = (VARIANTS | OTHERS)[variant]
     torch.manual_seed(sum(map(ord, variant)))
     config = AutoConfig.for_model(family, **(SMALL | more))
     oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
