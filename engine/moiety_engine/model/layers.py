@@ -13,6 +13,7 @@ from moiety_engine.model.batch import LayerCache
 from moiety_engine.model.latent_attention import LatentAttention
 from moiety_engine.model.spec import LatentAttentionSpec, MoeSpec
 from moiety_engine.model.weights import AttentionWeights, DenseWeights, LatentAttentionWeights, MoeWeights
+from moiety_kernels.add import add
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import dense_glu, experts
@@ -130,7 +131,7 @@ class MixtureOfExperts:
             gate_up_bias_E2F=weights.gate_up_bias_E2F,
             down_bias_ED=weights.down_bias_ED,
         )
-        return routed_TD if self._shared is None else routed_TD + self._shared(x_TD)
+        return routed_TD if self._shared is None else add(routed_TD, self._shared(x_TD))
 
 
 def attention(
