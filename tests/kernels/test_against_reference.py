@@ -307,12 +307,19 @@ def test_latent_input(latent: int, pairs: int, query: int, with_query_norm: bool
     x, angles = normal(tokens, query + latent + 2 * pairs), normal(500, pairs)
     positions = torch.randint(0, 500, (tokens,), device=DEVICE)
     slots = torch.randperm(10 * places, device=DEVICE)[:tokens]
+    slots[30:] = -1
     plan = LatentInputPlan(normal(latent), normal(query) if with_query_norm else None, 1e-6)
-    caches = [torch.full((10, places, latent + 2 * pairs), 7.0, device=DEVICE) for _ in range(2)]
+    cache = torch.full((10, places, latent + 2 * pairs), 7.0, device=DEVICE)
     tables = angles.cos(), angles.sin(), positions
-    expected = latent_reference.latent_input(x.clone(), plan, *tables, caches[0], slots)
-    assert close(latent_input(x, plan, *tables, caches[1], slots), expected)
-    assert close(caches[1], caches[0])
+    expected = latent_reference.latent_input(x.clone(), plan, *tables, cache, slots)
+    rows = cache.flatten(0, 1)
+    assert close(rows[slots[:30], :latent], rms_norm_reference(x[:30, query : query + latent], plan.latent_norm, 1e-6))
+    assert (rows == 7.0).all(dim=1).sum() == 80 - 30
+    ours = torch.full_like(cache, 7.0)
+    assert close(latent_input(x.clone(), plan, *tables, ours, slots), expected)
+    assert close(ours, cache)
+    latent_input(x, plan, *tables, ours, torch.full_like(slots, -1))
+    assert close(ours, cache)
 
 
 @pytest.mark.parametrize("dtype", WEIGHTS)

@@ -36,8 +36,9 @@ def latent_input(
     """Normalise the latent row, rotate what follows it and store both in their slots; return what stands before them,
     the queries or their latent row, normalised if the plan says so.
 
-    The last L columns of a row are for the cache, 2R of them rotated; a slot is block · P + place. The input may be
-    overwritten. positions_T and slots_T are int64, cos and sin float32.
+    The last L columns of a row are for the cache, 2R of them rotated; a slot is block · P + place, and a negative one
+    keeps nothing of its token; tokens with slots come first. The input may be overwritten. positions_T and slots_T are
+    int64, cos and sin float32.
     """
     require_shape("slots", slots_T, (input_TC.shape[0],))
     require_shape("positions", positions_T, (input_TC.shape[0],))

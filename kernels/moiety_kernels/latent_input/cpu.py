@@ -138,7 +138,8 @@ def _input_task(args: int, task: int, scratch: int) -> None:
         _normalize(latent, latent_width, latent_norm, eps)
         at = 4 * pairs * load_i64(positions, t)
         rotate_heads(latent + 4 * latent_width, 1, 2 * pairs, pairs, cos + at, sin + at)
-        copy_row(latent, width, cache + 4 * width * load_i64(slots, t))
+        if load_i64(slots, t) >= 0:
+            copy_row(latent, width, cache + 4 * width * load_i64(slots, t))
 
 
 def _queries_task(args: int, task: int, scratch: int) -> None:

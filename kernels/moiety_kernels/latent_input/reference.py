@@ -34,8 +34,20 @@ def latent_input(
     query, latent, rotated = input_TC.tensor_split([-latent_width - rotated_width, -rotated_width], dim=1)
     rotated = rope(rotated.unsqueeze(1), cos_PR, sin_PR, positions_T).squeeze(1)
     row_TL = torch.cat((rms_norm(latent, plan.latent_norm, plan.norm_eps), rotated), dim=1)
-    cache_NPL.flatten(0, 1).index_copy_(0, slots_T, row_TL.to(cache_NPL.dtype))
+    _store(row_TL.to(cache_NPL.dtype), cache_NPL.flatten(0, 1), slots_T)
     return query if plan.query_norm is None else rms_norm(query, plan.query_norm, plan.norm_eps)
+
+
+def _store(row_TL: Tensor, rows: Tensor, slots_T: Tensor) -> None:
+    """Write each row to its slot, if that is not negative. On a GPU nothing may wait to learn which those are: a row
+    that goes nowhere is the first token's once more, and if that goes nowhere, what the first slot holds already."""
+    first_L = torch.where(slots_T[0] < 0, rows[0], row_TL[0])
+    nowhere_T = slots_T < 0
+    rows.index_copy_(
+        0,
+        torch.where(nowhere_T, slots_T[0].clamp(min=0), slots_T),
+        torch.where(nowhere_T[:, None], first_L, row_TL),
+    )
 
 
 def latent_queries(q_THd: Tensor, key_up_HLk: Tensor, cos_PR: Tensor, sin_PR: Tensor, positions_T: Tensor) -> Tensor:
