@@ -1,5 +1,10 @@
 """The scheduler: owns every sequence, plans a step and takes in its result.
 
+The next step may be planned while one runs. What a step does whatever it samples is taken into account when it is
+launched: tokens are computed, a pending token counts against credit and lengths, and who has had all leaves the batch.
+What hangs on the tokens comes with them. So only a sequence that ends by itself, or is ended, may be in one more step
+than it needs; what that brings is thrown away, and counted.
+
 Decodes first, then prefill in the order of the policy. Who needs blocks takes them from sequences that are out of the
 batch, then from victims that the policy names; they go on later, in their old place, without repeating a token. It
 knows no tensors and no clock: times are handed in.
@@ -42,7 +47,8 @@ class Limits:
 
 
 class Scheduler:
-    """Single-threaded; `plan` and `commit` alternate, the other methods are called between steps."""
+    """Single-threaded. A step is planned, launched and committed; the next may be planned before the one that runs is
+    committed, and is launched after. The other methods are called between steps."""
 
     def __init__(
         self,
@@ -80,11 +86,13 @@ class Scheduler:
         self._filling = Filling(kv, self.places, self.policy, self._room, self.tally)
         self._padded = PaddedFilling(kv, self.policy, self._room, self._filling)
         self._num_seen = 0
-        self._planned_ns = 0
+        self._running: Plan | None = None  # launched, and not committed
+        self._committed_ns = 0
         self._admissions: list[CoreAdmission] = []
         self._failures: list[CoreFailure] = []
         self.output_tokens_total = 0
         self.recomputed_tokens_total = 0
+        self.overshot_tokens_total = 0  # sampled for sequences that had ended by then
 
     # ── requests come and go ──
 
@@ -121,7 +129,7 @@ class Scheduler:
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:
         """Raise a request's credit; ends it if this was the last and is used up."""
         sequence = self.places.by_key.get(key)
-        if sequence is None or sequence.ghost:
+        if sequence is None or sequence.ghost or sequence.place is Place.FINISHING:
             return None
         had_credit = sequence.has_credit
         sequence.credit_tokens = max(sequence.credit_tokens, credit_tokens)
@@ -133,7 +141,7 @@ class Scheduler:
                 self.policy.push(sequence, now_ns / 1e9)
             elif not had_credit:
                 self.policy.push(sequence, now_ns / 1e9)
-        elif sequence.credit_last:
+        elif sequence.credit_last and not sequence.pending:
             return CoreOutput(key, [], None, self._end(sequence, FinishReason.LENGTH, "credit_refused", now_ns))
         return None
 
@@ -142,7 +150,7 @@ class Scheduler:
         sequence = self.places.by_key.get(key)
         if sequence is None:
             return None
-        if sequence.ghost:
+        if sequence.ghost and not sequence.pending:
             self._drop(sequence)
             return None
         sequence.num_reserved = 0  # an aborted row is not kept as a ghost
@@ -161,15 +169,43 @@ class Scheduler:
     # ── a step ──
 
     def plan(self, now_ns: int) -> Plan:
-        """Decide the next step. Empty only if nothing has credit, or a request waits for company."""
+        """Decide the next step. Empty only if nothing has credit, a request waits for company, or all that can go on
+        waits for the step that runs."""
         fixed = None if self.policy.sizes_chunks else self.limits.chunk_tokens
         planner = Planner(self.kv, fixed or self.limits.max_batch_tokens, self.step_time)
         self._room.preempted = []
-        self._planned_ns = now_ns
         self._plan_into(planner, now_ns)
-        while planner.empty and self._room.break_deadlock(now_ns):
+        while planner.empty and self._running is None and self._room.break_deadlock(now_ns):
             self._plan_into(planner, now_ns)
-        return planner.finish(self._room.preempted)
+        return planner.finish(self._room.preempted, now_ns)
+
+    def launched(self, plan: Plan) -> None:
+        """The step runs, or will before anything that is planned from now on; the one before has been committed. Blocks
+        that it reads may be given away at once, since whoever writes to them runs later."""
+        assert self._running is None, "a step is launched before the one that runs is committed"
+        self._running = plan
+        row = -1
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            row += chunk.samples
+            if sequence.place is Place.ENDED or (sequence.ghost and chunk.num_tokens):
+                continue  # it ended after this step was planned
+            self._computed(sequence, chunk.num_tokens)
+            if chunk.samples:
+                sequence.expect_token(row)
+                num_output = len(sequence.tokens) - sequence.num_prompt
+                if num_output >= sequence.submit.max_tokens:
+                    self._finishing(sequence)
+                elif num_output >= sequence.credit_tokens:
+                    self.places.park(sequence)
+                    self.tally.of(sequence.service.name).num_running -= 1
+            elif chunk.embeds:
+                self._finishing(sequence)
+        for chunk in plan.chunks[plan.num_decode :]:
+            if self.places.computed(chunk.sequence):
+                self.policy.discard(chunk.sequence)  # it wants no more prefill
+        self._retire_ghosts()
+        self.places.moved_on()
 
     def commit(
         self,
@@ -180,7 +216,11 @@ class Scheduler:
         embeddings: Iterable[bytes] = (),
     ) -> list[CoreOutput]:
         """Take in the step's result: one token for each chunk that samples and one vector for each that embeds, in the
-        plan's order."""
+        plan's order. A step that was not launched is launched first: nothing is planned while it runs."""
+        if self._running is None:
+            self.launched(plan)
+        assert self._running is plan, "a step is committed while another runs"
+        self._running = None
         outputs = []
         now_s = now_ns / 1e9
         sampled = iter(zip(token_ids, logprobs, strict=True))
@@ -188,11 +228,12 @@ class Scheduler:
         got_token = []
         for chunk in plan.chunks:
             sequence = chunk.sequence
-            self._computed(sequence, chunk.num_tokens)
             if chunk.samples:
                 token_id, logprob = next(sampled)
-                sequence.tokens.append(token_id)
-                sequence.token_came(now_s)
+                if sequence.pending_row < 0:
+                    self.overshot_tokens_total += 1
+                    continue
+                sequence.token_came(token_id, now_s)
                 got_token.append(sequence)
                 num_cached = 0
                 if sequence.first_token_unix_ns == 0:
@@ -205,23 +246,20 @@ class Scheduler:
                     or token_id in submit.stop_token_ids
                 ):
                     finish = self._finish_after(sequence, token_id, now_ns)
-                    if finish is None and not sequence.has_credit:
-                        self.places.park(sequence)
-                        self.tally.of(sequence.service.name).num_running -= 1
                 row_logprobs = None if logprob is None else [logprob]
                 outputs.append(CoreOutput(submit.key, [token_id], row_logprobs, finish, num_cached))
             elif chunk.embeds:
-                finish = self._end(sequence, FinishReason.STOP, "", now_ns, next(embedded))
-                outputs.append(CoreOutput(sequence.key, [], None, finish))
-        for chunk in plan.chunks[plan.num_decode :]:
-            if self.places.computed(chunk.sequence):
-                self.policy.discard(chunk.sequence)  # it wants no more prefill
+                vector = next(embedded)
+                if sequence.place is not Place.ENDED:
+                    finish = self._end(sequence, FinishReason.STOP, "", now_ns, vector)
+                    outputs.append(CoreOutput(sequence.key, [], None, finish))
         self.output_tokens_total += len(got_token)
         self.policy.decoded(got_token)
         self._retire_ghosts()
         self.places.stepped()
-        if plan.chunks and now_ns > self._planned_ns:
-            seconds = (now_ns - self._planned_ns) / 1e9
+        begun_ns, self._committed_ns = self._begun_ns(plan), now_ns
+        if plan.chunks and now_ns > begun_ns:
+            seconds = (now_ns - begun_ns) / 1e9
             self.step_time.observe(plan.shape, seconds)
             self.policy.stepped(seconds, plan.shape, now_s)
         return outputs
@@ -278,7 +316,7 @@ class Scheduler:
             pool = self.kv.pool
             view = BatchView(
                 planner.shape,
-                due_s - now_ns / 1e9,
+                due_s - self._free_s(now_ns),
                 self.places.running,
                 self.places.worst_rank_running,
                 pool.num_free,
@@ -286,6 +324,17 @@ class Scheduler:
                 self.places.predicted_output,
             )
             self._fill(planner, view, now_ns)
+
+    def _begun_ns(self, plan: Plan) -> int:
+        """When the step could run: it was planned, and the one before it had ended."""
+        return max(plan.planned_ns, self._committed_ns)
+
+    def _free_s(self, now_ns: int) -> float:
+        """When a step that is planned now can run: now, or when the one that runs is predicted to end."""
+        running = self._running
+        if running is None:
+            return now_ns / 1e9
+        return max(now_ns / 1e9, self._begun_ns(running) / 1e9 + self.step_time.predict_s(running.shape))
 
     def _fill(self, planner: Planner, view: BatchView, now_ns: int) -> None:
         joinable = self._joinable(now_ns)
@@ -351,10 +400,12 @@ class Scheduler:
         self, sequence: Sequence, reason: FinishReason, detail: str, now_ns: int, embedding: bytes = b""
     ) -> CoreFinish:
         sequence.finished_unix_ns = now_ns
+        sequence.forgo_token()
         if reason is not FinishReason.ABORT and detail != "credit_refused":
             self.lengths.learn(sequence.tenant, sequence.num_output)
         if sequence.num_reserved and sequence.num_output and sequence.place is Place.RUNNING:  # its batch goes on
-            self.places.haunt(sequence)
+            if not sequence.ghost:
+                self.places.haunt(sequence)
         else:
             self._drop(sequence)
         return CoreFinish(
@@ -375,7 +426,7 @@ class Scheduler:
         tally = self.tally.of(sequence.service.name)
         if sequence.place is Place.RUNNING:
             tally.num_running -= 1
-        elif sequence.place is not Place.PARKED:
+        elif sequence.place in _QUEUED:
             tally.num_waiting -= 1
         self.policy.discard(sequence)
         self.policy.ended(sequence, sequence.finished_unix_ns / 1e9)
@@ -387,7 +438,26 @@ class Scheduler:
         running = self.places.running
         if running and running[0].ghost and all(sequence.ghost for sequence in running):
             for sequence in list(running):
-                self._drop(sequence)
+                if sequence.pending:
+                    self._leave_batch(sequence)
+                else:
+                    self._drop(sequence)
+
+    def _finishing(self, sequence: Sequence) -> None:
+        """The running step is its last."""
+        if sequence.num_reserved and not sequence.submit.embed:
+            self.places.haunt(sequence)
+        else:
+            self._leave_batch(sequence)
+
+    def _leave_batch(self, sequence: Sequence) -> None:
+        self.policy.discard(sequence)
+        self.tally.of(sequence.service.name).num_running -= 1
+        self.places.finish(sequence)
+        self.kv.release(sequence)
+
+
+_QUEUED = (Place.WAITING, Place.RETURNING)
 
 
 def _refusal(key: int, reason: Reason, retry_after_s: float | None) -> CoreFailure:
