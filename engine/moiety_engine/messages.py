@@ -135,6 +135,7 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
     swapped_out_blocks_total: int = 0
     swapped_in_blocks_total: int = 0
     classes: list[ClassLoad] = []
+    overshot_tokens_total: int = 0  # computed for requests that had ended by then; nobody pays for them
 
 
 class CoreState(StrEnum):

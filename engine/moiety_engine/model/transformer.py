@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from moiety_engine.model.batch import Batch, KvCache, LayerCache
 from moiety_engine.model.layers import GroupedQueryAttention, feed_forward
+from moiety_engine.model.residence import Residence
 from moiety_engine.model.rotary import RotaryTable
 from moiety_engine.model.spec import ModelSpec, MoeSpec
 from moiety_engine.model.weights import ModelWeights
@@ -39,6 +40,7 @@ class Transformer:
         self.expert_counter = ExpertCounter(spec.moe_layers, max(experts, default=0), self.device)
         rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in spec.layers}
         self._weights = weights
+        self._residence = Residence(weights)
         self._programs = _decode_programs(self._layers) if self.device.type == "cpu" else None
         self._attentions = [
             GroupedQueryAttention(one.attention, w.attention, rotaries[one.attention.rope], spec.norm_eps)
@@ -64,6 +66,16 @@ class Transformer:
         layers = tuple(layer(one.attention.num_kv_heads, one.attention.head_dim) for one in self.spec.layers)
         return KvCache(layers, num_blocks, block_size)
 
+    def leave(self) -> int:
+        """The weights go to host memory; returns the bytes that are free thereby. Raises OutOfMemory."""
+        if self._programs is not None:
+            self._programs.forget()
+        return self._residence.leave()
+
+    def come_back(self) -> None:
+        """The weights are on the device again. Raises OutOfMemory."""
+        self._residence.come_back()
+
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return logits_LV, float32, of the rows that are wanted."""
         return self.logits(self.hidden(batch, kv))
@@ -79,7 +91,7 @@ class Transformer:
             normed_TD = programs.run(x_TD, batch, kv)
         else:
             normed_TD = self._layers(x_TD, batch, kv)
-        return normed_TD[batch.wanted_rows_L]
+        return normed_TD.index_select(0, batch.wanted_rows_L)
 
     @torch.inference_mode()
     def logits(self, hidden_LD: Tensor) -> Tensor:

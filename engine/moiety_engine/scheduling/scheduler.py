@@ -12,11 +12,11 @@ knows no tensors and no clock: times are handed in.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
+from moiety_engine.scheduling.entrance import Entrance
 from moiety_engine.scheduling.filling import Filling
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.lengths import OutputPredictor
@@ -25,13 +25,16 @@ from moiety_engine.scheduling.places import Places
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.planner import Planner
 from moiety_engine.scheduling.policies import make_policy
-from moiety_engine.scheduling.policy import BatchView, Policy, PolicyContext, Verdict
+from moiety_engine.scheduling.policy import BatchView, Policy, PolicyContext
 from moiety_engine.scheduling.room import Room, SwapCost
 from moiety_engine.scheduling.steptime import StepTimeModel
 from moiety_engine.scheduling.strategies import QueueView, Strategy
 from moiety_engine.scheduling.tally import Tally
+from moiety_engine.scheduling.watch import StepWatch
 from moiety_engine.sequence import Place, Sequence
-from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason
+from moiety_wire.messages import ClassLoad, FinishReason
+
+_QUEUED = (Place.WAITING, Place.RETURNING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +88,9 @@ class Scheduler:
         self._room = Room(kv, self.places, self.policy, self.step_time, self.tally, swap or SwapCost())
         self._filling = Filling(kv, self.places, self.policy, self._room, self.tally)
         self._padded = PaddedFilling(kv, self.policy, self._room, self._filling)
-        self._num_seen = 0
+        self._entrance = Entrance(kv, self.places, self.policy, self.tally, limits.max_waiting, self._drop)
         self._running: Plan | None = None  # launched, and not committed
-        self._committed_ns = 0
-        self._admissions: list[CoreAdmission] = []
-        self._failures: list[CoreFailure] = []
+        self._watch = StepWatch(self.step_time)
         self.output_tokens_total = 0
         self.recomputed_tokens_total = 0
         self.overshot_tokens_total = 0  # sampled for sequences that had ended by then
@@ -99,32 +100,7 @@ class Scheduler:
     def add(self, submit: CoreSubmit, *, seed: int, now_ns: int) -> None:
         """Queue a request, or turn it away (see `take_verdicts`). The caller has seen to it that prompt and output fit
         the pool."""
-        sequence = Sequence(submit, order=self._num_seen, seed=seed, queued_unix_ns=now_ns)
-        self._num_seen += 1
-        sequence.num_uncached = len(sequence.tokens) - len(self.kv.find_prefix(sequence)) * self.kv.block_size
-        sequence.set_deadlines()
-        verdict = self._judge(sequence, now_ns / 1e9)
-        service = verdict.service
-        if service is not None and len(self.places.waiting) >= self.limits.max_waiting and not self._shed(service.rank):
-            service, verdict = None, self.policy.overflow(sequence)
-        if service is None:
-            self.tally.rejected(submit.service.name, verdict.reason)
-            self._failures.append(_refusal(submit.key, verdict.reason, verdict.retry_after_s))
-            return
-        if service is not sequence.service:
-            sequence.service = service
-            sequence.set_deadlines()
-            sequence.note(now_ns, EventKind.DOWNGRADED, verdict.reason)
-            self.tally.of(submit.service.name).downgraded += 1
-        sequence.note(now_ns, EventKind.ADMITTED, verdict.reason)
-        tally = self.tally.of(service.name)
-        tally.admitted += 1
-        tally.num_waiting += 1
-        self._admissions.append(CoreAdmission(submit.key, service.name, verdict.reason, verdict.predicted_ttft_s))
-        self.places.add(sequence)
-        self.policy.arrived(sequence, now_ns / 1e9)
-        if sequence.has_credit:
-            self.policy.push(sequence, now_ns / 1e9)
+        self._entrance.add(submit, seed=seed, now_ns=now_ns)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:
         """Raise a request's credit; ends it if this was the last and is used up."""
@@ -162,9 +138,7 @@ class Scheduler:
 
     def take_verdicts(self) -> tuple[list[CoreAdmission], list[CoreFailure]]:
         """Who was let in and who was turned away since the last call."""
-        taken = self._admissions, self._failures
-        self._admissions, self._failures = [], []
-        return taken
+        return self._entrance.take_verdicts()
 
     # ── a step ──
 
@@ -182,8 +156,9 @@ class Scheduler:
     def launched(self, plan: Plan) -> None:
         """The step runs, or will before anything that is planned from now on; the one before has been committed. Blocks
         that it reads may be given away at once, since whoever writes to them runs later."""
-        assert self._running is None, "a step is launched before the one that runs is committed"
+        assert self._running is None, "a step was launched before the one that runs was committed"
         self._running = plan
+        self._watch.launched(plan)
         row = -1
         for chunk in plan.chunks:
             sequence = chunk.sequence
@@ -219,7 +194,7 @@ class Scheduler:
         plan's order. A step that was not launched is launched first: nothing is planned while it runs."""
         if self._running is None:
             self.launched(plan)
-        assert self._running is plan, "a step is committed while another runs"
+        assert self._running is plan, "a step was committed while another ran"
         self._running = None
         outputs = []
         now_s = now_ns / 1e9
@@ -257,9 +232,8 @@ class Scheduler:
         self.policy.decoded(got_token)
         self._retire_ghosts()
         self.places.stepped()
-        begun_ns, self._committed_ns = self._begun_ns(plan), now_ns
-        if plan.chunks and now_ns > begun_ns:
-            seconds = (now_ns - begun_ns) / 1e9
+        seconds = self._watch.committed(plan, now_ns)
+        if plan.chunks and seconds > 0:
             self.step_time.observe(plan.shape, seconds)
             self.policy.stepped(seconds, plan.shape, now_s)
         return outputs
@@ -301,12 +275,6 @@ class Scheduler:
 
     # ── within ──
 
-    def _judge(self, sequence: Sequence, now_s: float) -> Verdict:
-        """Whom another engine has admitted is let in: a promise to a client is not judged twice."""
-        if sequence.submit.resumed_ids is not None:
-            return Verdict(sequence.service, Reason.FAILED_OVER)
-        return self.policy.admit(sequence, now_s)
-
     def _plan_into(self, planner: Planner, now_ns: int) -> None:
         """Decodes, then as much prefill as may join them."""
         decoding = self._room.secure_decodes(now_ns)
@@ -316,7 +284,7 @@ class Scheduler:
             pool = self.kv.pool
             view = BatchView(
                 planner.shape,
-                due_s - self._free_s(now_ns),
+                due_s - self._watch.free_s(now_ns),
                 self.places.running,
                 self.places.worst_rank_running,
                 pool.num_free,
@@ -324,17 +292,6 @@ class Scheduler:
                 self.places.predicted_output,
             )
             self._fill(planner, view, now_ns)
-
-    def _begun_ns(self, plan: Plan) -> int:
-        """When the step could run: it was planned, and the one before it had ended."""
-        return max(plan.planned_ns, self._committed_ns)
-
-    def _free_s(self, now_ns: int) -> float:
-        """When a step that is planned now can run: now, or when the one that runs is predicted to end."""
-        running = self._running
-        if running is None:
-            return now_ns / 1e9
-        return max(now_ns / 1e9, self._begun_ns(running) / 1e9 + self.step_time.predict_s(running.shape))
 
     def _fill(self, planner: Planner, view: BatchView, now_ns: int) -> None:
         joinable = self._joinable(now_ns)
@@ -347,16 +304,15 @@ class Scheduler:
     def _joinable(self, now_ns: int) -> int:
         """How many may join the batch, by the strategy."""
         limits = self.limits
-        return self._strategy.joinable(
-            QueueView(
-                num_running=self.num_running,
-                num_waiting=self.num_waiting,
-                oldest_wait_ms=lambda: (now_ns - self.places.oldest_unix_ns(now_ns)) / 1e6,
-                max_running=limits.max_running,
-                batch_size=limits.batch_size,
-                batch_timeout_ms=limits.batch_timeout_ms,
-            )
+        view = QueueView(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            oldest_wait_ms=lambda: (now_ns - self.places.oldest_unix_ns(now_ns)) / 1e6,
+            max_running=limits.max_running,
+            batch_size=limits.batch_size,
+            batch_timeout_ms=limits.batch_timeout_ms,
         )
+        return self._strategy.joinable(view)
 
     def _computed(self, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed
@@ -373,16 +329,6 @@ class Scheduler:
         if end // self.kv.block_size > sequence.num_sealed:
             self.kv.seal(sequence)
             self.places.filled[sequence] = None
-
-    def _shed(self, rank: int) -> bool:
-        """Drop the newest of the least critical waiting requests for one of this rank. False: none is less critical."""
-        victim = self.places.newest_of_worst_rank()
-        if victim is None or victim.service.rank <= rank:
-            return False
-        self.tally.rejected(victim.service.name, Reason.SHED)
-        self._failures.append(_refusal(victim.key, Reason.SHED, self.policy.overflow(victim).retry_after_s))
-        self._drop(victim)
-        return True
 
     # ── endings ──
 
@@ -455,12 +401,3 @@ class Scheduler:
         self.tally.of(sequence.service.name).num_running -= 1
         self.places.finish(sequence)
         self.kv.release(sequence)
-
-
-_QUEUED = (Place.WAITING, Place.RETURNING)
-
-
-def _refusal(key: int, reason: Reason, retry_after_s: float | None) -> CoreFailure:
-    when = "later" if retry_after_s is None else f"in {math.ceil(retry_after_s)} s"
-    message = f"the engine is at its limit for this class ({reason.value}); try again {when}"
-    return CoreFailure(key, FailureCode.OVERLOADED, message, 0, reason, retry_after_s)
