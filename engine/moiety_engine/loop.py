@@ -61,6 +61,11 @@ class EngineLoop:
         return self.sizes.block_size
 
     @property
+    def replays(self) -> bool:
+        """Whether decode steps are replayed as captured graphs."""
+        return self._resident is not None and self._resident.runner.graphs is not None
+
+    @property
     def max_context_tokens(self) -> int:
         return self.sizes.max_context_tokens
 
@@ -111,7 +116,7 @@ class EngineLoop:
     def asleep(self) -> bool:
         return self._resident is None
 
-    def sleep(self) -> int:
+    def sleep(self, on_progress: Callable[[], None] = lambda: None) -> int:
         """Give the device's memory back: the weights go to host memory, what the KV cache holds is forgotten. Only
         while no request is open. Returns the bytes of the weights and of the cache. Raises OutOfMemory where the host
         has no room for the weights; the loop is awake then, and has lost nothing but time."""
@@ -119,21 +124,21 @@ class EngineLoop:
         resident = self._awake()
         self._collect(resident, self._flight)
         self._flight = None
-        freed = self.model.leave() + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
+        freed = self.model.leave(on_progress) + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
         self.scheduler.kv.forget()
         self._resident = None
         del resident
         free_cached_memory(self.model.device)
         return freed
 
-    def wake(self) -> None:
+    def wake(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """Take the memory again, and be as after the start. Raises OutOfMemory; the loop sleeps on then."""
         assert self._resident is None, "a replica that is awake was woken"
-        self.model.come_back()
+        self.model.come_back(on_progress)
         try:
             self._resident = Resident(self.model, self.sizes)
         except OutOfMemory:
-            self.model.leave()
+            self.model.leave(on_progress)
             raise
         self.warm_up()
 

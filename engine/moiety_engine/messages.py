@@ -54,7 +54,13 @@ class CoreShutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     pass
 
 
-ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown
+class CoreRest(msgspec.Struct, frozen=True, tag="rest"):
+    """Give the device's memory back, while no request is open, or take it again. Answered by CoreRested."""
+
+    asleep: bool
+
+
+ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreRest
 
 
 class CoreLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -165,4 +171,11 @@ class CoreStep(msgspec.Struct, frozen=True, tag="step"):
     admissions: list[CoreAdmission] = []
 
 
-ToFront = CoreHello | CoreStep
+class CoreRested(msgspec.Struct, frozen=True, tag="rested"):
+    """Whether the core sleeps now. `problem`: why it does not do what it was told."""
+
+    asleep: bool
+    problem: str = ""
+
+
+ToFront = CoreHello | CoreStep | CoreRested

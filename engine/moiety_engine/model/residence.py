@@ -6,7 +6,7 @@ it may come back to another address.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 
 import torch
@@ -64,9 +64,9 @@ class Residence:
         return self._away is not None
 
     @torch.inference_mode()
-    def leave(self) -> int:
-        """To host memory. Returns how many bytes are free on the device thereby. Raises OutOfMemory where the host has
-        no room for them; then nothing has moved."""
+    def leave(self, on_progress: Callable[[], None]) -> int:
+        """To host memory; `on_progress` is called after each tensor. Returns how many bytes are free on the device
+        thereby. Raises OutOfMemory where the host has no room for them; then nothing has moved."""
         assert self._away is None, "the weights have left already"
         num_bytes = sum(tensor.nbytes for tensor in self._tensors)
         if num_bytes >= available_bytes():
@@ -76,16 +76,18 @@ class Residence:
         for tensor in self._tensors:  # one at a time: on a CPU both are the same memory
             self._away.append(tensor.to("cpu", copy=True))
             tensor.untyped_storage().resize_(0)
+            on_progress()
         return num_bytes
 
     @torch.inference_mode()
-    def come_back(self) -> None:
+    def come_back(self, on_progress: Callable[[], None]) -> None:
         """To the device. Raises OutOfMemory where it has no room any more; then they are still away."""
         assert self._away is not None, "the weights are there"
         try:
             for tensor, copy in zip(self._tensors, self._away, strict=True):
                 tensor.untyped_storage().resize_(copy.nbytes)
                 tensor.copy_(copy)
+                on_progress()
         except torch.OutOfMemoryError as exc:
             for tensor in self._tensors:
                 tensor.untyped_storage().resize_(0)

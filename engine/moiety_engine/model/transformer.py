@@ -66,15 +66,15 @@ class Transformer:
         layers = tuple(layer(one.attention.num_kv_heads, one.attention.head_dim) for one in self.spec.layers)
         return KvCache(layers, num_blocks, block_size)
 
-    def leave(self) -> int:
+    def leave(self, on_progress: Callable[[], None]) -> int:
         """The weights go to host memory; returns the bytes that are free thereby. Raises OutOfMemory."""
         if self._programs is not None:
             self._programs.forget()
-        return self._residence.leave()
+        return self._residence.leave(on_progress)
 
-    def come_back(self) -> None:
+    def come_back(self, on_progress: Callable[[], None]) -> None:
         """The weights are on the device again. Raises OutOfMemory."""
-        self._residence.come_back()
+        self._residence.come_back(on_progress)
 
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return logits_LV, float32, of the rows that are wanted."""
