@@ -11,6 +11,7 @@ S sequences, B blocks a row, D model width.
 from __future__ import annotations
 
 import bisect
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,7 +156,8 @@ class DecodeGraphs:
         current = torch.cuda.current_stream(self._model.device)
         side = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]
         side.wait_stream(current)
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls the mode a prototype that does not find all
             self._model.hidden(batch, self._kv)  # the first time may wait, for what is made once
             try:
                 torch.cuda.set_sync_debug_mode("error")
