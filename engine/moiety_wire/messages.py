@@ -377,6 +377,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     swapped_in_blocks_total: int = 0
     classes: list[ClassLoad] = []
     running_for_s: float = 0.0  # the engine, which knows of all since then
+    overshot_tokens_total: int = 0  # computed for requests that had ended by then; nobody pays for them
     sleep: SleepState = SleepState.AWAKE
     sleep_problem: str = ""  # why it did not fall asleep, or wake, when it was last told to
     unsettled_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled

@@ -25,7 +25,7 @@ class EngineCollector(Collector):
     )
     _COUNTERS = (
         *("steps", "prompt_tokens", "cached_tokens", "output_tokens", "requests"),
-        *("swapped_out_blocks", "swapped_in_blocks"),
+        *("swapped_out_blocks", "swapped_in_blocks", "overshot_tokens"),
     )
     _CLASS_GAUGES = (
         ("num_waiting", "num_waiting", "Requests of the class that wait."),

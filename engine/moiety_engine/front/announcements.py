@@ -41,6 +41,7 @@ def make_load(
         swapped_out_blocks_total=load.swapped_out_blocks_total,
         swapped_in_blocks_total=load.swapped_in_blocks_total,
         classes=load.classes,
+        overshot_tokens_total=load.overshot_tokens_total,
         running_for_s=running_for_s,
         sleep=sleep,
         sleep_problem=sleep_problem,
