@@ -97,7 +97,6 @@ def test_a_padded_batch_says_of_every_row_where_it_reads_and_writes(loops: Any) 
     assert host.context_len_S[3:].tolist() == [1] * 5
     assert host.query_start_S1.tolist() == list(range(9))
     assert host.wanted_rows_L.tolist() == [0, 1, 2]
-    assert host.decodes_only
     lengths = {len(getattr(host, field.name)) for field in dataclasses.fields(host) if field.name.endswith("_T")}
     assert lengths == {8}
 
@@ -120,6 +119,15 @@ def test_replayed_steps_give_the_bits_of_launched_ones_with_overlap_and_without(
             answers.append({key: result.token_ids for key, result in run_all(loop, submits).items()})
     assert answers[1:] == answers[:-1]
     assert all(len(tokens) == 24 for tokens in answers[0].values())
+
+
+def test_only_a_step_whose_rows_all_decode_and_are_all_wanted_is_replayed(loops: Any) -> None:
+    _, builder, plan = prefilled(loops.model, [9, 4, 17])
+    assert builder.arrange(plan).decodes_only
+    first, *others = plan.chunks
+    ghost = Chunk(first.sequence, 0, samples=False, num_pad=1)  # of the padded strategy
+    assert not builder.arrange(Plan([ghost, *others], 3, 3, [])).decodes_only
+    assert not builder.arrange(Plan(plan.chunks, 2, 3, [])).decodes_only  # the last one is a prompt's last token
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

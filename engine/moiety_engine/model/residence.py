@@ -55,8 +55,8 @@ class Residence:
     """Moves one model's weights between its device and host memory. Used between steps only."""
 
     def __init__(self, weights: ModelWeights) -> None:
-        distinct = {tensor.untyped_storage()._cdata: tensor for _, tensor in named_tensors(weights)}
-        self._tensors = list(distinct.values())
+        storages = (tensor.untyped_storage() for _, tensor in named_tensors(weights))
+        self._storages = list({storage._cdata: storage for storage in storages}.values())  # tensors may share one
         self._away: list[Tensor] | None = None
 
     @property
@@ -68,14 +68,14 @@ class Residence:
         """To host memory; `on_progress` is called after each tensor. Returns how many bytes are free on the device
         thereby. Raises OutOfMemory where the host has no room for them; then nothing has moved."""
         assert self._away is None, "the weights have left already"
-        num_bytes = sum(tensor.nbytes for tensor in self._tensors)
+        num_bytes = sum(storage.nbytes() for storage in self._storages)
         if num_bytes >= available_bytes():
             wanted, free = (f"{one / 2**30:.2f} GiB" for one in (num_bytes, available_bytes()))
             raise OutOfMemory(f"the weights take {wanted}, and of the host's memory {free} are free: they stay")
         self._away = []
-        for tensor in self._tensors:  # one at a time: on a CPU both are the same memory
-            self._away.append(tensor.to("cpu", copy=True))
-            tensor.untyped_storage().resize_(0)
+        for storage in self._storages:  # one at a time: on a CPU both are the same memory
+            self._away.append(_bytes_of(storage).to("cpu", copy=True))
+            storage.resize_(0)
             on_progress()
         return num_bytes
 
@@ -84,12 +84,16 @@ class Residence:
         """To the device. Raises OutOfMemory where it has no room any more; then they are still away."""
         assert self._away is not None, "the weights are there"
         try:
-            for tensor, copy in zip(self._tensors, self._away, strict=True):
-                tensor.untyped_storage().resize_(copy.nbytes)
-                tensor.copy_(copy)
+            for storage, copy in zip(self._storages, self._away, strict=True):
+                storage.resize_(copy.nbytes)
+                _bytes_of(storage).copy_(copy)
                 on_progress()
         except torch.OutOfMemoryError as exc:
-            for tensor in self._tensors:
-                tensor.untyped_storage().resize_(0)
+            for storage in self._storages:
+                storage.resize_(0)
             raise OutOfMemory("the device has no room for the weights any more: end what else uses it") from exc
         self._away = None
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

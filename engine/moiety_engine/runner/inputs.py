@@ -39,7 +39,8 @@ class HostBatch:
 
     @property
     def decodes_only(self) -> bool:
-        return self.num_decode == len(self.token_ids_T)
+        """Whether every row decodes one token, and is wanted."""
+        return len(self.token_ids_T) == self.num_decode == len(self.wanted_rows_L)
 
 
 class BatchBuilder:
@@ -48,7 +49,7 @@ class BatchBuilder:
     def __init__(self, block_size: int, device: torch.device, staging: Staging | None = None) -> None:
         self._block_size = block_size
         self._staging = staging or Staging(device)
-        self._tables = BlockTables(256)
+        self._tables = BlockTables()
 
     def build(self, plan: Plan, sampled_L: Tensor | None = None) -> Batch:
         """The plan on the device. `sampled_L`: what the running step samples."""

@@ -10,6 +10,7 @@ import numpy as np
 from moiety_engine.sequence import Sequence
 
 _SMALLEST = 16  # blocks
+_FEW = 512  # rows that are kept whoever they belong to
 
 
 @dataclass(slots=True)
@@ -24,8 +25,7 @@ class _Row:
 class BlockTables:
     """Holds the rows of sequences that were asked for lately."""
 
-    def __init__(self, max_rows: int) -> None:
-        self._max_rows = max_rows
+    def __init__(self) -> None:
         self._rows: dict[Sequence, _Row] = {}
 
     def of(self, sequence: Sequence) -> np.ndarray:
@@ -46,5 +46,5 @@ class BlockTables:
 
     def keep_only(self, sequences: list[Sequence]) -> None:
         """Forget the others if there are many of them."""
-        if len(self._rows) > 2 * max(self._max_rows, len(sequences)):
+        if len(self._rows) > max(_FEW, 2 * len(sequences)):
             self._rows = {s: self._rows[s] for s in sequences if s in self._rows}
