@@ -120,8 +120,7 @@ class Sequence:
         self.next_due_s = math.inf  # of the token after the pending one, if there is one
         self.completion_deadline_s = math.inf
         self.on_time = True  # no deadline has been missed yet
-        self.relegated = False
-        self.boosted = False
+        self.relegated = self.boosted = False
         self.predicted_output = 0.0  # tokens; a prediction, never the truth
         self.reserved_tokens = 0  # what it may hold in all without losing its protection from preemption
         self.account: Any = None  # its tenant's, of a policy that keeps accounts

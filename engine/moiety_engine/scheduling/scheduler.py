@@ -197,7 +197,6 @@ class Scheduler:
         assert self._running is plan, "a step was committed while another ran"
         self._running = None
         outputs = []
-        now_s = now_ns / 1e9
         sampled = iter(zip(token_ids, logprobs, strict=True))
         embedded = iter(embeddings)
         got_token = []
@@ -208,21 +207,8 @@ class Scheduler:
                 if sequence.pending_row < 0:
                     self.overshot_tokens_total += 1
                     continue
-                sequence.token_came(token_id, now_s)
                 got_token.append(sequence)
-                num_cached = 0
-                if sequence.first_token_unix_ns == 0:
-                    sequence.first_token_unix_ns, num_cached = now_ns, sequence.num_cached
-                finish = None
-                num_output, submit = len(sequence.tokens) - sequence.num_prompt, sequence.submit
-                if (
-                    num_output >= submit.max_tokens
-                    or num_output >= sequence.credit_tokens
-                    or token_id in submit.stop_token_ids
-                ):
-                    finish = self._finish_after(sequence, token_id, now_ns)
-                row_logprobs = None if logprob is None else [logprob]
-                outputs.append(CoreOutput(submit.key, [token_id], row_logprobs, finish, num_cached))
+                outputs.append(self._take_token(sequence, token_id, logprob, now_ns))
             elif chunk.embeds:
                 vector = next(embedded)
                 if sequence.place is not Place.ENDED:
@@ -235,7 +221,7 @@ class Scheduler:
         seconds = self._watch.committed(plan, now_ns)
         if plan.chunks and seconds > 0:
             self.step_time.observe(plan.shape, seconds)
-            self.policy.stepped(seconds, plan.shape, now_s)
+            self.policy.stepped(seconds, plan.shape, now_ns / 1e9)
         return outputs
 
     # ── what is there ──
@@ -314,6 +300,17 @@ class Scheduler:
         )
         return self._strategy.joinable(view)
 
+    def _take_token(self, sequence: Sequence, token_id: int, logprob: CoreLogprob | None, now_ns: int) -> CoreOutput:
+        sequence.token_came(token_id, now_ns / 1e9)
+        num_cached = 0
+        if sequence.first_token_unix_ns == 0:
+            sequence.first_token_unix_ns, num_cached = now_ns, sequence.num_cached
+        finish = None
+        num_output, submit = len(sequence.tokens) - sequence.num_prompt, sequence.submit
+        if num_output >= submit.max_tokens or num_output >= sequence.credit_tokens or token_id in submit.stop_token_ids:
+            finish = self._finish_after(sequence, token_id, now_ns)
+        return CoreOutput(submit.key, [token_id], None if logprob is None else [logprob], finish, num_cached)
+
     def _computed(self, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed
         end = start + num_tokens
@@ -384,10 +381,7 @@ class Scheduler:
         running = self.places.running
         if running and running[0].ghost and all(sequence.ghost for sequence in running):
             for sequence in list(running):
-                if sequence.pending:
-                    self._leave_batch(sequence)
-                else:
-                    self._drop(sequence)
+                (self._leave_batch if sequence.pending else self._drop)(sequence)
 
     def _finishing(self, sequence: Sequence) -> None:
         """The running step is its last."""
