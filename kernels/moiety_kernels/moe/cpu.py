@@ -90,12 +90,9 @@ def experts(
     added to and returned, if it is given."""
     tokens, top_k = (x_TD.shape[0], 1) if expert_TK is None else expert_TK.shape
     num_experts, width, hidden = w_down_EDF.shape
-    rows, size = tokens * top_k, w_down_EDF.element_size()
-    up_kind, down_kind = product_kind(w_gate_up_E2FD), product_kind(w_down_EDF)
-    items = min(num_experts, rows)
+    rows = tokens * top_k
     floats = torch.empty(rows * (hidden + width))
-    max_items = num_experts + rows // ROW_BLOCK
-    sizes = (num_experts + 1, rows, rows, rows, 3 * max_items)
+    sizes = (num_experts + 1, rows, rows, rows, 3 * (num_experts + rows // ROW_BLOCK))
     integers = torch.empty(sum(sizes), dtype=torch.int64)
     out_TD = torch.empty(tokens, width) if onto_TD is None else onto_TD
     starts = integers.data_ptr()
@@ -105,44 +102,31 @@ def experts(
         _LAYOUT,
         0,
         2,
-        x_TD.data_ptr(),
-        _address(weight_TK),
-        _address(expert_TK),
-        w_gate_up_E2FD.data_ptr(),
-        w_down_EDF.data_ptr(),
-        out_TD.data_ptr(),
-        tokens,
-        top_k,
-        num_experts,
-        width,
-        hidden,
-        4 * x_TD.stride(0),
-        up_kind,
-        down_kind,
-        min(chunk_rows(up_kind, width, 2 * width * size, hidden, rows // num_experts, items), _MAX_CHUNK),
-        chunk_rows(down_kind, hidden, hidden * size, width, rows // num_experts, items),
-        floats.data_ptr(),
-        floats.data_ptr() + 4 * rows * hidden,
-        starts,
-        place,
-        place + 8 * rows,
-        place + 16 * rows,
-        place + 24 * rows,
-        task_address(_up_task),
-        task_address(_down_task),
-        task_address(_combine_task),
+        *map(_address, (x_TD, weight_TK, expert_TK, w_gate_up_E2FD, w_down_EDF, out_TD)),
+        *(tokens, top_k, num_experts, width, hidden, 4 * x_TD.stride(0)),
+        *_kinds_and_chunks(w_gate_up_E2FD, w_down_EDF, rows),
+        *(floats.data_ptr(), floats.data_ptr() + 4 * rows * hidden),
+        *(starts, place, place + 8 * rows, place + 16 * rows, place + 24 * rows),
+        *map(task_address, (_up_task, _down_task, _combine_task)),
         _KINDS[activation.kind],
-        _address(gate_up_bias_E2F),
-        _address(down_bias_ED),
-        onto_TD is not None,
-        activation.limit,
-        activation.alpha,
+        *(_address(gate_up_bias_E2F), _address(down_bias_ED), onto_TD is not None),
+        *(activation.limit, activation.alpha),
     )
     return out_TD
 
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _kinds_and_chunks(w_gate_up_E2FD: Tensor, w_down_EDF: Tensor, rows: int) -> tuple[int, int, int, int]:
+    """How both products are multiplied, and how many weight rows a task of each takes."""
+    num_experts, width, hidden = w_down_EDF.shape
+    up_kind, down_kind, size = product_kind(w_gate_up_E2FD), product_kind(w_down_EDF), w_down_EDF.element_size()
+    items = min(num_experts, rows)
+    up_chunk = chunk_rows(up_kind, width, 2 * width * size, hidden, rows // num_experts, items)
+    down_chunk = chunk_rows(down_kind, hidden, hidden * size, width, rows // num_experts, items)
+    return up_kind, down_kind, min(up_chunk, _MAX_CHUNK), down_chunk
 
 
 @jit
