@@ -16,7 +16,7 @@ def fill_at_random(weights: ModelWeights) -> None:
     the size of what it multiplies, so that activations neither vanish nor grow."""
     generator = torch.Generator(weights.embedding_VD.device).manual_seed(SEED)
     for name, tensor in named_tensors(weights):
-        if "norm" in name:
+        if "norm" in name and "bias" not in name:
             tensor.fill_(1)
         elif tensor.dim() < 2:
             tensor.zero_()

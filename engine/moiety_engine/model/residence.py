@@ -19,7 +19,8 @@ from moiety_engine.model.weights import ModelWeights, allocate
 
 
 def named_tensors(weights: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of a dataclass of weights, by the name of its field; one that is there twice comes twice."""
+    """Each tensor of a dataclass of weights, by the names of the fields that lead to it; one that is there twice comes
+    twice."""
     if isinstance(weights, Tensor):
         yield name, weights
     elif isinstance(weights, tuple):
@@ -27,7 +28,8 @@ def named_tensors(weights: object, name: str = "") -> Iterator[tuple[str, Tensor
             yield from named_tensors(part, name)
     elif is_dataclass(weights):
         for field in fields(weights):
-            yield from named_tensors(getattr(weights, field.name), field.name)
+            inner = f"{name}.{field.name}" if name else field.name
+            yield from named_tensors(getattr(weights, field.name), inner)
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
