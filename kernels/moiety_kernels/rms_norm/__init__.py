@@ -21,12 +21,22 @@ def _cpu() -> ModuleType:
     return cpu
 
 
+@functools.cache
+def _kernel() -> ModuleType:
+    from moiety_kernels.rms_norm import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
+
+    return kernel
+
+
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension; float32 inside, x's dtype outside."""
     require_shape("weight", weight_D, (x_TD.shape[-1],))
     if x_TD.is_cpu and _cpu().fits(x_TD, weight_D):
         fast: Tensor = _cpu().rms_norm(x_TD, weight_D, eps)
         return fast
+    if x_TD.is_cuda and _kernel().fits(x_TD):
+        on_gpu: Tensor = _kernel().rms_norm(x_TD, weight_D, eps)
+        return on_gpu
     return reference.rms_norm(x_TD, weight_D, eps)
 
 
@@ -37,4 +47,7 @@ def add_rms_norm(x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -
     if x_TD.is_cpu and _cpu().fits(x_TD, weight_D) and _cpu().fits(delta_TD, weight_D):
         fast: tuple[Tensor, Tensor] = _cpu().add_rms_norm(x_TD, delta_TD, weight_D, eps)
         return fast
+    if x_TD.is_cuda and _kernel().fits(x_TD) and _kernel().fits(delta_TD):
+        on_gpu: tuple[Tensor, Tensor] = _kernel().add_rms_norm(x_TD, delta_TD, weight_D, eps)
+        return on_gpu
     return reference.add_rms_norm(x_TD, delta_TD, weight_D, eps)

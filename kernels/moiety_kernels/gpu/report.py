@@ -1,0 +1,59 @@
+"""The table of what every kernel takes on every target: registers, spills, shared memory.
+
+`python -m moiety_kernels.gpu.report sm_90 rms_norm` prints it as JSON, one row a variant; without operations, of all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from importlib import import_module
+from multiprocessing import get_context
+from typing import Any
+
+import moiety_kernels
+from moiety_kernels.gpu.compiling import CompilationError, compile_case
+from moiety_kernels.gpu.targets import TARGETS
+
+Row = dict[str, Any]
+
+
+def operations() -> list[str]:
+    """The operations that have Triton kernels."""
+    return [one.name for one in pkgutil.iter_modules(moiety_kernels.__path__) if one.ispkg and _has_kernel(one.name)]
+
+
+def rows(target: str, operation: str) -> list[Row]:
+    """`{operation, variant, target, registers, spill_bytes, shared_bytes, error}` of each variant for `target`."""
+    cases = import_module(f"moiety_kernels.{operation}.kernel").compile_cases()
+    found = []
+    for case in cases:
+        if case.only and target not in case.only:
+            continue
+        row: Row = {"operation": operation, "variant": case.name, "target": target, "error": None}
+        try:
+            row |= asdict(compile_case(case, TARGETS[target]))
+        except CompilationError as exc:
+            row["error"] = str(exc)
+        found.append(row)
+    return found
+
+
+def table(targets: list[str], names: list[str]) -> list[Row]:
+    """Rows of all `names` on all `targets`, compiled in as many processes as there are cores."""
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        jobs = [pool.submit(rows, target, name) for target in targets for name in names]
+        return [row for job in jobs for row in job.result()]
+
+
+def _has_kernel(name: str) -> bool:
+    package = import_module(f"moiety_kernels.{name}")
+    return any(one.name == "kernel" for one in pkgutil.iter_modules(package.__path__))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(table([sys.argv[1]], sys.argv[2:] or operations())) + "\n")

@@ -1,0 +1,56 @@
+"""Triton kernels, interpreted where there is no GPU. The kernels of a process are either interpreted or compiled, so
+what compiles them runs in processes of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from triton.runtime.errors import InterpreterError
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+@pytest.fixture
+def device() -> str:
+    return DEVICE
+
+
+@pytest.fixture(autouse=True)
+def fresh_numbers_on_poisoned_memory() -> None:
+    """Numbers are the same every time; freed memory that the next allocations are likely to get holds NaN."""
+    torch.manual_seed(0)
+    for size in (1 << 8, 1 << 12, 1 << 16, 1 << 18):
+        held = [torch.full((size,), float("nan"), device=DEVICE) for _ in range(4)]
+        del held
+
+
+@pytest.fixture
+def mutated(tmp_path: Path) -> Callable[[ModuleType, str, str], ModuleType]:
+    """`mutated(module, old, new)`: the module with the one place of its text that reads `old` changed to `new`."""
+
+    def mutate(module: ModuleType, old: str, new: str) -> ModuleType:
+        text = inspect.getsource(module)
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {module.__name__}"
+        path = tmp_path / f"mutant_{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(text.replace(old, new), encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        mutant = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(mutant)
+        return mutant
+
+    return mutate
+
+
+@pytest.fixture
+def noticed() -> tuple[type[Exception], ...]:
+    """What a check raises on a mutant: it disagrees, or the interpreter meets numbers that only garbage has."""
+    return AssertionError, InterpreterError
