@@ -10,10 +10,14 @@ from moiety_engine.model.checkpoint import load
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.transformer import Transformer
+from moiety_kernels.quantization import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from moiety_engine.model.spec import ModelSpec
+    from moiety_kernels.quantization import WeightFormat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -23,14 +27,16 @@ def load_model(
     *,
     device: str,
     dtype: str,
+    quantization: str = "auto",
     num_threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Transformer:
     """Read the checkpoint in `folder` and return the model on `device` ("cpu", "cuda", "cuda:1").
 
     `dtype` is "float32", "bfloat16", or "auto": bfloat16 for a checkpoint in 16 bits, else float32. On a CPU bfloat16
-    means that the weights are kept so; activations and the cache are float32. `num_threads` sets the compute threads of
-    the process. `progress` is called with (bytes read, bytes in all). Raises ModelError.
+    means that the weights are kept so; activations and the cache are float32. `quantization` is "none", "int8" or
+    "int4", how the weights of products are kept, or "auto": as the checkpoint has them. `num_threads` sets the compute
+    threads of the process. `progress` is called with (bytes read, bytes in all). Raises ModelError.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -39,5 +45,24 @@ def load_model(
         dtype = "float32" if spec.checkpoint_dtype == "float32" else "bfloat16"
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
-    weights = load(folder, spec, device=torch.device(device), dtype=DTYPES[dtype], progress=progress)
+    weights = load(
+        folder,
+        spec,
+        device=torch.device(device),
+        dtype=DTYPES[dtype],
+        form=_form(quantization, spec),
+        progress=progress,
+    )
     return Transformer(spec, weights)
+
+
+def _form(quantization: str, spec: ModelSpec) -> WeightFormat | None:
+    if quantization == "auto":
+        stored = spec.weight_format
+        return stored if stored is not None and stored.is_kept else None
+    if quantization == "none":
+        return None
+    if quantization not in FORMATS:
+        known = ", ".join(("auto", "none", *FORMATS))
+        raise UnsupportedModelError(f"quantization {quantization!r} is not supported; choose one of {known}")
+    return FORMATS[quantization]

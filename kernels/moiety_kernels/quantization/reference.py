@@ -13,7 +13,7 @@ from moiety_kernels.checks import require
 from moiety_kernels.quantization.weight import BLOCK, QuantizedWeight, WeightFormat
 
 HALF = BLOCK // 2
-_CLIPPINGS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the largest value of a group, what may serve it best
+_CLIPPINGS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the scale that a group's largest value asks for, what may serve it best
 
 
 def quantize(weight_NK: Tensor, form: WeightFormat) -> QuantizedWeight:
@@ -30,15 +30,16 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
 
 
 def round_to(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
-    """(q_NK int8, scales_NG float32)."""
+    """(q_NK int8, scales_NG float32). What was rounded so before comes out as it was, but for the scales' last bits."""
     width = weight_NK.shape[-1]
     require(form.takes(width), f"{form.name} keeps rows of a multiple of {form.group or BLOCK} inputs, not of {width}")
     groups = _in_groups(weight_NK.float(), form.num_groups(width))
-    largest = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    above, below = groups.amax(-1, keepdim=True) / (form.half - 1), groups.amin(-1, keepdim=True) / -form.half
+    widest = torch.maximum(above, below).clamp_min(torch.finfo(torch.float32).tiny)
     best_q, best_scale, best_error = None, None, None
     for clipping in _CLIPPINGS if form.bits < 8 else _CLIPPINGS[:1]:
-        scale = largest * (clipping / form.largest)
-        q = (groups / scale).round().clamp(-form.largest, form.largest)
+        scale = widest * clipping
+        q = (groups / scale).round().clamp(-form.half, form.half - 1)
         error = (q * scale - groups).square().sum(-1, keepdim=True)
         if best_q is None or best_scale is None or best_error is None:
             best_q, best_scale, best_error = q, scale, error

@@ -11,19 +11,24 @@ BLOCK = 32  # inputs that are packed together; every group is some of them
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """Signed whole numbers of `bits`, of which the lowest is not used, and a scale for every `group` of a row's inputs;
-    None: for the row."""
+    """Signed whole numbers of `bits`, and a scale for every `group` of a row's inputs; None: for the row."""
 
     name: str
     bits: int
     group: int | None
 
     @property
-    def largest(self) -> int:
-        return int(2 ** (self.bits - 1) - 1)
+    def half(self) -> int:
+        """The numbers are -half … half - 1."""
+        return int(2 ** (self.bits - 1))
 
     def num_groups(self, width: int) -> int:
         return 1 if self.group is None else width // self.group
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether weights are held so by the kernels."""
+        return self.bits in (4, 8) and (self.group is None or self.group % BLOCK == 0)
 
     def takes(self, width: int) -> bool:
         """Whether rows of so many inputs can be kept so."""
