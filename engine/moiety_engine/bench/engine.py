@@ -64,6 +64,7 @@ def measure(
             "static_batch_size": config.static_batch_size,
             "block_size": loop.block_size,
             "kv_blocks": loop.scheduler.kv.pool.num_blocks,
+            "quantization": config.quantization,
             "seed": seed,
         },
         "ready_s": ready_s,

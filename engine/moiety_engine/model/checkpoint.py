@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moiety_engine.model.errors import WeightsError
-from moiety_engine.model.fewer_bits import FewerBits
+from moiety_engine.model.fewer_bits import FewerBits, products_among
 from moiety_engine.model.names import ignorable, placements
 from moiety_engine.model.narrow import sources
 from moiety_engine.model.weights import ModelWeights, allocate
@@ -45,7 +45,7 @@ def load(
     `progress` is called with (bytes read, bytes in all). Raises WeightsError, naming the tensors, when one is missing,
     unexpected or of another shape.
     """
-    shards = _shards(folder)
+    shards = shard_paths(folder)
     total = sum(path.stat().st_size for path in shards)
     weights = (
         allocate(spec, device=device, dtype=dtype)
@@ -78,6 +78,13 @@ def load(
     return weights if fewer_bits is None else fewer_bits.finish()
 
 
+def product_names(folder: Path, spec: ModelSpec) -> set[str]:
+    """The tensors on disk that the large products are made of. Raises WeightsError."""
+    names = {name for path in shard_paths(folder) for name in _names(path)}
+    weights = allocate(spec, device=torch.device("cpu"), dtype=torch.bfloat16)  # untouched, so it takes no memory
+    return products_among(weights, placements(spec, weights, names)) & names
+
+
 def _fill(place: Place | Shares, source: Tensor, what: str) -> None:
     if source.shape != place.shape:
         raise WeightsError(
@@ -93,7 +100,8 @@ def _tensor(path: Path, name: str) -> Tensor:
     return tensor
 
 
-def _shards(folder: Path) -> list[Path]:
+def shard_paths(folder: Path) -> list[Path]:
+    """The safetensors files. Raises WeightsError."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -89,6 +89,12 @@ class FewerBits:
         return replace(part, **{field.name: self._finish(getattr(part, field.name)) for field in fields(part)})
 
 
+def products_among(weights: ModelWeights, places: Mapping[str, Place | Shares]) -> set[str]:
+    """The names of the tensors that products are made of."""
+    addresses = {product.untyped_storage().data_ptr() for product in _products(weights)}
+    return {name for name, place in places.items() if _addresses(place) & addresses}
+
+
 def _products(part: Any) -> Iterator[Tensor]:
     if isinstance(part, tuple):
         for one in part:
