@@ -13,6 +13,8 @@ from moiety_kernels.cpu import tiles
 from moiety_kernels.head_linear import head_linear
 from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
 from moiety_kernels.kv_store import kv_store
+from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_queries
+from moiety_kernels.latent_input import reference as latent_reference
 from moiety_kernels.linear import linear
 from moiety_kernels.linear.reference import linear as linear_reference
 from moiety_kernels.mla_attention import mla_attention
@@ -211,7 +213,9 @@ def paged(
 
 
 @pytest.mark.parametrize("window", [None, 1, 37])
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 16), (8, 2, 64), (5, 1, 48), (6, 2, 144), (4, 2, 10)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"), [(4, 4, 16), (8, 2, 64), (5, 1, 48), (6, 2, 144), (4, 1, 256), (4, 2, 10)]
+)
 @pytest.mark.parametrize("places", [16, 5])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_paged_attention(
@@ -294,6 +298,41 @@ def test_attention_input(norm: str, clip: float | None, width: int, pairs: int) 
     assert close(ours, expected)
     assert close(caches[2], caches[0])
     assert close(caches[3], caches[1])
+
+
+@pytest.mark.parametrize("with_query_norm", [False, True])
+@pytest.mark.parametrize(("latent", "pairs", "query"), [(64, 16, 48), (512, 8, 96), (20, 5, 12)])
+def test_latent_input(latent: int, pairs: int, query: int, with_query_norm: bool) -> None:
+    tokens, places = 37, 8
+    x, angles = normal(tokens, query + latent + 2 * pairs), normal(500, pairs)
+    positions = torch.randint(0, 500, (tokens,), device=DEVICE)
+    slots = torch.randperm(10 * places, device=DEVICE)[:tokens]
+    slots[30:] = -1
+    plan = LatentInputPlan(normal(latent), normal(query) if with_query_norm else None, 1e-6)
+    cache = torch.full((10, places, latent + 2 * pairs), 7.0, device=DEVICE)
+    tables = angles.cos(), angles.sin(), positions
+    expected = latent_reference.latent_input(x.clone(), plan, *tables, cache, slots)
+    rows = cache.flatten(0, 1)
+    assert close(rows[slots[:30], :latent], rms_norm_reference(x[:30, query : query + latent], plan.latent_norm, 1e-6))
+    assert (rows == 7.0).all(dim=1).sum() == 80 - 30
+    ours = torch.full_like(cache, 7.0)
+    assert close(latent_input(x.clone(), plan, *tables, ours, slots), expected)
+    assert close(ours, cache)
+    latent_input(x, plan, *tables, ours, torch.full_like(slots, -1))
+    assert close(ours, cache)
+
+
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize(
+    ("rows", "heads", "latent", "plain", "pairs"), [(1, 16, 512, 128, 32), (70, 3, 40, 16, 5), (9, 2, 48, 32, 8)]
+)
+@pytest.mark.usefixtures("arithmetic")
+def test_latent_queries(rows: int, heads: int, latent: int, plain: int, pairs: int, dtype: torch.dtype) -> None:
+    q = normal(rows, heads * (plain + 2 * pairs) + 16).bfloat16().float()[:, :-16]  # the rest of a row is the cache's
+    q_THd = q.as_strided((rows, heads, plain + 2 * pairs), (q.stride(0), plain + 2 * pairs, 1))
+    key_up, angles = normal(heads, latent, plain, scale=plain**-0.5).to(dtype), normal(50, pairs)
+    inputs = key_up, angles.cos(), angles.sin(), torch.randint(0, 50, (rows,), device=DEVICE)
+    assert close(latent_queries(q_THd, *inputs), latent_reference.latent_queries(q_THd, *inputs))
 
 
 def test_rope_leaves_lengths_and_the_rest_of_a_head_as_they_are() -> None:

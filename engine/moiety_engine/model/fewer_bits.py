@@ -7,16 +7,19 @@ from collections import Counter
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.names.place import Place
+from moiety_engine.model.residence import named_tensors
 from moiety_engine.model.weights import (
     AttentionWeights,
     DenseWeights,
     LatentAttentionWeights,
     ModelWeights,
     MoeWeights,
+    allocate,
 )
 from moiety_kernels.quantization import QuantizedWeight, quantize
 from moiety_kernels.quantization.weight import BLOCK
@@ -24,9 +27,8 @@ from moiety_kernels.quantization.weight import BLOCK
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    import torch
-
     from moiety_engine.model.names.place import Shares
+    from moiety_engine.model.spec import ModelSpec
     from moiety_kernels.quantization import WeightFormat
 
 _PRODUCTS: dict[type, tuple[str, ...]] = {  # the weights that take most of the memory and of the time
@@ -87,6 +89,16 @@ class FewerBits:
         if not is_dataclass(part) or isinstance(part, type):
             return part
         return replace(part, **{field.name: self._finish(getattr(part, field.name)) for field in fields(part)})
+
+
+def bytes_in(form: WeightFormat, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Memory that the model's weights take with those of products in few bits."""
+    weights = allocate(spec, device=torch.device("meta"), dtype=dtype)
+    products = list(_products(weights))
+    plain = {id(tensor): tensor.nbytes for _, tensor in named_tensors(weights)}
+    rest = sum(plain.values()) - sum(plain[id(product)] for product in products)
+    scales = sum(4 * product.numel() // product.shape[-1] * form.num_groups(product.shape[-1]) for product in products)
+    return rest + scales + sum(product.numel() * form.bits // 8 for product in products)
 
 
 def products_among(weights: ModelWeights, places: Mapping[str, Place | Shares]) -> set[str]:

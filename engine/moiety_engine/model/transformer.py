@@ -15,6 +15,7 @@ from torch.nn import functional
 from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
 from moiety_engine.model.layers import attention, feed_forward
 from moiety_engine.model.norms import make_norm
+from moiety_engine.model.residence import Residence
 from moiety_engine.model.rotary import RotaryTable
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.weights import ModelWeights
@@ -41,6 +42,7 @@ class Transformer:
         self.expert_counter = ExpertCounter(spec.moe_layers, max(experts, default=0), self.device)
         rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in spec.layers}
         self._weights = weights
+        self._residence = Residence(weights)
         self._programs = _decode_programs(self._layers) if self.device.type == "cpu" else None
         self._attentions = [
             self._normed(attention(one, w.attention, rotaries[one.rope], spec.norm.eps), w.attention_post_norm)
@@ -72,6 +74,16 @@ class Transformer:
         empty = partial(torch.empty, dtype=self.kv_dtype, device=self.device)
         return KvCache(tuple(layer(one.attention) for one in self.spec.layers), num_blocks, block_size)
 
+    def leave(self, on_progress: Callable[[], None]) -> int:
+        """The weights go to host memory; returns the bytes that are free thereby. Raises OutOfMemory."""
+        if self._programs is not None:
+            self._programs.forget()
+        return self._residence.leave(on_progress)
+
+    def come_back(self, on_progress: Callable[[], None]) -> None:
+        """The weights are on the device again. Raises OutOfMemory."""
+        self._residence.come_back(on_progress)
+
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return logits_LV, float32, of the rows that are wanted."""
         return self.logits(self.hidden(batch, kv))
@@ -87,7 +99,7 @@ class Transformer:
             normed_TD = programs.run(x_TD, batch, kv)
         else:
             normed_TD = self._layers(x_TD, batch, kv)
-        return normed_TD[batch.wanted_rows_L]
+        return normed_TD.index_select(0, batch.wanted_rows_L)
 
     @torch.inference_mode()
     def logits(self, hidden_LD: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ def _cpu() -> ModuleType:
 
 
 def head_linear(x_THK: Tensor, weight_HNK: Tensor) -> Tensor:
-    """out_THN = Σ_k x[t, h, k] · weight[h, n, k], in x's dtype; as exact as `linear`."""
+    """out_THN = Σ_k x[t, h, k] · weight[h, n, k], contiguous, in x's dtype; as exact as `linear`."""
     require_shape("weight", weight_HNK, (x_THK.shape[1], -1, x_THK.shape[2]))
-    if x_THK.is_cpu and _cpu().fits(x_THK, weight_HNK):
+    if x_THK.is_cpu and _cpu().fits(x_THK, weight_HNK, x_THK.shape[2]):
         fast: Tensor = _cpu().head_linear(x_THK, weight_HNK)
         return fast
     return reference.head_linear(x_THK, weight_HNK)

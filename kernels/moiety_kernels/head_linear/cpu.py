@@ -25,12 +25,12 @@ from moiety_kernels.cpu.team import MAX_TASKS, team
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LAYOUT = struct.Struct("13q")
+_LAYOUT = struct.Struct("14q")
 
 
-def fits(x_MHK: Tensor, weight_HNK: Tensor) -> bool:
-    """Whether `head_linear` takes these tensors."""
-    rows, heads, width = x_MHK.shape
+def fits(x_MHK: Tensor, weight_HNK: Tensor, width: int) -> bool:
+    """Whether the functions here take these tensors, of x the first `width` entries of each head."""
+    rows, heads, _ = x_MHK.shape
     return (
         x_MHK.dtype is torch.float32
         and weight_HNK.dtype in (torch.bfloat16, torch.float32)
@@ -44,9 +44,15 @@ def fits(x_MHK: Tensor, weight_HNK: Tensor) -> bool:
 
 def head_linear(x_MHK: Tensor, weight_HNK: Tensor) -> Tensor:
     """out_MHN, contiguous."""
-    m, heads, k = x_MHK.shape
-    n = weight_HNK.shape[1]
-    out_MHN = torch.empty(m, heads, n)
+    out_MHN = torch.empty(*x_MHK.shape[:2], weight_HNK.shape[1])
+    multiply_heads(x_MHK, weight_HNK, out_MHN)
+    return out_MHN
+
+
+def multiply_heads(x_MHK: Tensor, weight_HNK: Tensor, out_MHN: Tensor) -> None:
+    """Write the first N entries of each head of `out`, contiguous, from the first K of x; either may be wider."""
+    m, heads, _ = x_MHK.shape
+    n, k = weight_HNK.shape[1:]
     kind = product_kind(weight_HNK)
     block = row_block(kind, k)
     blocks = -(-m // block)
@@ -69,19 +75,19 @@ def head_linear(x_MHK: Tensor, weight_HNK: Tensor) -> Tensor:
         chunk,
         chunks,
         block,
+        4 * out_MHN.shape[2],
     )
-    return out_MHN
 
 
 def _task(args: int, task: int, scratch: int) -> None:
     m, n, k, kind = load_i64(args, 3), load_i64(args, 4), load_i64(args, 5), load_i64(args, 6)
     x_stride, head_stride, heads = load_i64(args, 7), load_i64(args, 8), load_i64(args, 9)
-    chunk, chunks, block = load_i64(args, 10), load_i64(args, 11), load_i64(args, 12)
+    chunk, chunks, block, out_bytes = load_i64(args, 10), load_i64(args, 11), load_i64(args, 12), load_i64(args, 13)
     column, item = task % chunks * chunk, task // chunks
     head, row = item % heads, item // heads * block
     num_rows, num_columns = min(block, m - row), min(chunk, n - column)
     rows = scratch + ROWS_AT
     point_rows(rows, load_i64(args, 0) + row * x_stride + head * head_stride, x_stride, num_rows)
     w = load_i64(args, 1) + (head * n + column) * k * (4 if kind == FLOAT32 else 2)
-    out = load_i64(args, 2) + 4 * ((row * heads + head) * n + column)
-    multiply(rows, num_rows, w, kind, num_columns, k, out, 4 * heads * n, scratch)
+    out = load_i64(args, 2) + (row * heads + head) * out_bytes + 4 * column
+    multiply(rows, num_rows, w, kind, num_columns, k, out, heads * out_bytes, scratch)

@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 
 def head_linear(x_THK: Tensor, weight_HNK: Tensor) -> Tensor:
-    """out_THN in x's dtype; a weight of another dtype is widened or rounded to it first."""
+    """out_THN, contiguous, in x's dtype; a weight of another dtype is widened or rounded to it first."""
     out_HTN = torch.bmm(x_THK.transpose(0, 1), weight_HNK.to(x_THK.dtype).transpose(1, 2))
-    return out_HTN.transpose(0, 1)
+    return out_HTN.transpose(0, 1).contiguous()

@@ -14,7 +14,6 @@ import torch
 from moiety_kernels.cpu.compiling import jit, task_address
 from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.gemm import (
-    FLOAT32,
     MAX_WIDTH,
     ROW_BLOCK,
     TEMP_AT,
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from moiety_kernels.moe.activation import Activation
     from moiety_kernels.quantization.weight import QuantizedWeight
 
-_LAYOUT = struct.Struct("29q2d6q")
+_LAYOUT = struct.Struct("30q2d6q")
 _SILU, _GELU_TANH, _CLIPPED = range(3)
 _KINDS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "clipped": _CLIPPED}
 _COMBINE_BLOCK = 16  # tokens a task
@@ -50,8 +49,8 @@ UP_KIND, DOWN_KIND, UP_CHUNK, DOWN_CHUNK = 12, 13, 14, 15
 INNER, RESULT = 16, 17  # float32 workspace [R, F] and [R, D]
 STARTS, PLACE, X_ROWS, INNER_ROWS, ITEMS = 18, 19, 20, 21, 22  # int64 workspace
 UP_TASK, DOWN_TASK, COMBINE_TASK = 23, 24, 25
-ACTIVATION, UP_BIAS, DOWN_BIAS, LIMIT, ALPHA = 26, 27, 28, 29, 30
-UP_SCALES, UP_BITS, UP_SHIFT, DOWN_SCALES, DOWN_BITS, DOWN_SHIFT = 31, 32, 33, 34, 35, 36
+ACTIVATION, UP_BIAS, DOWN_BIAS, ONTO, LIMIT, ALPHA = 26, 27, 28, 29, 30, 31
+UP_SCALES, UP_BITS, UP_SHIFT, DOWN_SCALES, DOWN_BITS, DOWN_SHIFT = 32, 33, 34, 35, 36, 37
 
 
 def fits(
@@ -89,20 +88,19 @@ def experts(
     activation: Activation,
     gate_up_bias_E2F: Tensor | None,
     down_bias_ED: Tensor | None,
+    onto_TD: Tensor | None = None,
 ) -> Tensor:
-    """Σ_k weight · expert(x) for each token; without experts and weights, the first expert once."""
+    """Σ_k weight · expert(x) for each token; without experts the first one once, without weights unweighted. `onto` is
+    added to and returned, if it is given."""
     tokens, top_k = (x_TD.shape[0], 1) if expert_TK is None else expert_TK.shape
     num_experts, width, hidden = w_down_EDF.shape
-    up_kind, down_kind = product_kind(w_gate_up_E2FD), product_kind(w_down_EDF)
-    rows, size = tokens * top_k, 4 if down_kind == FLOAT32 else 2
+    rows = tokens * top_k
     up, *up_format = format_of(w_gate_up_E2FD)
     down, *down_format = format_of(w_down_EDF)
-    items = min(num_experts, rows)
     floats = torch.empty(rows * (hidden + width))
-    max_items = num_experts + rows // ROW_BLOCK
-    sizes = (num_experts + 1, rows, rows, rows, 3 * max_items)
+    sizes = (num_experts + 1, rows, rows, rows, 3 * (num_experts + rows // ROW_BLOCK))
     integers = torch.empty(sum(sizes), dtype=torch.int64)
-    out_TD = torch.empty(tokens, width)
+    out_TD = torch.empty(tokens, width) if onto_TD is None else onto_TD
     starts = integers.data_ptr()
     place = starts + 8 * sizes[0]
     team().drive(
@@ -110,45 +108,35 @@ def experts(
         _LAYOUT,
         0,
         2,
-        x_TD.data_ptr(),
-        _address(weight_TK),
-        _address(expert_TK),
-        up,
-        down,
-        out_TD.data_ptr(),
-        tokens,
-        top_k,
-        num_experts,
-        width,
-        hidden,
-        4 * x_TD.stride(0),
-        up_kind,
-        down_kind,
-        min(chunk_rows(up_kind, width, 2 * width * size, hidden, rows // num_experts, items), _MAX_CHUNK),
-        chunk_rows(down_kind, hidden, hidden * size, width, rows // num_experts, items),
-        floats.data_ptr(),
-        floats.data_ptr() + 4 * rows * hidden,
-        starts,
-        place,
-        place + 8 * rows,
-        place + 16 * rows,
-        place + 24 * rows,
-        task_address(_up_task),
-        task_address(_down_task),
-        task_address(_combine_task),
+        *(*map(_address, (x_TD, weight_TK, expert_TK)), up, down, out_TD.data_ptr()),
+        *(tokens, top_k, num_experts, width, hidden, 4 * x_TD.stride(0)),
+        *_kinds_and_chunks(w_gate_up_E2FD, w_down_EDF, rows),
+        *(floats.data_ptr(), floats.data_ptr() + 4 * rows * hidden),
+        *(starts, place, place + 8 * rows, place + 16 * rows, place + 24 * rows),
+        *map(task_address, (_up_task, _down_task, _combine_task)),
         _KINDS[activation.kind],
-        _address(gate_up_bias_E2F),
-        _address(down_bias_ED),
-        activation.limit,
-        activation.alpha,
-        *up_format,
-        *down_format,
+        *(_address(gate_up_bias_E2F), _address(down_bias_ED), onto_TD is not None),
+        *(activation.limit, activation.alpha),
+        *(*up_format, *down_format),
     )
     return out_TD
 
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _kinds_and_chunks(
+    w_gate_up_E2FD: Tensor | QuantizedWeight, w_down_EDF: Tensor | QuantizedWeight, rows: int
+) -> tuple[int, int, int, int]:
+    """How both products are multiplied, and how many weight rows a task of each takes."""
+    num_experts, width, hidden = w_down_EDF.shape
+    up_kind, down_kind = product_kind(w_gate_up_E2FD), product_kind(w_down_EDF)
+    size = 4 if down_kind == FLOAT32 else 2
+    items = min(num_experts, rows)
+    up_chunk = chunk_rows(up_kind, width, 2 * width * size, hidden, rows // num_experts, items)
+    down_chunk = chunk_rows(down_kind, hidden, hidden * size, width, rows // num_experts, items)
+    return up_kind, down_kind, min(up_chunk, _MAX_CHUNK), down_chunk
 
 
 @jit
@@ -273,8 +261,9 @@ def _combine_task(args: int, task: int, scratch: int) -> None:
     weights, place = load_i64(args, WEIGHT), load_i64(args, PLACE)
     for t in range(task * _COMBINE_BLOCK, min(tokens, (task + 1) * _COMBINE_BLOCK)):
         out = load_i64(args, OUT) + 4 * t * width
-        for i in range(width):
-            store_f32(out, i, 0.0)
+        if not load_i64(args, ONTO):
+            for i in range(width):
+                store_f32(out, i, 0.0)
         for pair in range(t * top_k, (t + 1) * top_k):
             row = load_i64(args, RESULT) + 4 * width * load_i64(place, pair)
             add_scaled_row(out, row, width, load_f32(weights, pair) if weights else 1.0, out)

@@ -39,6 +39,11 @@ class Batching(StrEnum):
     continuous = "continuous"
 
 
+class LoadFormat(StrEnum):
+    auto = "auto"
+    dummy = "dummy"
+
+
 MoreArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="-- ENGINE_OPTIONS", help="Further options of `moiety engine`, after two dashes."),
@@ -74,6 +79,10 @@ DtypeOption = Annotated[
 QuantizationOption = Annotated[
     Quantization | None,
     typer.Option(rich_help_panel=ENGINE, help="How the weights of products are kept; as they are stored if not given."),
+]
+LoadFormatOption = Annotated[
+    LoadFormat | None,
+    typer.Option(rich_help_panel=ENGINE, help="dummy: weights drawn at random, without files; for measurements."),
 ]
 BatchingOption = Annotated[
     Batching | None,

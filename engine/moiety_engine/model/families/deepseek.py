@@ -13,34 +13,30 @@ from moiety_engine.model.families.config import (
     read_activation,
     read_rope,
     read_routing,
+    read_sigmoid_mixture,
     rope_parameters,
     yarn_magnitude,
 )
 from moiety_engine.model.spec import DenseSpec, LatentAttentionSpec, LayerSpec, MoeSpec, SharedSpec
-from moiety_kernels.route.spec import RoutingSpec
+
+# what a configuration leaves out if it is as in the family's own class
+V3_DEFAULTS: Config = {
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
 
 
 def deepseek_v2(config: Config, index: int) -> LayerSpec:
-    method = config.get("topk_method", "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise UnsupportedModelError(f"topk_method {method!r} is not supported; known: greedy, group_limited_greedy")
-    if config.get("norm_topk_prob"):
-        raise UnsupportedModelError("norm_topk_prob is not supported in deepseek_v2, where no released model has it")
-    groups = _groups(config) if method == "group_limited_greedy" else {}
-    routing = read_routing(config, renormalize=False, scale=float(config.get("routed_scaling_factor", 1.0)), **groups)
-    return _layer(config, index, routing, mlp_bias=bool(config.get("mlp_bias", False)))
+    return LayerSpec(_attention(config, interleaved=True), _softmax_mixture(config, index))
 
 
 def deepseek_v3(config: Config, index: int) -> LayerSpec:
-    routing = read_routing(
-        config,
-        renormalize=bool(config.get("norm_topk_prob", True)),
-        scoring="sigmoid",
-        group_score="best_two",
-        scale=float(config.get("routed_scaling_factor", 2.5)),
-        **_groups(config),
-    )
-    return _layer(config, index, routing, selection_bias=True, interleaved=bool(config.get("rope_interleave", True)))
+    attention = _attention(config, interleaved=bool(config.get("rope_interleave", True)))
+    return LayerSpec(attention, read_sigmoid_mixture(V3_DEFAULTS | config, index))
 
 
 def deepseek_features(config: Config) -> Features:
@@ -48,31 +44,34 @@ def deepseek_features(config: Config) -> Features:
     return {"ignored_prefixes": draft_prefixes(config)}
 
 
-def _groups(config: Config) -> dict[str, int]:
-    return {"num_groups": first(config, "n_group", default=1), "top_groups": first(config, "topk_group", default=1)}
-
-
-def _layer(
-    config: Config,
-    index: int,
-    routing: RoutingSpec,
-    *,
-    selection_bias: bool = False,
-    mlp_bias: bool = False,
-    interleaved: bool = True,
-) -> LayerSpec:
-    attention, activation = _attention(config, interleaved), read_activation(config)
+def _softmax_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:
+    """The feed-forwards of DeepSeek-V2."""
+    activation, bias = read_activation(config), bool(config.get("mlp_bias", False))
     if index < config.get("first_k_dense_replace", 0):
-        return LayerSpec(attention, DenseSpec(config["intermediate_size"], mlp_bias, activation))
-    width, num_shared = config["moe_intermediate_size"], first(config, "n_shared_experts", default=0)
-    shared = SharedSpec(DenseSpec(num_shared * width, mlp_bias, activation)) if num_shared else None
-    mixture = MoeSpec(width, routing, activation, selection_bias=selection_bias, exact_router=True, shared=shared)
-    return LayerSpec(attention, mixture)
+        return DenseSpec(config["intermediate_size"], bias, activation)
+    method = config.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModelError(f"topk_method {method!r} is not supported; known: greedy, group_limited_greedy")
+    if config.get("norm_topk_prob"):
+        raise UnsupportedModelError("norm_topk_prob is not supported in deepseek_v2, where no released model has it")
+    limited = method == "group_limited_greedy"
+    routing = read_routing(
+        config,
+        renormalize=False,
+        num_groups=config["n_group"] if limited else 1,
+        top_groups=config["topk_group"] if limited else 1,
+        scale=float(config.get("routed_scaling_factor", 1.0)),
+    )
+    width, num_shared = config["moe_intermediate_size"], config.get("n_shared_experts", 2)
+    shared = SharedSpec(DenseSpec(num_shared * width, bias, activation)) if num_shared else None
+    return MoeSpec(width, routing, activation, exact_router=True, shared=shared)
 
 
-def _attention(config: Config, interleaved: bool) -> LatentAttentionSpec:
+def _attention(config: Config, *, interleaved: bool) -> LatentAttentionSpec:
     nope_width, rotary_width = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     bias = bool(config.get("attention_bias", False))
+    if bias and config.get("q_lora_rank") is None:
+        raise UnsupportedModelError("attention_bias without a q_lora_rank is not supported; no released model has that")
     return LatentAttentionSpec(
         num_heads=config["num_attention_heads"],
         query_rank=config.get("q_lora_rank"),
