@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moiety_kernels.checks import KernelInputError
@@ -32,6 +32,7 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * shape[-1] ** -0.5
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from(FORMATS))
 def test_what_was_rounded_once_comes_out_of_a_second_rounding_as_it_was(seed: int, form: WeightFormat) -> None:
     weight = torch.randn(3, 5, 128, generator=torch.Generator().manual_seed(seed))

@@ -14,6 +14,7 @@ import torch
 from moiety_kernels.cpu.compiling import jit, task_address
 from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.gemm import (
+    FLOAT32,
     MAX_WIDTH,
     ROW_BLOCK,
     TEMP_AT,
