@@ -48,6 +48,7 @@ class Overlap(StrEnum):
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # what clients call the model
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str = "auto"  # how the weights of products are kept; auto: as the checkpoint has them
     batching: Batching = Batching.CONTINUOUS
     policy: PolicyName = PolicyName.MOIETY  # for continuous batching; the other strategies are first come, first served
     max_batch_tokens: int | None = None  # token budget of one step
@@ -78,6 +80,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}")
         if self.dtype not in DTYPES:
             raise InvalidConfig(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.quantization not in QUANTIZATIONS:
+            raise InvalidConfig(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
         positive = {
             "max_batch_tokens": self.max_batch_tokens,
             "max_running": self.max_running,

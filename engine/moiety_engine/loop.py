@@ -204,6 +204,7 @@ def load_loop(
         Path(config.model),
         device=device,
         dtype=config.dtype,
+        quantization=config.quantization,
         num_threads=config.num_threads,
         load_format=config.load_format,
         progress=progress,

@@ -77,6 +77,7 @@ def _settings(loop: EngineLoop, config: EngineConfig, lengths: list[Lengths], ou
         "static_batch_size": config.static_batch_size,
         "block_size": loop.block_size,
         "kv_blocks": loop.scheduler.kv.pool.num_blocks,
+        "quantization": config.quantization,
         "load_format": str(config.load_format),
         "overlap": loop.overlaps,
         "cuda_graphs": loop.replays,

@@ -27,6 +27,13 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class Quantization(StrEnum):
+    auto = "auto"
+    none = "none"
+    int8 = "int8"
+    int4 = "int4"
+
+
 ModelOption = Annotated[
     str, typer.Option(envvar="MOIETY_ENGINE_MODEL", help="Checkpoint folder or hub id; empty: the demo model.")
 ]
@@ -75,6 +82,12 @@ CurveKeyFileOption = Annotated[
 ]
 DeviceOption = Annotated[Device, typer.Option(envvar="MOIETY_ENGINE_DEVICE", help="Where the model runs.")]
 DtypeOption = Annotated[Dtype, typer.Option(envvar="MOIETY_ENGINE_DTYPE", help="Type of the weights.")]
+QuantizationOption = Annotated[
+    Quantization,
+    typer.Option(
+        envvar="MOIETY_ENGINE_QUANTIZATION", help="How the weights of products are kept; auto: as they are stored."
+    ),
+]
 ThreadsOption = Annotated[
     int | None, typer.Option(envvar="MOIETY_ENGINE_THREADS", min=1, help="Processor threads of the model.")
 ]

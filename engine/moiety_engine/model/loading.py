@@ -12,13 +12,18 @@ from moiety_engine.model.checkpoint import load
 from moiety_engine.model.dummy import fill_at_random
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
+from moiety_engine.model.fewer_bits import bytes_in
 from moiety_engine.model.residence import require_fit, weight_bytes
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weights import allocate
+from moiety_kernels.quantization import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from moiety_engine.model.spec import ModelSpec
+    from moiety_kernels.quantization import WeightFormat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -28,6 +33,7 @@ def load_model(
     *,
     device: str,
     dtype: str,
+    quantization: str = "auto",
     num_threads: int | None = None,
     load_format: LoadFormat = LoadFormat.AUTO,
     progress: Callable[[int, int], None] | None = None,
@@ -36,9 +42,10 @@ def load_model(
     only its config.json is read.
 
     `dtype` is "float32", "bfloat16", or "auto": bfloat16 for a checkpoint in 16 bits, else float32. On a CPU bfloat16
-    means that the weights are kept so; activations and the cache are float32. `num_threads` sets the compute threads of
-    the process. `progress` is called with (bytes read, bytes in all). Raises ModelError, and OutOfMemory with the
-    figures where the weights do not fit.
+    means that the weights are kept so; activations and the cache are float32. `quantization` is "none", "int8" or
+    "int4", how the weights of products are kept, or "auto": as the checkpoint has them. `num_threads` sets the compute
+    threads of the process. `progress` is called with (bytes read, bytes in all). Raises ModelError, and OutOfMemory
+    with the figures where the weights do not fit.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -47,11 +54,26 @@ def load_model(
         dtype = "float32" if spec.checkpoint_dtype == "float32" else "bfloat16"
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
-    where = torch.device(device)
-    require_fit(weight_bytes(spec, DTYPES[dtype]), device_memory(where), where)
+    where, form = torch.device(device), _form(quantization, spec)
+    num_bytes = weight_bytes(spec, DTYPES[dtype]) if form is None else bytes_in(form, spec, DTYPES[dtype])
+    require_fit(num_bytes, device_memory(where), where)
     if load_format is LoadFormat.DUMMY:
+        if form is not None:
+            raise UnsupportedModelError("random weights are not quantized; leave out --load-format or --quantization")
         weights = allocate(spec, device=where, dtype=DTYPES[dtype])
         fill_at_random(weights)
     else:
-        weights = load(folder, spec, device=where, dtype=DTYPES[dtype], progress=progress)
+        weights = load(folder, spec, device=where, dtype=DTYPES[dtype], form=form, progress=progress)
     return Transformer(spec, weights)
+
+
+def _form(quantization: str, spec: ModelSpec) -> WeightFormat | None:
+    if quantization == "auto":
+        stored = spec.weight_format
+        return stored if stored is not None and stored.is_kept else None
+    if quantization == "none":
+        return None
+    if quantization not in FORMATS:
+        known = ", ".join(("auto", "none", *FORMATS))
+        raise UnsupportedModelError(f"quantization {quantization!r} is not supported; choose one of {known}")
+    return FORMATS[quantization]

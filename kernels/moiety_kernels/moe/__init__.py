@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import grouped, reference
@@ -13,7 +15,7 @@ from moiety_kernels.moe.activation import GELU_TANH, SILU, Activation
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from torch import Tensor
+    from moiety_kernels.quantization import Weight
 
 __all__ = ["GELU_TANH", "SILU", "Activation", "dense_glu", "experts"]
 
@@ -29,8 +31,8 @@ def experts(
     x_TD: Tensor,
     weight_TK: Tensor,
     expert_TK: Tensor,
-    w_gate_up_E2FD: Tensor,
-    w_down_EDF: Tensor,
+    w_gate_up_E2FD: Weight,
+    w_down_EDF: Weight,
     *,
     activation: Activation = SILU,
     gate_up_bias_E2F: Tensor | None = None,
@@ -39,7 +41,9 @@ def experts(
     """Σ_k weight · expert(x) for each token; deterministic, no capacity limit, no dropped token. Of the rows of
     w_gate_up the first half are the gate's, the second the up's; so are the biases', which are float32."""
     num_experts, width, hidden = w_down_EDF.shape
-    require_shape("w_gate_up", w_gate_up_E2FD, (num_experts, 2 * hidden, width))
+    require(
+        w_gate_up_E2FD.shape == (num_experts, 2 * hidden, width), "w_gate_up must be [E, 2F, D], as w_down [E, D, F]"
+    )
     require_shape("x", x_TD, (expert_TK.shape[0], width))
     require(weight_TK.shape == expert_TK.shape, "weight and expert must have one shape")
     biases = gate_up_bias_E2F, down_bias_ED
@@ -47,19 +51,23 @@ def experts(
         require_shape("gate_up_bias", gate_up_bias_E2F, (num_experts, 2 * hidden))
     if down_bias_ED is not None:
         require_shape("down_bias", down_bias_ED, (num_experts, width))
-    inputs = x_TD, weight_TK, expert_TK, w_gate_up_E2FD, w_down_EDF
     if x_TD.is_cpu and _cpu().fits(x_TD, expert_TK, w_gate_up_E2FD, w_down_EDF, *biases):
-        fast: Tensor = _cpu().experts(*inputs, activation, *biases)
+        fast: Tensor = _cpu().experts(x_TD, weight_TK, expert_TK, w_gate_up_E2FD, w_down_EDF, activation, *biases)
         return fast
-    on_gpu = x_TD.is_cuda and grouped.fits(x_TD, w_down_EDF)
-    compute = grouped.experts if on_gpu else reference.experts
-    return compute(*inputs, activation=activation, gate_up_bias_E2F=biases[0], down_bias_ED=biases[1])
+    routed, up, down = (x_TD, weight_TK, expert_TK), w_gate_up_E2FD, w_down_EDF
+    if x_TD.is_cuda and isinstance(up, Tensor) and isinstance(down, Tensor) and grouped.fits(x_TD, down):
+        return grouped.experts(
+            *routed, up, down, activation=activation, gate_up_bias_E2F=biases[0], down_bias_ED=biases[1]
+        )
+    return reference.experts(
+        *routed, up, down, activation=activation, gate_up_bias_E2F=biases[0], down_bias_ED=biases[1]
+    )
 
 
 def dense_glu(
     x_TD: Tensor,
-    w_gate_up_2FD: Tensor,
-    w_down_DF: Tensor,
+    w_gate_up_2FD: Weight,
+    w_down_DF: Weight,
     gate_up_bias_2F: Tensor | None = None,
     down_bias_D: Tensor | None = None,
     *,
@@ -75,7 +83,7 @@ def dense_glu(
     if onto_TD is not None:
         require_shape("onto", onto_TD, (x_TD.shape[0], w_down_DF.shape[0]))
     if x_TD.is_cpu and (onto_TD is None or onto_TD.is_contiguous()):
-        as_experts = w_gate_up_2FD.view(1, *w_gate_up_2FD.shape), w_down_DF.view(1, *w_down_DF.shape)
+        as_experts = w_gate_up_2FD.unsqueeze(0), w_down_DF.unsqueeze(0)
         if _cpu().fits(x_TD, None, *as_experts, *biases):
             fast: Tensor = _cpu().experts(x_TD, weight_T1, None, *as_experts, activation, *biases, onto_TD)
             return fast

@@ -19,6 +19,12 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class Quantization(StrEnum):
+    none = "none"
+    int8 = "int8"
+    int4 = "int4"
+
+
 class Dtype(StrEnum):
     auto = "auto"
     float32 = "float32"
@@ -69,6 +75,10 @@ DeviceOption = Annotated[
 ]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(rich_help_panel=ENGINE, help="Type of the weights; auto if not given.")
+]
+QuantizationOption = Annotated[
+    Quantization | None,
+    typer.Option(rich_help_panel=ENGINE, help="How the weights of products are kept; as they are stored if not given."),
 ]
 LoadFormatOption = Annotated[
     LoadFormat | None,
