@@ -13,6 +13,8 @@ from moiety_kernels.cpu import tiles
 from moiety_kernels.kv_store import kv_store
 from moiety_kernels.linear import linear
 from moiety_kernels.linear.reference import linear as linear_reference
+from moiety_kernels.mla_attention import mla_attention
+from moiety_kernels.mla_attention.reference import mla_attention as mla_attention_reference
 from moiety_kernels.moe import dense_swiglu, experts
 from moiety_kernels.moe import grouped as experts_grouped
 from moiety_kernels.moe.reference import experts as experts_reference
@@ -198,21 +200,51 @@ def paged(
 @pytest.mark.parametrize("window", [None, 1, 37])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 16), (8, 2, 64), (5, 1, 48), (6, 2, 144), (4, 2, 10)])
 @pytest.mark.parametrize("places", [16, 5])
-def test_paged_attention(heads: int, kv_heads: int, width: int, places: int, window: int | None) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_paged_attention(
+    heads: int, kv_heads: int, width: int, places: int, window: int | None, with_sinks: bool
+) -> None:
     queries, contexts = [1, 1, 7, 130, 40], [1, 300, 7, 150, 290]
     inputs = paged(queries, contexts, heads, kv_heads, width, places)
-    ours = paged_attention(*inputs, width**-0.5, window, max_query=130, max_context=300)
-    assert close(ours, paged_attention_reference(*inputs, width**-0.5, window), 2e-5)
+    sinks = normal(heads, scale=3) if with_sinks else None
+    ours = paged_attention(*inputs, width**-0.5, window, sinks, max_query=130, max_context=300)
+    assert close(ours, paged_attention_reference(*inputs, width**-0.5, window, sinks), 2e-5)
+
+
+def test_a_sink_takes_its_share_of_the_softmax_and_adds_nothing() -> None:
+    inputs = paged([1], [1], 4, 2, 16, 4)
+    value = inputs[2][inputs[5][0, 0], :, 0].repeat_interleave(2, dim=0)
+    score = (inputs[0][0] * inputs[1][inputs[5][0, 0], :, 0].repeat_interleave(2, dim=0)).sum(-1)
+    sinks = normal(4)
+    ours = paged_attention(*inputs, 1.0, None, sinks, max_query=1, max_context=1)
+    assert close(ours[0], value * torch.sigmoid(score - sinks)[:, None])
 
 
 @pytest.mark.parametrize("num_decode", [0, 2])
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize("workspace", [1, 1 << 30])
-def test_paged_attention_through_torchs_own(num_decode: int, window: int | None, workspace: int) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_paged_attention_through_torchs_own(
+    num_decode: int, window: int | None, workspace: int, with_sinks: bool
+) -> None:
     inputs = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], 8, 2, 64, 16)
+    sinks = normal(8, scale=3) if with_sinks else None
     longest = {"num_decode": num_decode, "max_query": 130, "max_context": 300}
-    ours = paged_attention_batched(*inputs, 0.125, window, **longest, workspace_bytes=workspace)
-    assert close(ours, paged_attention_reference(*inputs, 0.125, window), 2e-5)
+    ours = paged_attention_batched(*inputs, 0.125, window, sinks, **longest, workspace_bytes=workspace)
+    assert close(ours, paged_attention_reference(*inputs, 0.125, window, sinks), 2e-5)
+
+
+@pytest.mark.parametrize(("heads", "latent", "rotated"), [(1, 32, 16), (16, 48, 16), (128, 64, 32), (3, 20, 10)])
+@pytest.mark.parametrize("places", [16, 5])
+def test_mla_attention(heads: int, latent: int, rotated: int, places: int) -> None:
+    q, cache, _, *sequences = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], heads, 1, latent + rotated, places)
+    inputs = q, cache[:, 0], latent, *sequences, 0.2
+    expected = mla_attention_reference(*inputs)
+    assert expected.shape == (179, heads, latent)
+    assert close(mla_attention(*inputs, max_query=130, max_context=300), expected, 2e-5)
+    longest = {"num_decode": 2, "max_query": 130, "max_context": 300}
+    values = cache[..., :latent]
+    assert close(paged_attention_batched(q, cache, values, *sequences, 0.2, None, None, **longest), expected, 2e-5)
 
 
 def test_experts_through_torchs_grouped_product() -> None:
@@ -268,3 +300,7 @@ def test_a_wrong_shape_is_named() -> None:
     with pytest.raises(KernelInputError, match="query heads must be a multiple"):
         inputs = paged([1], [4], 4, 2, 16, 4)
         paged_attention(inputs[0][:, :3], *inputs[1:], 1.0, max_query=1, max_context=4)
+    with pytest.raises(KernelInputError, match=r"sinks has shape \(3,\)"):
+        paged_attention(*inputs, 1.0, None, normal(3), max_query=1, max_context=4)
+    with pytest.raises(KernelInputError, match="value_width"):
+        mla_attention(inputs[0], inputs[1][:, 0], 17, *inputs[3:], 1.0, max_query=1, max_context=4)
