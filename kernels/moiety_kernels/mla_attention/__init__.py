@@ -22,6 +22,13 @@ def _cpu() -> ModuleType:
     return cpu
 
 
+@functools.cache
+def _kernel() -> ModuleType:
+    from moiety_kernels.mla_attention import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
+
+    return kernel
+
+
 def mla_attention(
     q_THL: Tensor,
     cache_NPL: Tensor,
@@ -49,6 +56,11 @@ def mla_attention(
     if q_THL.is_cpu and _cpu().fits(q_THL, k_NGPL, v_NGPV, block_table_SB):
         fast: Tensor = _cpu().paged_attention(q_THL, k_NGPL, v_NGPV, *sequences, scale, None)
         return fast
+    if q_THL.is_cuda and _kernel().fits(q_THL, cache_NPL, value_width):
+        on_gpu: Tensor = _kernel().mla_attention(
+            q_THL, cache_NPL, value_width, *sequences, scale, num_decode=num_decode, max_context=max_context
+        )
+        return on_gpu
     if q_THL.is_cuda:
         return batched.paged_attention(
             q_THL,

@@ -1,7 +1,7 @@
 """Attention over a paged cache in Triton, in the manner of FlashAttention. The README beside this has the design.
 
-T tokens, S sequences, B blocks a row, H query heads, G key-value heads, d width of a key, v of a value, N blocks, P places
-a block.
+T tokens, S sequences, B blocks a row, I splits, H query heads, G key-value heads, d width of a key, v of a value,
+N blocks, P places a block.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import triton
 from torch import Tensor
 
 from moiety_kernels.gpu.cases import CompileCase
-from moiety_kernels.gpu.targets import SM_90
-from moiety_kernels.paged_attention.decode import decode, merge
-from moiety_kernels.paged_attention.prefill import prefill
+from moiety_kernels.gpu.targets import GFX942, SM_80, SM_90, SM_100
+from moiety_kernels.paged_attention.cases import variant
+from moiety_kernels.paged_attention.kernels.decode import decode, merge
+from moiety_kernels.paged_attention.kernels.prefill import prefill
 from moiety_kernels.paged_attention.tiles import (
     MAX_WIDTH,
+    MERGED_ROWS,
+    SPAN,
     Device,
     Shape,
-    Tiles,
+    constants,
     decode_programs,
     decode_tiles,
     parts,
@@ -30,17 +33,13 @@ from moiety_kernels.paged_attention.tiles import (
     splits,
 )
 
-_SPAN = 256  # decoding sequences that no new compilation is needed for
-_MERGED_ROWS = 8
-QUANTISED = (torch.float8_e4m3fn, torch.int8)
-
 
 def fits(q_THd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPv: Tensor) -> bool:
     """Whether the kernels take these."""
     key_width, value_width = k_cache_NGPd.shape[3], v_cache_NGPv.shape[3]
     return (
         q_THd.dtype in (torch.float16, torch.bfloat16)
-        and (k_cache_NGPd.dtype is q_THd.dtype or (k_cache_NGPd.dtype in QUANTISED and _converts(k_cache_NGPd)))
+        and (k_cache_NGPd.dtype is q_THd.dtype or (k_cache_NGPd.itemsize == 1 and _converts(k_cache_NGPd)))
         and max(key_width, value_width) <= MAX_WIDTH
         and q_THd.stride(2) == k_cache_NGPd.stride(3) == v_cache_NGPv.stride(3) == 1
     )
@@ -100,7 +99,7 @@ def paged_attention(
             num_chunks,
             *common,
             **flags,
-            **_constants(shape, tiles),
+            **constants(shape, tiles),
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
@@ -122,7 +121,7 @@ def _decode(
     num_heads, num_splits = shape.num_kv_heads * shape.group, rule.bound(max_context)
     items = num_decode * num_splits * shape.num_kv_heads * -(-shape.group // tiles.rows)
     q_THd, out_THv = tensors[0], tensors[3]
-    alone = num_splits == 1
+    alone = num_splits == 1 and not shape.shared
     part_SIHv, weight_SIH = (
         q_THd.new_empty(0 if alone else num_decode, num_splits, num_heads, *rest, dtype=torch.float32)
         for rest in ((shape.value_width,), ())
@@ -139,16 +138,16 @@ def _decode(
         num_splits,
         *common,
         **flags,
-        **_constants(shape, tiles),
+        **constants(shape, tiles),
         **split,
-        SPAN=max(_SPAN, triton.next_power_of_2(num_decode)),
+        SPAN=max(SPAN, triton.next_power_of_2(num_decode)),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
     if alone:
         return
     first, second = parts(shape.value_width)
-    merge[(num_decode, triton.cdiv(num_heads, _MERGED_ROWS))](
+    merge[(num_decode, triton.cdiv(num_heads, MERGED_ROWS))](
         part_SIHv,
         weight_SIH,
         out_THv,
@@ -159,40 +158,50 @@ def _decode(
         V=shape.value_width,
         V0=first,
         V1=second,
+        SHARED=shape.shared,
         WINDOWED=shape.windowed,
         BN=tiles.keys,
-        ROWS=_MERGED_ROWS,
+        ROWS=MERGED_ROWS,
         **split,
     )
-
-
-def _constants(shape: Shape, tiles: Tiles) -> dict[str, Any]:
-    return {
-        "GROUP": shape.group,
-        "D": shape.key_width,
-        "D0": tiles.key_parts[0],
-        "D1": tiles.key_parts[1],
-        "V": shape.value_width,
-        "V0": tiles.value_parts[0],
-        "V1": tiles.value_parts[1],
-        "SHARED": shape.shared,
-        "WINDOWED": shape.windowed,
-        "BM": tiles.rows,
-        "BN": tiles.keys,
-    }
 
 
 def _converts(cache: Tensor) -> bool:
     """Whether the GPU knows the type."""
     return (
-        cache.dtype is torch.int8 or torch.version.hip is not None or torch.cuda.get_device_capability(cache.device) >= (8, 9)
+        cache.dtype is torch.int8
+        or torch.version.hip is not None
+        or torch.cuda.get_device_capability(cache.device) >= (8, 9)
     )
 
 
 @functools.cache
 def _device(device: torch.device) -> Device:
-    if device.type == "cpu":  # interpreted: few programs, so that each of them takes several items
+    if device.type == "cpu":  # interpreted: one at a time, so that it takes several items
         return Device(1, SM_90.max_shared_bytes)
-    properties = torch.cuda.get_device_properties(device)
-    shared = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
-    return Device(properties.multi_processor_count, shared)
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    reads_shared = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return Device(properties["multiprocessor_count"], properties["max_shared_mem"], reads_shared)
+
+
+def compile_cases() -> list[CompileCase]:
+    """Each width of heads, kind of layer and kernel; all of them for Hopper, the usual ones for others too."""
+    layers = {
+        "64, window, sinks": Shape(8, 8, 64, 64, 2, 2, True, False),
+        "80": Shape(32, 1, 80, 80, 2, 2, False, False),
+        "96": Shape(32, 1, 96, 96, 2, 2, False, False),
+        "112": Shape(32, 1, 112, 112, 2, 2, False, False),
+        "128": Shape(4, 8, 128, 128, 2, 2, False, False),
+        "128, window": Shape(8, 4, 128, 128, 2, 2, True, False),
+        "128, fp8": Shape(8, 12, 128, 128, 2, 1, False, False),
+        "192": Shape(8, 4, 192, 192, 2, 2, False, False),
+        "192, values of 128": Shape(16, 1, 192, 128, 2, 2, False, False),
+        "256, window": Shape(4, 2, 256, 256, 2, 2, True, False),
+    }
+    decoded = "64, window, sinks", "128", "128, fp8", "192", "256, window"
+    found = [variant(prefill, name, shape, SM_90) for name, shape in layers.items()]
+    found += [variant(decode, name, layers[name], SM_90) for name in decoded]
+    found.append(variant(merge, "128", layers["128"]))
+    for target in (SM_80, SM_100, GFX942):
+        found += [variant(kernel, "128", layers["128"], target) for kernel in (prefill, decode)]
+    return [*found, variant(decode, "128, fp8", layers["128, fp8"], SM_100)]

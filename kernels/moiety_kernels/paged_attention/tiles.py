@@ -1,4 +1,4 @@
-"""What the attention kernels are launched with: sizes of tiles, and how contexts are split. Knows no torch and no Triton.
+"""What the attention kernels are launched with: tiles, and how contexts are split. Knows no torch and no Triton.
 
 The sizes are those at which no variant spills on Hopper (`moiety_kernels.gpu.report`); none has been timed yet.
 """
@@ -6,10 +6,12 @@ The sizes are those at which no variant spills on Hopper (`moiety_kernels.gpu.re
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 MAX_WIDTH = 256  # of keys or values that are loaded by themselves
-MAX_SHARED_WIDTH = 576  # of keys whose first part is the value
 _PREFILL_ROWS = 128
+SPAN = 256  # decoding sequences that no kernel is compiled anew for
+MERGED_ROWS = 8
 _LEAST_KEYS = 16  # that a matrix instruction takes
 
 
@@ -19,6 +21,7 @@ class Device:
 
     num_sms: int
     shared_bytes: int  # that one program may use
+    reads_shared: bool = True  # its matrix units take operands from shared memory, not from registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ def prefill_tiles(shape: Shape, device: Device) -> Tiles:
     width = max(sum(key_parts), sum(value_parts))
     if width > 192:
         keys, num_stages = 32, 2
+    elif not device.reads_shared:
+        keys, num_stages = 32, 3
     elif width > 128 or shape.windowed or shape.cache_bytes == 1:
         keys, num_stages = 64, 3
     else:
@@ -108,6 +113,23 @@ def decode_programs(items: int, tiles: Tiles, shape: Shape, device: Device) -> i
     by_shared = device.shared_bytes // _shared_bytes(tiles, shape)
     by_registers = 12 // tiles.num_warps  # at about 160 a thread
     return max(1, min(items, device.num_sms * max(1, min(by_shared, by_registers))))
+
+
+def constants(shape: Shape, tiles: Tiles) -> dict[str, Any]:
+    """What prefill and decode are compiled with."""
+    return {
+        "GROUP": shape.group,
+        "D": shape.key_width,
+        "D0": tiles.key_parts[0],
+        "D1": tiles.key_parts[1],
+        "V": shape.value_width,
+        "V0": tiles.value_parts[0],
+        "V1": tiles.value_parts[1],
+        "SHARED": shape.shared,
+        "WINDOWED": shape.windowed,
+        "BM": tiles.rows,
+        "BN": tiles.keys,
+    }
 
 
 def _fitting(tiles: Tiles, shape: Shape, device: Device) -> Tiles:

@@ -1,7 +1,7 @@
 """What the attention kernels are made of: loading rows, a running softmax over a paged cache, storing rows.
 
-`D` is the width of a key and `V` of a value, each cut in two parts that are powers of two, the second perhaps 0. `SHARED`:
-a value is the first part of its key. BM rows of queries, BN keys at once, PLACES a block of the cache.
+`D` is the width of a key and `V` of a value, each cut in two parts that are powers of two, the second perhaps 0.
+`SHARED`: a value is the first part of its key. BM rows of queries, BN keys at once, PLACES a block of the cache.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ def load_rows(
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr = True,
-    POLICY: tl.constexpr = "",
 ):
-    """Entries FIRST … FIRST + SIZE of rows, of which there are WIDTH; zeros for the rest and for rows not in `m_row`."""
+    """Entries FIRST … FIRST + SIZE of rows with WIDTH entries; zeros for those that are not there, and for rows not in
+    `m_row`."""
     i_entry = FIRST + tl.arange(0, SIZE)
     p = p_row[:, None] + i_entry[None, :]
     if MASKED:
-        b = tl.load(p, mask=m_row[:, None] & (i_entry < WIDTH)[None, :], other=0.0, eviction_policy=POLICY)
+        b = tl.load(p, mask=m_row[:, None] & (i_entry < WIDTH)[None, :], other=0.0)
     elif FIRST + SIZE > WIDTH:
-        b = tl.load(p, mask=(i_entry < WIDTH)[None, :], other=0.0, eviction_policy=POLICY)
+        b = tl.load(p, mask=(i_entry < WIDTH)[None, :], other=0.0)
     else:
-        b = tl.load(p, eviction_policy=POLICY)
+        b = tl.load(p)
     return b  # [rows, SIZE]
 
 
@@ -49,10 +49,7 @@ def store_rows(p_row, m_row, b_sum0, b_sum1, V: tl.constexpr, V0: tl.constexpr, 
 def start_sums(BM: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
     """Sums of values, in their two parts, before the first key."""
     b_sum0 = tl.zeros([BM, V0], tl.float32)
-    if V1:
-        b_sum1 = tl.zeros([BM, V1], tl.float32)
-    else:
-        b_sum1 = b_sum0
+    b_sum1 = tl.zeros([BM, V1 if V1 else V0], tl.float32)
     return b_sum0, b_sum1
 
 
@@ -87,27 +84,32 @@ def attend(
     SHARED: tl.constexpr,
     BN: tl.constexpr,
     MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
-    POLICY: tl.constexpr,
 ):
-    """Add the keys at begin … end to the rows' sums of values, greatest scores and totals of weights. Scores are in units
-    of log2. Unless MASKED every row sees every key; if it is, nothing below `lowest` is read."""
+    """Add the keys at begin … end to the rows' sums of values, greatest scores and totals of weights. Weights are
+    powers of 2. Unless MASKED every key is there and seen by every row; if it is CAUSAL too, a row sees those up to its
+    position; if it is WINDOWED, not more than `window` of them, and nothing below `lowest` is read."""
     for start in range(begin, end, BN):
         i_key = start + tl.arange(0, BN)
-        m_key = (i_key >= lowest) & (i_key < end)
+        m_key = i_key < end
+        if WINDOWED:
+            m_key &= i_key >= lowest
         if MASKED:
             i_block = tl.load(p_table + i_key // PLACES, mask=m_key, other=0).to(tl.int64)
         else:
             i_block = tl.load(p_table + i_key // PLACES).to(tl.int64)
         p_key = p_k + i_block * k_block + (i_key % PLACES) * k_place
         p_value = p_v + i_block * v_block + (i_key % PLACES) * v_place
-        b_k0 = load_rows(p_key, m_key, 0, D0, D, MASKED, POLICY).to(b_q0.dtype)
+        b_k0 = load_rows(p_key, m_key, 0, D0, D, MASKED).to(b_q0.dtype)
         b_score = tl.dot(b_q0, tl.trans(b_k0), input_precision="ieee")  # [BM, BN]
         if D1:
-            b_k1 = load_rows(p_key, m_key, D0, D1, D, MASKED, POLICY).to(b_q0.dtype)
+            b_k1 = load_rows(p_key, m_key, D0, D1, D, MASKED).to(b_q0.dtype)
             b_score = tl.dot(b_q1, tl.trans(b_k1), acc=b_score, input_precision="ieee")
         if MASKED:
-            m_seen = (i_key[None, :] <= i_position[:, None]) & m_key[None, :]
+            m_seen = m_key[None, :]
+            if CAUSAL:
+                m_seen &= i_key[None, :] <= i_position[:, None]
             if WINDOWED:
                 m_seen &= i_key[None, :] > i_position[:, None] - window
             b_score = tl.where(m_seen, b_score, float("-inf"))
@@ -117,12 +119,11 @@ def attend(
         b_total = b_total * b_shrink + tl.sum(b_weight, 1)
         b_max = b_new
         b_weight = b_weight.to(b_q0.dtype)
-        if SHARED:
-            b_v0 = b_k0
-        else:
-            b_v0 = load_rows(p_value, m_key, 0, V0, V, MASKED, POLICY).to(b_q0.dtype)
+        b_v0 = b_k0
+        if not SHARED:
+            b_v0 = load_rows(p_value, m_key, 0, V0, V, MASKED).to(b_q0.dtype)
         b_sum0 = tl.dot(b_weight, b_v0, acc=b_sum0 * b_shrink[:, None], input_precision="ieee")  # [BM, V0]
         if V1:
-            b_v1 = load_rows(p_value, m_key, V0, V1, V, MASKED, POLICY).to(b_q0.dtype)
+            b_v1 = load_rows(p_value, m_key, V0, V1, V, MASKED).to(b_q0.dtype)
             b_sum1 = tl.dot(b_weight, b_v1, acc=b_sum1 * b_shrink[:, None], input_precision="ieee")  # [BM, V1]
     return b_sum0, b_sum1, b_max, b_total

@@ -6,19 +6,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moiety_kernels.paged_attention.softmax import LOG2_E, UNSEEN, attend, load_rows, start_sums, store_rows
+from moiety_kernels.paged_attention.kernels.softmax import LOG2_E, UNSEEN, attend, load_rows, start_sums, store_rows
 
 
 @triton.jit
 def _visible(context, window, WINDOWED: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BN: tl.constexpr):
     """(first position that a decode query sees, positions a split, splits). The sequence's own length decides alone, so
     that it is split alike in every batch."""
-    lowest = context * 0
-    if WINDOWED:
-        lowest = tl.maximum(context - window, 0)
+    lowest = tl.maximum(context - window, 0) if WINDOWED else context * 0
     seen = context - lowest
     length = tl.maximum(((seen + MOST - 1) // MOST + BN - 1) // BN * BN, LEAST)
     return lowest, length, tl.maximum((seen + length - 1) // length, 1)
+
+
+@triton.jit
+def _place(split, b_splits, b_end):
+    """(sequence, split within it) of a split of the batch, where sequences with `b_splits` splits end at `b_end`."""
+    m_before = b_end <= split
+    return tl.sum(m_before.to(tl.int32), 0), split - tl.sum(tl.where(m_before, b_splits, 0), 0)
 
 
 @triton.jit(
@@ -80,9 +85,7 @@ def decode(
     b_end = tl.cumsum(b_splits, 0)
     num_tiles = num_heads // GROUP * TILES
     for item in range(tl.program_id(0), tl.sum(b_splits, 0) * num_tiles, tl.num_programs(0)):
-        at = item // num_tiles
-        sequence = tl.sum((b_end <= at).to(tl.int32), 0)
-        split = at - tl.sum(tl.where(b_end <= at, b_splits, 0), 0)
+        sequence, split = _place(item // num_tiles, b_splits, b_end)
         i_head = item % num_tiles // TILES
         context = tl.load(p_context + sequence)
         lowest, length, splits = _visible(context, window, WINDOWED, LEAST, MOST, BN)
@@ -107,11 +110,11 @@ def decode(
             b_total += tl.where(split == 0, 1.0, 0.0)
         b_sum0, b_sum1 = start_sums(BM, V0, V1)
         b_sum0, b_sum1, b_max, b_total = attend(
-            *(b_sum0, b_sum1, b_max, b_total, b_q0, b_q1, tl.zeros([BM], tl.int32) + context, window),
+            *(b_sum0, b_sum1, b_max, b_total, b_q0, b_q1, i_row, window),
             *(begin, begin, tl.minimum(begin + length, context), scale),
             *(p_k + i_head.to(tl.int64) * k_head, p_v + i_head.to(tl.int64) * v_head),
             *(p_table + sequence.to(tl.int64) * table_row, k_block, k_place, v_block, v_place),
-            *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, False, "evict_first" if TILES == 1 else ""),
+            *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, False, False),
         )
         b_total = tl.where(b_total > 0, b_total, 1.0)  # nothing is seen in a context of nothing
         b_scale = 1.0 / b_total
@@ -119,17 +122,19 @@ def decode(
             b_scale *= tl.load(p_v_scale + i_head)
         b_sum0 *= b_scale[:, None]
         b_sum1 *= b_scale[:, None]
-        if splits == 1:
-            store_rows(p_out + (token * num_heads + i_query_head) * V, m_row, b_sum0, b_sum1, V, V0, V1)
+        i_part = (sequence.to(tl.int64) * num_splits + split) * num_heads + i_query_head
+        p_row = p_out + (token * num_heads + i_query_head) * V
+        direct = splits == 1
+        if SHARED:  # rows so wide that there are no registers for two ways out
+            direct = False
+        if direct:
+            store_rows(p_row, m_row, b_sum0, b_sum1, V, V0, V1)
         else:
-            i_part = (sequence.to(tl.int64) * num_splits + split) * num_heads + i_query_head
             store_rows(p_part + i_part * V, m_row, b_sum0, b_sum1, V, V0, V1)
             tl.store(p_weight + i_part, b_max + tl.log2(b_total), mask=m_row)
 
 
-@triton.jit(
-    do_not_specialize=["num_splits", "window"], do_not_specialize_on_alignment=["p_start", "p_context"]
-)
+@triton.jit(do_not_specialize=["num_splits", "window"], do_not_specialize_on_alignment=["p_start", "p_context"])
 def merge(
     p_part,
     p_weight,
@@ -142,6 +147,7 @@ def merge(
     V: tl.constexpr,
     V0: tl.constexpr,
     V1: tl.constexpr,
+    SHARED: tl.constexpr,
     WINDOWED: tl.constexpr,
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
@@ -152,7 +158,7 @@ def merge(
     sequence = tl.program_id(0)
     context = tl.load(p_context + sequence)
     _, _, splits = _visible(context, window, WINDOWED, LEAST, MOST, BN)
-    if splits == 1:
+    if splits == 1 and not SHARED:
         return
     i_query_head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     m_row = i_query_head < num_heads

@@ -8,13 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moiety_kernels.paged_attention.softmax import LOG2_E, UNSEEN, attend, load_rows, start_sums, store_rows
+from moiety_kernels.paged_attention.kernels.softmax import LOG2_E, UNSEEN, attend, load_rows, start_sums, store_rows
 
 
 @triton.jit
 def _locate(p_start, tile, num_sequences, GROUP: tl.constexpr, BM: tl.constexpr):
-    """(sequence, tile within it) of a tile of the batch. Sequence s has the tiles from floor(its first row / BM) + s on,
-    which is at least as many as it needs, and asks nobody to count them."""
+    """(sequence, tile within it) of a tile of the batch. Sequence s has the tiles from floor(its first row / BM) + s
+    on: as many as it needs, perhaps one more, and nobody has to count them."""
     base = tl.load(p_start)
     low = 0
     high = num_sequences
@@ -113,19 +113,19 @@ def prefill(
             b_sum0, b_sum1, b_max, b_total = attend(
                 *(b_sum0, b_sum1, b_max, b_total, b_q0, b_q1, i_position, window, lowest, begin, begin_all, factor),
                 *(p_k, p_v, p_table, k_block, k_place, v_block, v_place),
-                *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, True, ""),
+                *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, True, True),
             )
             begin = begin_all
         b_sum0, b_sum1, b_max, b_total = attend(
             *(b_sum0, b_sum1, b_max, b_total, b_q0, b_q1, i_position, window, lowest, begin, end_all, factor),
             *(p_k, p_v, p_table, k_block, k_place, v_block, v_place),
-            *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, False, False, ""),
+            *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, False, False, False),
         )
         begin = end_all
     b_sum0, b_sum1, b_max, b_total = attend(
         *(b_sum0, b_sum1, b_max, b_total, b_q0, b_q1, i_position, window, lowest, begin, last + 1, factor),
         *(p_k, p_v, p_table, k_block, k_place, v_block, v_place),
-        *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, WINDOWED, ""),
+        *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, True, WINDOWED),
     )
     b_scale = 1.0 / tl.where(m_row, b_total, 1.0)
     if SCALED:
