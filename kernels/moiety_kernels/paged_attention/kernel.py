@@ -90,13 +90,14 @@ def paged_attention(
     if num_chunks and num_tokens > num_decode:
         tiles = prefill_tiles(shape, device)
         num_tiles = (num_tokens - num_decode) * shape.group // tiles.rows + num_chunks
-        prefill[(num_kv_heads, num_tiles)](
+        prefill[(num_tiles * num_kv_heads,)](
             *tensors,
             query_start_S1[num_decode:],
             context_len_S[num_decode:],
             block_table_SB[num_decode:],
             *extras,
             num_chunks,
+            num_heads,
             *common,
             **flags,
             **constants(shape, tiles),

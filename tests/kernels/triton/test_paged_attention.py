@@ -130,14 +130,26 @@ def test_a_request_has_the_same_bits_alone_and_in_a_batch(which: int, device: st
     assert torch.equal(ours, kernel.paged_attention(*args, **bounds)[begin:end])
 
 
+def test_a_row_has_the_same_bits_however_its_prompt_was_cut(device: str) -> None:
+    args, bounds = arguments(Case(((70, 290),), 0, dtype=torch.float16, window=200, sinks=True), device)
+    q, k, v, _, contexts, *rest = args
+    whole = kernel.paged_attention(*args, **bounds)
+    for begin, end in ((0, 33), (33, 70)):
+        chunk = torch.tensor([0, end - begin], dtype=torch.int32, device=device)
+        part = kernel.paged_attention(q[begin:end], k, v, chunk, contexts - 70 + end, *rest, **bounds)
+        assert torch.equal(part, whole[begin:end])
+
+
 def test_caches_whose_blocks_lie_far_apart(device: str) -> None:
-    """Offsets beyond 32 bits, in memory that is reserved but, but for its ends, never touched."""
-    args, bounds = arguments(Case(((1, 5), (2, 4)), 1, kv_heads=1, dtype=torch.float16), device)
+    """Offsets beyond 32 bits, in memory that is reserved and, but for a few pages, never touched."""
+    case = Case(((1, 5), (2, 4)), 1, kv_heads=1, dtype=torch.float16, cache_dtype=torch.float8_e4m3fn)
+    args, bounds = arguments(case, device)
+    last = int(args[5][:, 0].max())
+    stride = (1 << 31) // last + 16
     for at in (1, 2):
-        near = args[at]
-        held = torch.empty((1 << 31) // 5 * 7, dtype=torch.float16, device=device)
-        far = held.as_strided(near.shape, ((1 << 31) // 5 * 7 // len(near) // 16 * 16, *near.stride()[1:]))
-        args[at] = far.copy_(near)
+        held = torch.empty(stride * (last + 1), dtype=torch.float8_e4m3fn, device=device)
+        near = args[at][: last + 1]
+        args[at] = held.as_strided(near.shape, (stride, *near.stride()[1:])).copy_(near)
     ours = kernel.paged_attention(*args, **bounds)
     torch.testing.assert_close(ours, reference.paged_attention(*args), rtol=4e-3, atol=4e-3)
 

@@ -43,6 +43,7 @@ def prefill(
     p_k_scale,
     p_v_scale,
     num_sequences,
+    num_heads,
     window,
     factor,
     table_row,
@@ -69,9 +70,11 @@ def prefill(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """One program a key-value head and tile of rows, the last tiles, which see most, first."""
-    i_head = tl.program_id(0)
-    sequence, tile = _locate(p_start, tl.num_programs(1) - 1 - tl.program_id(1), num_sequences, GROUP, BM)
+    """One program a tile of rows and key-value head, the last tiles, which see most, first."""
+    num_kv_heads = num_heads // GROUP
+    i_head = tl.program_id(0) % num_kv_heads
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_kv_heads
+    sequence, tile = _locate(p_start, tile, num_sequences, GROUP, BM)
     token = tl.load(p_start + sequence)
     num_rows = (tl.load(p_start + sequence + 1) - token) * GROUP
     if tile * BM >= num_rows:
@@ -130,5 +133,5 @@ def prefill(
     b_scale = 1.0 / tl.where(m_row, b_total, 1.0)
     if SCALED:
         b_scale *= tl.load(p_v_scale + i_head)
-    p_row = p_out + (i_token * (tl.num_programs(0) * GROUP) + i_query_head) * V
+    p_row = p_out + (i_token * num_heads + i_query_head) * V
     store_rows(p_row, m_row, b_sum0 * b_scale[:, None], b_sum1 * b_scale[:, None], V, V0, V1)
