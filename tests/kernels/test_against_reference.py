@@ -6,16 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from moiety_kernels.add import add
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.attention_input.reference import attention_input as attention_input_reference
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.cpu import tiles
+from moiety_kernels.head_linear import head_linear
+from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
 from moiety_kernels.kv_store import kv_store
+from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_queries
+from moiety_kernels.latent_input import reference as latent_reference
 from moiety_kernels.linear import linear
 from moiety_kernels.linear.reference import linear as linear_reference
 from moiety_kernels.mla_attention import mla_attention
 from moiety_kernels.mla_attention.reference import mla_attention as mla_attention_reference
-from moiety_kernels.moe import dense_swiglu, experts
+from moiety_kernels.moe import dense_glu, experts
 from moiety_kernels.moe import grouped as experts_grouped
 from moiety_kernels.moe.reference import experts as experts_reference
 from moiety_kernels.paged_attention import paged_attention
@@ -98,8 +103,26 @@ def test_linear_takes_rows_with_a_stride() -> None:
     assert close(linear(x, weight), linear_reference(x, weight))
 
 
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize(
+    ("rows", "heads", "n", "k"), [(1, 3, 40, 32), (5, 16, 512, 128), (130, 2, 33, 64), (9, 4, 7, 20)]
+)
+@pytest.mark.usefixtures("arithmetic")
+def test_head_linear(rows: int, heads: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x = normal(rows, heads, k + 16).bfloat16().float()[..., :k]  # as a part of each head's query stands
+    weight = normal(heads, n, k, scale=k**-0.5).to(dtype)
+    assert close(head_linear(x, weight), head_linear_reference(x, weight))
+
+
 def test_linear_of_no_rows_is_empty() -> None:
     assert linear(normal(0, 64), normal(10, 64)).shape == (0, 10)
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("width", [48, 60])
+def test_add(rows: int, width: int) -> None:
+    x, y = normal(rows, width), normal(rows, width)
+    assert torch.equal(add(x.clone(), y), x + y)
 
 
 @pytest.mark.parametrize("rows", [1, 31, 70])
@@ -172,7 +195,7 @@ def test_large_gates_do_not_overflow() -> None:
     one = torch.ones(2, 1, device=DEVICE)
     chosen = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
     ours = experts(x, one, chosen, w_gate_up[None], w_down[None])
-    assert torch.allclose(ours, dense_swiglu(x, w_gate_up, w_down))
+    assert torch.allclose(ours, dense_glu(x, w_gate_up, w_down))
     assert ours[0, 0] == 300.0
     assert ours[1, 1].abs() < 1e-6
 
@@ -198,7 +221,9 @@ def paged(
 
 
 @pytest.mark.parametrize("window", [None, 1, 37])
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 16), (8, 2, 64), (5, 1, 48), (6, 2, 144), (4, 2, 10)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"), [(4, 4, 16), (8, 2, 64), (5, 1, 48), (6, 2, 144), (4, 1, 256), (4, 2, 10)]
+)
 @pytest.mark.parametrize("places", [16, 5])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_paged_attention(
@@ -281,6 +306,41 @@ def test_attention_input(norm: str, clip: float | None, width: int, pairs: int) 
     assert close(ours, expected)
     assert close(caches[2], caches[0])
     assert close(caches[3], caches[1])
+
+
+@pytest.mark.parametrize("with_query_norm", [False, True])
+@pytest.mark.parametrize(("latent", "pairs", "query"), [(64, 16, 48), (512, 8, 96), (20, 5, 12)])
+def test_latent_input(latent: int, pairs: int, query: int, with_query_norm: bool) -> None:
+    tokens, places = 37, 8
+    x, angles = normal(tokens, query + latent + 2 * pairs), normal(500, pairs)
+    positions = torch.randint(0, 500, (tokens,), device=DEVICE)
+    slots = torch.randperm(10 * places, device=DEVICE)[:tokens]
+    slots[30:] = -1
+    plan = LatentInputPlan(normal(latent), normal(query) if with_query_norm else None, 1e-6)
+    cache = torch.full((10, places, latent + 2 * pairs), 7.0, device=DEVICE)
+    tables = angles.cos(), angles.sin(), positions
+    expected = latent_reference.latent_input(x.clone(), plan, *tables, cache, slots)
+    rows = cache.flatten(0, 1)
+    assert close(rows[slots[:30], :latent], rms_norm_reference(x[:30, query : query + latent], plan.latent_norm, 1e-6))
+    assert (rows == 7.0).all(dim=1).sum() == 80 - 30
+    ours = torch.full_like(cache, 7.0)
+    assert close(latent_input(x.clone(), plan, *tables, ours, slots), expected)
+    assert close(ours, cache)
+    latent_input(x, plan, *tables, ours, torch.full_like(slots, -1))
+    assert close(ours, cache)
+
+
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize(
+    ("rows", "heads", "latent", "plain", "pairs"), [(1, 16, 512, 128, 32), (70, 3, 40, 16, 5), (9, 2, 48, 32, 8)]
+)
+@pytest.mark.usefixtures("arithmetic")
+def test_latent_queries(rows: int, heads: int, latent: int, plain: int, pairs: int, dtype: torch.dtype) -> None:
+    q = normal(rows, heads * (plain + 2 * pairs) + 16).bfloat16().float()[:, :-16]  # the rest of a row is the cache's
+    q_THd = q.as_strided((rows, heads, plain + 2 * pairs), (q.stride(0), plain + 2 * pairs, 1))
+    key_up, angles = normal(heads, latent, plain, scale=plain**-0.5).to(dtype), normal(50, pairs)
+    inputs = key_up, angles.cos(), angles.sin(), torch.randint(0, 50, (rows,), device=DEVICE)
+    assert close(latent_queries(q_THd, *inputs), latent_reference.latent_queries(q_THd, *inputs))
 
 
 def test_rope_leaves_lengths_and_the_rest_of_a_head_as_they_are() -> None:

@@ -53,9 +53,9 @@ def paged_attention(
 
     query_start_S1, context_len_S and block_table_SB are int32. Of the sequences the first `num_decode` have one query
     each; `max_query` and `max_context` bound the queries and the context of any sequence, so nothing has to ask the
-    device. `window`: a query sees so many positions, itself included. `sinks_H`, float32: a score a query head that
-    takes its share of the softmax and adds nothing. Slots beyond a sequence's context are never read. A cache of 8 bits
-    (float8_e4m3fn, int8) has what is to be multiplied by `k_scale_G` and `v_scale_G`, float32, both or none.
+    device. `window`: a query sees so many positions, itself included. `sinks_H`, float32: a score for each query head
+    that takes its share of the softmax and adds nothing. Slots beyond a sequence's context are never read. A cache of 8
+    bits (float8_e4m3fn, int8) has what is to be multiplied by `k_scale_G` and `v_scale_G`, float32, both or none.
     """
     require(q_THd.shape[1] % k_cache_NGPd.shape[1] == 0, "query heads must be a multiple of key-value heads")
     require(k_cache_NGPd.shape == v_cache_NGPd.shape, "the key and the value cache must have one shape")
