@@ -33,6 +33,7 @@ class PolicyName(StrEnum):
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
+KV_DTYPES = ("auto", "fp8")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # what clients call the model
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"  # of cached keys and values; "auto": that of activations
     batching: Batching = Batching.CONTINUOUS
     policy: PolicyName = PolicyName.MOIETY  # for continuous batching; the other strategies are first come, first served
     max_batch_tokens: int | None = None  # token budget of one step
@@ -60,6 +62,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}")
         if self.dtype not in DTYPES:
             raise InvalidConfig(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise InvalidConfig(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, not {self.kv_dtype!r}")
         positive = {
             "max_batch_tokens": self.max_batch_tokens,
             "max_running": self.max_running,

@@ -27,6 +27,11 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class KvDtype(StrEnum):
+    auto = "auto"
+    fp8 = "fp8"
+
+
 ModelOption = Annotated[
     str, typer.Option(envvar="MOIETY_ENGINE_MODEL", help="Checkpoint folder or hub id; empty: the demo model.")
 ]
@@ -75,6 +80,14 @@ CurveKeyFileOption = Annotated[
 ]
 DeviceOption = Annotated[Device, typer.Option(envvar="MOIETY_ENGINE_DEVICE", help="Where the model runs.")]
 DtypeOption = Annotated[Dtype, typer.Option(envvar="MOIETY_ENGINE_DTYPE", help="Type of the weights.")]
+KvDtypeOption = Annotated[
+    KvDtype,
+    typer.Option(
+        envvar="MOIETY_ENGINE_KV_DTYPE",
+        rich_help_panel=MEMORY,
+        help="Type of cached keys and values; fp8, on a GPU, holds twice the tokens.",
+    ),
+]
 ThreadsOption = Annotated[
     int | None, typer.Option(envvar="MOIETY_ENGINE_THREADS", min=1, help="Processor threads of the model.")
 ]
