@@ -50,6 +50,7 @@ def mla_attention(
     require_shape("cache", cache_NPL, (-1, -1, q_THL.shape[2]))
     require(0 < value_width <= q_THL.shape[2], "value_width must be between 1 and the width of a cache row")
     require_shape("query_start", query_start_S1, (context_len_S.shape[0] + 1,))
+    require(scale > 0, "scale must be positive")
     blocks, places, width = cache_NPL.shape
     k_NGPL = cache_NPL.view(blocks, 1, places, width)
     v_NGPV = k_NGPL.as_strided((blocks, 1, places, value_width), k_NGPL.stride())

@@ -60,6 +60,7 @@ def paged_attention(
     require(q_THd.shape[1] % k_cache_NGPd.shape[1] == 0, "query heads must be a multiple of key-value heads")
     require(k_cache_NGPd.shape == v_cache_NGPd.shape, "the key and the value cache must have one shape")
     require_shape("query_start", query_start_S1, (context_len_S.shape[0] + 1,))
+    require(scale > 0, "scale must be positive")
     if sinks_H is not None:
         require_shape("sinks", sinks_H, (q_THd.shape[1],))
         require(sinks_H.dtype is torch.float32, "sinks must be float32")

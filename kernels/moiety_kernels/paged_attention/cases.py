@@ -8,13 +8,12 @@ from moiety_kernels.gpu.cases import CompileCase
 from moiety_kernels.gpu.targets import SM_90, Target
 from moiety_kernels.paged_attention.kernels.decode import decode, merge
 from moiety_kernels.paged_attention.tiles import (
-    MERGED_ROWS,
     SPAN,
     Device,
     Shape,
     constants,
+    constants_of_merge,
     decode_tiles,
-    parts,
     prefill_tiles,
     splits,
 )
@@ -35,8 +34,7 @@ def variant(kernel: Any, name: str, shape: Shape, target: Target | None = None) 
     known = constants(shape, tiles) | {"LEAST": rule.least, "MOST": rule.most, "SPAN": SPAN, "PLACES": _PLACES}
     known |= {"SINKS": shape.windowed, "SCALED": shape.cache_bytes == 1}
     if kernel is merge:
-        first, second = parts(shape.value_width)
-        known |= {"V0": first, "V1": second, "ROWS": MERGED_ROWS}
+        known |= constants_of_merge(shape, tiles)
     types = {"p_q": "*bf16", "p_out": "*bf16", "factor": "fp32"}
     types |= dict.fromkeys(("p_k", "p_v"), _CACHES[shape.cache_bytes])
     types |= dict.fromkeys(("p_start", "p_context", "p_table"), "*i32")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ from moiety_kernels.paged_attention.tiles import (
     Device,
     Shape,
     constants,
+    constants_of_merge,
     decode_programs,
     decode_tiles,
-    parts,
     prefill_tiles,
     splits,
 )
@@ -64,107 +65,102 @@ def paged_attention(
 ) -> Tensor:
     """out_THv, contiguous. `shared`: a value is the first of its key's `parts`. Launches depend on nothing but shapes,
     `num_decode` and `max_context`."""
-    _, num_kv_heads, places, key_width = k_cache_NGPd.shape
+    num_kv_heads, places, key_width = k_cache_NGPd.shape[1:]
     num_tokens, num_heads = q_THd.shape[:2]
-    shape = Shape(
-        num_kv_heads,
-        num_heads // num_kv_heads,
-        key_width,
-        v_cache_NGPv.shape[3],
-        q_THd.itemsize,
-        k_cache_NGPd.itemsize,
-        window is not None,
-        shared,
-    )
-    device = _device(q_THd.device)
-    out_THv = q_THd.new_empty(num_tokens, num_heads, shape.value_width)
-    tensors = q_THd, k_cache_NGPd, v_cache_NGPv, out_THv
-    extras = sinks_H, k_scale_G, v_scale_G
+    value_width, windowed = v_cache_NGPv.shape[3], window is not None
+    sizes = q_THd.itemsize, k_cache_NGPd.itemsize
+    shape = Shape(num_kv_heads, num_heads // num_kv_heads, key_width, value_width, *sizes, windowed, shared)
+    out_THv = q_THd.new_empty(num_tokens, num_heads, value_width)
     strides = *q_THd.stride()[:2], *k_cache_NGPd.stride()[:3], *v_cache_NGPv.stride()[:3]
-    common = window or 0, scale / math.log(2), block_table_SB.stride(0), *strides
-    flags = {"PLACES": places, "SINKS": sinks_H is not None, "SCALED": k_scale_G is not None}
+    layer = _Layer(
+        shape,
+        _device(q_THd.device),
+        (q_THd, k_cache_NGPd, v_cache_NGPv, out_THv),
+        (sinks_H, k_scale_G, v_scale_G),
+        (window or 0, scale / math.log(2), block_table_SB.stride(0), *strides),
+        {"PLACES": places, "SINKS": sinks_H is not None, "SCALED": k_scale_G is not None},
+    )
     if num_decode:
-        sequences = query_start_S1, context_len_S, block_table_SB
-        _decode(tensors, sequences, extras, common, flags, shape, device, num_decode, max_context)
-    num_chunks = context_len_S.shape[0] - num_decode
-    if num_chunks and num_tokens > num_decode:
-        tiles = prefill_tiles(shape, device)
-        num_tiles = (num_tokens - num_decode) * shape.group // tiles.rows + num_chunks
-        prefill[(num_tiles * num_kv_heads,)](
-            *tensors,
-            query_start_S1[num_decode:],
-            context_len_S[num_decode:],
-            block_table_SB[num_decode:],
-            *extras,
-            num_chunks,
-            num_heads,
-            *common,
-            **flags,
-            **constants(shape, tiles),
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-        )
+        seen = max_context if window is None else min(window, max_context)
+        _decode(layer, (query_start_S1, context_len_S, block_table_SB), num_decode, seen)
+    if num_tokens > num_decode:
+        chunks = query_start_S1[num_decode:], context_len_S[num_decode:], block_table_SB[num_decode:]
+        _prefill(layer, chunks, num_tokens - num_decode)
     return out_THv
 
 
-def _decode(
-    tensors: tuple[Tensor, ...],
-    sequences: tuple[Tensor, ...],
-    extras: tuple[Tensor | None, ...],
-    common: tuple[Any, ...],
-    flags: dict[str, Any],
-    shape: Shape,
-    device: Device,
-    num_decode: int,
-    max_context: int,
-) -> None:
-    tiles, rule = decode_tiles(shape, device), splits(shape)
-    num_heads, num_splits = shape.num_kv_heads * shape.group, rule.bound(max_context)
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What prefill and decode are launched with alike, in the order of their arguments."""
+
+    shape: Shape
+    device: Device
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+    extras: tuple[Tensor | None, Tensor | None, Tensor | None]
+    numbers: tuple[Any, ...]
+    flags: dict[str, Any]
+
+
+def _prefill(layer: _Layer, chunks: tuple[Tensor, Tensor, Tensor], num_tokens: int) -> None:
+    """Write the rows of all sequences of `chunks`, which have at most `num_tokens` together."""
+    shape, num_chunks = layer.shape, chunks[1].shape[0]
+    tiles = prefill_tiles(shape, layer.device)
+    num_tiles = num_tokens * shape.group // tiles.rows + num_chunks
+    prefill[(num_tiles * shape.num_kv_heads,)](
+        *layer.tensors,
+        *chunks,
+        *layer.extras,
+        num_chunks,
+        shape.num_heads,
+        *layer.numbers,
+        **layer.flags,
+        **constants(shape, tiles),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+def _decode(layer: _Layer, sequences: tuple[Tensor, Tensor, Tensor], num_decode: int, max_seen: int) -> None:
+    """Write the rows of the first `num_decode` sequences."""
+    shape, (q_THd, _, _, out_THv) = layer.shape, layer.tensors
+    tiles, rule = decode_tiles(shape, layer.device), splits(shape)
+    num_splits = rule.bound(max_seen)
     items = num_decode * num_splits * shape.num_kv_heads * -(-shape.group // tiles.rows)
-    q_THd, out_THv = tensors[0], tensors[3]
-    alone = num_splits == 1 and not shape.shared
+    merges = num_splits > 1 or shape.shared
     part_SIHv, weight_SIH = (
-        q_THd.new_empty(0 if alone else num_decode, num_splits, num_heads, *rest, dtype=torch.float32)
+        q_THd.new_empty(num_decode if merges else 0, num_splits, shape.num_heads, *rest, dtype=torch.float32)
         for rest in ((shape.value_width,), ())
     )
     split = {"LEAST": rule.least, "MOST": rule.most}
-    decode[(decode_programs(items, tiles, shape, device),)](
-        *tensors,
+    decode[(decode_programs(items, tiles, shape, layer.device),)](
+        *layer.tensors,
         part_SIHv,
         weight_SIH,
         *sequences,
-        *extras,
+        *layer.extras,
         num_decode,
-        num_heads,
+        shape.num_heads,
         num_splits,
-        *common,
-        **flags,
+        *layer.numbers,
+        **layer.flags,
         **constants(shape, tiles),
         **split,
         SPAN=max(SPAN, triton.next_power_of_2(num_decode)),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    if alone:
-        return
-    first, second = parts(shape.value_width)
-    merge[(num_decode, triton.cdiv(num_heads, MERGED_ROWS))](
-        part_SIHv,
-        weight_SIH,
-        out_THv,
-        *sequences[:2],
-        num_heads,
-        num_splits,
-        common[0],
-        V=shape.value_width,
-        V0=first,
-        V1=second,
-        SHARED=shape.shared,
-        WINDOWED=shape.windowed,
-        BN=tiles.keys,
-        ROWS=MERGED_ROWS,
-        **split,
-    )
+    if merges:
+        merge[(num_decode, triton.cdiv(shape.num_heads, MERGED_ROWS))](
+            part_SIHv,
+            weight_SIH,
+            out_THv,
+            *sequences[:2],
+            shape.num_heads,
+            num_splits,
+            layer.numbers[0],
+            **constants_of_merge(shape, tiles),
+            **split,
+        )
 
 
 def _converts(cache: Tensor) -> bool:

@@ -37,6 +37,10 @@ class Shape:
     windowed: bool
     shared: bool  # a value is the first part of its key, and not loaded again
 
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
@@ -57,9 +61,9 @@ class Splits:
     least: int  # positions of a split
     most: int  # splits of a sequence
 
-    def bound(self, max_context: int) -> int:
-        """Splits that a sequence has at most."""
-        return max(1, min(self.most, -(-max_context // self.least)))
+    def bound(self, max_seen: int) -> int:
+        """Splits of a sequence that sees so many positions or fewer, at most."""
+        return max(1, min(self.most, -(-max_seen // self.least)))
 
 
 def parts(width: int) -> tuple[int, int]:
@@ -96,8 +100,10 @@ def decode_tiles(shape: Shape, device: Device) -> Tiles:
     rows = min(64, max(16, _power_of_two(shape.group)))
     # Up to a width of 128, half of a product wasted costs less than the registers of a second part.
     cut = parts if width > 128 else _whole
-    keys, num_warps = (64, 4) if width <= 128 else (32, 4) if width <= 192 else (64, 8)
-    return _fitting(Tiles(rows, keys, cut(shape.key_width), cut(shape.value_width), num_warps, 2), shape, device)
+    limits = {64: (128, 4, 2), 128: (64, 4, 2), 192: (32, 4, 2), MAX_WIDTH: (64, 8, 3)}
+    keys, num_warps, num_stages = next(chosen for limit, chosen in limits.items() if width <= limit)
+    key_parts, value_parts = cut(shape.key_width), cut(shape.value_width)
+    return _fitting(Tiles(rows, keys, key_parts, value_parts, num_warps, num_stages), shape, device)
 
 
 def splits(shape: Shape) -> Splits:
@@ -105,7 +111,7 @@ def splits(shape: Shape) -> Splits:
     short enough that one sequence alone has a program a multiprocessor, once its context is long."""
     if shape.shared:
         return Splits(max(256, _up(4 * shape.group, 64)), 32)
-    return Splits(max(128, _up(16 * shape.group, 64)), min(64, max(8, 128 // shape.num_kv_heads)))
+    return Splits(max(128, _up(16 * shape.group, 128)), min(64, max(8, 128 // shape.num_kv_heads)))
 
 
 def decode_programs(items: int, tiles: Tiles, shape: Shape, device: Device) -> int:
@@ -129,6 +135,17 @@ def constants(shape: Shape, tiles: Tiles) -> dict[str, Any]:
         "WINDOWED": shape.windowed,
         "BM": tiles.rows,
         "BN": tiles.keys,
+    }
+
+
+def constants_of_merge(shape: Shape, tiles: Tiles) -> dict[str, Any]:
+    """What merging is compiled with after a decode with `tiles`."""
+    first, second = parts(shape.value_width)
+    known = constants(shape, tiles)
+    return {name: known[name] for name in ("V", "SHARED", "WINDOWED", "BN")} | {
+        "V0": first,
+        "V1": second,
+        "ROWS": MERGED_ROWS,
     }
 
 

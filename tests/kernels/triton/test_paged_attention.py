@@ -169,7 +169,7 @@ def test_whole_numbers_without_scales_are_refused(device: str) -> None:
         paged_attention(*args[:-2], **bounds, max_query=70)
 
 
-SMALL = Case(((1, 300), (1, 5), (60, 90), (8, 70)), 2, places=4)
+SMALL = Case(((1, 300), (1, 5), (60, 300), (8, 70)), 2, places=4)
 MUTANTS = [
     (softmax, "m_key = i_key < end", "m_key = i_key <= end", SMALL),
     (softmax, "(i_key % PLACES) * k_place", "(start % PLACES) * k_place", SMALL),
@@ -179,7 +179,7 @@ MUTANTS = [
     (prefill, "GROUP // BM - low", "GROUP // BM", SMALL),
     (prefill, "end_all = tl.maximum((first + 1) // BN", "end_all = tl.maximum((last + BN) // BN", SMALL),
     (prefill, "i_head * GROUP + i_row % GROUP", "i_head * GROUP", SMALL),
-    (decode, "begin = lowest + split * length", "begin = lowest + split * BN", SMALL),
+    (decode, "begin = lowest + split * length", "begin = lowest + split * (length - 1)", SMALL),
     (decode, "b_sink = tl.load", "split = 0\n            b_sink = tl.load", dataclasses.replace(SMALL, sinks=True)),
     (decode, "b_share = tl.exp2(b_weight - b_new)", "b_share = tl.exp2(b_new - b_new)", SMALL),
 ]
