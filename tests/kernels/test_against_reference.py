@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moiety_kernels.add import add
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.attention_input.reference import attention_input as attention_input_reference
 from moiety_kernels.checks import KernelInputError
@@ -116,13 +115,6 @@ def test_head_linear(rows: int, heads: int, n: int, k: int, dtype: torch.dtype) 
 
 def test_linear_of_no_rows_is_empty() -> None:
     assert linear(normal(0, 64), normal(10, 64)).shape == (0, 10)
-
-
-@pytest.mark.parametrize("rows", [1, 70])
-@pytest.mark.parametrize("width", [48, 60])
-def test_add(rows: int, width: int) -> None:
-    x, y = normal(rows, width), normal(rows, width)
-    assert torch.equal(add(x.clone(), y), x + y)
 
 
 @pytest.mark.parametrize("rows", [1, 31, 70])

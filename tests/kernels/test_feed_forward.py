@@ -51,6 +51,10 @@ def test_on_a_cpu_experts_are_the_references(
     expected = experts_reference(x, *one, gate_up[:1], down[:1], activation=activation, **first)
     dense = dense_glu(x, gate_up[0], down[0], *(bias[0] for bias in given.values()), activation=activation)
     assert close(dense, expected, 1e-5)
+    weight, onto = torch.rand(tokens, 1), torch.randn(tokens, width)
+    beside = dense_glu(x, gate_up[0], down[0], activation=activation, weight_T1=weight, onto_TD=onto.clone())
+    plain = dense_glu(x, gate_up[0], down[0], activation=activation)
+    assert close(beside, onto + weight * plain, 1e-5)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.kind)

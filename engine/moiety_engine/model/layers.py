@@ -13,7 +13,6 @@ from moiety_engine.model.batch import LayerCache
 from moiety_engine.model.latent_attention import LatentAttention
 from moiety_engine.model.spec import LatentAttentionSpec, MoeSpec
 from moiety_engine.model.weights import AttentionWeights, DenseWeights, LatentAttentionWeights, MoeWeights
-from moiety_kernels.add import add
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import dense_glu, experts
@@ -86,25 +85,26 @@ class DenseFeedForward:
         return dense_glu(x_TD, w.gate_up_2FD, w.down_DF, *biases, activation=self._activation)
 
 
-class GatedSharedExperts:
-    """What experts that serve every token give, times a sigmoid: a mixture of one expert, whose weight is its score."""
+class SharedExperts:
+    """Experts that serve every token. Where they have a gate, its sigmoid is the score of a router for them alone."""
 
     _ROUTING = RoutingSpec(num_experts=1, top_k=1, renormalize=False, scoring="sigmoid")
 
-    def __init__(self, spec: DenseSpec, weights: DenseWeights, gate_1D: Tensor) -> None:
-        self._activation, self._gate_1D = spec.activation, gate_1D
-        self._products = weights.gate_up_2FD.unsqueeze(0), weights.down_DF.unsqueeze(0)
-        self._gate_up_bias = None if weights.gate_up_bias_2F is None else weights.gate_up_bias_2F.unsqueeze(0)
-        self._down_bias = None if weights.down_bias_D is None else weights.down_bias_D.unsqueeze(0)
+    def __init__(self, spec: SharedSpec, weights: SharedWeights) -> None:
+        self._activation, self._weights = spec.dense.activation, weights
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        return experts(
+    def added_to(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
+        """What the routed experts gave, which may be overwritten, plus what these make of x."""
+        w, gate_1D = self._weights.dense, self._weights.gate_1D
+        return dense_glu(
             x_TD,
-            *route(linear(x_TD, self._gate_1D), self._ROUTING),
-            *self._products,
+            w.gate_up_2FD,
+            w.down_DF,
+            w.gate_up_bias_2F,
+            w.down_bias_D,
             activation=self._activation,
-            gate_up_bias_E2F=self._gate_up_bias,
-            down_bias_ED=self._down_bias,
+            weight_T1=None if gate_1D is None else route(linear(x_TD, gate_1D), self._ROUTING)[0],
+            onto_TD=routed_TD,
         )
 
 
@@ -113,7 +113,7 @@ class MixtureOfExperts:
 
     def __init__(self, spec: MoeSpec, weights: MoeWeights, layer: int, counter: ExpertCounter) -> None:
         self._spec, self._weights, self._layer, self._counter = spec, weights, layer, counter
-        self._shared = shared_experts(spec.shared, weights.shared) if spec.shared and weights.shared else None
+        self._shared = SharedExperts(spec.shared, weights.shared) if spec.shared and weights.shared else None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         spec, weights = self._spec, self._weights
@@ -131,7 +131,7 @@ class MixtureOfExperts:
             gate_up_bias_E2F=weights.gate_up_bias_E2F,
             down_bias_ED=weights.down_bias_ED,
         )
-        return routed_TD if self._shared is None else add(routed_TD, self._shared(x_TD))
+        return routed_TD if self._shared is None else self._shared.added_to(routed_TD, x_TD)
 
 
 def attention(
@@ -146,13 +146,6 @@ def attention(
         return LatentAttention(spec, weights, rotary)
     assert isinstance(weights, AttentionWeights)
     return GroupedQueryAttention(spec, weights, rotary, norm_eps)
-
-
-def shared_experts(spec: SharedSpec, weights: SharedWeights) -> FeedForward:
-    """The experts that serve every token, as the spec describes them."""
-    if weights.gate_1D is None:
-        return DenseFeedForward(spec.dense, weights.dense)
-    return GatedSharedExperts(spec.dense, weights.dense, weights.gate_1D)
 
 
 def feed_forward(

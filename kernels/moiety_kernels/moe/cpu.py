@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from moiety_kernels.moe.activation import Activation
 
-_LAYOUT = struct.Struct("29q2d")
+_LAYOUT = struct.Struct("30q2d")
 _SILU, _GELU_TANH, _CLIPPED = range(3)
 _KINDS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "clipped": _CLIPPED}
 _COMBINE_BLOCK = 16  # tokens a task
@@ -45,7 +45,7 @@ UP_KIND, DOWN_KIND, UP_CHUNK, DOWN_CHUNK = 12, 13, 14, 15
 INNER, RESULT = 16, 17  # float32 workspace [R, F] and [R, D]
 STARTS, PLACE, X_ROWS, INNER_ROWS, ITEMS = 18, 19, 20, 21, 22  # int64 workspace
 UP_TASK, DOWN_TASK, COMBINE_TASK = 23, 24, 25
-ACTIVATION, UP_BIAS, DOWN_BIAS, LIMIT, ALPHA = 26, 27, 28, 29, 30
+ACTIVATION, UP_BIAS, DOWN_BIAS, ONTO, LIMIT, ALPHA = 26, 27, 28, 29, 30, 31
 
 
 def fits(
@@ -84,8 +84,10 @@ def experts(
     activation: Activation,
     gate_up_bias_E2F: Tensor | None,
     down_bias_ED: Tensor | None,
+    onto_TD: Tensor | None = None,
 ) -> Tensor:
-    """Σ_k weight · expert(x) for each token; without experts and weights, the first expert once."""
+    """Σ_k weight · expert(x) for each token; without experts the first one once, without weights unweighted. `onto` is
+    added to and returned, if it is given."""
     tokens, top_k = (x_TD.shape[0], 1) if expert_TK is None else expert_TK.shape
     num_experts, width, hidden = w_down_EDF.shape
     rows, size = tokens * top_k, w_down_EDF.element_size()
@@ -95,7 +97,7 @@ def experts(
     max_items = num_experts + rows // ROW_BLOCK
     sizes = (num_experts + 1, rows, rows, rows, 3 * max_items)
     integers = torch.empty(sum(sizes), dtype=torch.int64)
-    out_TD = torch.empty(tokens, width)
+    out_TD = torch.empty(tokens, width) if onto_TD is None else onto_TD
     starts = integers.data_ptr()
     place = starts + 8 * sizes[0]
     team().drive(
@@ -132,6 +134,7 @@ def experts(
         _KINDS[activation.kind],
         _address(gate_up_bias_E2F),
         _address(down_bias_ED),
+        onto_TD is not None,
         activation.limit,
         activation.alpha,
     )
@@ -252,8 +255,9 @@ def _combine_task(args: int, task: int, scratch: int) -> None:
     weights, place = load_i64(args, WEIGHT), load_i64(args, PLACE)
     for t in range(task * _COMBINE_BLOCK, min(tokens, (task + 1) * _COMBINE_BLOCK)):
         out = load_i64(args, OUT) + 4 * t * width
-        for i in range(width):
-            store_f32(out, i, 0.0)
+        if not load_i64(args, ONTO):
+            for i in range(width):
+                store_f32(out, i, 0.0)
         for pair in range(t * top_k, (t + 1) * top_k):
             row = load_i64(args, RESULT) + 4 * width * load_i64(place, pair)
             add_scaled_row(out, row, width, load_f32(weights, pair) if weights else 1.0, out)
