@@ -28,7 +28,8 @@ MAX_WIDTH = 576
 def fits(q_THL: Tensor, cache_NPL: Tensor, value_width: int) -> bool:
     """Whether the kernels take these: the value must be all of the first of a row's two parts."""
     return (
-        q_THL.dtype in (torch.float16, torch.bfloat16)
+        torch.version.hip is None  # whose shared memory is too small for such rows
+        and q_THL.dtype in (torch.float16, torch.bfloat16)
         and cache_NPL.dtype is q_THL.dtype
         and cache_NPL.shape[2] <= MAX_WIDTH
         and parts(cache_NPL.shape[2])[0] == value_width
