@@ -57,14 +57,9 @@ def paged_attention(
     that takes its share of the softmax and adds nothing. Slots beyond a sequence's context are never read. A cache of 8
     bits (float8_e4m3fn, int8) has what is to be multiplied by `k_scale_G` and `v_scale_G`, float32, both or none.
     """
-    require(q_THd.shape[1] % k_cache_NGPd.shape[1] == 0, "query heads must be a multiple of key-value heads")
-    require(k_cache_NGPd.shape == v_cache_NGPd.shape, "the key and the value cache must have one shape")
     require_shape("query_start", query_start_S1, (context_len_S.shape[0] + 1,))
     require(scale > 0, "scale must be positive")
-    if sinks_H is not None:
-        require_shape("sinks", sinks_H, (q_THd.shape[1],))
-        require(sinks_H.dtype is torch.float32, "sinks must be float32")
-    _require_cache(q_THd, k_cache_NGPd, v_cache_NGPd, k_scale_G, v_scale_G)
+    _require_agreement(q_THd, k_cache_NGPd, v_cache_NGPd, sinks_H, k_scale_G, v_scale_G)
     tensors = q_THd, k_cache_NGPd, v_cache_NGPd, query_start_S1, context_len_S, block_table_SB
     scales = k_scale_G, v_scale_G
     if q_THd.is_cpu and k_scale_G is None and _cpu().fits(q_THd, k_cache_NGPd, v_cache_NGPd, block_table_SB):
@@ -89,17 +84,28 @@ def paged_attention(
     return reference.paged_attention(*tensors, scale, window, sinks_H, *scales)
 
 
-def _require_cache(
-    q_THd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, k_scale_G: Tensor | None, v_scale_G: Tensor | None
+def _require_agreement(
+    q_THd: Tensor,
+    k_cache_NGPd: Tensor,
+    v_cache_NGPd: Tensor,
+    sinks_H: Tensor | None,
+    k_scale_G: Tensor | None,
+    v_scale_G: Tensor | None,
 ) -> None:
-    dtype = k_cache_NGPd.dtype
+    dtype, num_heads, num_kv_heads = k_cache_NGPd.dtype, q_THd.shape[1], k_cache_NGPd.shape[1]
+    require(num_heads % num_kv_heads == 0, "query heads must be a multiple of key-value heads")
+    require(k_cache_NGPd.shape == v_cache_NGPd.shape, "the key and the value cache must have one shape")
     require(v_cache_NGPd.dtype is dtype, "the key and the value cache must have one dtype")
     require(
         dtype is q_THd.dtype or dtype in EIGHT_BITS, "the cache must have the queries' dtype, float8_e4m3fn or int8"
     )
     require((k_scale_G is None) == (v_scale_G is None), "give scales of keys and of values, or neither")
     require(dtype is not torch.int8 or k_scale_G is not None, "an int8 cache needs the scales of keys and values")
-    for name, scale_G in (("k_scale", k_scale_G), ("v_scale", v_scale_G)):
-        if scale_G is not None:
-            require_shape(name, scale_G, (k_cache_NGPd.shape[1],))
-            require(scale_G.dtype is torch.float32, "scales of keys and values must be float32")
+    for name, given, count in (
+        ("sinks", sinks_H, num_heads),
+        ("k_scale", k_scale_G, num_kv_heads),
+        ("v_scale", v_scale_G, num_kv_heads),
+    ):
+        if given is not None:
+            require_shape(name, given, (count,))
+            require(given.dtype is torch.float32, "sinks and scales must be float32")
