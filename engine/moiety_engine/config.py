@@ -49,6 +49,7 @@ class Overlap(StrEnum):
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
+KV_DTYPES = ("auto", "fp8")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     dtype: str = "auto"
     quantization: str = "auto"  # how the weights of products are kept; auto: as the checkpoint has them
+    kv_dtype: str = "auto"  # of cached keys and values; "auto": that of activations
     batching: Batching = Batching.CONTINUOUS
     policy: PolicyName = PolicyName.MOIETY  # for continuous batching; the other strategies are first come, first served
     max_batch_tokens: int | None = None  # token budget of one step
@@ -82,6 +84,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if self.quantization not in QUANTIZATIONS:
             raise InvalidConfig(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise InvalidConfig(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, not {self.kv_dtype!r}")
         positive = {
             "max_batch_tokens": self.max_batch_tokens,
             "max_running": self.max_running,

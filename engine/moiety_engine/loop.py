@@ -204,6 +204,7 @@ def load_loop(
         Path(config.model),
         device=device,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         quantization=config.quantization,
         num_threads=config.num_threads,
         load_format=config.load_format,

@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moiety_engine.model.checkpoint import load
+from moiety_engine.model.transformer import Transformer
+
 TOLERANCE = 1e-4
 PROMPT_TOKENS = 300
 ATTENDING_OTHERWISE = ["deepseek_v2", "deepseek_v3", "gemma3", "gpt_oss"]
@@ -30,6 +33,20 @@ def test_logprobs_of_a_prompt_agree_with_the_oracle_for_every_chunk_size(
     prompt = tokens(checkpoint.vocab_size, PROMPT_TOKENS, seed=1)
     logits = make_driver(checkpoint.folder, device).prefill(make_sequence(prompt), chunk)
     assert largest_difference(logits, checkpoint.logprobs(prompt)) <= TOLERANCE
+
+
+def test_a_cache_in_fp8_is_a_quarter_of_float32s_and_changes_little(
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any
+) -> None:
+    checkpoint = make_checkpoint("qwen3, tied")
+    prompt = tokens(checkpoint.vocab_size, 100, seed=1)
+    driver = make_driver(checkpoint.folder)
+    spec = driver.model.spec
+    weights = load(checkpoint.folder, spec, device=torch.device("cpu"), dtype=torch.float32)
+    model = Transformer(spec, weights, kv_dtype=torch.float8_e4m3fn)
+    assert 4 * model.kv_bytes_per_block(16) == driver.model.kv_bytes_per_block(16)
+    logprobs = type(driver)(model).prefill(make_sequence(prompt), 7).log_softmax(-1)
+    assert TOLERANCE < (logprobs - checkpoint.logprobs(prompt)).abs().mean() < 0.1  # most are between -4 and -9
 
 
 def greedy(driver: Any, sequence: Any, count: int, logits: Tensor) -> list[int]:

@@ -34,6 +34,11 @@ class Quantization(StrEnum):
     int4 = "int4"
 
 
+class KvDtype(StrEnum):
+    auto = "auto"
+    fp8 = "fp8"
+
+
 ModelOption = Annotated[
     str, typer.Option(envvar="MOIETY_ENGINE_MODEL", help="Checkpoint folder or hub id; empty: the demo model.")
 ]
@@ -86,6 +91,14 @@ QuantizationOption = Annotated[
     Quantization,
     typer.Option(
         envvar="MOIETY_ENGINE_QUANTIZATION", help="How the weights of products are kept; auto: as they are stored."
+    ),
+]
+KvDtypeOption = Annotated[
+    KvDtype,
+    typer.Option(
+        envvar="MOIETY_ENGINE_KV_DTYPE",
+        rich_help_panel=MEMORY,
+        help="Type of cached keys and values; fp8, on a GPU, holds twice the tokens.",
     ),
 ]
 ThreadsOption = Annotated[

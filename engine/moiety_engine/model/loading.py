@@ -14,6 +14,7 @@ from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.fewer_bits import bytes_in
 from moiety_engine.model.residence import require_fit, weight_bytes
+from moiety_engine.model.spec import LatentAttentionSpec
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weights import allocate
 from moiety_kernels.quantization import FORMATS
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.spec import ModelSpec
     from moiety_kernels.quantization import WeightFormat
 
+FP8_CAPABILITY = (8, 9)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -34,6 +36,7 @@ def load_model(
     device: str,
     dtype: str,
     quantization: str = "auto",
+    kv_dtype: str = "auto",
     num_threads: int | None = None,
     load_format: LoadFormat = LoadFormat.AUTO,
     progress: Callable[[int, int], None] | None = None,
@@ -43,9 +46,9 @@ def load_model(
 
     `dtype` is "float32", "bfloat16", or "auto": bfloat16 for a checkpoint in 16 bits, else float32. On a CPU bfloat16
     means that the weights are kept so; activations and the cache are float32. `quantization` is "none", "int8" or
-    "int4", how the weights of products are kept, or "auto": as the checkpoint has them. `num_threads` sets the compute
-    threads of the process. `progress` is called with (bytes read, bytes in all). Raises ModelError, and OutOfMemory
-    with the figures where the weights do not fit.
+    "int4", how the weights of products are kept, or "auto": as the checkpoint has them. `kv_dtype` is "auto", the
+    activations', or "fp8", on a GPU only. `num_threads` sets the compute threads of the process. `progress` is called
+    with (bytes read, bytes in all). Raises ModelError, and OutOfMemory with the figures where the weights do not fit.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -55,6 +58,7 @@ def load_model(
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
     where, form = torch.device(device), _form(quantization, spec)
+    cached_in = None if kv_dtype == "auto" else _fp8(spec, where)
     num_bytes = weight_bytes(spec, DTYPES[dtype]) if form is None else bytes_in(form, spec, DTYPES[dtype])
     require_fit(num_bytes, device_memory(where), where)
     if load_format is LoadFormat.DUMMY:
@@ -64,7 +68,7 @@ def load_model(
         fill_at_random(weights)
     else:
         weights = load(folder, spec, device=where, dtype=DTYPES[dtype], form=form, progress=progress)
-    return Transformer(spec, weights)
+    return Transformer(spec, weights, kv_dtype=cached_in)
 
 
 def _form(quantization: str, spec: ModelSpec) -> WeightFormat | None:
@@ -77,3 +81,14 @@ def _form(quantization: str, spec: ModelSpec) -> WeightFormat | None:
         known = ", ".join(("auto", "none", *FORMATS))
         raise UnsupportedModelError(f"quantization {quantization!r} is not supported; choose one of {known}")
     return FORMATS[quantization]
+
+
+def _fp8(spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """The type of a cache in fp8. Raises UnsupportedModelError where there cannot be one."""
+    if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
+        raise UnsupportedModelError("latent attention's cache cannot be fp8: leave --kv-dtype out")
+    if device.type != "cuda":
+        raise UnsupportedModelError("a cache in fp8 needs a GPU: leave --kv-dtype out, or run with --device cuda")
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise UnsupportedModelError("this GPU has no fp8, which came with compute capability 8.9: leave --kv-dtype out")
+    return torch.float8_e4m3fn

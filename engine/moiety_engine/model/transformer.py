@@ -32,18 +32,20 @@ if TYPE_CHECKING:
 class Transformer:
     """One decoder with its weights. `expert_counter` counts expert use once enabled."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, *, kv_dtype: torch.dtype | None = None) -> None:
+        """`kv_dtype`: of the cache; None for the activations' own."""
         self.spec = spec
         self.device = weights.embedding_VD.device
         self.dtype = weights.embedding_VD.dtype
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
-        self.kv_dtype = self.activation_dtype
+        self.kv_dtype = kv_dtype or self.activation_dtype
         experts = (layer.ffn.routing.num_experts for layer in spec.layers if isinstance(layer.ffn, MoeSpec))
         self.expert_counter = ExpertCounter(spec.moe_layers, max(experts, default=0), self.device)
         rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in spec.layers}
         self._weights = weights
         self._residence = Residence(weights)
-        self._programs = _decode_programs(self._layers) if self.device.type == "cpu" else None
+        on_cpu_alone = self.device.type == "cpu" and self.kv_dtype is torch.float32  # no torch in any layer
+        self._programs = _decode_programs(self._layers) if on_cpu_alone else None
         self._attentions = [
             self._normed(attention(one, w.attention, rotaries[one.rope], spec.norm.eps), w.attention_post_norm)
             for one, w in zip((layer.attention for layer in spec.layers), weights.layers, strict=True)
@@ -63,7 +65,7 @@ class Transformer:
         return values * block_size * self.kv_dtype.itemsize
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KvCache:
-        """A cache for the model: float32 on a CPU, the model's dtype on a GPU. Its content is undefined."""
+        """A cache for the model, in its `kv_dtype`. Its content is undefined."""
 
         def layer(one: AttentionSpec | LatentAttentionSpec) -> LayerCache | LatentCache:
             if isinstance(one, LatentAttentionSpec):
