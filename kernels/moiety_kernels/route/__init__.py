@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from moiety_kernels.checks import require_shape
+from moiety_kernels.checks import require, require_shape
 from moiety_kernels.route import reference
+from moiety_kernels.route.groups import Groups
 from moiety_kernels.route.spec import RoutingSpec
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["RoutingSpec", "group_by_expert", "route"]
+__all__ = ["Groups", "RoutingSpec", "group", "group_by_expert", "route"]
 
 
 @functools.cache
@@ -36,3 +37,10 @@ def route(logits_TE: Tensor, spec: RoutingSpec) -> tuple[Tensor, Tensor]:
 def group_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """(order_R, counts_E), both int64: the pairs t · K + k expert by expert, and each expert's number of pairs."""
     return reference.group_by_expert(expert_TK, num_experts)
+
+
+def group(expert_TK: Tensor, num_experts: int, tile_rows: int) -> Groups:
+    """The pairs grouped by expert, and the tiles of `tile_rows` rows in which a grouped product takes them."""
+    require_shape("expert", expert_TK, (-1, -1))
+    require(tile_rows > 0, "a tile must have rows")
+    return reference.group(expert_TK, num_experts, tile_rows)
