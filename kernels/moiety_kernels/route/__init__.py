@@ -25,6 +25,13 @@ def _cpu() -> ModuleType:
     return cpu
 
 
+@functools.cache
+def _kernel() -> ModuleType:
+    from moiety_kernels.route import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
+
+    return kernel
+
+
 def route(logits_TE: Tensor, spec: RoutingSpec) -> tuple[Tensor, Tensor]:
     """(weight_TK float32, expert_TK int32), the best expert first."""
     require_shape("logits", logits_TE, (-1, spec.num_experts))
@@ -40,7 +47,11 @@ def group_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 
 
 def group(expert_TK: Tensor, num_experts: int, tile_rows: int) -> Groups:
-    """The pairs grouped by expert, and the tiles of `tile_rows` rows in which a grouped product takes them."""
+    """The pairs grouped by expert, and the tiles of `tile_rows` rows in which a grouped product takes them. Every id must
+    be an expert's."""
     require_shape("expert", expert_TK, (-1, -1))
     require(tile_rows > 0, "a tile must have rows")
+    if expert_TK.is_cuda and _kernel().fits_group(expert_TK, num_experts):
+        on_gpu: Groups = _kernel().group(expert_TK, num_experts, tile_rows)
+        return on_gpu
     return reference.group(expert_TK, num_experts, tile_rows)
