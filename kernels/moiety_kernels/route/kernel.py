@@ -1,9 +1,12 @@
-"""Routing in Triton: top-k choice of experts, and the pairs grouped by expert, without waiting for the device.
+"""Routing in Triton: the choice of experts, with few tokens and the grouping of their pairs in the same launch.
 
-T tokens, K experts a token, R = T · K pairs, E experts, N tiles at most, B blocks of pairs.
+T tokens, K experts a token, E experts in G groups.
+Inside a kernel experts lie in GP groups of SP, both powers of two, so that a column's order is its expert's.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -11,186 +14,237 @@ import triton.language as tl
 from torch import Tensor
 
 from moiety_kernels.gpu.cases import CompileCase
-from moiety_kernels.route.groups import Groups, most_tiles
+from moiety_kernels.route.groups import Groups
+from moiety_kernels.route.kernels.grouping import MAX_EXPERTS, empty_groups, group_chosen, grouping_cases
+from moiety_kernels.route.reference import TINY
+from moiety_kernels.route.spec import RoutingSpec
 
-MAX_EXPERTS = 1024
-_FEW_PAIRS = 8192  # up to here every expert's program reads all pairs; beyond, blocks are counted first
-_CHUNK = 4096  # pairs that such a program reads at once
-_BLOCK = 1024  # pairs of one program where there are many
-_COUNT_ROWS = 16  # blocks' counts read at once
-
-
-def fits_group(expert_TK: Tensor, num_experts: int) -> bool:
-    """Whether `group` takes these."""
-    return expert_TK.dtype is torch.int32 and expert_TK.is_contiguous() and num_experts <= MAX_EXPERTS
+_TOKENS = 4  # of one program
+_MAX_AT_ONCE = 2048  # scores of all tokens that one program routes and groups
+_TINY = tl.constexpr(TINY)
 
 
-def group(
-    expert_TK: Tensor, num_experts: int, tile_rows: int, *, few_pairs: int = _FEW_PAIRS, block: int = _BLOCK
-) -> Groups:
-    """The pairs grouped by expert; every id must be in 0 … num_experts - 1."""
-    pairs = expert_TK.numel()
-    groups = _empty_groups(expert_TK, num_experts, tile_rows)
-    tensors = groups.order_R, groups.starts_E1, groups.tiles_N2, groups.num_tiles_1
-    most, bins = groups.tiles_N2.shape[0], triton.next_power_of_2(num_experts)
-    sizes = {"E": num_experts, "BINS": bins, "TILE_ROWS": tile_rows, "num_warps": 8}
-    if pairs <= few_pairs:
-        chunk = max(32, min(_CHUNK, triton.next_power_of_2(pairs)))
-        _group_few[(num_experts,)](expert_TK, *tensors, pairs, most, CHUNK=chunk, **sizes)
-        return groups
-    blocks = triton.cdiv(pairs, block)
-    counts_BE = torch.empty(blocks, bins, dtype=torch.int32, device=expert_TK.device)
-    _count_blocks[(blocks,)](expert_TK, counts_BE, pairs, BINS=bins, BLOCK=block, num_warps=4)
-    _group_blocks[(blocks + num_experts,)](
-        expert_TK, counts_BE, *tensors, pairs, most, blocks, BLOCK=block, ROWS=_COUNT_ROWS, **sizes
-    )
-    return groups
+def fits(logits_TE: Tensor) -> bool:
+    """Whether `route` takes these logits."""
+    return logits_TE.shape[1] <= MAX_EXPERTS and logits_TE.stride(1) == 1
 
 
-def _empty_groups(expert_TK: Tensor, num_experts: int, tile_rows: int) -> Groups:
-    pairs = expert_TK.numel()
-    tiles = most_tiles(pairs, num_experts, tile_rows)
-    like = {"dtype": torch.int32, "device": expert_TK.device}
-    return Groups(
-        torch.empty(pairs, **like),
-        torch.empty(num_experts + 1, **like),
-        torch.empty(tiles, 2, **like),
-        torch.empty(1, **like),
-        tile_rows,
-    )
-
-
-@triton.jit
-def _group_few(
-    p_expert,
-    p_order,
-    p_starts,
-    p_tiles,
-    p_num_tiles,
-    num_pairs,
-    most_tiles,
-    E: tl.constexpr,
-    BINS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Program e counts all pairs and places those of expert e, in their order, so that nothing is left to chance."""
-    expert = tl.program_id(0)
-    counts = tl.zeros([BINS], tl.int32)
-    for first in range(0, num_pairs, CHUNK):
-        i_pair = first + tl.arange(0, CHUNK)
-        m_pair = i_pair < num_pairs
-        counts += tl.histogram(tl.load(p_expert + i_pair, mask=m_pair, other=0), BINS, mask=m_pair)
-    _write_tiles(counts, expert, p_starts, p_tiles, p_num_tiles, num_pairs, most_tiles, E, BINS, TILE_ROWS)
-    place = tl.sum(tl.where(tl.arange(0, BINS) < expert, counts, 0), axis=0)
-    for first in range(0, num_pairs, CHUNK):
-        i_pair = first + tl.arange(0, CHUNK)
-        mine = (tl.load(p_expert + i_pair, mask=i_pair < num_pairs, other=-1) == expert).to(tl.int32)
-        i_row = place + tl.cumsum(mine, axis=0) - 1
-        tl.store(p_order + i_row, i_pair, mask=mine == 1)
-        place += tl.sum(mine, axis=0)
-
-
-@triton.jit
-def _count_blocks(p_expert, p_counts, num_pairs, BINS: tl.constexpr, BLOCK: tl.constexpr):
-    block = tl.program_id(0)
-    i_pair = block * BLOCK + tl.arange(0, BLOCK)
-    m_pair = i_pair < num_pairs
-    counts = tl.histogram(tl.load(p_expert + i_pair, mask=m_pair, other=0), BINS, mask=m_pair)
-    tl.store(p_counts + block.to(tl.int64) * BINS + tl.arange(0, BINS), counts)
-
-
-@triton.jit
-def _group_blocks(
-    p_expert,
-    p_counts,
-    p_order,
-    p_starts,
-    p_tiles,
-    p_num_tiles,
-    num_pairs,
-    most_tiles,
-    num_blocks,
-    E: tl.constexpr,
-    BINS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Program b places the pairs of block b, sorted by expert; the programs after those write one expert's tiles."""
-    block = tl.program_id(0)
-    i_bin = tl.arange(0, BINS)
-    counts = tl.zeros([BINS], tl.int32)
-    before = tl.zeros([BINS], tl.int32)
-    for first in range(0, num_blocks, ROWS):
-        i_row = first + tl.arange(0, ROWS)
-        p_row = p_counts + i_row.to(tl.int64)[:, None] * BINS + i_bin[None, :]
-        some = tl.load(p_row, mask=(i_row < num_blocks)[:, None], other=0)  # [ROWS, BINS]
-        counts += tl.sum(some, axis=0)
-        before += tl.sum(tl.where((i_row < block)[:, None], some, 0), axis=0)
-    if block >= num_blocks:
-        _write_tiles(
-            counts, block - num_blocks, p_starts, p_tiles, p_num_tiles, num_pairs, most_tiles, E, BINS, TILE_ROWS
+def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(weight_TK, expert_TK); of equal ranks the lower expert comes first, and a NaN comes last: so a token's experts
+    are distinct ones whatever its logits are."""
+    tokens = logits_TE.shape[0]
+    weight_TK, expert_TK = _empty_choice(logits_TE, spec)
+    if tokens:
+        _route[(triton.cdiv(tokens, _TOKENS),)](
+            logits_TE,
+            bias_E,
+            weight_TK,
+            expert_TK,
+            *(None,) * 4,
+            *_numbers(logits_TE, spec, 0),
+            **_constants(spec, bias_E),
+            TOKENS=_TOKENS,
+            TILE_ROWS=0,
+            num_warps=4,
         )
-    else:
-        i_here = tl.arange(0, BLOCK)
-        i_pair = block * BLOCK + i_here
-        expert = tl.load(p_expert + i_pair, mask=i_pair < num_pairs, other=BINS)
-        key = tl.sort(expert * BLOCK + i_here)  # distinct, so that equal experts stay in order
-        expert = key // BLOCK
-        here = tl.load(p_counts + block.to(tl.int64) * BINS + i_bin)
-        shift = tl.cumsum(counts, axis=0) - counts + before - (tl.cumsum(here, axis=0) - here)
-        i_row = i_here + tl.gather(shift, tl.minimum(expert, BINS - 1), axis=0)
-        tl.store(p_order + i_row, block * BLOCK + key % BLOCK, mask=expert < BINS)
+    return weight_TK, expert_TK
+
+
+def groups_too(logits_TE: Tensor, spec: RoutingSpec) -> bool:
+    """Whether there are few enough tokens for `route_and_group`."""
+    tokens, constants = logits_TE.shape[0], _constants(spec, None)
+    columns = constants["GP"] * constants["SP"]
+    return fits(logits_TE) and tokens > 0 and triton.next_power_of_2(tokens) * columns <= _MAX_AT_ONCE
+
+
+def route_and_group(
+    logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None, tile_rows: int
+) -> tuple[Tensor, Tensor, Groups]:
+    """What `route` and `group` return, in one launch of one program."""
+    weight_TK, expert_TK = _empty_choice(logits_TE, spec)
+    groups = empty_groups(expert_TK, spec.num_experts, tile_rows)
+    _route[(1,)](
+        logits_TE,
+        bias_E,
+        weight_TK,
+        expert_TK,
+        groups.order_R,
+        groups.starts_E1,
+        groups.tiles_N2,
+        groups.num_tiles_1,
+        *_numbers(logits_TE, spec, groups.tiles_N2.shape[0]),
+        **_constants(spec, bias_E),
+        TOKENS=triton.next_power_of_2(logits_TE.shape[0]),
+        TILE_ROWS=tile_rows,
+        num_warps=8,
+    )
+    return weight_TK, expert_TK, groups
+
+
+def _empty_choice(logits_TE: Tensor, spec: RoutingSpec) -> tuple[Tensor, Tensor]:
+    weight_TK = torch.empty(logits_TE.shape[0], spec.top_k, device=logits_TE.device)
+    return weight_TK, torch.empty_like(weight_TK, dtype=torch.int32)
+
+
+def _numbers(logits_TE: Tensor, spec: RoutingSpec, most: int) -> tuple[int | float, ...]:
+    return logits_TE.shape[0], logits_TE.stride(0), most, spec.least_sum, spec.scale, spec.jitter
+
+
+def _constants(spec: RoutingSpec, bias_E: Tensor | None) -> dict[str, Any]:
+    return {
+        "BIASED": bias_E is not None,
+        "SCORING": spec.scoring,
+        "RENORMALIZE": spec.renormalize,
+        "TOP_K": spec.top_k,
+        "TOP_GROUPS": spec.top_groups,
+        "BEST_TWO": spec.group_score == "best_two",
+        "G": spec.num_groups,
+        "SIZE": spec.group_size,
+        "KP": triton.next_power_of_2(spec.top_k),
+        "GP": triton.next_power_of_2(spec.num_groups),
+        "SP": triton.next_power_of_2(spec.group_size),
+    }
 
 
 @triton.jit
-def _write_tiles(
-    counts,
-    expert,
+def _route(
+    p_logits,
+    p_bias,
+    p_weight,
+    p_expert,
+    p_order,
     p_starts,
     p_tiles,
     p_num_tiles,
-    num_pairs,
+    num_tokens,
+    stride,
     most_tiles,
-    E: tl.constexpr,
-    BINS: tl.constexpr,
+    least_sum,
+    scale,
+    jitter,
+    BIASED: tl.constexpr,
+    SCORING: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+    G: tl.constexpr,
+    SIZE: tl.constexpr,
+    KP: tl.constexpr,
+    GP: tl.constexpr,
+    SP: tl.constexpr,
+    TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """By the counts of all experts, the tiles of one of them; expert 0's program writes what belongs to none."""
-    i_bin = tl.arange(0, BINS)
-    tiles = (counts + TILE_ROWS - 1) // TILE_ROWS
-    total = tl.sum(tiles, axis=0)
-    place = tl.sum(tl.where(i_bin < expert, tiles, 0), axis=0)
-    row = tl.sum(tl.where(i_bin < expert, counts, 0), axis=0)
-    count = tl.sum(tl.where(i_bin == expert, tiles, 0), axis=0)
-    i_lane = tl.arange(0, 128)
-    for first in range(0, count, 128):
-        i_tile = first + i_lane
-        p_tile = p_tiles + 2 * (place + i_tile)
-        tl.store(p_tile, tl.full([128], 0, tl.int32) + expert, mask=i_tile < count)
-        tl.store(p_tile + 1, row + i_tile * TILE_ROWS, mask=i_tile < count)
-    if expert == 0:
-        tl.store(p_num_tiles, total)
-        tl.store(p_starts + i_bin, tl.cumsum(counts, axis=0) - counts, mask=i_bin < E)
-        tl.store(p_starts + E, num_pairs)
-        for first in range(2 * total, 2 * most_tiles, 128):
-            tl.store(p_tiles + first + i_lane, -1, mask=first + i_lane < 2 * most_tiles)
+    """With TILE_ROWS, the one program has all tokens and groups their pairs too."""
+    i_token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    m_token = i_token < num_tokens
+    i_column = tl.arange(0, GP * SP)
+    i_expert = i_column // SP * SIZE + i_column % SP
+    m_expert = (i_column // SP < G) & (i_column % SP < SIZE)
+    i_row = tl.minimum(i_token, num_tokens - 1).to(tl.int64)  # a row too many is the last one again
+    p_row = p_logits + i_row[:, None] * stride + i_expert[None, :]
+    logits = tl.load(p_row, mask=m_expert[None, :], other=-float("inf")).to(tl.float32)  # [TOKENS, GP · SP]
+    if SCORING == "softmax":
+        powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+        scores = powers / tl.sum(powers, axis=1)[:, None]
+    elif SCORING == "sigmoid":
+        scores = 1 / (1 + tl.exp(-logits))
+    else:
+        scores = logits
+    ranks = scores
+    if BIASED:
+        ranks += tl.load(p_bias + i_expert, mask=m_expert, other=0.0)[None, :]
+    ranks = tl.where(m_expert[None, :] & (ranks > -float("inf")), ranks, -float("inf"))
+    if G > 1:
+        ranks = _of_best_groups(ranks, TOP_GROUPS, BEST_TWO, G, GP, SP)
+
+    i_k = tl.arange(0, KP)
+    weight = tl.zeros([TOKENS, KP], tl.float32)
+    expert = tl.zeros([TOKENS, KP], tl.int32)
+    turn = tl.zeros([TOKENS, GP * SP], tl.int32) + tl.where(m_expert, -1, TOP_K)[None, :]  # -1: not chosen yet
+    for k in range(TOP_K):
+        best = _best(ranks, turn == -1, i_column, GP * SP)
+        hit = i_column[None, :] == best[:, None]
+        own = tl.sum(tl.where(hit, scores, 0.0), axis=1)
+        if SCORING == "sparse_mixer":
+            size = tl.maximum(tl.abs(logits), own[:, None])
+            near = (turn == -1) & ((own[:, None] - logits) / size <= 2 * jitter)
+            own = 1 / tl.sum(tl.where(near | hit, tl.exp(logits - own[:, None]), 0.0), axis=1)
+        weight = tl.where(i_k[None, :] == k, own[:, None], weight)
+        expert = tl.where(i_k[None, :] == k, (best // SP * SIZE + best % SP)[:, None], expert)
+        turn = tl.where(hit, k, turn)
+    if SCORING == "softmax_chosen":
+        weight = tl.exp(weight - tl.max(tl.where(i_k[None, :] < TOP_K, weight, -float("inf")), axis=1)[:, None])
+        weight /= tl.sum(tl.where(i_k[None, :] < TOP_K, weight, 0.0), axis=1)[:, None]
+    if RENORMALIZE:
+        total = tl.sum(tl.where(i_k[None, :] < TOP_K, weight, 0.0), axis=1)
+        weight /= tl.maximum(total + _TINY, least_sum)[:, None]
+    i_pair = i_token.to(tl.int64)[:, None] * TOP_K + i_k[None, :]
+    m_pair = m_token[:, None] & (i_k[None, :] < TOP_K)
+    tl.store(p_weight + i_pair, weight * scale, mask=m_pair)
+    tl.store(p_expert + i_pair, expert, mask=m_pair)
+    if TILE_ROWS > 0:
+        chosen = m_token[:, None] & m_expert[None, :] & (turn >= 0)
+        pair = i_token[:, None] * TOP_K + turn
+        group_chosen(
+            chosen, pair, i_expert, m_expert, p_order, p_starts, p_tiles, p_num_tiles, most_tiles, G * SIZE, TILE_ROWS
+        )
+
+
+@triton.jit
+def _of_best_groups(
+    ranks,
+    TOP_GROUPS: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    SP: tl.constexpr,
+):
+    """The ranks, and -inf for the experts of all but the best groups."""
+    tokens: tl.constexpr = ranks.shape[0]
+    grouped = tl.reshape(ranks, [tokens, GP, SP])
+    score = tl.max(grouped, axis=2)  # [TOKENS, GP]
+    if BEST_TWO:
+        i_in = tl.arange(0, SP)[None, None, :]
+        first = tl.min(tl.where(grouped == score[:, :, None], i_in, SP), axis=2)
+        score += tl.max(tl.where(i_in == first[:, :, None], -float("inf"), grouped), axis=2)
+    i_group = tl.arange(0, GP)
+    free = tl.zeros([tokens, GP], tl.int32) + (i_group < G).to(tl.int32)[None, :]
+    kept = tl.zeros([tokens, GP], tl.int32)
+    for _ in range(TOP_GROUPS):
+        hit = i_group[None, :] == _best(score, free == 1, i_group, GP)[:, None]
+        kept = tl.where(hit, 1, kept)
+        free = tl.where(hit, 0, free)
+    return tl.reshape(tl.where(kept[:, :, None] == 1, grouped, -float("inf")), [tokens, GP * SP])
+
+
+@triton.jit
+def _best(ranks, free, i_column, END: tl.constexpr):
+    """A row's free column of highest rank, the lowest of equals; there is one as long as any is free."""
+    highest = tl.max(tl.where(free, ranks, -float("inf")), axis=1)
+    return tl.min(tl.where(free & (ranks == highest[:, None]), i_column[None, :], END), axis=1)
 
 
 def compile_cases() -> list[CompileCase]:
-    """Few and many experts, few and many pairs."""
-    pointers = dict.fromkeys(("p_expert", "p_order", "p_starts", "p_tiles", "p_num_tiles", "p_counts"), "*i32")
-    numbers = dict.fromkeys(("num_pairs", "most_tiles", "num_blocks"), "i32")
+    """The routings of known families, alone and, of few tokens, with the grouping; then the grouping alone."""
+    families = {
+        "qwen3_moe": RoutingSpec(128, 8, renormalize=True),
+        "qwen3_next": RoutingSpec(512, 10, renormalize=True),
+        "deepseek_v2": RoutingSpec(160, 6, renormalize=False, num_groups=8, top_groups=3, scale=16.0),
+        "deepseek_v3": RoutingSpec(256, 8, True, "sigmoid", 8, 4, "best_two", scale=2.5),
+        "gpt_oss": RoutingSpec(32, 4, renormalize=False, scoring="softmax_chosen"),
+        "phimoe": RoutingSpec(16, 2, renormalize=False, scoring="sparse_mixer", jitter=0.01),
+    }
+    integers = dict.fromkeys(("p_expert", "p_order", "p_starts", "p_tiles", "p_num_tiles"), "*i32")
+    types = integers | {"p_logits": "*bf16", "p_bias": "*fp32", "p_weight": "*fp32"}
+    types |= dict.fromkeys(("num_tokens", "stride", "most_tiles"), "i32")
+    types |= dict.fromkeys(("least_sum", "scale", "jitter"), "fp32")
     cases = []
-    for bins in (8, 512):
-        constants = {"E": bins, "BINS": bins, "TILE_ROWS": 64}
-        few, many = constants | {"CHUNK": _CHUNK}, constants | {"BLOCK": _BLOCK, "ROWS": _COUNT_ROWS}
-        count = {"BINS": bins, "BLOCK": _BLOCK}
-        types = pointers | numbers
-        cases += [
-            CompileCase(f"group few {bins}", _group_few, types, few, num_warps=8),
-            CompileCase(f"count blocks {bins}", _count_blocks, types, count, num_warps=4),
-            CompileCase(f"group blocks {bins}", _group_blocks, types, many, num_warps=8),
-        ]
-    return cases
+    for name, spec in families.items():
+        shape = _constants(spec, None) | {"BIASED": spec.scoring == "sigmoid"}
+        most_tokens = _MAX_AT_ONCE // (shape["GP"] * shape["SP"])
+        alone, grouped = {"TOKENS": _TOKENS, "TILE_ROWS": 0}, {"TOKENS": most_tokens, "TILE_ROWS": 16}
+        cases.append(CompileCase(f"route {name}", _route, types, shape | alone, num_warps=4))
+        cases.append(CompileCase(f"route and group {name}", _route, types, shape | grouped, num_warps=8))
+    return cases + grouping_cases()
