@@ -343,7 +343,7 @@ def compile_cases() -> list[CompileCase]:
     for name, (heads, kv_heads, width, pairs, norm, clip) in families.items():
         constants = _shape(heads, kv_heads, width, pairs, norm) | {"CLIP": clip}
         warps = constants.pop("num_warps")
-        absent = () if heads else ("p_q", "p_out", "p_cos", "p_sin", "p_positions")
+        absent: tuple[str, ...] = () if heads else ("p_q", "p_out", "p_cos", "p_sin", "p_positions")
         absent += () if kv_heads else ("p_k", "p_v", "p_k_cache", "p_v_cache", "p_slots")
         absent += () if norm != _NONE else ("p_q_norm", "p_k_norm")
         constants |= dict.fromkeys(absent)
