@@ -18,7 +18,7 @@ from moiety_kernels.sample.rows import IN_PROMPT, Draws, Penalties
 _BLOCK = 2048  # tokens of a row that are looked at together
 _NUM_WARPS = 16
 _MOST_BLOCKS = 255
-_STAGES = tl.constexpr(8)  # blocks on their way from memory at once, which is what a lone program's speed hangs on
+_STAGES = tl.constexpr(6)  # blocks on their way from memory at once, which is what a lone program's speed hangs on
 _LEAST_TEMPERATURE = tl.constexpr(LEAST_TEMPERATURE)
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
 _ABOVE_ALL = tl.constexpr(0x3F800001)  # the key after that of weight 1
