@@ -18,7 +18,7 @@ from moiety_kernels.gpu.cases import CompileCase
 if TYPE_CHECKING:
     from moiety_kernels.attention_input.plan import AttentionInputPlan
 
-_VALUES = 1024  # of one program, at which four warps read 16 bytes a thread
+_VALUES = 1024  # of one program, whose two warps read 16 bytes a thread at once
 _MOST_VALUES = 32768  # that the registers of 16 warps hold
 _NONE, _OF_HEAD, _OF_ROW = "none", "head", "row"  # what is normalised at once
 
@@ -149,7 +149,7 @@ def _shape(heads: int, kv_heads: int, width: int, pairs: int, norm: str) -> dict
         "PAIRS_BLOCK": triton.next_power_of_2(max(1, pairs)),
         "REST_BLOCK": triton.next_power_of_2(max(1, width - 2 * pairs)),
         "NORM": norm,
-        "num_warps": max(1, min(16, values // 256)),
+        "num_warps": max(1, min(16, values // 512)),
     }
 
 

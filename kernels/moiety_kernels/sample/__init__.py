@@ -32,6 +32,7 @@ def sample(logits_LV: Tensor, draws: Draws, penalties: Penalties | None = None) 
     require_shape("uniform", draws.uniform_L, (logits_LV.shape[0],))
     if penalties is not None:
         require(penalties.seen_LV.shape == logits_LV.shape, "seen and logits must have one shape")
+        require(penalties.seen_LV.is_contiguous(), "seen must be contiguous")
     if logits_LV.is_cuda and _kernel().fits(logits_LV):
         on_gpu: Tensor = _kernel().sample(logits_LV, draws, penalties)
         return on_gpu
