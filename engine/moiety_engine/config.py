@@ -31,6 +31,21 @@ class PolicyName(StrEnum):
     QOSERVE = "qoserve"
 
 
+class LoadFormat(StrEnum):
+    """Where weights come from."""
+
+    AUTO = "auto"  # the checkpoint's files
+    DUMMY = "dummy"  # drawn at random: only config.json and the tokenizer are needed
+
+
+class Overlap(StrEnum):
+    """Whether a step is planned and launched while the one before it runs."""
+
+    AUTO = "auto"  # on a GPU
+    ON = "on"
+    OFF = "off"
+
+
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -52,6 +67,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int | None = None
     num_threads: int | None = None
     prefix_caching: bool = True
+    load_format: LoadFormat = LoadFormat.AUTO
+    overlap: Overlap = Overlap.AUTO
+    cuda_graphs: bool = True  # replay decode steps on a GPU
     batch_timeout_ms: float = 50.0  # `dynamic`: how long the first request waits for company
     static_batch_size: int = 8  # `static`, `dynamic` and `padded`: the size of a batch
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moiety_engine.config import Batching, PolicyName
+from moiety_engine.config import Batching, LoadFormat, Overlap, PolicyName
 
 LISTENING = "Where it listens"
 MEMORY = "Batching and memory"
@@ -77,6 +77,29 @@ DeviceOption = Annotated[Device, typer.Option(envvar="MOIETY_ENGINE_DEVICE", hel
 DtypeOption = Annotated[Dtype, typer.Option(envvar="MOIETY_ENGINE_DTYPE", help="Type of the weights.")]
 ThreadsOption = Annotated[
     int | None, typer.Option(envvar="MOIETY_ENGINE_THREADS", min=1, help="Processor threads of the model.")
+]
+LoadFormatOption = Annotated[
+    LoadFormat,
+    typer.Option(
+        envvar="MOIETY_ENGINE_LOAD_FORMAT",
+        help="Where weights come from; dummy: drawn at random, so that config.json and the tokenizer are enough.",
+    ),
+]
+OverlapOption = Annotated[
+    Overlap,
+    typer.Option(
+        envvar="MOIETY_ENGINE_OVERLAP",
+        rich_help_panel=MEMORY,
+        help="Plan and launch a step while the one before it runs; auto: on a GPU.",
+    ),
+]
+CudaGraphsOption = Annotated[
+    bool,
+    typer.Option(
+        envvar="MOIETY_ENGINE_CUDA_GRAPHS",
+        rich_help_panel=MEMORY,
+        help="Capture decode steps at the start and replay them, on a GPU.",
+    ),
 ]
 BatchingOption = Annotated[
     Batching,

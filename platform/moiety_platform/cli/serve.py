@@ -29,6 +29,7 @@ def serve(
     config: given.ConfigOption = None,
     device: given.DeviceOption = None,
     dtype: given.DtypeOption = None,
+    load_format: given.LoadFormatOption = None,
     batching: given.BatchingOption = None,
     max_batch_tokens: given.MaxBatchTokensOption = None,
     max_running: given.MaxRunningOption = None,
@@ -46,6 +47,7 @@ def serve(
     engine = {
         "--device": device,
         "--dtype": dtype,
+        "--load-format": load_format,
         "--batching": batching,
         "--max-batch-tokens": max_batch_tokens,
         "--max-running": max_running,

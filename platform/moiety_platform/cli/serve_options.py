@@ -33,6 +33,11 @@ class Batching(StrEnum):
     continuous = "continuous"
 
 
+class LoadFormat(StrEnum):
+    auto = "auto"
+    dummy = "dummy"
+
+
 MoreArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="-- ENGINE_OPTIONS", help="Further options of `moiety engine`, after two dashes."),
@@ -64,6 +69,10 @@ DeviceOption = Annotated[
 ]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(rich_help_panel=ENGINE, help="Type of the weights; auto if not given.")
+]
+LoadFormatOption = Annotated[
+    LoadFormat | None,
+    typer.Option(rich_help_panel=ENGINE, help="dummy: weights drawn at random, without files; for measurements."),
 ]
 BatchingOption = Annotated[
     Batching | None,
