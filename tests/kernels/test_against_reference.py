@@ -28,7 +28,7 @@ from moiety_kernels.paged_attention.reference import paged_attention as paged_at
 from moiety_kernels.rms_norm import add_rms_norm, rms_norm
 from moiety_kernels.rms_norm.reference import rms_norm as rms_norm_reference
 from moiety_kernels.rope import rope
-from moiety_kernels.route import RoutingSpec, group_by_expert, route
+from moiety_kernels.route import RoutingSpec, group, group_by_expert, route
 from moiety_kernels.route.reference import route as route_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -144,6 +144,21 @@ def test_groups_list_every_pair_once_in_the_order_of_experts() -> None:
     assert sorted(order.tolist()) == list(range(120))
     assert expert.flatten()[order].tolist() == sorted(expert.flatten().tolist())
     assert counts.tolist() == [int((expert == e).sum()) for e in range(6)]
+
+
+@pytest.mark.parametrize(("tokens", "num_experts", "tile_rows"), [(0, 3, 4), (1, 8, 16), (40, 6, 4), (65, 3, 64)])
+def test_tiles_cover_the_rows_of_each_expert(tokens: int, num_experts: int, tile_rows: int) -> None:
+    expert = torch.randint(0, num_experts, (tokens, 3), dtype=torch.int32, device=DEVICE)
+    groups = group(expert, num_experts, tile_rows)
+    order, counts = group_by_expert(expert, num_experts)
+    starts = [0, *counts.cumsum(0).tolist()]
+    tiles = [(e, row) for e in range(num_experts) for row in range(starts[e], starts[e + 1], tile_rows)]
+    assert groups.order_R.tolist() == order.tolist()
+    assert groups.starts_E1.tolist() == starts
+    assert groups.num_tiles_1.tolist() == [len(tiles)]
+    unused = len(groups.tiles_N2) - len(tiles)
+    assert [(e, row) for e, row in groups.tiles_N2.tolist()] == tiles + [(-1, -1)] * unused
+    assert 0 <= unused <= num_experts
 
 
 @pytest.mark.parametrize("dtype", WEIGHTS)
@@ -295,6 +310,7 @@ def test_attention_input(norm: str, clip: float | None, width: int, pairs: int) 
     angles = normal(500, pairs)
     positions = torch.randint(0, 500, (tokens,), device=DEVICE)
     slots = torch.randperm(10 * places, device=DEVICE)[:tokens]
+    slots[5::9] = -1  # tokens that belong to nobody
     norms = {"none": (None, None), "head": (normal(width), normal(width))}
     q_norm, k_norm = norms.get(norm, (normal(heads * width), normal(kv_heads * width)))
     plan = AttentionInputPlan(q_norm, k_norm, 1e-6, clip)
@@ -305,6 +321,7 @@ def test_attention_input(norm: str, clip: float | None, width: int, pairs: int) 
     assert close(ours, expected)
     assert close(caches[2], caches[0])
     assert close(caches[3], caches[1])
+    assert int((caches[3] != 7.0).any(dim=3).any(dim=1).sum()) == int((slots >= 0).sum())
 
 
 @pytest.mark.parametrize("with_query_norm", [False, True])

@@ -20,10 +20,13 @@ from moiety_engine.messages import CoreLogprob
 from moiety_engine.sampling.adjusting import adjust, is_adjusted
 from moiety_engine.sampling.randomness import uniforms
 from moiety_engine.sequence import Sequence
-from moiety_engine.staging import Staging
+from moiety_engine.staging import Staging, Upload
+from moiety_kernels.sample import Draws
+from moiety_kernels.sample import sample as draw_on_device
 from moiety_wire.messages import Sampling
 
 _PRESELECT = 1024  # top-p seldom needs more of the vocabulary than this; where it does, the whole row is sorted
+_MOST_TOP_K = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +84,19 @@ class Sampler:
         raw_LV = self._pick(logits_LV, wanting).clone() if wanting else None
         if any(map(is_adjusted, rows)):
             adjust(logits_LV, rows, sampled_L, self._staging.upload)
-        token_L = logits_LV.argmax(dim=-1)
-        self._draw(logits_LV, rows, token_L)
+        if self._on_cpu or all(row.submit.sampling.temperature <= 0 for row in rows):
+            token_L = logits_LV.argmax(dim=-1)
+            self._draw(logits_LV, rows, token_L)
+        else:
+            token_L = draw_on_device(logits_LV, draws(rows, self._staging.upload))
         logprobs = None
         if raw_LV is not None:
             logprobs = _logprobs(raw_LV, self._pick(token_L, wanting), max(count or 0 for count in counts))
         return Drawn(token_L, logprobs, counts)
 
     def _draw(self, logits_LV: Tensor, rows: Rows[Sequence], token_L: Tensor) -> None:
-        """Tokens of the rows with a temperature, into token_L; rows with the same kind of filter are drawn together."""
+        """On a CPU, tokens of the rows with a temperature, into token_L; rows with the same kind of filter are drawn
+        together."""
         plain: list[int] = []
         few: list[int] = []
         many: list[int] = []  # rows whose filter may leave more than is preselected
@@ -118,9 +125,7 @@ class Sampler:
         return ids_LK.gather(1, _invert(kept_LK, uniform_L)[:, None])[:, 0]
 
     def _draw_many(self, probs_LV: Tensor, settings: list[Sampling], uniform_L: Tensor) -> Tensor:
-        """Most rows keep few tokens of many: where asking is free, those are preselected, and only the rest sorted."""
-        if not self._on_cpu:
-            return self._draw_sorted(probs_LV, settings, uniform_L)
+        """Most rows keep few tokens of many: those are preselected, and only the rest sorted."""
         best_LK, ids_LK = probs_LV.topk(min(_PRESELECT, self._vocab_size), dim=-1)
         kept_LK, enough_L = self._filter(best_LK, settings)
         token_L = ids_LK.gather(1, _invert(kept_LK, uniform_L)[:, None])[:, 0]
@@ -152,6 +157,18 @@ class Sampler:
 
     def _uniforms(self, picked: list[int], rows: Rows[Sequence]) -> Tensor:
         return self._staging.upload(uniforms([rows[i].seed for i in picked], [rows[i].num_output for i in picked]))
+
+
+def draws(rows: Rows[Sequence], upload: Upload) -> Draws:
+    """What the rows ask of their draws, on the device."""
+    asked = [row.submit.sampling for row in rows]
+    return Draws(
+        upload(np.array([one.temperature for one in asked], dtype=np.float32)),
+        upload(np.array([min(one.top_k, _MOST_TOP_K) for one in asked], dtype=np.int32)),
+        upload(np.array([one.top_p for one in asked], dtype=np.float64)),
+        upload(np.array([one.min_p for one in asked], dtype=np.float32)),
+        upload(uniforms([row.seed for row in rows], [row.num_output for row in rows])),
+    )
 
 
 def _filter(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moiety_kernels.route.groups import Groups, most_tiles
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -61,3 +63,18 @@ def group_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     within an expert; counts_E says how many pairs each expert has."""
     pairs_R = expert_TK.flatten().long()
     return torch.argsort(pairs_R, stable=True), torch.bincount(pairs_R, minlength=num_experts)
+
+
+def group(expert_TK: Tensor, num_experts: int, tile_rows: int) -> Groups:
+    """The pairs grouped by expert, and the tiles of `tile_rows` rows in which a grouped product takes them."""
+    order_R, counts_E = group_by_expert(expert_TK, num_experts)
+    ends_E = counts_E.cumsum(0)
+    tiles_E = -(-counts_E // tile_rows)
+    tile_ends_E = tiles_E.cumsum(0)
+    tile_N = torch.arange(most_tiles(order_R.numel(), num_experts, tile_rows), device=expert_TK.device)
+    expert_N = torch.searchsorted(tile_ends_E, tile_N, right=True)
+    used_N, owner_N = expert_N < num_experts, expert_N.clamp(max=num_experts - 1)
+    first_N = (ends_E - counts_E)[owner_N] + tile_rows * (tile_N - (tile_ends_E - tiles_E)[owner_N])
+    tiles_N2 = torch.stack((owner_N, first_N), dim=1).where(used_N[:, None], -1)
+    starts_E1 = torch.cat((ends_E.new_zeros(1), ends_E)).int()
+    return Groups(order_R.int(), starts_E1, tiles_N2.int(), tile_ends_E[-1:].int(), tile_rows)
