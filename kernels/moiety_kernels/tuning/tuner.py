@@ -1,0 +1,96 @@
+"""Times an operation's candidates on this machine's device and keeps the fastest: few of them, so it takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from moiety_kernels.bench.clocks import Call, Clock, measure
+from moiety_kernels.tuning.choices import Choice, Choices
+
+if TYPE_CHECKING:
+    import torch
+    from _typeshed import DataclassInstance
+
+    from moiety_kernels.gpu.targets import DeviceModel
+
+ProblemT = TypeVar("ProblemT", contravariant=True)
+CandidateT = TypeVar("CandidateT", bound="DataclassInstance")
+
+
+class TuningFailed(Exception):
+    """No candidate of a problem runs; says which problem, and what each said."""
+
+
+class Tunable(Protocol[ProblemT, CandidateT]):
+    """What an operation offers to be tuned."""
+
+    operation: str  # the name of its package
+
+    def key(self, problem: ProblemT) -> str:
+        """What the choice is kept under; problems with one key share it."""
+
+    def candidates(self, problem: ProblemT, model: DeviceModel) -> Sequence[CandidateT]:
+        """All that run, the one first of which the cost model thinks most."""
+
+    def prepare(self, problem: ProblemT, device: torch.device) -> Callable[[CandidateT], Call]:
+        """Makes the problem's tensors; what it returns makes a call that runs one candidate on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned(Generic[CandidateT]):
+    """`gain`: how much less time than the cost model's own choice takes, as a fraction of that."""
+
+    problem: str
+    candidate: CandidateT
+    time_us: float
+    gain: float
+    new: bool
+
+
+def tune(
+    tunable: Tunable[ProblemT, CandidateT],
+    problems: Iterable[ProblemT],
+    choices: Choices,
+    *,
+    model: DeviceModel,
+    device: torch.device,
+    clock: Clock,
+    best: int,
+    budget_s: float,
+    again: bool = False,
+) -> Iterable[Tuned[CandidateT]]:
+    """Choose for each problem among the `best` candidates of the cost model, timing each problem's for `budget_s`; what
+    is chosen already is left alone unless `again`. Raises TuningFailed."""
+    for problem in problems:
+        key = tunable.key(problem)
+        candidates = tunable.candidates(problem, model)
+        kept = None if again else choices.get(tunable.operation, key)
+        chosen = next((one for one in candidates if kept is not None and asdict(one) == kept.candidate), None)
+        if kept is not None and chosen is not None:
+            yield Tuned(key, chosen, kept.time_us, gain=0.0, new=False)
+            continue
+        found = _fastest(tunable, problem, candidates[:best], device, clock, budget_s)
+        choices.put(tunable.operation, key, Choice(asdict(found.candidate), found.time_us))
+        yield found
+
+
+def _fastest(
+    tunable: Tunable[ProblemT, CandidateT],
+    problem: ProblemT,
+    candidates: Sequence[CandidateT],
+    device: torch.device,
+    clock: Clock,
+    budget_s: float,
+) -> Tuned[CandidateT]:
+    make = tunable.prepare(problem, device)
+    names = {str(place): one for place, one in enumerate(candidates)}
+    times, failed = measure({name: make(one) for name, one in names.items()}, clock, budget_s=budget_s)
+    if not times:
+        said = "; ".join(f"{names[name]}: {exc}" for name, exc in failed.items())
+        raise TuningFailed(f"no candidate of {tunable.operation} runs for {tunable.key(problem)}: {said}")
+    name = min(times, key=lambda one: times[one].seconds)
+    first = times[min(times, key=int)].seconds
+    taken = times[name].seconds
+    return Tuned(tunable.key(problem), names[name], round(1e6 * taken, 2), gain=1 - taken / first, new=True)
