@@ -13,7 +13,7 @@ from moiety_kernels.cpu import tiles
 from moiety_kernels.kv_store import kv_store
 from moiety_kernels.linear import linear
 from moiety_kernels.linear.reference import linear as linear_reference
-from moiety_kernels.moe import dense_swiglu, experts
+from moiety_kernels.moe import dense_glu, experts
 from moiety_kernels.moe import grouped as experts_grouped
 from moiety_kernels.moe.reference import experts as experts_reference
 from moiety_kernels.paged_attention import paged_attention
@@ -185,7 +185,7 @@ def test_large_gates_do_not_overflow() -> None:
     one = torch.ones(2, 1, device=DEVICE)
     chosen = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
     ours = experts(x, one, chosen, w_gate_up[None], w_down[None])
-    assert torch.allclose(ours, dense_swiglu(x, w_gate_up, w_down))
+    assert torch.allclose(ours, dense_glu(x, w_gate_up, w_down))
     assert ours[0, 0] == 300.0
     assert ours[1, 1].abs() < 1e-6
 
