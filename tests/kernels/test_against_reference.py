@@ -13,7 +13,7 @@ from moiety_kernels.cpu import tiles
 from moiety_kernels.kv_store import kv_store
 from moiety_kernels.linear import linear
 from moiety_kernels.linear.reference import linear as linear_reference
-from moiety_kernels.moe import dense_swiglu, experts
+from moiety_kernels.moe import dense_glu, experts
 from moiety_kernels.moe import grouped as experts_grouped
 from moiety_kernels.moe.reference import experts as experts_reference
 from moiety_kernels.paged_attention import paged_attention
@@ -22,7 +22,7 @@ from moiety_kernels.paged_attention.reference import paged_attention as paged_at
 from moiety_kernels.rms_norm import add_rms_norm, rms_norm
 from moiety_kernels.rms_norm.reference import rms_norm as rms_norm_reference
 from moiety_kernels.rope import rope
-from moiety_kernels.route import RoutingSpec, group_by_expert, route
+from moiety_kernels.route import RoutingSpec, group, group_by_expert, route
 from moiety_kernels.route.reference import route as route_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,6 +129,21 @@ def test_groups_list_every_pair_once_in_the_order_of_experts() -> None:
     assert counts.tolist() == [int((expert == e).sum()) for e in range(6)]
 
 
+@pytest.mark.parametrize(("tokens", "num_experts", "tile_rows"), [(0, 3, 4), (1, 8, 16), (40, 6, 4), (65, 3, 64)])
+def test_tiles_cover_the_rows_of_each_expert(tokens: int, num_experts: int, tile_rows: int) -> None:
+    expert = torch.randint(0, num_experts, (tokens, 3), dtype=torch.int32, device=DEVICE)
+    groups = group(expert, num_experts, tile_rows)
+    order, counts = group_by_expert(expert, num_experts)
+    starts = [0, *counts.cumsum(0).tolist()]
+    tiles = [(e, row) for e in range(num_experts) for row in range(starts[e], starts[e + 1], tile_rows)]
+    assert groups.order_R.tolist() == order.tolist()
+    assert groups.starts_E1.tolist() == starts
+    assert groups.num_tiles_1.tolist() == [len(tiles)]
+    unused = len(groups.tiles_N2) - len(tiles)
+    assert [(e, row) for e, row in groups.tiles_N2.tolist()] == tiles + [(-1, -1)] * unused
+    assert 0 <= unused <= num_experts
+
+
 @pytest.mark.parametrize("dtype", WEIGHTS)
 @pytest.mark.parametrize(
     ("tokens", "num_experts", "top_k", "width", "hidden"),
@@ -170,7 +185,7 @@ def test_large_gates_do_not_overflow() -> None:
     one = torch.ones(2, 1, device=DEVICE)
     chosen = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
     ours = experts(x, one, chosen, w_gate_up[None], w_down[None])
-    assert torch.allclose(ours, dense_swiglu(x, w_gate_up, w_down))
+    assert torch.allclose(ours, dense_glu(x, w_gate_up, w_down))
     assert ours[0, 0] == 300.0
     assert ours[1, 1].abs() < 1e-6
 

@@ -44,6 +44,15 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 1024,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5, 3.0, 4.0],
+    "long_factor": [2.0, 3.0, 5.0, 9.0, 14.0, 20.0, 30.0, 48.0],
+    "short_mscale": 1.1,
+    "long_mscale": 1.3,
+}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
 
 # name: (family, what its configuration says beyond SMALL)
@@ -73,6 +82,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe, clipped, linear rope": (
         "olmoe",
         MIXTURE | {"intermediate_size": 48, "clip_qkv": 0.6, "norm_topk_prob": True, "rope_parameters": LINEAR_ROPE},
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        MIXTURE
+        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "intermediate_size": 96}
+        | {"mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 40},
+    ),
+    "granitemoe": (
+        "granitemoe",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "tie_word_embeddings": True}
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+    ),
+    "phimoe": (
+        "phimoe",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48, "router_jitter_noise": 0.1}
+        | {"attention_bias": True, "lm_head_bias": True, "rope_parameters": LONG_ROPE},
+    ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 16}
+        | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "use_bias": False},
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {"n_routed_experts": 16, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+        | {"moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 32, "use_qk_norm": True}
+        | {"attention_bias": True, "first_k_dense_replace": 1},
     ),
     "qwen3, tied": ("qwen3", {"head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True}),
     "llama, llama3 rope": ("llama", {"intermediate_size": 96, "rope_parameters": LLAMA3_ROPE}),
@@ -112,7 +148,7 @@ def write_checkpoint(folder: Path, variant: str, *, dtype: torch.dtype = torch.f
     config = AutoConfig.for_model(family, **(SMALL | more))
     oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
     with torch.no_grad():
-        for name, parameter in oracle.named_parameters():
+        for name, parameter in itertools.chain(oracle.named_parameters(), oracle.named_buffers()):
             if "norm" in name:
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             elif name.endswith("bias"):

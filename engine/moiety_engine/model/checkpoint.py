@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from moiety_engine.model.errors import WeightsError
-from moiety_engine.model.names import IGNORED_SUFFIXES, placements
+from moiety_engine.model.names import ignorable, placements
 from moiety_engine.model.weights import ModelWeights, allocate
 
 if TYPE_CHECKING:
@@ -44,22 +44,22 @@ def load(
     present = set(_names(shards))
     wanted = placements(spec, weights, present)
     _complain("lacks", sorted(wanted.keys() - present), folder)
-    extra = sorted(name for name in present - wanted.keys() if not _ignorable(name, spec))
+    extra = sorted(name for name in present - wanted.keys() if not ignorable(name, spec))
     _complain("has unexpected", extra, folder)
     done = 0
     for path in shards:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
-                target = wanted.get(name)
-                if target is None:
+                place = wanted.get(name)
+                if place is None:
                     continue
                 source = file.get_tensor(name)
-                if source.shape != target.shape:
+                if source.shape != place.shape:
                     raise WeightsError(
                         f"{name} in {path} has shape {tuple(source.shape)}, but config.json asks for "
-                        f"{tuple(target.shape)}; the weights and config.json belong to different models"
+                        f"{place.shape}; the weights and config.json belong to different models"
                     )
-                target.copy_(source)
+                place.fill(source)
                 done += source.numel() * source.element_size()
                 if progress is not None:
                     progress(min(done, total), total)
@@ -91,10 +91,6 @@ def _names(shards: list[Path]) -> Iterator[str]:
                 yield from file.keys()
         except SafetensorError as exc:
             raise WeightsError(f"{path} is not a whole safetensors file ({exc}); fetch it again") from exc
-
-
-def _ignorable(name: str, spec: ModelSpec) -> bool:
-    return name.endswith(IGNORED_SUFFIXES) or (spec.tie_word_embeddings and name == "lm_head.weight")
 
 
 def _complain(how: str, names: list[str], folder: Path) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.weights import DenseWeights, MoeWeights
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.linear import linear
-from moiety_kernels.moe import dense_swiglu, experts
+from moiety_kernels.moe import dense_glu, experts
 from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.route import route
 
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
     from moiety_engine.model.batch import Batch, LayerCache
     from moiety_engine.model.rotary import RotaryTable
-    from moiety_engine.model.spec import AttentionSpec, DenseSpec
-    from moiety_engine.model.weights import AttentionWeights
+    from moiety_engine.model.spec import AttentionSpec, DenseSpec, SharedSpec
+    from moiety_engine.model.weights import AttentionWeights, SharedWeights
     from moiety_engine.moe.load import ExpertCounter
 
 
@@ -62,27 +64,52 @@ class GroupedQueryAttention:
 
 
 class DenseFeedForward:
-    """SwiGLU for every token."""
+    """A gated feed-forward for every token."""
 
-    def __init__(self, weights: DenseWeights) -> None:
-        self._weights = weights
+    def __init__(self, spec: DenseSpec, weights: DenseWeights) -> None:
+        self._activation, self._weights = spec.activation, weights
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         w = self._weights
-        return dense_swiglu(x_TD, w.gate_up_2FD, w.down_DF, w.gate_up_bias_2F, w.down_bias_D)
+        biases = w.gate_up_bias_2F, w.down_bias_D
+        return dense_glu(x_TD, w.gate_up_2FD, w.down_DF, *biases, activation=self._activation)
+
+
+class SharedExperts:
+    """What experts that serve every token give, times a sigmoid where it is gated."""
+
+    def __init__(self, spec: SharedSpec, weights: SharedWeights) -> None:
+        self._dense, self._gate_1D = DenseFeedForward(spec.dense, weights.dense), weights.gate_1D
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        out_TD = self._dense(x_TD)
+        return out_TD if self._gate_1D is None else out_TD * torch.sigmoid(linear(x_TD, self._gate_1D))
 
 
 class MixtureOfExperts:
-    """Router, then the chosen experts of each token, weighted and summed."""
+    """Router, then the chosen experts of each token, weighted and summed; then the shared ones, if there are any."""
 
     def __init__(self, spec: MoeSpec, weights: MoeWeights, layer: int, counter: ExpertCounter) -> None:
         self._spec, self._weights, self._layer, self._counter = spec, weights, layer, counter
+        self._shared = SharedExperts(spec.shared, weights.shared) if spec.shared and weights.shared else None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        weights = self._weights
-        weight_TK, expert_TK = route(linear(x_TD, weights.router_ED), self._spec.routing)
+        spec, weights = self._spec, self._weights
+        widen = spec.exact_router and x_TD.dtype is not torch.float32
+        logits_TE = linear(x_TD.float() if widen else x_TD, weights.router_ED, weights.router_bias_E)
+        weight_TK, expert_TK = route(logits_TE, spec.routing, weights.selection_bias_E)
         self._counter.add(self._layer, expert_TK)
-        return experts(x_TD, weight_TK, expert_TK, weights.gate_up_E2FD, weights.down_EDF)
+        routed_TD = experts(
+            x_TD,
+            weight_TK,
+            expert_TK,
+            weights.gate_up_E2FD,
+            weights.down_EDF,
+            activation=spec.activation,
+            gate_up_bias_E2F=weights.gate_up_bias_E2F,
+            down_bias_ED=weights.down_bias_ED,
+        )
+        return routed_TD if self._shared is None else routed_TD + self._shared(x_TD)
 
 
 def feed_forward(
@@ -93,4 +120,4 @@ def feed_forward(
         assert isinstance(weights, MoeWeights)
         return MixtureOfExperts(spec, weights, layer, counter)
     assert isinstance(weights, DenseWeights)
-    return DenseFeedForward(weights)
+    return DenseFeedForward(spec, weights)

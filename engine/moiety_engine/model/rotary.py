@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from moiety_engine.model.spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from moiety_engine.model.spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
 
 
 class RotaryTable:
@@ -44,6 +44,8 @@ def inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
             return _llama3(plain_R, scaling), 1.0
         case YarnScaling() as scaling:
             return _yarn(plain_R, spec, scaling), scaling.attention_factor
+        case LongRopeScaling(factors, attention_factor):
+            return plain_R / torch.tensor(factors), attention_factor
 
 
 def _llama3(plain_R: Tensor, scaling: Llama3Scaling) -> Tensor:

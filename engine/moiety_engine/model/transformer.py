@@ -13,12 +13,12 @@ from torch.nn import functional
 
 from moiety_engine.model.batch import Batch, KvCache, LayerCache
 from moiety_engine.model.layers import GroupedQueryAttention, feed_forward
+from moiety_engine.model.norms import make_norm
 from moiety_engine.model.rotary import RotaryTable
 from moiety_engine.model.spec import ModelSpec, MoeSpec
 from moiety_engine.model.weights import ModelWeights
 from moiety_engine.moe.load import ExpertCounter
 from moiety_kernels.linear import linear
-from moiety_kernels.rms_norm import add_rms_norm, rms_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,9 +41,13 @@ class Transformer:
         self._weights = weights
         self._programs = _decode_programs(self._layers) if self.device.type == "cpu" else None
         self._attentions = [
-            GroupedQueryAttention(one.attention, w.attention, rotaries[one.attention.rope], spec.norm_eps)
+            GroupedQueryAttention(one.attention, w.attention, rotaries[one.attention.rope], spec.norm.eps)
             for one, w in zip(spec.layers, weights.layers, strict=True)
         ]
+        self._norms = [
+            (make_norm(spec.norm, w.attention_norm), make_norm(spec.norm, w.ffn_norm)) for w in weights.layers
+        ]
+        self._final_norm = make_norm(spec.norm, weights.final_norm)
         self._ffns = [
             feed_forward(one.ffn, w.ffn, index, self.expert_counter)
             for index, (one, w) in enumerate(zip(spec.layers, weights.layers, strict=True))
@@ -72,8 +76,8 @@ class Transformer:
     def hidden(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the rows that are
         wanted."""
-        weights = self._weights
-        x_TD = functional.embedding(batch.token_ids_T, weights.embedding_VD).to(self.activation_dtype)
+        x_TD = functional.embedding(batch.token_ids_T, self._weights.embedding_VD).to(self.activation_dtype)
+        x_TD = _times(self.spec.embedding_multiplier, x_TD)
         programs = self._programs
         if programs is not None and programs.takes(batch) and not self.expert_counter.enabled:
             normed_TD = programs.run(x_TD, batch, kv)
@@ -84,19 +88,24 @@ class Transformer:
     @torch.inference_mode()
     def logits(self, hidden_LD: Tensor) -> Tensor:
         """logits_LV, float32, of hidden states after the final norm."""
-        return linear(hidden_LD, self._weights.head_VD).float()
+        logits_LV = linear(hidden_LD, self._weights.head_VD, self._weights.head_bias_V).float()
+        return _times(self.spec.logits_multiplier, logits_LV)
 
     def _layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         """All layers and the final norm."""
-        weights, eps = self._weights, self.spec.norm_eps
-        normed_TD = rms_norm(x_TD, weights.layers[0].attention_norm_D, eps)
-        next_norms = [layer.attention_norm_D for layer in weights.layers[1:]] + [weights.final_norm_D]
-        for attention, ffn, layer, cache, next_norm_D in zip(
-            self._attentions, self._ffns, weights.layers, kv.layers, next_norms, strict=True
+        normed_TD = self._norms[0][0](x_TD)
+        next_norms = [attention_norm for attention_norm, _ in self._norms[1:]] + [self._final_norm]
+        share = self.spec.residual_multiplier
+        for attention, ffn, (_, ffn_norm), cache, next_norm in zip(
+            self._attentions, self._ffns, self._norms, kv.layers, next_norms, strict=True
         ):
-            x_TD, normed_TD = add_rms_norm(x_TD, attention(normed_TD, batch, cache), layer.ffn_norm_D, eps)
-            x_TD, normed_TD = add_rms_norm(x_TD, ffn(normed_TD), next_norm_D, eps)
+            x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attention(normed_TD, batch, cache)))
+            x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, ffn(normed_TD)))
         return normed_TD
+
+
+def _times(factor: float, values: Tensor) -> Tensor:
+    return values if factor == 1.0 else values * factor
 
 
 def _decode_programs(layers: Callable[[Tensor, Batch, KvCache], Tensor]) -> DecodePrograms:

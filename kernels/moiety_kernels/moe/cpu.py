@@ -1,4 +1,4 @@
-"""The expert layer on a CPU: pairs grouped by expert, gate and up products with SwiGLU, down products, weighted sum.
+"""The expert layer on a CPU: pairs grouped by expert, gate and up products, activation, down products, weighted sum.
 
 T tokens, K experts a token, R = T · K routed rows in the order of their experts, E experts, D model and F expert width.
 An item is one expert with up to ROW_BLOCK of its rows; a task is an item and a chunk of the expert's weight rows.
@@ -23,14 +23,18 @@ from moiety_kernels.cpu.gemm import (
     multiply_both,
     product_kind,
 )
-from moiety_kernels.cpu.memory import load_f32, load_i32, load_i64, store_f32, store_i64
+from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, store_f32, store_i64
 from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, parallel, team
-from moiety_kernels.cpu.vectors import add_scaled_row, swiglu_row
+from moiety_kernels.cpu.vectors import add_scaled_row, clipped_row, geglu_row, swiglu_row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LAYOUT = struct.Struct("26q")
+    from moiety_kernels.moe.activation import Activation
+
+_LAYOUT = struct.Struct("29q2d")
+_SILU, _GELU_TANH, _CLIPPED = range(3)
+_KINDS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "clipped": _CLIPPED}
 _COMBINE_BLOCK = 16  # tokens a task
 _MAX_CHUNK = (SCRATCH_BYTES - TEMP_AT) // (2 * 4 * ROW_BLOCK) // 16 * 16
 
@@ -41,11 +45,20 @@ UP_KIND, DOWN_KIND, UP_CHUNK, DOWN_CHUNK = 12, 13, 14, 15
 INNER, RESULT = 16, 17  # float32 workspace [R, F] and [R, D]
 STARTS, PLACE, X_ROWS, INNER_ROWS, ITEMS = 18, 19, 20, 21, 22  # int64 workspace
 UP_TASK, DOWN_TASK, COMBINE_TASK = 23, 24, 25
+ACTIVATION, UP_BIAS, DOWN_BIAS, LIMIT, ALPHA = 26, 27, 28, 29, 30
 
 
-def fits(x_TD: Tensor, expert_TK: Tensor, w_gate_up_E2FD: Tensor, w_down_EDF: Tensor) -> bool:
+def fits(
+    x_TD: Tensor,
+    expert_TK: Tensor,
+    w_gate_up_E2FD: Tensor,
+    w_down_EDF: Tensor,
+    gate_up_bias_E2F: Tensor | None,
+    down_bias_ED: Tensor | None,
+) -> bool:
     """Whether `experts` takes these tensors."""
     _, width, hidden = w_down_EDF.shape
+    biases = [bias for bias in (gate_up_bias_E2F, down_bias_ED) if bias is not None]
     return (
         x_TD.dtype is torch.float32
         and w_down_EDF.dtype in (torch.bfloat16, torch.float32)
@@ -56,11 +69,21 @@ def fits(x_TD: Tensor, expert_TK: Tensor, w_gate_up_E2FD: Tensor, w_down_EDF: Te
         and max(width, hidden) <= MAX_WIDTH
         and 0 < expert_TK.numel() * max(1, max(width, hidden) // 16) < MAX_TASKS * ROW_BLOCK // 2
         and x_TD.stride(1) == 1
-        and all(t.is_contiguous() for t in (expert_TK, w_gate_up_E2FD, w_down_EDF))
+        and all(bias.dtype is torch.float32 for bias in biases)
+        and all(t.is_contiguous() for t in (expert_TK, w_gate_up_E2FD, w_down_EDF, *biases))
     )
 
 
-def experts(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w_gate_up_E2FD: Tensor, w_down_EDF: Tensor) -> Tensor:
+def experts(
+    x_TD: Tensor,
+    weight_TK: Tensor,
+    expert_TK: Tensor,
+    w_gate_up_E2FD: Tensor,
+    w_down_EDF: Tensor,
+    activation: Activation,
+    gate_up_bias_E2F: Tensor | None,
+    down_bias_ED: Tensor | None,
+) -> Tensor:
     """Σ_k weight · expert(x) for each token."""
     tokens, top_k = expert_TK.shape
     num_experts, width, hidden = w_down_EDF.shape
@@ -105,6 +128,11 @@ def experts(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w_gate_up_E2FD: 
         task_address(_up_task),
         task_address(_down_task),
         task_address(_combine_task),
+        _KINDS[activation.kind],
+        0 if gate_up_bias_E2F is None else gate_up_bias_E2F.data_ptr(),
+        0 if down_bias_ED is None else down_bias_ED.data_ptr(),
+        activation.limit,
+        activation.alpha,
     )
     return out_TD
 
@@ -172,11 +200,27 @@ def _up_task(args: int, task: int, scratch: int) -> None:
     gate, up = scratch + TEMP_AT, scratch + TEMP_AT + 4 * num_rows * num_columns
     up_w = gate_w + hidden * row_bytes
     multiply_both(rows, num_rows, gate_w, up_w, kind, num_columns, width, gate, up, 4 * num_columns, scratch)
+    bias = load_i64(args, UP_BIAS)
+    gate_bias = bias + 4 * (expert * 2 * hidden + column)
     for i in range(num_rows):
         offset = 4 * i * num_columns
-        swiglu_row(
-            gate + offset, up + offset, num_columns, load_i64(load_i64(args, INNER_ROWS), first + i) + 4 * column
+        if bias:
+            add_scaled_row(gate + offset, gate_bias, num_columns, 1.0, gate + offset)
+            add_scaled_row(up + offset, gate_bias + 4 * hidden, num_columns, 1.0, up + offset)
+        _activate(
+            args, gate + offset, up + offset, num_columns, load_i64(load_i64(args, INNER_ROWS), first + i), column
         )
+
+
+@jit
+def _activate(args: int, gate: int, up: int, num_columns: int, inner_row: int, column: int) -> None:
+    kind, out = load_i64(args, ACTIVATION), inner_row + 4 * column
+    if kind == _SILU:
+        swiglu_row(gate, up, num_columns, out)
+    elif kind == _GELU_TANH:
+        geglu_row(gate, up, num_columns, out)
+    else:
+        clipped_row(gate, up, num_columns, out, load_f64(args, LIMIT), load_f64(args, ALPHA))
 
 
 def _down_task(args: int, task: int, scratch: int) -> None:
@@ -189,7 +233,13 @@ def _down_task(args: int, task: int, scratch: int) -> None:
     w = load_i64(args, DOWN) + (expert * width + column) * hidden * (4 if kind == FLOAT32 else 2)
     out = load_i64(args, RESULT) + 4 * (first * width + column)
     rows = load_i64(args, INNER_ROWS) + 8 * first
-    multiply(rows, num_rows, w, kind, min(chunk, width - column), hidden, out, 4 * width, scratch)
+    num_columns = min(chunk, width - column)
+    multiply(rows, num_rows, w, kind, num_columns, hidden, out, 4 * width, scratch)
+    bias = load_i64(args, DOWN_BIAS)
+    if bias:
+        for i in range(num_rows):
+            row = out + 4 * width * i
+            add_scaled_row(row, bias + 4 * (expert * width + column), num_columns, 1.0, row)
 
 
 def _combine_task(args: int, task: int, scratch: int) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from moiety_kernels.checks import require_shape
+import torch
+
+from moiety_kernels.checks import require, require_shape
 from moiety_kernels.route import reference
+from moiety_kernels.route.groups import Groups
 from moiety_kernels.route.spec import RoutingSpec
 
 if TYPE_CHECKING:
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["RoutingSpec", "group_by_expert", "route"]
+__all__ = ["Groups", "RoutingSpec", "group", "group_by_expert", "route"]
 
 
 @functools.cache
@@ -24,15 +27,27 @@ def _cpu() -> ModuleType:
     return cpu
 
 
-def route(logits_TE: Tensor, spec: RoutingSpec) -> tuple[Tensor, Tensor]:
-    """(weight_TK float32, expert_TK int32), the best expert first."""
+def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(weight_TK float32, expert_TK int32), the best expert first. `bias_E`, float32, has a say in which experts are
+    chosen, and none in their weights; only scores by softmax and sigmoid take one."""
     require_shape("logits", logits_TE, (-1, spec.num_experts))
-    if logits_TE.is_cpu and _cpu().fits(logits_TE):
-        fast: tuple[Tensor, Tensor] = _cpu().route(logits_TE, spec)
+    if bias_E is not None:
+        require_shape("bias", bias_E, (spec.num_experts,))
+        require(bias_E.dtype is torch.float32, "the bias must be float32")
+        require(spec.scoring in ("softmax", "sigmoid"), "only scores by softmax and sigmoid take a bias")
+    if logits_TE.is_cpu and _cpu().fits(logits_TE, spec, bias_E):
+        fast: tuple[Tensor, Tensor] = _cpu().route(logits_TE, spec, bias_E)
         return fast
-    return reference.route(logits_TE, spec)
+    return reference.route(logits_TE, spec, bias_E)
 
 
 def group_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """(order_R, counts_E), both int64: the pairs t · K + k expert by expert, and each expert's number of pairs."""
     return reference.group_by_expert(expert_TK, num_experts)
+
+
+def group(expert_TK: Tensor, num_experts: int, tile_rows: int) -> Groups:
+    """The pairs grouped by expert, and the tiles of `tile_rows` rows in which a grouped product takes them."""
+    require_shape("expert", expert_TK, (-1, -1))
+    require(tile_rows > 0, "a tile must have rows")
+    return reference.group(expert_TK, num_experts, tile_rows)

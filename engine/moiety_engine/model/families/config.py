@@ -10,16 +10,22 @@ from moiety_engine.model.spec import (
     AttentionSpec,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     RopeScaling,
     RopeSpec,
     YarnScaling,
 )
+from moiety_kernels.checks import KernelInputError
+from moiety_kernels.moe.activation import GELU_TANH, SILU, Activation
 from moiety_kernels.route.spec import RoutingSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Config = dict[str, Any]
+Features = dict[str, Any]  # fields of a ModelSpec that a family does not have from the usual keys
+
+ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
 
 def first(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
@@ -64,7 +70,21 @@ def _rope_scaling(config: Config, parameters: Mapping[str, Any]) -> RopeScaling 
             attention_factor=_yarn_attention_factor(parameters, factor),
             truncate=bool(parameters.get("truncate", True)),
         )
-    raise UnsupportedModelError(f"rope type {kind!r} is not supported; known: default, linear, llama3, yarn")
+    if kind == "longrope":
+        return _longrope(config, parameters)
+    raise UnsupportedModelError(f"rope type {kind!r} is not supported; known: default, linear, llama3, yarn, longrope")
+
+
+def _longrope(config: Config, parameters: Mapping[str, Any]) -> LongRopeScaling:
+    """The factors for contexts beyond the original length, if the model takes any: one cache cannot hold positions by
+    both, and a prompt must not be answered differently because it grows."""
+    longest = config["max_position_embeddings"]
+    original = first({**config, **parameters}, "original_max_position_embeddings", default=longest)
+    kind = "long" if longest > original else "short"
+    factor = float(first(parameters, "factor", default=longest / original))
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    magnitude = first(parameters, f"{kind}_mscale", "attention_factor", default=usual)
+    return LongRopeScaling(tuple(map(float, parameters[f"{kind}_factor"])), float(magnitude))
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
@@ -79,18 +99,30 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
     return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
 
 
+def read_activation(config: Config) -> Activation:
+    name = first(config, "hidden_act", "hidden_activation", default="silu")
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(f"hidden_act {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
 def read_attention(config: Config, *, default_head_dim: int | None = None, **features: Any) -> AttentionSpec:
+    """The attention; `features` override what follows from the heads, such as `scale`."""
     heads = config["num_attention_heads"]
     head_dim = first(config, "head_dim", default=default_head_dim or config["hidden_size"] // heads)
     kv_heads = first(config, "num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    return AttentionSpec(heads, kv_heads, head_dim, read_rope(config, head_dim), **features)
+    usual = {"rope": read_rope(config, head_dim), "scale": head_dim**-0.5}
+    return AttentionSpec(heads, kv_heads, head_dim, **(usual | features))
 
 
-def read_routing(config: Config, *, renormalize: bool) -> RoutingSpec:
-    experts = need(config, "num_experts", "num_local_experts")
-    top_k = config["num_experts_per_tok"]
+def read_routing(config: Config, *, renormalize: bool, **features: Any) -> RoutingSpec:
+    experts = need(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    top_k = need(config, "num_experts_per_tok", "moe_k")
     if not 0 < top_k <= experts:
         raise ConfigError(f"num_experts_per_tok {top_k} must be between 1 and num_experts {experts}")
-    return RoutingSpec(experts, top_k, renormalize)
+    try:
+        return RoutingSpec(experts, top_k, renormalize, **features)
+    except KernelInputError as exc:
+        raise ConfigError(f"config.json asks for a routing that cannot be: {exc}") from exc

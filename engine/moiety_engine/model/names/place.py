@@ -1,0 +1,37 @@
+"""Where a tensor of a checkpoint goes. Knows no name and no family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`view` takes what `arrange` makes of a tensor that has `shape` on disk; without `arrange`, the tensor itself."""
+
+    view: Tensor
+    shape: tuple[int, ...]
+    arrange: Callable[[Tensor], Tensor] | None = None
+
+    def fill(self, source: Tensor) -> None:
+        """Copy what was read from disk to where it belongs."""
+        self.view.copy_(source if self.arrange is None else self.arrange(source))
+
+
+def whole(view: Tensor) -> Place:
+    """The view takes the tensor as it is."""
+    return Place(view, tuple(view.shape))
+
+
+def reshaped(view: Tensor, shape: tuple[int, ...]) -> Place:
+    """The view takes the tensor, which has another shape on disk, in the order of its elements."""
+    return Place(view, shape, lambda source: source.reshape(view.shape))
+
+
+Named = tuple[str, Place]  # the name on disk, which may be relative to the layer's

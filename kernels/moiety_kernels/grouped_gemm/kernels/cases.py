@@ -1,0 +1,78 @@
+"""Every variant that the cost model may choose, for the report of what they take.
+
+Hopper's and Blackwell's are those with the copy engine, the others' those without; one of the latter is built for Hopper
+too, where the weights' layout may ask for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moiety_kernels.gpu.cases import CompileCase
+from moiety_kernels.grouped_gemm import tiles
+from moiety_kernels.grouped_gemm.kernels import down, rows, up
+from moiety_kernels.grouped_gemm.kernels.launching import GROUP
+
+if TYPE_CHECKING:
+    from moiety_kernels.grouped_gemm.tiles import TileConfig
+
+_ENGINE, _NO_ENGINE = ("sm_90", "sm_100"), ("sm_80", "gfx942")
+_GROUPS = dict.fromkeys(("p_order", "p_starts", "p_tiles", "p_num_tiles", "p_expert"), "*i32")
+_SIZES = dict.fromkeys(("top_k", "width", "hidden", "x_stride", "expert_stride", "row_stride"), "i32")
+_FLOATS = {"p_bias": "*fp32", "p_weight": "*fp32", "limit": "fp32", "alpha": "fp32"}
+_COMMON = _GROUPS | _SIZES | _FLOATS
+
+
+def compile_cases() -> list[CompileCase]:
+    """Those of 16 bits for each target, with and without biases, and float32's."""
+    found = _row_cases()
+    for config in tiles.HOPPER[1:]:
+        found += _tile_cases(config, "bf16", _ENGINE, engine=True)
+    for config in tiles.PORTABLE[1:]:
+        found += _tile_cases(config, "bf16", _NO_ENGINE, engine=False)
+    found += _tile_cases(tiles.HOPPER[1], "bf16", ("sm_90",), engine=False)
+    found += _tile_cases(tiles.HOPPER[-1], "bf16", ("sm_90",), engine=True, special=True)
+    return found + _tile_cases(tiles.SINGLE[-1], "fp32", ("sm_90",), engine=True)
+
+
+def _tile_cases(
+    config: TileConfig, dtype: str, only: tuple[str, ...], *, engine: bool, special: bool = False
+) -> list[CompileCase]:
+    """Up and down of one choice; `special`: with biases, the clipped activation and a width that no step divides."""
+    suffix = f"{dtype}{'' if engine else ' by addresses'}{' special' if special else ''}"
+    cases = []
+    for kernel, block, gated in ((up._up, config.up, True), (down._down, config.down, False)):
+        pointers = dict.fromkeys(("p_x", "p_inner", "p_out"), f"*{dtype}")
+        pointers["w"] = f"tensordesc<{dtype}[{block.BN}, {block.BK}]>" if engine else f"*{dtype}"
+        pointers["inner"] = f"tensordesc<{dtype}[{config.BM}, {block.BK}]>" if engine else f"*{dtype}"
+        constants: dict[str, Any] = {
+            "BM": config.BM,
+            "BN": block.BN,
+            "BK": block.BK,
+            "TAIL": 0 if block.flat else config.tail,
+            "GROUP": GROUP,
+            "SWAP": config.swap_ab,
+            "TMA": engine,
+            "BIAS": special,
+            "FLAT": block.flat,
+        }
+        if gated:
+            constants |= {"EVEN": not special, "ACTIVATION": "clipped" if special else "silu"}
+        name = f"{'up' if gated else 'down'} {config.name} {suffix}"
+        cases.append(CompileCase(name, kernel, _COMMON | pointers, constants, block.warps, block.stages, only))
+    return cases
+
+
+def _row_cases() -> list[CompileCase]:
+    config, pointers = tiles.ROWS, dict.fromkeys(("p_x", "p_w", "p_inner", "p_out", "p_rows"), "*bf16")
+    signature = _COMMON | pointers
+
+    def constants(block: tiles.Block) -> dict[str, Any]:
+        return {"BN": block.BN, "BK": block.BK, "STAGES": block.stages, "BIAS": False}
+
+    gated = constants(config.up) | {"ACTIVATION": "silu"}
+    return [
+        CompileCase("up rows", rows._up_rows, signature, gated, config.up.warps),
+        CompileCase("down rows", rows._down_rows, signature, constants(config.down), config.down.warps),
+        CompileCase("combine", down._combine, signature, {"TOP_K": 8, "BLOCK": 1024}),
+    ]

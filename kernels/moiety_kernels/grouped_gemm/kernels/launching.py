@@ -1,0 +1,56 @@
+"""What launching the grouped products needs to know of the device and of the weights' layout."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moiety_kernels.grouped_gemm.tiles import Block
+
+GROUP = 8  # tiles that go through the blocks of columns together
+_INTERPRETED_PROGRAMS = 3  # so that programs have more than one piece, and unlike numbers of them
+_ENGINE_ALIGNMENT = 16  # bytes, of every row that the copy engine fetches
+
+
+def copied_by_engine(w_ENK: Tensor) -> bool:
+    """Whether the copy engine (TMA) can fetch these weights: all experts' rows as one matrix, evenly apart, aligned."""
+    experts, rows, _ = w_ENK.shape
+    size = w_ENK.element_size()
+    return (
+        _has_copy_engine(w_ENK.device)
+        and w_ENK.data_ptr() % _ENGINE_ALIGNMENT == 0
+        and w_ENK.stride(1) * size % _ENGINE_ALIGNMENT == 0
+        and (experts == 1 or w_ENK.stride(0) == rows * w_ENK.stride(1))
+        and experts * rows < 1 << 31
+    )
+
+
+def weight_argument(w_ENK: Tensor, block: Block, engine: bool) -> Tensor | TensorDescriptor:
+    """The weights as the kernel takes them: one descriptor for all experts, or the address of the first."""
+    if not engine:
+        return w_ENK
+    experts, rows, inner = w_ENK.shape
+    return TensorDescriptor(w_ENK, [experts * rows, inner], [w_ENK.stride(1), 1], [block.BN, block.BK])
+
+
+def num_programs(device: torch.device, per_sm: int, most_pieces: int) -> int:
+    """Programs that stay until all is done: as many as run at once, and none without work for it."""
+    return max(1, min(most_pieces, _multiprocessors(device) * per_sm))
+
+
+@functools.cache
+def _has_copy_engine(device: torch.device) -> bool:
+    return device.type == "cpu" or (torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return _INTERPRETED_PROGRAMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
