@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from moiety_kernels.bench import shapes as known
 from moiety_kernels.bench.cli import bench_kernels
 from moiety_kernels.environment import describe_environment
 from moiety_kernels.gpu.targets import TARGETS
+from moiety_kernels.options import FAILED, check_known, failure, parse_names, parse_numbers, require_package
+from moiety_kernels.tuning.choices import CACHE_VARIABLE
 
-FAILED = 1
 app = typer.Typer(name="kernels", no_args_is_help=True, add_completion=False)
 
 
@@ -36,14 +38,14 @@ def report_command(
     Needs Triton, but no GPU. Ends with 1 where a variant does not compile.
     """
     targets = target or ["sm_90"]
-    _check_names("--target", targets, list(TARGETS))
-    _require_triton()
+    check_known("--target", targets, list(TARGETS))
+    _require_compiler()
     from moiety_kernels.gpu.report import operations as all_operations  # noqa: PLC0415 - imports Triton
     from moiety_kernels.gpu.report import table  # noqa: PLC0415
 
     known = all_operations()
     names = operations or known
-    _check_names("operation", names, known)
+    check_known("operation", names, known)
     with _progress() as bar:
         task = bar.add_task("compiling", total=len(targets) * len(names))
         rows = table(targets, names, lambda: bar.update(task, advance=1))
@@ -57,28 +59,58 @@ def report_command(
         raise typer.Exit(FAILED)
 
 
+@app.command("tune")
+def tune_command(
+    shapes: Annotated[str, typer.Option(help="models' layers, with commas between them [all known]")] = "",
+    layer: Annotated[list[str] | None, typer.Option(help="any other, as E,K,D,F of its sizes")] = None,
+    tokens: Annotated[str, typer.Option(help="of a step, likewise [powers of two to 16384]")] = "",
+    best: Annotated[int, typer.Option(min=1, help="candidates of the cost model that are timed for each")] = 4,
+    again: Annotated[bool, typer.Option("--again", help="time what is chosen already, too")] = False,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(envvar=CACHE_VARIABLE, file_okay=False, help="of choices; engines need it in this variable"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Time the best variants for each layer and size of step on this GPU, and keep the fastest for all engines here.
+
+    Choices are kept a device, and forgotten when the kernels or Triton change.
+    """
+    layers = [known.SHAPES[name] for name in parse_names("--shapes", shapes, tuple(known.SHAPES))]
+    layers += [known.layer_of(parse_numbers("--layer", text)) for text in layer or ()]
+    sizes = parse_numbers("--tokens", tokens) or tuple(1 << power for power in range(15))
+    _require_compiler()
+    from moiety_kernels.tuning.session import NoGpu, Session  # noqa: PLC0415 - imports torch and Triton
+    from moiety_kernels.tuning.tuner import TuningFailed  # noqa: PLC0415
+
+    try:
+        session = Session(layers or list(known.MODELS), sizes, cache_dir)
+        with _progress() as bar:
+            task = bar.add_task("tuning", total=session.num_problems)
+            rows = session.run(best, again=again, on_done=lambda: bar.update(task, advance=1))
+    except (NoGpu, TuningFailed) as exc:
+        raise failure("kernels tune", str(exc)) from exc
+    if as_json:
+        environment = describe_environment("torch", "triton") | {"device": session.device_name}
+        settings = {"layers": [one.name for one in session.layers], "tokens": sizes, "best": best, "again": again}
+        report = {"environment": environment, "settings": settings, "file": str(session.choices.path), "rows": rows}
+        typer.echo(json.dumps(report))
+    else:
+        _print_tuned(rows)
+        typer.echo(f"{session.device_name}: kept in {session.choices.path}")
+
+
 def standalone() -> None:
     """These commands and `bench`, as `python -m moiety_kernels`."""
     app.command("bench")(bench_kernels)
     app(prog_name="python -m moiety_kernels")
 
 
-def _require_triton() -> None:
-    if importlib.util.find_spec("triton") is None:
-        raise _failure("Triton is not installed; run: pip install triton")
+def _require_compiler() -> None:
+    for package in ("torch", "triton"):
+        require_package("kernels", package)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        raise _failure("TRITON_INTERPRET is set, under which nothing is compiled; unset it")
-
-
-def _failure(message: str) -> typer.Exit:
-    typer.echo(f"moiety kernels: {message}", err=True)
-    return typer.Exit(FAILED)
-
-
-def _check_names(what: str, names: list[str], known: list[str]) -> None:
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise typer.BadParameter(f"{what} {', '.join(unknown)} is not known; choose from {', '.join(known)}")
+        raise failure("kernels", "TRITON_INTERPRET is set, under which nothing is compiled; unset it")
 
 
 def _progress() -> Progress:
@@ -94,7 +126,20 @@ def _print_report(rows: list[dict[str, Any]]) -> None:
     for name in ("registers", "spilled bytes", "shared bytes"):
         table.add_column(name, justify="right")
     for row in rows:
-        taken = [row.get(name) for name in ("registers", "spill_bytes", "shared_bytes")]
-        shown = [row["error"] or "", "", ""] if row["error"] else [str(value) for value in taken]
-        table.add_row(row["operation"], row["variant"], row["target"], *shown)
+        taken = [str(row.get(name, "")) for name in ("registers", "spill_bytes", "shared_bytes")]
+        table.add_row(row["operation"], row["variant"], row["target"], *taken)
+    Console().print(table)
+    for row in rows:
+        if row["error"]:
+            typer.echo(row["error"])
+
+
+def _print_tuned(rows: list[dict[str, Any]]) -> None:
+    table = Table()
+    for name in ("operation", "problem", "fastest", "µs", "gain", ""):
+        table.add_column(name, justify="right" if name in ("µs", "gain") else "left")
+    for row in rows:
+        gain = f"{row['gain']:.0%}" if row["new"] else ""
+        shown = row["operation"], row["problem"], row["name"], f"{row['time_us']:.1f}", gain
+        table.add_row(*shown, "" if row["new"] else "as before")
     Console().print(table)

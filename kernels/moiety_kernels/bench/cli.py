@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from moiety_kernels.bench import shapes as known
 from moiety_kernels.environment import describe_environment
+from moiety_kernels.options import failure, parse_names, parse_numbers, require_package
 
 if TYPE_CHECKING:
     import torch
 
     from moiety_kernels.bench.run import Report, Settings
-
-WRONG_USE = 2
 
 
 def bench_kernels(
@@ -36,6 +36,7 @@ def bench_kernels(
 ) -> None:
     """The kernels against their rivals in the same run, and against the device's roofline: cold caches, interleaved
     repeats, medians."""
+    require_package("bench kernels", "torch")
     import torch  # noqa: PLC0415 - seconds, and not installed everywhere
 
     from moiety_kernels.bench.clocks import CallFailed  # noqa: PLC0415
@@ -52,8 +53,7 @@ def bench_kernels(
             task = bar.add_task("measuring the device", total=settings.num_points)
             report = run(settings, chosen, lambda name: bar.update(task, advance=1, description=name))
     except CallFailed as exc:
-        console.print(f"[red]moiety bench kernels:[/red] {exc}", highlight=False)
-        raise typer.Exit(1) from exc
+        raise failure("bench kernels", str(exc)) from exc
     text = json.dumps(_as_json(report, settings, chosen, time_budget))
     if output is not None:
         output.write_text(text + "\n", encoding="utf-8")
@@ -73,17 +73,16 @@ def _settings(
     rivals: bool,
     seed: int,
 ) -> Settings:
-    from moiety_kernels.bench import shapes as known  # noqa: PLC0415 - imports torch
     from moiety_kernels.bench.run import KERNELS, Settings  # noqa: PLC0415
 
     on_gpu = device.type == "cuda"
     usual = known.MODELS if on_gpu else known.SMALL
     numbers = known.TOKENS if on_gpu else known.SMALL_TOKENS
     return Settings(
-        kernels=_names("--kernels", kernels, KERNELS) or KERNELS,
-        shapes=tuple(known.SHAPES[name] for name in _names("--shapes", shapes, tuple(known.SHAPES))) or usual,
-        tokens=_numbers(tokens) or numbers,
-        routings=_names("--routing", routing, known.ROUTINGS) or known.ROUTINGS,
+        kernels=parse_names("--kernels", kernels, KERNELS) or KERNELS,
+        shapes=tuple(known.SHAPES[name] for name in parse_names("--shapes", shapes, tuple(known.SHAPES))) or usual,
+        tokens=parse_numbers("--tokens", tokens) or numbers,
+        routings=parse_names("--routing", routing, known.ROUTINGS) or known.ROUTINGS,
         time_budget_s=time_budget,
         rivals=rivals,
         seed=seed,
@@ -99,21 +98,6 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not has_gpu:
         raise typer.BadParameter("--device cuda: torch sees no GPU here; use --device cpu, or a CUDA build of torch")
     return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
-
-
-def _names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    asked = tuple(part.strip() for part in text.split(",") if part.strip())
-    unknown = [name for name in asked if name not in known]
-    if unknown:
-        raise typer.BadParameter(f"{option}: {', '.join(unknown)} is not known; choose from {', '.join(known)}")
-    return asked
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"--tokens {text!r}: write positive numbers with commas between them, as in 1,64,4096")
-    return tuple(int(part) for part in parts)
 
 
 def _as_json(report: Report, settings: Settings, device: torch.device, time_budget_s: float) -> dict[str, Any]:

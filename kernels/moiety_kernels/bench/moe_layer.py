@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from moiety_kernels.bench.clocks import Call
-from moiety_kernels.bench.routings import draw_logits
+from moiety_kernels.bench.routings import draw_logits, spec_of
 from moiety_kernels.bench.shapes import LayerShape
 from moiety_kernels.moe import experts, grouped
-from moiety_kernels.moe.reference import swiglu
+from moiety_kernels.moe.reference import activate
 from moiety_kernels.route import route
 from moiety_kernels.route.reference import route as route_in_torch
 
@@ -54,10 +54,9 @@ def scratch_bytes(shape: LayerShape, tokens: int) -> int:
 def make_weights(shape: LayerShape, device: torch.device) -> Weights:
     """Random, of a size that keeps values near one: products of zeros would be faster than real ones."""
     experts_, width, hidden = shape.num_experts, shape.width, shape.hidden
-    return Weights(
-        _normal((experts_, 2 * hidden, width), width**-0.5, device),
-        _normal((experts_, width, hidden), hidden**-0.5, device),
-    )
+    gate_up_E2FD = torch.empty(experts_, 2 * hidden, width, dtype=torch.bfloat16, device=device)
+    down_EDF = torch.empty(experts_, width, hidden, dtype=torch.bfloat16, device=device)
+    return Weights(gate_up_E2FD.normal_(std=width**-0.5), down_EDF.normal_(std=hidden**-0.5))
 
 
 def make_inputs(shape: LayerShape, weights: Weights, tokens: int, routing: str, seed: int) -> Inputs:
@@ -67,14 +66,14 @@ def make_inputs(shape: LayerShape, weights: Weights, tokens: int, routing: str, 
     logits_TE = draw_logits(routing, tokens, shape.num_experts, generator).to(device)
     narrow_TD = torch.randn(tokens, shape.width, generator=generator).to(device, torch.bfloat16)
     x_TD = narrow_TD if device.type == "cuda" else narrow_TD.float()
-    _, expert_TK = route_in_torch(logits_TE, shape.routing)
+    _, expert_TK = route_in_torch(logits_TE, spec_of(shape))
     active = int((expert_TK.flatten().long().bincount() > 0).sum())
     return Inputs(shape, weights, x_TD, narrow_TD, logits_TE, active)
 
 
 def ours(inputs: Inputs) -> Callable[[], Tensor]:
     def run() -> Tensor:
-        weight_TK, expert_TK = route(inputs.logits_TE, inputs.shape.routing)
+        weight_TK, expert_TK = route(inputs.logits_TE, spec_of(inputs.shape))
         return experts(inputs.x_TD, weight_TK, expert_TK, inputs.weights.gate_up_E2FD, inputs.weights.down_EDF)
 
     return run
@@ -99,7 +98,7 @@ def grouped_mm(inputs: Inputs) -> Callable[[], Tensor]:
     """torch's grouped product, with the sorting, activation and sum around it in torch."""
 
     def run() -> Tensor:
-        weight_TK, expert_TK = route_in_torch(inputs.logits_TE, inputs.shape.routing)
+        weight_TK, expert_TK = route_in_torch(inputs.logits_TE, spec_of(inputs.shape))
         weights = inputs.weights
         return grouped.experts(inputs.narrow_TD, weight_TK, expert_TK, weights.gate_up_E2FD, weights.down_EDF)
 
@@ -113,7 +112,7 @@ def batched(inputs: Inputs) -> Call:
     gate_up_A2FD = inputs.weights.gate_up_E2FD[: inputs.active]
     down_ADF = inputs.weights.down_EDF[: inputs.active]
     x_ARD = torch.randn(inputs.active, rows, inputs.shape.width, device=gate_up_A2FD.device).to(gate_up_A2FD.dtype)
-    return lambda: torch.bmm(swiglu(torch.bmm(x_ARD, gate_up_A2FD.transpose(1, 2))), down_ADF.transpose(1, 2))
+    return lambda: torch.bmm(activate(torch.bmm(x_ARD, gate_up_A2FD.transpose(1, 2))), down_ADF.transpose(1, 2))
 
 
 def dense(inputs: Inputs) -> Call:
@@ -121,7 +120,7 @@ def dense(inputs: Inputs) -> Call:
     gate_up_2FD, down_DF = inputs.weights.gate_up_E2FD[0], inputs.weights.down_EDF[0]
     rows = inputs.logits_TE.shape[0] * inputs.shape.top_k
     x_RD = torch.randn(rows, inputs.shape.width, device=down_DF.device).to(down_DF.dtype)
-    return lambda: swiglu(x_RD @ gate_up_2FD.T) @ down_DF.T
+    return lambda: activate(x_RD @ gate_up_2FD.T) @ down_DF.T
 
 
 def in_transformers(inputs: Inputs) -> Call:
@@ -140,7 +139,7 @@ def in_transformers(inputs: Inputs) -> Call:
     module.down_proj = torch.nn.Parameter(inputs.weights.down_EDF, requires_grad=False)
 
     def run() -> object:
-        weight_TK, expert_TK = route_in_torch(inputs.logits_TE, shape.routing)
+        weight_TK, expert_TK = route_in_torch(inputs.logits_TE, spec_of(shape))
         return module(inputs.narrow_TD, expert_TK.long(), weight_TK.to(inputs.narrow_TD.dtype))
 
     return run
@@ -151,16 +150,8 @@ def in_vllm(inputs: Inputs) -> Call:
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts  # noqa: PLC0415 - where it is installed
 
     def run() -> object:
-        weight_TK, expert_TK = route_in_torch(inputs.logits_TE, inputs.shape.routing)
+        weight_TK, expert_TK = route_in_torch(inputs.logits_TE, spec_of(inputs.shape))
         weights = inputs.weights
         return fused_experts(inputs.narrow_TD, weights.gate_up_E2FD, weights.down_EDF, weight_TK, expert_TK)
 
     return run
-
-
-def _normal(size: tuple[int, ...], scale: float, device: torch.device) -> Tensor:
-    """An expert at a time, so that no second copy of the whole is ever held."""
-    out = torch.empty(size, dtype=torch.bfloat16, device=device)
-    for expert in out:
-        expert.copy_(torch.randn(size[1:], device=device) * scale)
-    return out

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from moiety_kernels.bench import work
 from moiety_kernels.bench.clocks import Call
-from moiety_kernels.bench.routings import draw_logits
+from moiety_kernels.bench.routings import draw_logits, spec_of
 from moiety_kernels.bench.shapes import DECODE_CONTEXT, LayerShape
 from moiety_kernels.bench.work import Work
 from moiety_kernels.paged_attention import paged_attention
@@ -74,8 +74,8 @@ def _add_rms_norm(shape: LayerShape, tokens: int, device: torch.device) -> Point
 def _route(shape: LayerShape, tokens: int, device: torch.device) -> Point:
     logits_TE = draw_logits("uniform", tokens, shape.num_experts, torch.Generator().manual_seed(tokens)).to(device)
     return Point(
-        lambda: route(logits_TE, shape.routing),
-        {"torch_topk": lambda: route_in_torch(logits_TE, shape.routing)},
+        lambda: route(logits_TE, spec_of(shape)),
+        {"torch_topk": lambda: route_in_torch(logits_TE, spec_of(shape))},
         work.route(shape, tokens),
         "float32",
     )

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moiety_kernels.bench.shapes import LayerShape
+from moiety_kernels.route import RoutingSpec
+
 ZIPF_EXPONENT = 1.2
+
+
+def spec_of(shape: LayerShape) -> RoutingSpec:
+    """How the layer's model routes."""
+    return RoutingSpec(shape.num_experts, shape.top_k, **shape.routing)
 
 
 def popularity(name: str, num_experts: int) -> Tensor:

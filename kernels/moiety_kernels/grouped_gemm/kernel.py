@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moiety_kernels.gpu.devices import device_model
+from moiety_kernels.grouped_gemm.choice import configuration
 from moiety_kernels.grouped_gemm.kernels.cases import compile_cases
 from moiety_kernels.grouped_gemm.kernels.down import combine, down
 from moiety_kernels.grouped_gemm.kernels.rows import down_rows, up_rows
@@ -52,7 +53,8 @@ def experts(
 ) -> Tensor:
     """Σ_k weight · expert(x) for each token; the same bits every time. Never waits for the device.
 
-    With `invariant`, the same bits for a token whatever other tokens there are. Without `config` the cost model chooses.
+    With `invariant`, the same bits for a token whatever other tokens there are. Without `config`, what was tuned for
+    this GPU, else what the cost model prefers.
     """
     tokens, top_k = expert_TK.shape
     if tokens == 0:
@@ -61,7 +63,7 @@ def experts(
     num_experts, width, hidden = w_down_EDF.shape
     if config is None:
         problem = _problem(num_experts, top_k, width, hidden, tokens, x_TD.element_size(), invariant)
-        config = choose(problem, device_model(x_TD.device))
+        config = (choose if x_TD.is_cpu else configuration)(problem, device_model(x_TD.device))
     if config.BM == 1:
         inner_RF = up_rows(x_TD, expert_TK, w_gate_up_E2FD, gate_up_bias_E2F, activation, config.up)
         return down_rows(inner_RF, expert_TK, weight_TK, w_down_EDF, down_bias_ED, config.down)

@@ -27,6 +27,7 @@ import moiety_kernels
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+CACHE_VARIABLE = "MOIETY_TUNING_DIR"
 _FORMAT = 1
 _SHARED = ("gpu",)  # packages whose code every kernel depends on
 _log = logging.getLogger(__name__)
@@ -76,8 +77,11 @@ class Choices:
 
 
 def cache_folder() -> Path:
-    """Of tuned choices: below XDG_CACHE_HOME, or ~/.cache where that is not set."""
-    base = os.environ.get("XDG_CACHE_HOME")
+    """Of tuned choices: MOIETY_TUNING_DIR, else below XDG_CACHE_HOME, else below ~/.cache. A GPU's file is found by
+    every process of a user, so it stands in the environment and not among the settings of one."""
+    own, base = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own)
     return (Path(base) if base else Path.home() / ".cache") / "moiety" / "tuning"
 
 
@@ -117,12 +121,10 @@ def _parse(report: Any, device: str) -> dict[str, dict[str, Choice]]:
     }
 
 
-def tuned(
-    operation: str, problem: str, candidates: Sequence[CandidateT], device: str, folder: Path | None = None
-) -> CandidateT | None:
-    """The one of `candidates` that was fastest for `problem` on the device of that name; None if nobody has tuned it, or
-    if what was fastest is no candidate. Reads the file at the first call of a process."""
-    choice = _read_once(path_of(device, folder), device).get(operation, problem)
+def tuned(operation: str, problem: str, candidates: Sequence[CandidateT], device: str) -> CandidateT | None:
+    """The one of `candidates` that was fastest for `problem` on the device of that name; None if nobody has tuned it,
+    or if what was fastest is no candidate. Reads the file at the first call of a process."""
+    choice = _read_once(path_of(device), device).get(operation, problem)
     if choice is None:
         return None
     return next((one for one in candidates if asdict(one) == choice.candidate), None)

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     import torch
     from _typeshed import DataclassInstance
 
+    from moiety_kernels.bench.shapes import LayerShape
     from moiety_kernels.gpu.targets import DeviceModel
 
-ProblemT = TypeVar("ProblemT", contravariant=True)
+ProblemT = TypeVar("ProblemT")
 CandidateT = TypeVar("CandidateT", bound="DataclassInstance")
 
 
@@ -27,6 +28,9 @@ class Tunable(Protocol[ProblemT, CandidateT]):
     """What an operation offers to be tuned."""
 
     operation: str  # the name of its package
+
+    def problems(self, shape: LayerShape, tokens: Sequence[int]) -> list[ProblemT]:
+        """Those that a layer of this shape poses in steps of so many tokens."""
 
     def key(self, problem: ProblemT) -> str:
         """What the choice is kept under; problems with one key share it."""

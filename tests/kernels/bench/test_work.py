@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moiety_kernels.bench import work
-from moiety_kernels.bench.routings import draw_logits, popularity
+from moiety_kernels.bench.routings import draw_logits, popularity, spec_of
 from moiety_kernels.bench.shapes import ROUTINGS, SHAPES, LayerShape
 from moiety_kernels.bench.work import Speeds, expected_active, floor_s
 from moiety_kernels.gpu.targets import H200
@@ -69,7 +69,7 @@ def test_drawn_scores_send_each_expert_its_share(routing: str) -> None:
     logits_TE = draw_logits(routing, 20_000, 16, generator)
     counts_E = torch.bincount(logits_TE.argmax(dim=1), minlength=16).sort(descending=True).values
     assert torch.allclose(counts_E.double() / 20_000, popularity(routing, 16), atol=0.015)
-    _, expert_TK = route(logits_TE[:100], SHAPES["moiety-demo"].routing)
+    _, expert_TK = route(logits_TE[:100], spec_of(SHAPES["moiety-demo"]))
     assert all(len(set(row)) == 2 for row in expert_TK.tolist())
     assert torch.equal(logits_TE, draw_logits(routing, 20_000, 16, torch.Generator().manual_seed(1)))
 
