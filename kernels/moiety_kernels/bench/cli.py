@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +15,7 @@ from rich.table import Table
 
 from moiety_kernels.bench import shapes as known
 from moiety_kernels.environment import describe_environment
+from moiety_kernels.files import write_whole
 from moiety_kernels.options import failure, parse_names, parse_numbers, require_package
 
 if TYPE_CHECKING:
@@ -31,7 +34,7 @@ def bench_kernels(
     rivals: Annotated[bool, typer.Option("--rivals/--no-rivals", help="whether to time others for the same")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="of the CPU")] = None,
     seed: Annotated[int, typer.Option()] = 0,
-    output: Annotated[Path | None, typer.Option(dir_okay=False, help="also write the JSON there")] = None,
+    output: Annotated[Path | None, typer.Option(dir_okay=False, help="also write the JSON there, as it grows")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
     """The kernels against their rivals in the same run, and against the device's roofline: cold caches, interleaved
@@ -39,7 +42,6 @@ def bench_kernels(
     require_package("bench kernels", "torch")
     import torch  # noqa: PLC0415 - seconds, and not installed everywhere
 
-    from moiety_kernels.bench.clocks import CallFailed  # noqa: PLC0415
     from moiety_kernels.bench.run import run  # noqa: PLC0415
 
     if threads is not None:
@@ -48,19 +50,27 @@ def bench_kernels(
     settings = _settings(chosen, kernels, shapes, tokens, routing, time_budget, rivals, seed)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    try:
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-            task = bar.add_task("measuring the device", total=settings.num_points)
-            report = run(settings, chosen, lambda name: bar.update(task, advance=1, description=name))
-    except CallFailed as exc:
-        raise failure("bench kernels", str(exc)) from exc
-    text = json.dumps(_as_json(report, settings, chosen, time_budget))
+    describe = partial(_as_json, settings=settings, device=chosen, time_budget_s=time_budget)
+
+    def show(name: str, so_far: Report) -> None:
+        bar.update(task, advance=1, description=name)
+        if output is not None:
+            write_whole(output, json.dumps(describe(so_far)) + "\n")
+
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("measuring the device", total=settings.num_points)
+        report = run(settings, chosen, show)
+    text = json.dumps(describe(report))
     if output is not None:
-        output.write_text(text + "\n", encoding="utf-8")
+        write_whole(output, text + "\n")
     if as_json:
         typer.echo(text)
     else:
         _print(report)
+    if report.failed:
+        one = report.failed[0]
+        where = f"{one['kernel']} of {one['shape']} at {one['tokens']} tokens"
+        raise failure("bench kernels", f"{len(report.failed)} points failed, the first {where}: {one['error']}")
 
 
 def _settings(
@@ -103,8 +113,11 @@ def _device(name: str) -> torch.device:
 def _as_json(report: Report, settings: Settings, device: torch.device, time_budget_s: float) -> dict[str, Any]:
     import torch  # noqa: PLC0415 - see above
 
-    environment = describe_environment("torch", "triton", "transformers", "vllm", "numba")
-    environment |= {"device": report.device, "threads": torch.get_num_threads(), "cuda": torch.version.cuda}
+    environment = _environment() | {
+        "device": report.device,
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+    }
     return {
         "environment": environment,
         "settings": {
@@ -119,8 +132,14 @@ def _as_json(report: Report, settings: Settings, device: torch.device, time_budg
         },
         "roofline": report.roofline,
         "rows": report.rows,
+        "failed": report.failed,
         "skipped": report.skipped,
     }
+
+
+@functools.cache
+def _environment() -> dict[str, Any]:
+    return describe_environment("torch", "triton", "transformers", "vllm", "numba")
 
 
 def _print(report: Report) -> None:

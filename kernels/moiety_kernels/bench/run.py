@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import psutil
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moiety_kernels.bench import moe_layer, work
-from moiety_kernels.bench.clocks import CallFailed, Clock, Timing, clock_of, measure
+from moiety_kernels.bench.clocks import Clock, Timing, clock_of, measure
 from moiety_kernels.bench.others import OPERATIONS, Point
 from moiety_kernels.bench.shapes import LayerShape
 from moiety_kernels.bench.speeds import measure_speeds, roofline_speeds
@@ -50,6 +51,7 @@ class Report:
     speeds: Speeds
     roofline: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
+    failed: list[Row] = field(default_factory=list)
     skipped: list[Row] = field(default_factory=list)
 
 
@@ -61,6 +63,16 @@ class _Run:
     report: Report
     end: float  # by time.perf_counter
     points_left: int
+    on_point: Callable[[str, Report], None]
+
+    def measure(self, kernel: str, shape: LayerShape, tokens: int, make: Callable[[], Row]) -> None:
+        """One point, whatever comes of it."""
+        self.points_left -= 1
+        try:
+            self.report.rows.append(make())
+        except Exception as exc:  # of a kernel, the compiler or the device, which have no common root
+            what = f"{type(exc).__name__}: {exc}"[:500]
+            self.report.failed.append({"kernel": kernel, "shape": shape.name, "tokens": tokens, "error": what})
 
     def budget_s(self) -> float:
         """An equal share of the time that is left, of which making the tensors takes some."""
@@ -84,8 +96,10 @@ class _Run:
         return None
 
 
-def run(settings: Settings, device: torch.device, on_point: Callable[[str], None]) -> Report:
-    """Measure every point that the budgets allow; `on_point` is told each one's name before it."""
+def run(settings: Settings, device: torch.device, on_point: Callable[[str, Report], None]) -> Report:
+    """Measure every point that the budgets allow; `on_point` is told each one's name before it, and what is known so
+    far. A point at which our own kernel fails is among the `failed`, and costs the others nothing that it has not
+    broken."""
     begin = time.perf_counter()
     clock = clock_of(device)
     measured = measure_speeds(device, clock)
@@ -93,14 +107,14 @@ def run(settings: Settings, device: torch.device, on_point: Callable[[str], None
     speeds, source = roofline_speeds(name, measured)
     report = Report(name, speeds, {**asdict(speeds), "source": source, "measured": asdict(measured)})
     end = begin + settings.time_budget_s
-    state = _Run(settings, device, clock, report, end, settings.num_points)
+    state = _Run(settings, device, clock, report, end, settings.num_points, on_point)
     with torch.inference_mode():
         for shape in settings.shapes:
             if MOE_LAYER in settings.kernels:
-                _run_moe_layer(state, shape, on_point)
+                _run_moe_layer(state, shape)
             for kernel in settings.kernels:
                 if kernel != MOE_LAYER:
-                    _run_operation(state, kernel, shape, on_point)
+                    _run_operation(state, kernel, shape)
     return report
 
 
@@ -111,7 +125,7 @@ def free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _run_moe_layer(state: _Run, shape: LayerShape, on_point: Callable[[str], None]) -> None:
+def _run_moe_layer(state: _Run, shape: LayerShape) -> None:
     settings = state.settings
     refused = state.refusal(moe_layer.weight_bytes(shape))
     if refused is not None:
@@ -121,13 +135,13 @@ def _run_moe_layer(state: _Run, shape: LayerShape, on_point: Callable[[str], Non
     weights = moe_layer.make_weights(shape, state.device)
     for tokens in settings.tokens:
         for routing in settings.routings:
-            on_point(f"{MOE_LAYER} {shape.name}, {tokens} tokens, {routing}")
+            state.on_point(f"{MOE_LAYER} {shape.name}, {tokens} tokens, {routing}", state.report)
             refused = state.refusal(moe_layer.scratch_bytes(shape, tokens))
             if refused is not None:
+                state.points_left -= 1
                 state.skip(MOE_LAYER, shape, [tokens], refused)
-            else:
-                state.report.rows.append(_moe_row(state, shape, weights, tokens, routing))
-            state.points_left -= 1
+                continue
+            state.measure(MOE_LAYER, shape, tokens, partial(_moe_row, state, shape, weights, tokens, routing))
 
 
 def _moe_row(state: _Run, shape: LayerShape, weights: moe_layer.Weights, tokens: int, routing: str) -> Row:
@@ -140,31 +154,34 @@ def _moe_row(state: _Run, shape: LayerShape, weights: moe_layer.Weights, tokens:
     row = _row(state, MOE_LAYER, shape, tokens, Point(ours, rivals, least, shape.dtype))
     row["routing"] = routing
     row["active_experts"] = inputs.active
+    row["rows_per_expert"] = round(tokens * shape.top_k / shape.num_experts, 2)
     row["difference"] = difference(ours(), moe_layer.grouped_mm(inputs)())
     return row
 
 
-def _run_operation(state: _Run, kernel: str, shape: LayerShape, on_point: Callable[[str], None]) -> None:
+def _run_operation(state: _Run, kernel: str, shape: LayerShape) -> None:
     operation = OPERATIONS[kernel]
     for tokens in state.settings.tokens:
-        state.points_left -= 1
-        if not operation.tokens(shape, tokens):
-            continue
-        on_point(f"{kernel} {shape.name}, {tokens} tokens")
+        state.on_point(f"{kernel} {shape.name}, {tokens} tokens", state.report)
         refused = state.refusal(operation.bytes(shape, tokens))
-        if refused is not None:
-            state.skip(kernel, shape, [tokens], refused)
+        if operation.tokens(shape, tokens) and refused is None:
+            state.measure(kernel, shape, tokens, partial(_operation_row, state, kernel, shape, tokens))
             continue
-        point = operation.make(shape, tokens, state.device)
-        state.report.rows.append(_row(state, kernel, shape, tokens, point))
+        state.points_left -= 1
+        if operation.tokens(shape, tokens) and refused is not None:
+            state.skip(kernel, shape, [tokens], refused)
+
+
+def _operation_row(state: _Run, kernel: str, shape: LayerShape, tokens: int) -> Row:
+    return _row(state, kernel, shape, tokens, OPERATIONS[kernel].make(shape, tokens, state.device))
 
 
 def _row(state: _Run, kernel: str, shape: LayerShape, tokens: int, point: Point) -> Row:
-    """The fields that docs/kernels.md lists. Raises CallFailed where ours fails: then there is nothing to say."""
+    """The fields that docs/kernels.md lists. Raises CallFailed where ours fails."""
     rivals = point.rivals if state.settings.rivals else {}
     times, failed = measure({OURS: point.ours, **rivals}, state.clock, budget_s=state.budget_s())
     if OURS in failed:
-        raise CallFailed(f"{kernel} of {shape.name} at {tokens} tokens: {failed[OURS]}")
+        raise failed[OURS]
     mine = times.pop(OURS)
     return {
         "kernel": kernel,
@@ -183,6 +200,7 @@ def _figures(timing: Timing, least: Work, speeds: Speeds) -> Row:
     return {
         "time_us": _us(timing),
         "floor_us": round(1e6 * floor_s(least, speeds), 2),
+        "arithmetic_us": round(1e6 * least.flops / speeds.flops_per_s, 2),
         "tflops": round(least.flops / timing.seconds / 1e12, 3),
         "gb_per_s": round(least.bytes / timing.seconds / 1e9, 2),
         "roofline_fraction": round(floor_s(least, speeds) / timing.seconds, 4),

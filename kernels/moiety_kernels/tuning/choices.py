@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import moiety_kernels
+from moiety_kernels.files import write_whole
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -60,7 +60,7 @@ class Choices:
         with _locked(self.path.with_suffix(".lock")):
             self.found = read(self.path, self.device).found
             self.found.setdefault(operation, {})[problem] = choice
-            _replace(self.path, json.dumps(self._as_json(), indent=1))
+            write_whole(self.path, json.dumps(self._as_json(), indent=1) + "\n")
 
     def _as_json(self) -> dict[str, Any]:
         return {
@@ -151,13 +151,6 @@ def _triton_version() -> str:
         return version("triton")
     except PackageNotFoundError:
         return "none"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Readers see the old file or the new one."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
-        file.write(text + "\n")
-    Path(file.name).replace(path)
 
 
 @contextmanager
