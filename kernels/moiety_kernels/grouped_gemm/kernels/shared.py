@@ -17,7 +17,9 @@ def place(index, num_tiles, num_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
-def load_weights(w, expert, row, k, num_rows, width, expert_stride, row_stride, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr):
+def load_weights(
+    w, expert, row, k, num_rows, width, expert_stride, row_stride, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr
+):
     """[BN, BK] of an expert's weights from (row, k) on, by the copy engine or by addresses; zero beyond the width."""
     if TMA:
         # One descriptor spans all experts, so none is made on the way. Rows beyond an expert's are the next one's,
