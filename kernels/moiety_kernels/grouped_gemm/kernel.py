@@ -52,7 +52,8 @@ def experts(
 ) -> Tensor:
     """Σ_k weight · expert(x) for each token; the same bits every time. Never waits for the device.
 
-    With `invariant`, the same bits for a token whatever other tokens there are. Without `config` the cost model chooses.
+    With `invariant`, the same bits for a token whatever other tokens there are. The cost model chooses a config where
+    none is given.
     """
     tokens, top_k = expert_TK.shape
     if tokens == 0:

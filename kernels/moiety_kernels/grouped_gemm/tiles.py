@@ -1,5 +1,5 @@
-"""Which tiles an expert layer's products are computed in: the candidates for a GPU, and the one that a model of its cost
-prefers. Knows no tensors and needs no GPU.
+"""Which tiles an expert layer's products are computed in: the candidates for a GPU, and the one that a model of their
+cost prefers. Knows no tensors and needs no GPU.
 
 The host knows how many rows there are, not whose; what depends on that (how many tiles each expert has, how full its
 last one is) is settled on the device. So a choice is made for the rows per expert that even routing would give.
@@ -51,7 +51,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """How one of the two products is cut. A tile's rows meet BN columns of the result at a time; of gate and up, BN each."""
+    """How one of the two products is cut: a tile's rows by BN columns of the result at a time (BN of gate and up)."""
 
     BN: int
     BK: int

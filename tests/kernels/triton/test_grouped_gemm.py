@@ -154,8 +154,8 @@ INVARIANT = tiles.candidates(tiles.Problem(3, 2, 136, 72, 1, invariant=True), H2
 
 
 def telling(*shape: int) -> Tensor:
-    """Numbers whose products with small whole ones add up exactly within a step of 64 and are rounded from step to step,
-    so that results tell in what steps they were summed, and nothing of how whoever multiplies matrices sums in one."""
+    """Numbers whose products with small whole ones add up exactly within a step of 64, and are rounded from one to the
+    next, so that results tell in what steps they were summed, and nothing of the order within one."""
     step = torch.arange(shape[-1]) // 64
     return torch.randint(-8, 9, shape) * 2.0 ** (-8.0 - 17.0 * (step > 0) - step)
 
