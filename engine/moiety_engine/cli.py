@@ -12,7 +12,7 @@ import typer
 import zmq
 
 from moiety_engine.checkpoint import model_name, resolve_checkpoint
-from moiety_engine.config import Batching, EngineConfig, PolicyName
+from moiety_engine.config import Batching, EngineConfig, MoeKernel, PolicyName
 from moiety_engine.errors import CheckpointError, InvalidConfig
 from moiety_engine.front import options
 from moiety_engine.front.core_link import CoreLink, ProcessCore
@@ -53,6 +53,7 @@ def engine(
     curve_key_file: options.CurveKeyFileOption = None,
     device: options.DeviceOption = options.Device.auto,
     dtype: options.DtypeOption = options.Dtype.auto,
+    moe_kernel: options.MoeKernelOption = MoeKernel.AUTO,
     threads: options.ThreadsOption = None,
     batching: options.BatchingOption = Batching.CONTINUOUS,
     max_batch_tokens: options.MaxBatchTokensOption = None,
@@ -101,6 +102,7 @@ def engine(
                 name=settings.model,
                 device=device.value,
                 dtype=dtype.value,
+                moe_kernel=moe_kernel,
                 batching=batching,
                 max_batch_tokens=max_batch_tokens,
                 max_running=max_running,

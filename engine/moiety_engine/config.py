@@ -35,6 +35,15 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 
 
+class MoeKernel(StrEnum):
+    """Who computes the experts of a mixture layer; see `moiety_kernels.moe`."""
+
+    AUTO = "auto"
+    TRITON = "triton"
+    GROUPED = "grouped"
+    REFERENCE = "reference"
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One replica. `None` and "auto" are resolved by the core from the model and the machine."""
 
@@ -42,6 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # what clients call the model
     device: str = "auto"
     dtype: str = "auto"
+    moe_kernel: MoeKernel = MoeKernel.AUTO
     batching: Batching = Batching.CONTINUOUS
     policy: PolicyName = PolicyName.MOIETY  # for continuous batching; the other strategies are first come, first served
     max_batch_tokens: int | None = None  # token budget of one step

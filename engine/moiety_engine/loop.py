@@ -184,6 +184,11 @@ def load_loop(
     Raises EngineError with what to do."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     model = load_model(
-        Path(config.model), device=device, dtype=config.dtype, num_threads=config.num_threads, progress=progress
+        Path(config.model),
+        device=device,
+        dtype=config.dtype,
+        moe_kernel=config.moe_kernel,
+        num_threads=config.num_threads,
+        progress=progress,
     )
     return EngineLoop(model, config, clock_ns=clock_ns)

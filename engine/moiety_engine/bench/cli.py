@@ -14,7 +14,7 @@ from rich.progress import Progress
 from moiety_engine.bench.lengths import Lengths, fixed_lengths, trace_lengths
 from moiety_engine.bench.scheduler import Load, measure_scheduler
 from moiety_engine.checkpoint import resolve_checkpoint
-from moiety_engine.config import Batching, EngineConfig
+from moiety_engine.config import Batching, EngineConfig, MoeKernel
 from moiety_engine.errors import EngineError
 
 
@@ -28,6 +28,7 @@ def bench_engine(
     scale: Annotated[float, typer.Option(min=0.0001, help="multiplies the trace's lengths")] = 1.0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
+    moe_kernel: Annotated[MoeKernel, typer.Option(help="who computes experts")] = MoeKernel.AUTO,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="token budget of a step")] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="requests in the batch")] = None,
@@ -57,6 +58,7 @@ def bench_engine(
             name=folder.name,
             device=device,
             dtype=dtype,
+            moe_kernel=moe_kernel,
             batching=batching,
             num_threads=threads,
             max_batch_tokens=max_batch_tokens,

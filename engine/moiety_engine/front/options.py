@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moiety_engine.config import Batching, PolicyName
+from moiety_engine.config import Batching, MoeKernel, PolicyName
 
 LISTENING = "Where it listens"
 MEMORY = "Batching and memory"
@@ -75,6 +75,10 @@ CurveKeyFileOption = Annotated[
 ]
 DeviceOption = Annotated[Device, typer.Option(envvar="MOIETY_ENGINE_DEVICE", help="Where the model runs.")]
 DtypeOption = Annotated[Dtype, typer.Option(envvar="MOIETY_ENGINE_DTYPE", help="Type of the weights.")]
+MoeKernelOption = Annotated[
+    MoeKernel,
+    typer.Option(envvar="MOIETY_ENGINE_MOE_KERNEL", help="Who computes experts; auto: the fastest that can."),
+]
 ThreadsOption = Annotated[
     int | None, typer.Option(envvar="MOIETY_ENGINE_THREADS", min=1, help="Processor threads of the model.")
 ]

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class Transformer:
-    """One decoder with its weights. `expert_counter` counts expert use once enabled."""
+    """One decoder with its weights. `expert_counter` counts expert use once enabled; `moe_kernel` computes experts."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, moe_kernel: str = "auto") -> None:
         self.spec = spec
         self.device = weights.embedding_VD.device
         self.dtype = weights.embedding_VD.dtype
@@ -49,7 +49,7 @@ class Transformer:
         ]
         self._final_norm = make_norm(spec.norm, weights.final_norm)
         self._ffns = [
-            feed_forward(one.ffn, w.ffn, index, self.expert_counter)
+            feed_forward(one.ffn, w.ffn, index, self.expert_counter, moe_kernel)
             for index, (one, w) in enumerate(zip(spec.layers, weights.layers, strict=True))
         ]
 

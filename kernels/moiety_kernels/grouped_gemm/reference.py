@@ -1,4 +1,7 @@
-"""The definition of the grouped products. T tokens, K experts a token, R = T · K pairs, E experts, D model and F expert width."""
+"""The definition of the grouped products.
+
+T tokens, K experts a token, R = T · K pairs, E experts, D model and F expert width.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which tiles an expert layer's products are computed in: the candidates for a GPU, and the one that a model of its cost
-prefers. Knows no tensors and needs no GPU.
+"""Which tiles an expert layer's products are computed in: the candidates for a GPU, and the one that a model of their
+cost prefers. Knows no tensors and needs no GPU.
 
 The host knows how many rows there are, not whose; what depends on that (how many tiles each expert has, how full its
 last one is) is settled on the device. So a choice is made for the rows per expert that even routing would give.
@@ -51,7 +51,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """How one of the two products is cut. A tile's rows meet BN columns of the result at a time; of gate and up, BN each."""
+    """How one of the two products is cut: a tile's rows by BN columns of the result at a time (BN of gate and up)."""
 
     BN: int
     BK: int
@@ -71,12 +71,16 @@ class TileConfig:
     BM: int
     up: Block
     down: Block
-    swap_ab: bool = False  # weights take the 64 rows of a tensor core's product, tokens its columns, of which few will do
+    swap_ab: bool = (
+        False  # weights take the 64 rows of a tensor core's product, tokens its columns, of which few will do
+    )
     tail: int = 0  # tiles of at most so many rows are computed as such of this height; not with flat loops
 
     @property
     def name(self) -> str:
-        kind = "rows" if self.BM == 1 else f"{self.BM}{'s' if self.swap_ab else ''}{f't{self.tail}' if self.tail else ''}"
+        kind = (
+            "rows" if self.BM == 1 else f"{self.BM}{'s' if self.swap_ab else ''}{f't{self.tail}' if self.tail else ''}"
+        )
         return f"{kind} up {_block_name(self.up)} down {_block_name(self.down)}"
 
 
@@ -126,7 +130,8 @@ def candidates(problem: Problem, device: DeviceModel) -> tuple[TileConfig, ...]:
         if config.BM > 1 or problem.tokens <= 8
         if config.BM == 1
         or all(
-            block.per_sm * shared_bytes(config, block, problem.element_bytes, gated=gated) <= device.target.max_shared_bytes
+            block.per_sm * shared_bytes(config, block, problem.element_bytes, gated=gated)
+            <= device.target.max_shared_bytes
             for block, gated in ((config.up, True), (config.down, False))
         )
     )

@@ -29,6 +29,7 @@ def serve(
     config: given.ConfigOption = None,
     device: given.DeviceOption = None,
     dtype: given.DtypeOption = None,
+    moe_kernel: given.MoeKernelOption = None,
     batching: given.BatchingOption = None,
     max_batch_tokens: given.MaxBatchTokensOption = None,
     max_running: given.MaxRunningOption = None,
@@ -46,6 +47,7 @@ def serve(
     engine = {
         "--device": device,
         "--dtype": dtype,
+        "--moe-kernel": moe_kernel,
         "--batching": batching,
         "--max-batch-tokens": max_batch_tokens,
         "--max-running": max_running,

@@ -25,6 +25,13 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class MoeKernel(StrEnum):
+    auto = "auto"
+    triton = "triton"
+    grouped = "grouped"
+    reference = "reference"
+
+
 class Batching(StrEnum):
     none = "none"
     static = "static"
@@ -64,6 +71,10 @@ DeviceOption = Annotated[
 ]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(rich_help_panel=ENGINE, help="Type of the weights; auto if not given.")
+]
+MoeKernelOption = Annotated[
+    MoeKernel | None,
+    typer.Option(rich_help_panel=ENGINE, help="Who computes experts; auto, the fastest that can, if not given."),
 ]
 BatchingOption = Annotated[
     Batching | None,

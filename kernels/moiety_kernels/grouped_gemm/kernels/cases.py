@@ -1,7 +1,7 @@
 """Every variant that the cost model may choose, for the report of what they take.
 
-Hopper's and Blackwell's are those with the copy engine, the others' those without; one of the latter is built for Hopper
-too, where the weights' layout may ask for it.
+Hopper's and Blackwell's are those with the copy engine, the others' those without; one of the latter is built for
+Hopper too, where the weights' layout may ask for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Product → bias → routing weight → rows in the order of pairs; and their sum over a token's experts, in that order.
 
-Adding each expert's part to the token as it comes would need atomic additions, whose order, and so whose result, changes
-from run to run. So weighted rows are written once, each to the place t · K + k of its pair, and read back consecutively.
+Adding each expert's part to the token as it comes would need atomic additions, whose order, and so whose result,
+changes from run to run. So weighted rows are written once, each to the place t · K + k of its pair, and read back
+consecutively.
 
 T tokens, K experts a token, R = T · K routed rows, D model width, F expert width, E experts.
 """

@@ -46,7 +46,9 @@ def num_programs(device: torch.device, per_sm: int, most_pieces: int) -> int:
 
 @functools.cache
 def _has_copy_engine(device: torch.device) -> bool:
-    return device.type == "cpu" or (torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0))
+    return device.type == "cpu" or (
+        torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """The products for few tokens: each program takes some columns of one pair, or of one token's sum over its experts.
 
-A row is no work for tensor cores and memory is all that counts: weights go to registers in wide loads, several steps of
-them on their way, and no program waits for another's: nothing is sorted, and what is summed over experts is summed where
-it is computed. The inner dimension is split over a program's lanes, and joined in one fixed order.
+A row is no work for tensor cores, and memory is all that counts: weights come in wide loads, several steps of them on
+their way, and no program waits for another: nothing is sorted, and what is summed over experts is summed where it is
+computed. The inner dimension is split over a program's lanes, and joined in one fixed order.
 
 T tokens, K experts a token, R = T · K pairs, D model width, F expert width, E experts.
 """

@@ -17,54 +17,50 @@ def place(index, num_tiles, num_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
-def load_weights(w, expert, row, k, num_rows, width, expert_stride, row_stride, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr):
+def load_weights(
+    w, expert, row, k, num_rows, width, expert_stride, row_stride, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr
+):
     """[BN, BK] of an expert's weights from (row, k) on, by the copy engine or by addresses; zero beyond the width."""
     if TMA:
         # One descriptor spans all experts, so none is made on the way. Rows beyond an expert's are the next one's,
         # and no result of theirs is stored.
-        return w.load([expert * num_rows + row, k])
+        weights = w.load([expert * num_rows + row, k])
     else:
         i_row = row + tl.arange(0, BN)
         i_k = k + tl.arange(0, BK)
         p_row = w + expert.to(tl.int64) * expert_stride + i_row.to(tl.int64) * row_stride
         m_w = (i_row < num_rows)[:, None] & (i_k < width)[None, :]
-        return tl.load(p_row[:, None] + i_k[None, :], mask=m_w, other=0.0)
+        weights = tl.load(p_row[:, None] + i_k[None, :], mask=m_w, other=0.0)
+    return weights
 
 
 @triton.jit
 def multiply(x, w, acc, SWAP: tl.constexpr):
     """acc + x · wᵀ, or its transpose where SWAP, so that the tensor cores' 64 rows are weights and not tokens."""
-    if SWAP:
-        return tl.dot(w, x.T, acc, input_precision="ieee")
-    else:
-        return tl.dot(x, w.T, acc, input_precision="ieee")
+    return tl.dot(w, x.T, acc, input_precision="ieee") if SWAP else tl.dot(x, w.T, acc, input_precision="ieee")
 
 
 @triton.jit
 def empty_sums(BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr):
-    if SWAP:
-        return tl.zeros((BN, BM), dtype=tl.float32)
-    else:
-        return tl.zeros((BM, BN), dtype=tl.float32)
+    """[BM, BN], or its transpose where SWAP."""
+    return tl.zeros((BN, BM), dtype=tl.float32) if SWAP else tl.zeros((BM, BN), dtype=tl.float32)
 
 
 @triton.jit
 def along_columns(vector, SWAP: tl.constexpr):
     """A value for each column, to be broadcast over sums."""
-    if SWAP:
-        return vector[:, None]
-    else:
-        return vector[None, :]
+    return vector[:, None] if SWAP else vector[None, :]
 
 
 @triton.jit
 def activate(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
-        return gate * tl.sigmoid(gate) * up
+        inner = gate * tl.sigmoid(gate) * up
     elif ACTIVATION == "gelu_tanh":
         # tanh(z) = 2 · sigmoid(2z) - 1
-        return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+        inner = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
     else:
         gate = tl.minimum(gate, limit)
         up = tl.maximum(tl.minimum(up, limit), -limit)
-        return (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+        inner = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+    return inner

@@ -1,4 +1,4 @@
-"""Gather → gate and up products → activation: rows of x, found through the sorted order, against their expert's weights.
+"""Gather → gate and up products → activation: rows of x, found through the sorted order, times their expert's weights.
 
 T tokens, D model width, F expert width, E experts, R routed rows in the order of their experts.
 """
