@@ -131,7 +131,7 @@ def list_stages(scratch: Path, environment: dict[str, str], *, rehearse: bool, a
         command = [str(engine), *(["--rehearse"] if rehearse else []), "--output", str(result("engine"))]
         stages.append(Stage("engine", command, 110.0, result("engine")))
     stages += sanitizer_stages(scratch, environment, where)
-    return [*stages, Stage("report", [*kernels, "report", "--target", arch], 60.0)]
+    return [*stages, Stage("report", [*kernels, "report", *["rms_norm"] * rehearse, "--target", arch], 90.0)]
 
 
 def parallel(environment: dict[str, str]) -> list[str]:

@@ -70,7 +70,8 @@ def pytest_command(scratch: Path, *arguments: str) -> list[str]:
     settings = scratch / "pytest.ini"
     settings.write_text("[pytest]\nmarkers =\n    slow: takes more than ten seconds\n", encoding="utf-8")
     where = ["-c", str(settings), "--rootdir", str(ROOT), "--confcutdir", str(ROOT)]
-    return ["-m", "pytest", "-q", *where, "--import-mode=importlib", "-p", "no:cacheprovider", *arguments]
+    without = ["-p", "no:cacheprovider", "-p", "no:schemathesis"]
+    return ["-m", "pytest", "-q", *where, *without, "--import-mode=importlib", *arguments]
 
 
 def run_stage(stage: Stage, *, python: str, limit_s: float, environment: dict[str, str], log: Path) -> Outcome:

@@ -81,23 +81,26 @@ def tune_command(
     sizes = parse_numbers("--tokens", tokens) or tuple(1 << power for power in range(15))
     _require_compiler()
     from moiety_kernels.tuning.session import NoGpu, Session  # noqa: PLC0415 - imports torch and Triton
-    from moiety_kernels.tuning.tuner import TuningFailed  # noqa: PLC0415
 
     try:
         session = Session(layers or list(known.MODELS), sizes, cache_dir)
         with _progress() as bar:
-            task = bar.add_task("tuning", total=session.num_problems)
-            rows = session.run(best, again=again, on_done=lambda: bar.update(task, advance=1))
-    except (NoGpu, TuningFailed) as exc:
+            task = bar.add_task("tuning", total=len(session.problems))
+            rows, failed = session.run(best, again=again, on_done=lambda: bar.update(task, advance=1))
+    except NoGpu as exc:
         raise failure("kernels tune", str(exc)) from exc
     if as_json:
         environment = describe_environment("torch", "triton") | {"device": session.device_name}
         settings = {"layers": [one.name for one in session.layers], "tokens": sizes, "best": best, "again": again}
-        report = {"environment": environment, "settings": settings, "file": str(session.choices.path), "rows": rows}
-        typer.echo(json.dumps(report))
+        report = {"environment": environment, "settings": settings, "file": str(session.choices.path)}
+        typer.echo(json.dumps(report | {"too_large": session.too_large, "failed": failed, "rows": rows}))
     else:
         _print_tuned(rows)
         typer.echo(f"{session.device_name}: kept in {session.choices.path}")
+        if session.too_large:
+            typer.echo(f"too large for the memory that is free: {', '.join(session.too_large)}")
+    if failed:
+        raise failure("kernels tune", f"{len(failed)} problems have no choice; the first: {failed[0]}")
 
 
 def standalone() -> None:

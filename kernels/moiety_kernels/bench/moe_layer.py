@@ -64,7 +64,8 @@ def make_inputs(shape: LayerShape, weights: Weights, tokens: int, routing: str, 
     device = weights.down_EDF.device
     generator = torch.Generator().manual_seed(seed)
     logits_TE = draw_logits(routing, tokens, shape.num_experts, generator).to(device)
-    narrow_TD = torch.randn(tokens, shape.width, generator=generator).to(device, torch.bfloat16)
+    on_device = torch.Generator(device).manual_seed(seed)
+    narrow_TD = torch.randn(tokens, shape.width, generator=on_device, device=device).bfloat16()
     x_TD = narrow_TD if device.type == "cuda" else narrow_TD.float()
     _, expert_TK = route_in_torch(logits_TE, spec_of(shape))
     active = int((expert_TK.flatten().long().bincount() > 0).sum())

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from moiety_kernels.bench.clocks import Call, Clock, measure
 from moiety_kernels.tuning.choices import Choice, Choices
 
 if TYPE_CHECKING:
     import torch
-    from _typeshed import DataclassInstance
 
     from moiety_kernels.bench.shapes import LayerShape
     from moiety_kernels.gpu.targets import DeviceModel
 
 ProblemT = TypeVar("ProblemT")
-CandidateT = TypeVar("CandidateT", bound="DataclassInstance")
+CandidateT = TypeVar("CandidateT", bound="Candidate")
 
 
 class TuningFailed(Exception):
     """No candidate of a problem runs; says which problem, and what each said."""
+
+
+class Candidate(Protocol):
+    """A frozen dataclass of plain values, by which it is kept."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """For people to tell it from the others."""
 
 
 class Tunable(Protocol[ProblemT, CandidateT]):
@@ -55,7 +64,7 @@ class Tuned(Generic[CandidateT]):
 
 def tune(
     tunable: Tunable[ProblemT, CandidateT],
-    problems: Iterable[ProblemT],
+    problem: ProblemT,
     choices: Choices,
     *,
     model: DeviceModel,
@@ -64,20 +73,18 @@ def tune(
     best: int,
     budget_s: float,
     again: bool = False,
-) -> Iterable[Tuned[CandidateT]]:
-    """Choose for each problem among the `best` candidates of the cost model, timing each problem's for `budget_s`; what
-    is chosen already is left alone unless `again`. Raises TuningFailed."""
-    for problem in problems:
-        key = tunable.key(problem)
-        candidates = tunable.candidates(problem, model)
-        kept = None if again else choices.get(tunable.operation, key)
-        chosen = next((one for one in candidates if kept is not None and asdict(one) == kept.candidate), None)
-        if kept is not None and chosen is not None:
-            yield Tuned(key, chosen, kept.time_us, gain=0.0, new=False)
-            continue
-        found = _fastest(tunable, problem, candidates[:best], device, clock, budget_s)
-        choices.put(tunable.operation, key, Choice(asdict(found.candidate), found.time_us))
-        yield found
+) -> Tuned[CandidateT]:
+    """Choose for `problem` among the `best` candidates of the cost model, timing them for `budget_s`; what is chosen
+    already is left alone unless `again`. Raises TuningFailed."""
+    key = tunable.key(problem)
+    candidates = tunable.candidates(problem, model)
+    kept = None if again else choices.get(tunable.operation, key)
+    for one in candidates:
+        if kept is not None and asdict(one) == kept.candidate:
+            return Tuned(key, one, kept.time_us, gain=0.0, new=False)
+    found = _fastest(tunable, problem, candidates[:best], device, clock, budget_s)
+    choices.put(tunable.operation, key, Choice(asdict(found.candidate), found.time_us))
+    return found
 
 
 def _fastest(
@@ -97,4 +104,4 @@ def _fastest(
     name = min(times, key=lambda one: times[one].seconds)
     first = times[min(times, key=int)].seconds
     taken = times[name].seconds
-    return Tuned(tunable.key(problem), names[name], round(1e6 * taken, 2), gain=1 - taken / first, new=True)
+    return Tuned(tunable.key(problem), names[name], round(1e6 * taken, 2), gain=round(1 - taken / first, 3), new=True)

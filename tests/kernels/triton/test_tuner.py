@@ -12,7 +12,7 @@ from moiety_kernels.bench.clocks import Prepared, clock_of
 from moiety_kernels.gpu.targets import H200
 from moiety_kernels.grouped_gemm.tiles import Problem, candidates, choose
 from moiety_kernels.grouped_gemm.tuning import GroupedGemmTunable
-from moiety_kernels.tuning.choices import Choices, path_of, read
+from moiety_kernels.tuning.choices import path_of, read
 from moiety_kernels.tuning.tuner import Tuned, TuningFailed, tune
 
 PROBLEM = Problem(num_experts=3, top_k=2, width=32, hidden=32, tokens=4, element_bytes=4)
@@ -33,29 +33,29 @@ class SlowAtFirst:
         return self.sample(calls)
 
 
-def run(folder: Path, device: str, tunable: Any, clock: Any, **options: Any) -> tuple[Choices, list[Tuned[Any]]]:
+def run(folder: Path, device: str, tunable: Any, clock: Any, **options: Any) -> Tuned[Any]:
     choices = read(path_of(H200.name, folder), H200.name)
     where = torch.device(device)
     settings = {"model": H200, "device": where, "clock": clock, "best": 4, "budget_s": 0.0} | options
-    return choices, list(tune(tunable, [PROBLEM], choices, **settings))
+    return tune(tunable, PROBLEM, choices, **settings)
 
 
 def test_the_fastest_candidate_is_kept_and_not_timed_again(tmp_path: Path, device: str) -> None:
     tunable = GroupedGemmTunable()
-    _, (first,) = run(tmp_path, device, tunable, SlowAtFirst())
+    first = run(tmp_path, device, tunable, SlowAtFirst())
     preferred = choose(PROBLEM, H200)
     assert first.new
     assert first.candidate != preferred
     assert first.candidate in candidates(PROBLEM, H200)
     assert first.gain == pytest.approx(0.5)
-    _, (again,) = run(tmp_path, device, tunable, clock_of(torch.device(device)))
+    again = run(tmp_path, device, tunable, clock_of(torch.device(device)))
     assert (again.candidate, again.new) == (first.candidate, False)
-    _, (anew,) = run(tmp_path, device, tunable, clock_of(torch.device(device)), again=True)
+    anew = run(tmp_path, device, tunable, clock_of(torch.device(device)), again=True)
     assert anew.new
 
 
 def test_only_the_best_candidates_of_the_cost_model_are_timed(tmp_path: Path, device: str) -> None:
-    _, (found,) = run(tmp_path, device, GroupedGemmTunable(), SlowAtFirst(), best=1)
+    found = run(tmp_path, device, GroupedGemmTunable(), SlowAtFirst(), best=1)
     assert found.candidate == choose(PROBLEM, H200)
 
 
