@@ -25,6 +25,7 @@ WGMMA_ROWS = 64  # that a warpgroup's product has at least
 OVERLAP = 4  # computing, copying and memory hide each other so well that the sum of their powers counts
 _MANY_ROWS = 512  # an expert; from here on how full last tiles are is as good as uniform
 STORED_BYTES = 32 * 1024  # of a tile that the compiler rearranges at a time, through shared memory, to store it
+INVARIANT_BK = 64  # the steps in which a row is summed where its bits must not depend on the choice
 MMA_SHARE = 0.85  # of the rate of large products that a loop like ours keeps, when nothing else binds it
 
 
@@ -95,8 +96,9 @@ ROWS = TileConfig(1, Block(4, 512, 4, 3), Block(4, 256, 4, 8))
 HOPPER = (
     ROWS,
     TileConfig(16, Block(64, 64, 4, 6, 2, flat=True), Block(128, 64, 4, 6, 2, flat=True), swap_ab=True),
+    TileConfig(16, Block(64, 128, 4, 3, 2, flat=True), Block(128, 128, 4, 3, 2, flat=True), swap_ab=True),
     TileConfig(32, Block(64, 64, 4, 5, 2, flat=True), Block(128, 64, 4, 5, 2, flat=True), swap_ab=True),
-    TileConfig(64, Block(64, 64, 4, 4, 2), Block(128, 64, 4, 4, 2), swap_ab=True),
+    TileConfig(64, Block(64, 64, 4, 4, 2, flat=True), Block(128, 64, 4, 4, 2, flat=True), swap_ab=True),
     TileConfig(128, Block(64, 64, 4, 3, 2), Block(128, 64, 4, 3, 2)),
     TileConfig(128, Block(128, 64, 8, 4), Block(256, 64, 8, 4, flat=True), tail=64),
     TileConfig(128, Block(128, 64, 8, 4, flat=True), Block(256, 64, 8, 4, flat=True)),
@@ -133,7 +135,7 @@ def candidates(problem: Problem, device: DeviceModel) -> tuple[TileConfig, ...]:
     return tuple(
         config
         for config in (HOPPER if fast else PORTABLE)
-        if not (problem.invariant and config.BM == 1)
+        if not problem.invariant or (config.up.BK == config.down.BK == INVARIANT_BK and config.BM > 1)
         if config.BM > 1 or problem.tokens <= 8
         if config.BM == 1
         or all(
@@ -198,7 +200,9 @@ def _product_seconds(problem: Problem, config: TileConfig, device: DeviceModel, 
     rate = device.flops_bf16 * MMA_SHARE * _mma_share(config, block) / slots
     height = config.BM if config.swap_ab else max(config.BM, WGMMA_ROWS)
     computing = 2.0 * height * weight_rows * block.BK * steps / rate * _tail_share(problem, config, tiles)
-    copying = step_bytes * steps * slots / (device.memory_bytes_per_s * L2_OVER_MEMORY)
+    missing = config.BM - problem.rows / tiles if gated else 0.0  # rows that a tile lacks are not fetched, if gathered
+    fetched_bytes = step_bytes - missing * block.BK * problem.element_bytes
+    copying = fetched_bytes * steps * slots / (device.memory_bytes_per_s * L2_OVER_MEMORY)
     piece = _together(computing, copying) + FILL_S / (4 if block.flat else block.per_sm)
     rounds = max(pieces / slots, 1.0)
     if pieces / slots < 4:  # a last round with few pieces takes as long as a full one

@@ -27,7 +27,7 @@ def compile_cases() -> list[CompileCase]:
     """Those of 16 bits for each target, with and without biases, and float32's."""
     found = _row_cases()
     for config in tiles.HOPPER[1:]:
-        others = ("sm_100",) if config.BM in _OTHERS_HEIGHTS and config.up.flat else ()
+        others = ("sm_100",) if config.BM in _OTHERS_HEIGHTS and config.up.flat and config.up.BK == 64 else ()
         found += _tile_cases(config, "bf16", ("sm_90", *others), engine=True)
     for config in tiles.PORTABLE[1:]:
         if config.BM in _OTHERS_HEIGHTS:
