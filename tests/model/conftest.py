@@ -249,8 +249,10 @@ class Driver:
 
 @pytest.fixture
 def make_driver() -> Any:
-    def make(folder: Path, device: str = "cpu", dtype: str = "float32", **sizes: int) -> Driver:
-        return Driver(load_model(folder, device=device, dtype=dtype), **sizes)
+    def make(
+        folder: Path, device: str = "cpu", dtype: str = "float32", moe_kernel: str = "auto", **sizes: int
+    ) -> Driver:
+        return Driver(load_model(folder, device=device, dtype=dtype, moe_kernel=moe_kernel), **sizes)
 
     return make
 

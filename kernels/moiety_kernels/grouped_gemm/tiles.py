@@ -22,6 +22,10 @@ L2_OVER_MEMORY = 1.7  # how much faster than memory L2 hands out what it holds
 LANE_OPERATIONS = 2  # instructions a weight costs where no tensor core multiplies it: widen, multiply-add
 LANES_PER_S = 128 * 1.7e9  # of one multiprocessor
 WGMMA_ROWS = 64  # that a warpgroup's product has at least
+OVERLAP = 4  # computing, copying and memory hide each other so well that the sum of their powers counts
+_MANY_ROWS = 512  # an expert; from here on how full last tiles are is as good as uniform
+STORED_BYTES = 32 * 1024  # of a tile that the compiler rearranges at a time, through shared memory, to store it
+INVARIANT_BK = 64  # the steps in which a row is summed where its bits must not depend on the choice
 MMA_SHARE = 0.85  # of the rate of large products that a loop like ours keeps, when nothing else binds it
 
 
@@ -88,12 +92,13 @@ def _block_name(block: Block) -> str:
     return f"{block.BN}x{block.BK}w{block.warps}s{block.stages}{'f' if block.flat else ''}"
 
 
-ROWS = TileConfig(1, Block(4, 512, 4, 3), Block(4, 256, 4, 4))
+ROWS = TileConfig(1, Block(4, 512, 4, 3), Block(4, 256, 4, 8))
 HOPPER = (
     ROWS,
     TileConfig(16, Block(64, 64, 4, 6, 2, flat=True), Block(128, 64, 4, 6, 2, flat=True), swap_ab=True),
+    TileConfig(16, Block(64, 128, 4, 3, 2, flat=True), Block(128, 128, 4, 3, 2, flat=True), swap_ab=True),
     TileConfig(32, Block(64, 64, 4, 5, 2, flat=True), Block(128, 64, 4, 5, 2, flat=True), swap_ab=True),
-    TileConfig(64, Block(64, 64, 4, 4, 2), Block(128, 64, 4, 4, 2), swap_ab=True),
+    TileConfig(64, Block(64, 64, 4, 4, 2, flat=True), Block(128, 64, 4, 4, 2, flat=True), swap_ab=True),
     TileConfig(128, Block(64, 64, 4, 3, 2), Block(128, 64, 4, 3, 2)),
     TileConfig(128, Block(128, 64, 8, 4), Block(256, 64, 8, 4, flat=True), tail=64),
     TileConfig(128, Block(128, 64, 8, 4, flat=True), Block(256, 64, 8, 4, flat=True)),
@@ -105,16 +110,20 @@ PORTABLE = (  # no copy engine, less shared memory
     TileConfig(128, Block(64, 64, 8, 2), Block(128, 64, 8, 2)),
 )
 SINGLE = (  # float32, without tensor cores: for exactness, not for speed
-    TileConfig(16, Block(32, 32, 4, 2), Block(32, 32, 4, 2)),
+    TileConfig(16, Block(32, 16, 4, 2), Block(32, 16, 4, 2)),
     TileConfig(64, Block(32, 16, 8, 2), Block(64, 16, 8, 2)),
 )
 
 
+def stage_bytes(config: TileConfig, block: Block, element_bytes: int, *, gated: bool) -> int:
+    """What one step of a tile reads of rows and of weights."""
+    return (config.BM + block.BN * (2 if gated else 1)) * block.BK * element_bytes
+
+
 def shared_bytes(config: TileConfig, block: Block, element_bytes: int, *, gated: bool) -> int:
     """Shared memory of one program, at most: the stages, and where loops are flat the tile that is being stored."""
-    columns = block.BN * (2 if gated else 1)
-    stages = block.stages * (config.BM + columns) * block.BK * element_bytes
-    stored = config.BM * block.BN * element_bytes
+    stages = block.stages * stage_bytes(config, block, element_bytes, gated=gated)
+    stored = min(config.BM * block.BN * element_bytes, STORED_BYTES)
     return (stages + stored if block.flat else max(stages, stored)) + 1024
 
 
@@ -126,7 +135,7 @@ def candidates(problem: Problem, device: DeviceModel) -> tuple[TileConfig, ...]:
     return tuple(
         config
         for config in (HOPPER if fast else PORTABLE)
-        if not (problem.invariant and config.BM == 1)
+        if not problem.invariant or (config.up.BK == config.down.BK == INVARIANT_BK and config.BM > 1)
         if config.BM > 1 or problem.tokens <= 8
         if config.BM == 1
         or all(
@@ -156,7 +165,7 @@ def seconds(problem: Problem, config: TileConfig, device: DeviceModel) -> float:
 def expected_tiles(problem: Problem, height: int) -> float:
     """Tiles of `height` rows under even routing: an expert's rows are as good as Poisson distributed."""
     mean = problem.rows / problem.num_experts
-    if mean > 8 * height:
+    if mean > _MANY_ROWS:
         return problem.num_experts * (mean / height + 0.5)
     chance, below, total = math.exp(-mean), 0.0, 0.0  # of n rows; of at most n rows
     for n in range(int(mean + 8 * math.sqrt(mean) + 10)):
@@ -187,12 +196,14 @@ def _product_seconds(problem: Problem, config: TileConfig, device: DeviceModel, 
     weight_rows, steps = block.BN * (2 if gated else 1), math.ceil(inner / block.BK)
     tiles = expected_tiles(problem, config.BM)
     pieces, slots = tiles * math.ceil(columns / block.BN), device.num_sms * block.per_sm
-    step_bytes = (config.BM + weight_rows) * block.BK * problem.element_bytes
+    step_bytes = stage_bytes(config, block, problem.element_bytes, gated=gated)
     rate = device.flops_bf16 * MMA_SHARE * _mma_share(config, block) / slots
     height = config.BM if config.swap_ab else max(config.BM, WGMMA_ROWS)
     computing = 2.0 * height * weight_rows * block.BK * steps / rate * _tail_share(problem, config, tiles)
-    copying = step_bytes * steps * slots / (device.memory_bytes_per_s * L2_OVER_MEMORY)
-    piece = max(computing, copying) + FILL_S / (4 if block.flat else block.per_sm)
+    missing = config.BM - problem.rows / tiles if gated else 0.0  # rows that a tile lacks are not fetched, if gathered
+    fetched_bytes = step_bytes - missing * block.BK * problem.element_bytes
+    copying = fetched_bytes * steps * slots / (device.memory_bytes_per_s * L2_OVER_MEMORY)
+    piece = _together(computing, copying) + FILL_S / (4 if block.flat else block.per_sm)
     rounds = max(pieces / slots, 1.0)
     if pieces / slots < 4:  # a last round with few pieces takes as long as a full one
         rounds = (rounds + math.ceil(rounds)) / 2
@@ -200,7 +211,12 @@ def _product_seconds(problem: Problem, config: TileConfig, device: DeviceModel, 
     memory_rate = min(device.memory_bytes_per_s, on_their_way / LATENCY_S)
     moved = problem.active_experts * _weight_bytes(problem) * (2 if gated else 1) / 3
     moved += problem.rows * (columns + inner) * problem.element_bytes
-    return max(rounds * piece, moved / memory_rate)
+    return _together(rounds * piece, moved / memory_rate)
+
+
+def _together(*seconds: float) -> float:
+    """Of things that go on at once: a little more than the longest."""
+    return sum(one**OVERLAP for one in seconds) ** (1 / OVERLAP)
 
 
 def _mma_share(config: TileConfig, block: Block) -> float:

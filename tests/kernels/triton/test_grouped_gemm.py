@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from moiety_kernels.checks import KernelInputError
 from moiety_kernels.gpu.targets import H200
 from moiety_kernels.grouped_gemm import kernel, reference, tiles
 from moiety_kernels.grouped_gemm.kernels import down, rows, up
 from moiety_kernels.moe import GELU_TANH, SILU, Activation
+from moiety_kernels.moe import experts as moe_experts
 from moiety_kernels.route import group
 
 CLIPPED = Activation("clipped", 0.5, 1.702)
@@ -150,6 +152,15 @@ def test_a_layer_agrees(config: Any, device: str) -> None:
     torch.testing.assert_close(ours, theirs, **case.tolerance)
 
 
+def test_experts_asked_of_triton_are_its_own_or_refused(device: str) -> None:
+    case = Case((2, 1, 0), 40, 24, device=device)
+    inputs = case.x, case.weight, case.expert, case.gate_up, case.down
+    ours = moe_experts(*inputs, kernel="triton")
+    torch.testing.assert_close(ours, moe_experts(*inputs, kernel="reference"), **case.tolerance)
+    with pytest.raises(KernelInputError, match=r"weights are torch\.float16 and activations torch\.float32"):
+        moe_experts(*inputs[:3], case.gate_up.half(), case.down.half(), kernel="triton")
+
+
 INVARIANT = tiles.candidates(tiles.Problem(3, 2, 136, 72, 1, invariant=True), H200)
 
 
@@ -161,26 +172,26 @@ def telling(*shape: int) -> Tensor:
 
 
 def bits(config: tiles.TileConfig, case: Case, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """What both products make of row 50 among the rows `first` … `last`."""
+    """What both products make of row 25 among the rows `first` … `last`."""
     groups = group(case.expert[first:last], len(case.counts), config.BM)
     inner = up.up(case.x[first:last], groups, 1, case.gate_up, None, SILU, config)
-    place = int((groups.order_R == 50 - first).nonzero())
+    place = int((groups.order_R == 25 - first).nonzero())
     rows = case.inner[first:last][groups.order_R.long()]
     weighted = down.down(rows, groups, case.weight[first:last], case.down, None, config)
-    return inner[place], weighted[50 - first]
+    return inner[place], weighted[25 - first]
 
 
 def test_a_row_has_the_same_bits_alone_and_in_any_batch_whatever_tiles_are_chosen(device: str) -> None:
-    case = Case((30, 10, 33), 200, 136, device=device)
-    case.x, case.inner = telling(73, 200).to(device), telling(73, 136).to(device)
-    case.gate_up = torch.randint(-8, 9, (3, 272, 200), device=device).float()
-    case.down = torch.randint(-8, 9, (3, 200, 136), device=device).float()
-    alone = bits(INVARIANT[0], case, 50, 51)
+    case = Case((15, 5, 20), 136, 100, device=device)
+    case.x, case.inner = telling(40, 136).to(device), telling(40, 100).to(device)
+    case.gate_up = torch.randint(-8, 9, (3, 200, 136), device=device).float()
+    case.down = torch.randint(-8, 9, (3, 136, 100), device=device).float()
+    alone = bits(INVARIANT[0], case, 25, 26)
     for config in INVARIANT:
-        for first, last in ((0, 73), (50, 51), (44, 53)):
+        for first, last in ((0, 40), (25, 26), (20, 29)):
             for ours, theirs in zip(bits(config, case, first, last), alone, strict=True):
                 assert torch.equal(ours, theirs), config.name
-    for ours, theirs in zip(bits(tiles.SINGLE[0], case, 50, 51), alone, strict=True):
+    for ours, theirs in zip(bits(tiles.SINGLE[0], case, 25, 26), alone, strict=True):
         assert not torch.equal(ours, theirs), "shorter steps went unnoticed"
 
 

@@ -16,7 +16,7 @@ from moiety_kernels.grouped_gemm.kernels.launching import GROUP
 if TYPE_CHECKING:
     from moiety_kernels.grouped_gemm.tiles import TileConfig
 
-_ENGINE, _NO_ENGINE = ("sm_90", "sm_100"), ("sm_80", "gfx942")
+_OTHERS_HEIGHTS = (16, 128)  # of tiles, whose variants are built for targets other than Hopper
 _GROUPS = dict.fromkeys(("p_order", "p_starts", "p_tiles", "p_num_tiles", "p_expert"), "*i32")
 _SIZES = dict.fromkeys(("top_k", "width", "hidden", "x_stride", "expert_stride", "row_stride"), "i32")
 _FLOATS = {"p_bias": "*fp32", "p_weight": "*fp32", "limit": "fp32", "alpha": "fp32"}
@@ -27,9 +27,11 @@ def compile_cases() -> list[CompileCase]:
     """Those of 16 bits for each target, with and without biases, and float32's."""
     found = _row_cases()
     for config in tiles.HOPPER[1:]:
-        found += _tile_cases(config, "bf16", _ENGINE, engine=True)
+        others = ("sm_100",) if config.BM in _OTHERS_HEIGHTS and config.up.flat and config.up.BK == 64 else ()
+        found += _tile_cases(config, "bf16", ("sm_90", *others), engine=True)
     for config in tiles.PORTABLE[1:]:
-        found += _tile_cases(config, "bf16", _NO_ENGINE, engine=False)
+        if config.BM in _OTHERS_HEIGHTS:
+            found += _tile_cases(config, "bf16", ("sm_80", "gfx942"), engine=False)
     found += _tile_cases(tiles.HOPPER[1], "bf16", ("sm_90",), engine=False)
     found += _tile_cases(tiles.HOPPER[-1], "bf16", ("sm_90",), engine=True, special=True)
     return found + _tile_cases(tiles.SINGLE[-1], "fp32", ("sm_90",), engine=True)
@@ -57,9 +59,12 @@ def _tile_cases(
             "FLAT": block.flat,
         }
         if gated:
-            constants |= {"EVEN": not special, "ACTIVATION": "clipped" if special else "silu"}
+            constants |= {"EVEN": not special, "ALIGNED": True, "ACTIVATION": "clipped" if special else "silu"}
         name = f"{'up' if gated else 'down'} {config.name} {suffix}"
-        cases.append(CompileCase(name, kernel, _COMMON | pointers, constants, block.warps, block.stages, only))
+        ahead = block.stages if engine else block.stages - 1  # the latter on what is older than Hopper
+        least = 0 if dtype == "fp32" else ahead * tiles.stage_bytes(config, block, 2, gated=gated)
+        signature = _COMMON | pointers
+        cases.append(CompileCase(name, kernel, signature, constants, block.warps, block.stages, only, least))
     return cases
 
 

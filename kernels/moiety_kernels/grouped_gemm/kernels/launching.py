@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 GROUP = 8  # tiles that go through the blocks of columns together
 _INTERPRETED_PROGRAMS = 3  # so that programs have more than one piece, and unlike numbers of them
-_ENGINE_ALIGNMENT = 16  # bytes, of every row that the copy engine fetches
+ALIGNMENT = 16  # bytes, of rows that are fetched so many at once
 
 
 def copied_by_engine(w_ENK: Tensor) -> bool:
@@ -24,11 +24,16 @@ def copied_by_engine(w_ENK: Tensor) -> bool:
     size = w_ENK.element_size()
     return (
         _has_copy_engine(w_ENK.device)
-        and w_ENK.data_ptr() % _ENGINE_ALIGNMENT == 0
-        and w_ENK.stride(1) * size % _ENGINE_ALIGNMENT == 0
+        and w_ENK.data_ptr() % ALIGNMENT == 0
+        and w_ENK.stride(1) * size % ALIGNMENT == 0
         and (experts == 1 or w_ENK.stride(0) == rows * w_ENK.stride(1))
         and experts * rows < 1 << 31
     )
+
+
+def rows_aligned(x_TD: Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes."""
+    return x_TD.data_ptr() % ALIGNMENT == 0 and x_TD.stride(0) * x_TD.element_size() % ALIGNMENT == 0
 
 
 def weight_argument(w_ENK: Tensor, block: Block, engine: bool) -> Tensor | TensorDescriptor:

@@ -11,7 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from moiety_kernels.grouped_gemm.kernels.launching import GROUP, copied_by_engine, num_programs, weight_argument
+from moiety_kernels.grouped_gemm.kernels.launching import (
+    GROUP,
+    copied_by_engine,
+    num_programs,
+    rows_aligned,
+    weight_argument,
+)
 from moiety_kernels.grouped_gemm.kernels.shared import (
     activate,
     along_columns,
@@ -68,6 +74,7 @@ def up(
         SWAP=config.swap_ab,
         TMA=engine,
         EVEN=width % block.BK == 0,
+        ALIGNED=rows_aligned(x_TD),
         BIAS=bias_E2F is not None,
         ACTIVATION=activation.kind,
         FLAT=block.flat,
@@ -82,7 +89,7 @@ def _up_tile(
     p_x, w, p_bias, p_inner, p_order, expert, first, end, column, top_k, width, hidden,
     x_stride, expert_stride, row_stride, limit, alpha,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
-    EVEN: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     i_row = first + tl.arange(0, BM)
     m_row = i_row < end
@@ -93,7 +100,10 @@ def _up_tile(
     up = empty_sums(BM, BN, SWAP)
     for k in range(0, width, BK):
         m_x = m_row[:, None] if EVEN else m_row[:, None] & (k + i_k < width)[None, :]
-        x = tl.load(p_row[:, None] + (k + i_k)[None, :], mask=m_x, other=0.0)
+        p_tile = p_row[:, None] + (k + i_k)[None, :]
+        if ALIGNED:  # of which the compiler loses sight in flat loops, and then copies nothing ahead
+            p_tile = tl.max_contiguous(tl.multiple_of(p_tile, (1, 16)), (1, BK))
+        x = tl.load(p_tile, mask=m_x, other=0.0)
         w_gate = load_weights(w, expert, column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
         w_up = load_weights(w, expert, hidden + column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
         gate = multiply(x, w_gate, gate, SWAP)
@@ -116,7 +126,8 @@ def _up(
     p_x, w, p_bias, p_inner, p_order, p_starts, p_tiles, p_num_tiles, top_k, width, hidden,
     x_stride, expert_stride, row_stride, limit, alpha,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
-    TMA: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, FLAT: tl.constexpr,
+    TMA: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    FLAT: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(hidden, BN)
     num_tiles = tl.load(p_num_tiles)
@@ -129,12 +140,12 @@ def _up(
             if end - first <= TAIL:
                 _up_tile(p_x, w, p_bias, p_inner, p_order, expert, first, end, i_block * BN, top_k, width, hidden,
                          x_stride, expert_stride, row_stride, limit, alpha,
-                         TAIL, BN, BK, SWAP, TMA, EVEN, BIAS, ACTIVATION)  # fmt: skip
+                         TAIL, BN, BK, SWAP, TMA, EVEN, ALIGNED, BIAS, ACTIVATION)  # fmt: skip
             else:
                 _up_tile(p_x, w, p_bias, p_inner, p_order, expert, first, end, i_block * BN, top_k, width, hidden,
                          x_stride, expert_stride, row_stride, limit, alpha,
-                         BM, BN, BK, SWAP, TMA, EVEN, BIAS, ACTIVATION)  # fmt: skip
+                         BM, BN, BK, SWAP, TMA, EVEN, ALIGNED, BIAS, ACTIVATION)  # fmt: skip
         else:
             _up_tile(p_x, w, p_bias, p_inner, p_order, expert, first, end, i_block * BN, top_k, width, hidden,
                      x_stride, expert_stride, row_stride, limit, alpha,
-                     BM, BN, BK, SWAP, TMA, EVEN, BIAS, ACTIVATION)  # fmt: skip
+                     BM, BN, BK, SWAP, TMA, EVEN, ALIGNED, BIAS, ACTIVATION)  # fmt: skip
