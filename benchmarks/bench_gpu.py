@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,22 +22,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gpu_stages import (
-    LAYERS,
-    NO_MUTANTS,
-    NOT_TESTS,
-    OTHERS,
-    ROOT,
-    TESTS,
-    Outcome,
-    Stage,
-    environment_of,
-    not_run,
-    pytest_command,
-    read_result,
-    run_stage,
-    smallest_tests,
-)
+from gpu_plan import on_gpu, rehearsal
+from gpu_stages import ROOT, Outcome, Stage, environment_of, not_run, read_result, run_stage
 from gpu_summary import render
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -73,7 +58,7 @@ def parse() -> argparse.Namespace:
 
 
 def bench(options: argparse.Namespace, scratch: Path) -> int:
-    """The exit code: 0 where every stage passed."""
+    """The exit code: 0 where every stage passed that was run."""
     end = time.monotonic() + options.limit_s
     environment = environment_of(scratch)
     machine = probe(environment)
@@ -81,7 +66,7 @@ def bench(options: argparse.Namespace, scratch: Path) -> int:
         say("bench-gpu: torch sees no GPU here. On a machine without one, try: make bench-gpu ARGS=--rehearse")
         return 1
     say(f"{machine.get('device', 'no GPU')}: python {machine['python']}, torch {machine['torch']}")
-    stages = list_stages(scratch, environment, rehearse=options.rehearse, arch=machine.get("arch", "sm_90"))
+    stages = rehearsal(scratch) if options.rehearse else on_gpu(scratch, machine["arch"])
     chosen = [name for name in options.only.split(",") if name]
     outcomes: list[Outcome] = []
     log = scratch / "all.log"
@@ -95,7 +80,7 @@ def bench(options: argparse.Namespace, scratch: Path) -> int:
             store(options.output or RESULTS, report, log)
     if options.rehearse:
         say(render(report))
-    return 0 if all(outcome.passed for outcome in outcomes) else 1
+    return 0 if all(outcome.passed or not outcome.was_run for outcome in outcomes) else 1
 
 
 def probe(environment: dict[str, str]) -> dict[str, Any]:
@@ -106,70 +91,11 @@ def probe(environment: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def list_stages(scratch: Path, environment: dict[str, str], *, rehearse: bool, arch: str) -> list[Stage]:
-    """In the order of what would be missed most."""
-    kernels, result = ["-m", "moiety_kernels"], lambda name: scratch / f"{name}.json"
-    bench = [*kernels, "bench", "--time-budget"]
-    where = [*TESTS, "--ignore", NOT_TESTS, "-k", NO_MUTANTS]
-    if rehearse:
-        where = [f"{TESTS[0]}/test_rms_norm.py", "-k", NO_MUTANTS]
-        small = ["--device", "cpu", "--shapes", "moiety-demo", "--tokens", "1", "--routing", "uniform"]
-        moe, others = [*bench, "20", *small, "--kernels", "moe_layer"], [*bench, "20", *small, "--kernels", "rms_norm"]
-        tune = [*kernels, "tune", "--help"]
-    else:
-        moe = [*bench, "120", "--device", "cuda", "--kernels", "moe_layer", "--shapes", LAYERS]
-        others = [*bench, "35", "--device", "cuda", "--kernels", OTHERS, "--shapes", "Qwen3-30B-A3B,gpt-oss-20b"]
-        tune = [*kernels, "tune", "--shapes", LAYERS]
-    stages = [
-        Stage("tests", pytest_command(scratch, *parallel(environment), *where), 130.0),
-        Stage("tune", tune, 100.0),
-        Stage("moe_layer", [*moe, "--output", str(result("moe_layer"))], 160.0, result("moe_layer")),
-        Stage("kernels", [*others, "--output", str(result("kernels"))], 60.0, result("kernels")),
-    ]
-    engine = ROOT / "benchmarks" / "gpu_engine.py"
-    if engine.exists():
-        command = [str(engine), *(["--rehearse"] if rehearse else []), "--output", str(result("engine"))]
-        stages.append(Stage("engine", command, 110.0, result("engine")))
-    stages += sanitizer_stages(scratch, environment, where)
-    return [*stages, Stage("report", [*kernels, "report", *["rms_norm"] * rehearse, "--target", arch], 90.0)]
-
-
-def parallel(environment: dict[str, str]) -> list[str]:
-    """Tests spend their time compiling, so there are as many at once as the machine has cores, if pytest can."""
-    probe = subprocess.run([sys.executable, "-c", "import xdist"], capture_output=True, env=environment, check=False)
-    return ["-n", "auto"] if probe.returncode == 0 else []
-
-
-def sanitizer_stages(scratch: Path, environment: dict[str, str], where: list[str]) -> list[Stage]:
-    """Of few tests; with every tensor in an allocation of its own, so that what overruns one is seen."""
-    tool = shutil.which("compute-sanitizer")
-    if tool is None:
-        return []
-    listing = subprocess.run(
-        [sys.executable, *pytest_command(scratch, "--collect-only", *where)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        check=False,
-    )
-    tests = smallest_tests(listing.stdout)
-    apart = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"]
-    return [
-        Stage(
-            name,
-            pytest_command(scratch, "-x", *tests),
-            60.0,
-            tool=[*apart, tool, "--tool", name, "--error-exitcode", "99", "--target-processes", "application-only"],
-        )
-        for name in ("memcheck", "racecheck")
-    ]
-
-
 def run_one(stage: Stage, scratch: Path, environment: dict[str, str], left_s: float, log: Path) -> Outcome:
     limit_s = min(stage.limit_s, left_s)
-    if limit_s < LEAST_S:
-        outcome = not_run(stage, "no time was left for it")
+    obstacle = stage.obstacle() or ("no time was left for it" if limit_s < LEAST_S else "")
+    if obstacle:
+        outcome = not_run(stage, obstacle)
     else:
         say(f"{stage.name} …")
         own = scratch / f"{stage.name}.log"

@@ -1,10 +1,11 @@
-"""What `make bench-gpu` runs, stage by stage: commands, the time that each may take, and what it leaves.
+"""Running one stage of `make bench-gpu`: a process with a time limit, and what becomes of it.
 
 Needs nothing but the standard library, since a machine that is lent for minutes has what it has.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -15,27 +16,33 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE_ROOTS = ("platform", "engine", "kernels", "dashboard", "migrations")
-TESTS = ("tests/kernels/triton", "tests/kernels/test_against_reference.py")
-NOT_TESTS = "tests/kernels/triton/test_compiling.py"  # which needs no GPU
-NO_MUTANTS = "not mutant"  # they are faulty on purpose, and a process whose GPU they have confused has lost it
-# First those that targets are set by, so that a budget that is spent early was spent on them.
-LAYERS = "Qwen3-30B-A3B,E128-2816x704,Mixtral-8x7B,DeepSeek-V3,Qwen3-235B,gpt-oss-20b,OLMoE,GLM-4.5-Air"
-OTHERS = "paged_attention_decode,paged_attention_prefill,rms_norm,add_rms_norm,route"
+SOURCE_ROOTS = ("platform", "engine", "kernels", "dashboard", "migrations", "benchmarks")
 KILL_AFTER_S = 5.0
 TAIL_LINES = 25
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`command` after the interpreter's name, unless `tool` says what runs it. `result`: the file of JSON that it
-    writes, which is read whatever became of it."""
+    """A `command` of the interpreter's, and what stands `before` that. `result`: the file of JSON that it writes, which
+    is read whatever became of it. It is not run where a package that it `needs` is missing, or where it `lacks`
+    something else."""
 
     name: str
     command: list[str]
     limit_s: float
     result: Path | None = None
-    tool: list[str] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)
+    needs: tuple[str, ...] = ()
+    lacks: str = ""
+
+    def obstacle(self) -> str:
+        """Why it cannot be run here; empty if it can."""
+        missing = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        if missing:
+            return f"{', '.join(missing)} is not installed"
+        if self.command[0].endswith(".py") and not Path(self.command[0]).exists():
+            return f"{self.command[0]} is not there"
+        return self.lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,8 @@ class Outcome:
     seconds: float
     why: str
     tail: list[str]
+
+    was_run: bool = True
 
     @property
     def passed(self) -> bool:
@@ -76,7 +85,7 @@ def pytest_command(scratch: Path, *arguments: str) -> list[str]:
 
 def run_stage(stage: Stage, *, python: str, limit_s: float, environment: dict[str, str], log: Path) -> Outcome:
     """Run it for at most `limit_s`, in a process group of which nothing is left; its output goes to `log`."""
-    command = [*stage.tool, python, *stage.command]
+    command = [*stage.before, python, *stage.command]
     begin = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -95,17 +104,7 @@ def run_stage(stage: Stage, *, python: str, limit_s: float, environment: dict[st
 
 
 def not_run(stage: Stage, why: str) -> Outcome:
-    return Outcome(stage.name, " ".join(stage.command), None, 0.0, why, [])
-
-
-def smallest_tests(listing: str, each: int = 2) -> list[str]:
-    """Of pytest's list, the first few of every file: a tool that watches every access takes minutes for all."""
-    chosen: dict[str, list[str]] = {}
-    for line in listing.splitlines():
-        file, separator, _ = line.partition("::")
-        if separator and "mutant" not in line:
-            chosen.setdefault(file, []).append(line.strip())
-    return [test for tests in chosen.values() for test in tests[:each]]
+    return Outcome(stage.name, " ".join(stage.command), None, 0.0, f"not run: {why}", [], was_run=False)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -88,10 +88,28 @@ def test_what_a_stage_left_half_written_loses_nothing_else(stages: Any, tmp_path
     assert stages.read_result(tmp_path / "absent.json") == {}
 
 
-def test_of_every_file_the_sanitizer_gets_the_first_tests_and_no_mutants(stages: Any) -> None:
-    tests = ["a.py::test_a_mutant_is_found[x]", "a.py::test_1", "a.py::test_2", "a.py::test_3", "b.py::test_b"]
-    listing = "\n".join([*tests, "", "5 tests collected"])
-    assert stages.smallest_tests(listing) == ["a.py::test_1", "a.py::test_2", "b.py::test_b"]
+def test_what_a_stage_needs_and_has_not_is_named_before_it_starts(stages: Any) -> None:
+    assert stages.Stage("a", ["-c", "0"], 1.0, needs=("json", "no_such_package")).obstacle() == (
+        "no_such_package is not installed"
+    )
+    assert stages.Stage("a", ["/nowhere/script.py"], 1.0).obstacle() == "/nowhere/script.py is not there"
+    assert stages.Stage("a", ["-c", "0"], 1.0, needs=("json",)).obstacle() == ""
+
+
+def test_of_every_file_the_sanitizer_gets_the_first_tests_and_no_mutants(stages: Any, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        tests = ["a_mutant_is_found", "first", "second", "third"]
+        (tmp_path / f"test_{name}.py").write_text("".join(f"def test_{test}(): pass\n" for test in tests))
+    command = stages.pytest_command(tmp_path, "-p", "gpu_smallest", "-k", "not mutant", "-rA", str(tmp_path))
+    stage = stages.Stage("smallest", command, 60.0)
+    environment = stages.environment_of(tmp_path)
+    environment.pop("PYTEST_ADDOPTS", None)
+    run = {"python": sys.executable, "limit_s": 60.0, "environment": environment, "log": tmp_path / "log"}
+    outcome = stages.run_stage(stage, **run)
+    assert outcome.passed, outcome.tail
+    assert "4 passed, 4 deselected" in outcome.tail[-1]
+    passed = {line.rpartition("::")[2] for line in outcome.tail if line.startswith("PASSED")}
+    assert passed == {"test_first", "test_second"}
 
 
 @pytest.mark.parametrize(
