@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moiety_kernels.bench import moe_layer, work
-from moiety_kernels.bench.clocks import Clock, Timing, clock_of, measure
+from moiety_kernels.bench.clocks import CallFailed, Clock, Timing, clock_of, measure
 from moiety_kernels.bench.others import OPERATIONS, Point
 from moiety_kernels.bench.shapes import LayerShape
 from moiety_kernels.bench.speeds import measure_speeds, roofline_speeds
@@ -22,6 +22,7 @@ from moiety_kernels.bench.work import Speeds, Work, floor_s
 MOE_LAYER = "moe_layer"
 KERNELS = (MOE_LAYER, *OPERATIONS)
 OURS = "moiety"
+LARGEST_DIFFERENCE = 0.03  # in bfloat16, two ways of the same sums come to some 0.005
 _MEMORY_SHARE = 0.9  # of what is free
 _LONGEST_POINT_S = 2.0
 Row = dict[str, Any]
@@ -148,6 +149,7 @@ def _moe_row(state: _Run, shape: LayerShape, weights: moe_layer.Weights, tokens:
     inputs = moe_layer.make_inputs(shape, weights, tokens, routing, state.settings.seed)
     least = work.moe_layer(shape, tokens, inputs.active)
     ours = moe_layer.ours(inputs)
+    distance = checked_difference(ours(), moe_layer.grouped_mm(inputs)())
     rivals = {}
     if state.settings.rivals:
         rivals = moe_layer.rivals(inputs, is_bound_by_memory=work.is_bound_by_memory(least, state.report.speeds))
@@ -155,7 +157,7 @@ def _moe_row(state: _Run, shape: LayerShape, weights: moe_layer.Weights, tokens:
     row["routing"] = routing
     row["active_experts"] = inputs.active
     row["rows_per_expert"] = round(tokens * shape.top_k / shape.num_experts, 2)
-    row["difference"] = difference(ours(), moe_layer.grouped_mm(inputs)())
+    row["difference"] = distance
     return row
 
 
@@ -209,10 +211,12 @@ def _figures(timing: Timing, least: Work, speeds: Speeds) -> Row:
     }
 
 
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    """‖ours − theirs‖ / ‖theirs‖."""
-    distance = (ours.float() - theirs.float()).norm() / theirs.float().norm()
-    return float(f"{distance.item():.3g}")
+def checked_difference(ours: Tensor, theirs: Tensor) -> float:
+    """‖ours − theirs‖ / ‖theirs‖. Raises CallFailed if that is more than rounding: a wrong result has no time."""
+    distance = ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
+    if not distance <= LARGEST_DIFFERENCE:  # NaN neither
+        raise CallFailed(f"the result differs from torch's by {distance:.3g} of it")
+    return float(f"{distance:.3g}")
 
 
 def _us(timing: Timing) -> float:

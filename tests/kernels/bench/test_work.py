@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from moiety_kernels.bench import work
+from moiety_kernels.bench.clocks import CallFailed
 from moiety_kernels.bench.routings import draw_logits, popularity, spec_of
+from moiety_kernels.bench.run import checked_difference
 from moiety_kernels.bench.shapes import ROUTINGS, SHAPES, LayerShape
 from moiety_kernels.bench.work import Speeds, expected_active, floor_s
 from moiety_kernels.gpu.targets import H200
@@ -72,6 +74,14 @@ def test_drawn_scores_send_each_expert_its_share(routing: str) -> None:
     _, expert_TK = route(logits_TE[:100], spec_of(SHAPES["moiety-demo"]))
     assert all(len(set(row)) == 2 for row in expert_TK.tolist())
     assert torch.equal(logits_TE, draw_logits(routing, 20_000, 16, torch.Generator().manual_seed(1)))
+
+
+def test_a_wrong_result_has_no_time() -> None:
+    right = torch.randn(16, 16)
+    assert checked_difference(right * 1.01, right) == pytest.approx(0.01, abs=1e-4)
+    for wrong in (right * 1.1, torch.zeros(16, 16), torch.full((16, 16), torch.nan)):
+        with pytest.raises(CallFailed, match="differs from torch's"):
+            checked_difference(wrong, right)
 
 
 def test_a_skewed_draw_has_a_long_tail() -> None:
