@@ -288,18 +288,16 @@ def test_a_gate_never_lets_a_tenant_over_its_bound_and_forgets_who_has_left(step
     for tenant, number, wait_s in steps:
         clock.advance(wait_s)
         inflight = sum(count for who, count, _ in held if who == tenant)
-        place = gate.hold(str(tenant), number)
         if inflight and inflight + number > limit:
             with pytest.raises(Overloaded) as caught:
-                place.__enter__()
+                gate.enter(str(tenant), number)
             assert 1 <= caught.value.retry_after_s <= 60
             _, _, oldest = held.pop(0)
-            oldest.__exit__(None, None, None)
+            oldest.leave()
         else:
-            place.__enter__()
-            held.append((tenant, number, place))
+            held.append((tenant, number, gate.enter(str(tenant), number)))
     for _, _, place in held:
-        place.__exit__(None, None, None)
+        place.leave()
     assert not gate._tenants
 
 

@@ -20,6 +20,7 @@ from moiety_platform.engine_addresses import ForeignAddress
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.engine_client.foreign.client import ForeignEngineClient, Heartbeat
 from moiety_platform.engine_client.foreign.waiting import Ends, class_loads
+from moiety_platform.routing.choose import are_extensible
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import FLEX, PRIORITY, STANDARD
 from moiety_wire.messages import Reason, Sampling, Stopping, Submit
@@ -710,7 +711,7 @@ async def test_a_server_that_cannot_prove_what_it_has_done_never_does(start_serv
     async with Replicas([engine]) as replicas:
         await until(lambda: engine.state.healthy)
         assert not replicas.have_settled_for("another", 0.0)
-        assert not replicas.are_extensible(MODEL)
+        assert not are_extensible(replicas.states(), MODEL)
 
 
 async def test_a_server_with_another_model_says_so(start_server, client_of, until):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from moiety_platform.clock import Clock
@@ -30,10 +28,9 @@ class AdmissionGate:
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
 
-    @contextmanager
-    def hold(self, tenant_id: str, num_sequences: int) -> Iterator[None]:
-        """Count a request as in flight. Raises Overloaded where that is more than the tenant may have; one that is
-        larger than the bound by itself gets in when nothing else is there."""
+    def enter(self, tenant_id: str, num_sequences: int) -> GatePlace:
+        """Count a request as in flight, from now until its place is left. Raises Overloaded where that is more than the
+        tenant may have; one that is larger than the bound by itself gets in when nothing else is there."""
         tenant = self._tenants.setdefault(tenant_id, _Tenant())
         if tenant.num_inflight and tenant.num_inflight + num_sequences > self._limit:
             raise Overloaded(
@@ -43,12 +40,10 @@ class AdmissionGate:
                 retry_after_s=_retry_after_s(tenant, tenant.num_inflight + num_sequences - self._limit),
             )
         tenant.num_inflight += num_sequences
-        try:
-            yield
-        finally:
-            self._leave(tenant_id, tenant, num_sequences)
+        return GatePlace(self, tenant_id, tenant, num_sequences)
 
-    def _leave(self, tenant_id: str, tenant: _Tenant, num_sequences: int) -> None:
+    def drop(self, tenant_id: str, tenant: _Tenant, num_sequences: int) -> None:
+        """A place was left."""
         tenant.num_inflight -= num_sequences
         if not tenant.num_inflight:
             del self._tenants[tenant_id]
@@ -58,6 +53,19 @@ class AdmissionGate:
             gap_s = (now_s - tenant.last_end_s) / num_sequences
             tenant.gap_s = gap_s if tenant.gap_s is None else MEMORY * tenant.gap_s + (1 - MEMORY) * gap_s
         tenant.last_end_s = now_s
+
+
+class GatePlace:
+    """What one request takes up. Left once, by whoever entered."""
+
+    __slots__ = ("_gate", "_num_sequences", "_tenant", "_tenant_id")
+
+    def __init__(self, gate: AdmissionGate, tenant_id: str, tenant: _Tenant, num_sequences: int) -> None:
+        self._gate, self._tenant_id, self._tenant, self._num_sequences = gate, tenant_id, tenant, num_sequences
+
+    def leave(self) -> None:
+        """The request is over."""
+        self._gate.drop(self._tenant_id, self._tenant, self._num_sequences)
 
 
 def _retry_after_s(tenant: _Tenant, num_too_many: int) -> float:

@@ -6,13 +6,10 @@ sequence and submit it → wait for the verdicts → merge what comes, reserving
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-
 import msgspec
 
 from moiety_platform.admission.decide import refuse_hopeless
-from moiety_platform.admission.gate import AdmissionGate
+from moiety_platform.admission.gate import AdmissionGate, GatePlace
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.clock import Clock
@@ -22,8 +19,10 @@ from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.spending import Tariff
 from moiety_platform.completions.text import UNKNOWN_TOKEN, ModelTexts
+from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import BadRequest, ContextTooLong, Overloaded
 from moiety_platform.prices.cache import PriceCache
+from moiety_platform.routing.choose import are_extensible, card_of, choose
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import Card, Stopping, Submit
 
@@ -54,49 +53,36 @@ class Pipeline:
         self._max_sequences = max_sequences
         self._failover_wait_s = failover_wait_s
 
-    @asynccontextmanager
-    async def run(self, record: RequestRecord, generation: Generation, *, streams: bool = False) -> AsyncIterator[Run]:
+    def run(self, record: RequestRecord, generation: Generation, *, streams: bool = False) -> HeldRun:
         """Submit a request, whose reader wants each token as it comes if it `streams`, and hold it once every sequence
         of it is admitted. However this is left, every sequence is ended at its engine and counted in the record. Raises
         the errors of `moiety_platform.errors`; Overloaded where one of the sequences is turned away, and then the
         others are ended too."""
+        return HeldRun(self, record, generation, streams)
+
+    async def choose(self, record: RequestRecord, generation: Generation) -> _Choice:
+        """What comes before the gate: whether there is such a model, and the class."""
         record.generation = generation
-        async with AsyncExitStack() as stack:
-            with record.span.child("admission"):
-                run = await self._admit(record, generation, stack, streams)
-            try:
-                yield run
-            finally:
-                run.abort()
-
-    async def _admit(self, record: RequestRecord, generation: Generation, stack: AsyncExitStack, streams: bool) -> Run:
-        """Submit every sequence and wait for the verdicts; what is held goes on the stack."""
-        run, submits = await self._prepare(record, generation, stack)
-        if not streams:
-            submits = [msgspec.structs.replace(submit, gathers=True) for submit in submits]
-        stack.callback(run.settle)
-        record.spending.require_current()
-        try:
-            for submit in submits:
-                await run.submit(submit, stack)
-            await run.wait_admitted()
-        except BaseException:  # all are ended at once, before any is waited for
-            run.abort()
-            raise
-        return run
-
-    async def _prepare(
-        self, record: RequestRecord, generation: Generation, stack: AsyncExitStack
-    ) -> tuple[Run, list[Submit]]:
-        """Everything before the first message to an engine; the tenant's place at the gate goes on the stack."""
-        card = self._card(record, generation.model)
+        states = self._replicas.states()
+        card = card_of(states, generation.model, record.principal.allowed_models)
+        record.served_model = card.model
         self._check_limits(generation, card)
         cap = record.principal.service_class
         catalogue = await self._classes.get(cap)
         chosen = catalogue.choose(cap, generation.service_tier)
         record.chose(catalogue, chosen.service)
-        stack.enter_context(self._gate.hold(record.principal.tenant_id, generation.num_sequences))
-        _, state = self._replicas.choose(generation.model, chosen.service)
+        return _Choice(card, states, catalogue, chosen)
+
+    def enter(self, record: RequestRecord, generation: Generation) -> GatePlace:
+        """The tenant's place at the gate. Raises Overloaded."""
+        return self._gate.enter(record.principal.tenant_id, generation.num_sequences)
+
+    async def prepare(
+        self, record: RequestRecord, generation: Generation, choice: _Choice, streams: bool
+    ) -> tuple[Run, list[Submit]]:
+        """Everything between the gate and the first message to an engine."""
+        card, catalogue, chosen = choice.card, choice.catalogue, choice.chosen
+        state = choose(choice.states, generation.model, chosen.service)
         refusal = refuse_hopeless(chosen.service, state.class_load(chosen.service.name))
         if refusal is not None:
             raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)
@@ -104,24 +90,21 @@ class Pipeline:
         prompts = await text.encode(generation.prompts, generation.prompt_field)
         longest = [_max_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
         num_prompt_tokens = sum(map(len, prompts))
-        is_extensible = self._replicas.are_extensible(card.model)
+        is_extensible = are_extensible(choice.states, card.model)
         credit = await record.spending.begin(
             num_prompt_tokens,
             generation.num_sequences,
             min(max(longest), self._credit_window) if is_extensible else max(longest),
             await self._tariff(card.model, catalogue, chosen),
         )
-        bill = record.reserved(num_prompt_tokens)
+        common = _Common(record, chosen, credit, record.reserved(num_prompt_tokens), num_prompt_tokens, not streams)
         submits = [
-            msgspec.structs.replace(submit, bill=bill, shown_ids=text.shown_ids(generation.prompts[number]))
+            submit
             for number, (prompt_ids, max_tokens) in enumerate(zip(prompts, longest, strict=True))
-            for submit in self._submits(record, generation, chosen, number, prompt_ids, max_tokens, credit)
+            for submit in _submits(
+                common, generation, number, prompt_ids, max_tokens, text.shown_ids(generation.prompts[number])
+            )
         ]
-        if generation.embed:  # they are answered together, so each has the time that all of them are promised
-            submits = [
-                msgspec.structs.replace(submit, embed=True, sibling_tokens=num_prompt_tokens - len(submit.prompt_ids))
-                for submit in submits
-            ]
         placement = Placement(self._replicas, generation.model, chosen.service, self._failover_wait_s)
         return Run(record, chosen, prompts, text, placement, self._clock, self._credit_window), submits
 
@@ -129,11 +112,6 @@ class Pipeline:
         prices = await self._prices.current()
         names = [service.name for service in (chosen.service, chosen.fallback) if service is not None]
         return Tariff({name: prices.of(model, name, catalogue[name].price_factor) for name in names})
-
-    def _card(self, record: RequestRecord, model: str) -> Card:
-        card = self._replicas.card(model, record.principal.allowed_models)
-        record.served_model = card.model
-        return card
 
     def _check_limits(self, generation: Generation, card: Card) -> None:
         if generation.embed:
@@ -155,46 +133,116 @@ class Pipeline:
                 told = f"'{name}' has the token id {largest}; the model's are below {card.vocab_size}"
                 raise BadRequest(told, code=UNKNOWN_TOKEN, param=name)
 
-    def _submits(
-        self,
-        record: RequestRecord,
-        generation: Generation,
-        chosen: ChosenClass,
-        number: int,
-        prompt_ids: list[int],
-        max_tokens: int,
-        credit_tokens: int,
-    ) -> list[Submit]:
-        stopping = Stopping(
-            max_tokens=max_tokens,
-            min_tokens=min(generation.min_tokens, max_tokens),
-            stop=generation.stop,
-            stop_token_ids=generation.stop_token_ids,
-            ignore_eos=generation.ignore_eos,
+
+class HeldRun:
+    """A run that is held for as long as its context lasts; see `Pipeline.run`."""
+
+    __slots__ = ("_generation", "_pipeline", "_place", "_record", "_run", "_streams")
+
+    def __init__(self, pipeline: Pipeline, record: RequestRecord, generation: Generation, streams: bool) -> None:
+        self._pipeline, self._record, self._generation, self._streams = pipeline, record, generation, streams
+        self._place: GatePlace | None = None
+        self._run: Run | None = None
+
+    async def __aenter__(self) -> Run:
+        with self._record.span.child("admission"):
+            try:
+                return await self._admit()
+            except BaseException:
+                await self._leave()
+                raise
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._leave()
+
+    async def _admit(self) -> Run:
+        """Submit every sequence and wait for the verdicts."""
+        pipeline, record, generation = self._pipeline, self._record, self._generation
+        choice = await pipeline.choose(record, generation)
+        self._place = pipeline.enter(record, generation)
+        run, submits = await pipeline.prepare(record, generation, choice, self._streams)
+        self._run = run
+        record.spending.require_current()
+        for submit in submits:
+            await run.submit(submit)
+        await run.wait_admitted()
+        return run
+
+    async def _leave(self) -> None:
+        try:
+            if self._run is not None:
+                await self._run.close()
+        finally:
+            if self._place is not None:
+                self._place.leave()
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    """What a request goes to."""
+
+    card: Card
+    states: list[EngineState]  # as they were then
+    catalogue: Catalogue
+    chosen: ChosenClass
+
+
+class _Common(msgspec.Struct, frozen=True):
+    """What the sequences of one request have in common."""
+
+    record: RequestRecord
+    chosen: ChosenClass
+    credit_tokens: int
+    bill: bytes
+    num_prompt_tokens: int
+    gathers: bool
+
+
+def _submits(
+    common: _Common,
+    generation: Generation,
+    number: int,
+    prompt_ids: list[int],
+    max_tokens: int,
+    shown_ids: tuple[int, ...],
+) -> list[Submit]:
+    """Of one prompt."""
+    record, chosen, seed = common.record, common.chosen, generation.sampling.seed
+    stopping = Stopping(
+        max_tokens=max_tokens,
+        min_tokens=min(generation.min_tokens, max_tokens),
+        stop=generation.stop,
+        stop_token_ids=generation.stop_token_ids,
+        ignore_eos=generation.ignore_eos,
+    )
+    first = number * generation.num_choices
+    # inputs that are embedded are answered together, so each has the time that all of them are promised
+    sibling_tokens = common.num_prompt_tokens - len(prompt_ids) if generation.embed else 0
+    return [
+        Submit(
+            request_id=f"{record.request_id}-{first + choice}",
+            seq=0,
+            model=record.served_model,
+            tenant_id=record.principal.tenant_id,
+            service=chosen.service,
+            prompt_ids=prompt_ids,
+            sampling=msgspec.structs.replace(generation.sampling, seed=seed_of_choice(seed, choice))
+            if choice
+            else generation.sampling,
+            stopping=stopping,
+            credit_tokens=min(max_tokens, common.credit_tokens),
+            cache_salt=record.principal.cache_salt,
+            arrival_unix_ns=record.arrival_unix_ns,
+            tenant_weight=record.principal.weight,
+            fallback=chosen.fallback,
+            traceparent=record.span.traceparent,
+            bill=common.bill,
+            shown_ids=shown_ids,
+            embed=generation.embed,
+            sibling_tokens=sibling_tokens,
+            gathers=common.gathers,
         )
-        seed = generation.sampling.seed
-        first = number * generation.num_choices
-        return [
-            Submit(
-                request_id=f"{record.request_id}-{first + choice}",
-                seq=0,
-                model=record.served_model,
-                tenant_id=record.principal.tenant_id,
-                service=chosen.service,
-                prompt_ids=prompt_ids,
-                sampling=msgspec.structs.replace(generation.sampling, seed=seed_of_choice(seed, choice))
-                if choice
-                else generation.sampling,
-                stopping=stopping,
-                credit_tokens=min(max_tokens, credit_tokens),
-                cache_salt=record.principal.cache_salt,
-                arrival_unix_ns=record.arrival_unix_ns,
-                tenant_weight=record.principal.weight,
-                fallback=chosen.fallback,
-                traceparent=record.span.traceparent,
-            )
-            for choice in range(generation.num_choices)
-        ]
+        for choice in range(generation.num_choices)
+    ]
 
 
 def _check_embedding(generation: Generation, card: Card) -> None:

@@ -6,8 +6,7 @@ Usage row, metrics, span and log line are written in one place, when the request
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -64,8 +63,7 @@ class RequestRecorder:
             return False
         return True
 
-    @asynccontextmanager
-    async def open(
+    def open(
         self,
         principal: Principal,
         *,
@@ -77,7 +75,7 @@ class RequestRecorder:
         tracestate: str | None,
         status_of: Callable[[PlatformError], int],
         bills_failures: bool = True,
-    ) -> AsyncIterator[RequestRecord]:
+    ) -> OpenRecord:
         """A record for an authenticated request, whose API tells an error with the status `status_of` it. Leaving it
         writes the one usage row; errors pass through. Without `bills_failures` only an answer counts, and what was
         generated before a failure is neither billed nor charged."""
@@ -97,29 +95,23 @@ class RequestRecorder:
             spending=Spending(self._quotas, principal),
             bills_failures=bills_failures,
         )
+        return OpenRecord(self, record)
+
+    def begin(self) -> None:
+        """One more record is open."""
         self._num_open += 1
         self._idle.clear()
+
+    def end(self, record: RequestRecord) -> None:
+        """It is closed, and told to everyone."""
         try:
-            yield record
-        except ClientDisconnected:
-            record.disconnected()
-            raise
-        except asyncio.CancelledError:  # the server stops, and its time to drain is over
-            record.failed(STOPPING)
-            raise
-        except PlatformError as exc:
-            record.failed(exc)
-            raise
-        except Exception:  # a fault of ours: its row says so, and whoever answers the request logs it
-            record.failed(internal_error())
-            raise
+            self._tell(record)
         finally:
-            self._close(record)
             self._num_open -= 1
             if self._num_open == 0:
                 self._idle.set()
 
-    def _close(self, record: RequestRecord) -> None:
+    def _tell(self, record: RequestRecord) -> None:
         row = self._row(record, record.spending.settle(record.used))
         self._usage.record(row, record.stored if record.sequences else None)
         self._metrics.observe(row, record.served_model, _tpot_s(record))
@@ -188,6 +180,31 @@ class RequestRecorder:
             cost_nanodollars=record.spending.cost(record.used),
             charges=charges,
         )
+
+
+class OpenRecord:
+    """A record for as long as its context lasts; how that is left is how the request ended."""
+
+    __slots__ = ("_record", "_recorder")
+
+    def __init__(self, recorder: RequestRecorder, record: RequestRecord) -> None:
+        self._recorder, self._record = recorder, record
+
+    async def __aenter__(self) -> RequestRecord:
+        self._recorder.begin()
+        return self._record
+
+    async def __aexit__(self, _type: object, exc: BaseException | None, _traceback: object) -> None:
+        record = self._record
+        if isinstance(exc, ClientDisconnected):
+            record.disconnected()
+        elif isinstance(exc, asyncio.CancelledError):  # the server stops, and its time to drain is over
+            record.failed(STOPPING)
+        elif isinstance(exc, PlatformError):
+            record.failed(exc)
+        elif isinstance(exc, Exception):  # a fault of ours: its row says so, and whoever answers the request logs it
+            record.failed(internal_error())
+        self._recorder.end(record)
 
 
 def _tpot_s(record: RequestRecord) -> float | None:

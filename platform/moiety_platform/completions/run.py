@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AsyncExitStack
 from typing import Self
 
 import msgspec
@@ -61,6 +60,7 @@ class Run:
         self._placement = placement
         self._inbox = Inbox[EngineStream]()
         self._sequences: list[Sequence] = []
+        self._to_close: list[Sequence] = []
         self._of_stream: dict[EngineStream, Sequence] = {}
         self._early: deque[tuple[Sequence, Delivery]] = deque()  # came before the last verdict
         self._num_open = 0
@@ -78,11 +78,10 @@ class Run:
         found = [reader for reader in readers if reader is not None]
         return found if found else None
 
-    async def submit(self, submit: Submit, stack: AsyncExitStack) -> None:
-        """Give a sequence to an engine; that it is ended there in the end goes on the stack. Raises NotFound or
-        Unavailable."""
+    async def submit(self, submit: Submit) -> None:
+        """Give a sequence to an engine, where `close` ends it. Raises NotFound or Unavailable."""
         sequence = Sequence(len(self._sequences), submit)
-        stack.push_async_callback(sequence.close)
+        self._to_close.append(sequence)
         place = self._placement.choose(sequence.prefix)
         try:
             await self._give(sequence, place, self._chosen.service)
@@ -217,7 +216,18 @@ class Run:
         for sequence in self._sequences:
             sequence.stream.abort()
 
-    def settle(self) -> None:
+    async def close(self) -> None:
+        """The end, whatever has come: every sequence has ended at its engine, and is counted in the record."""
+        self.abort()
+        try:
+            while self._to_close:
+                await self._to_close.pop().close()
+        except BaseException:  # the others are ended all the same
+            await self.close()
+            raise
+        self._settle()
+
+    def _settle(self) -> None:
         """Put what the sequences came to into the record."""
         record, usage = self._record, self.usage()
         record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager
 
 import msgspec
 
@@ -33,7 +33,7 @@ class Sequence:
         self._connection: Connection | None = None
         self._is_taken_in = False  # by that engine
         self._cached_tokens: int | None = None  # as the first engine said, if output came from several
-        self._held = AsyncExitStack()
+        self._held: AbstractAsyncContextManager[EngineStream] | None = None
 
     @property
     def stream(self) -> EngineStream:
@@ -88,7 +88,9 @@ class Sequence:
         await self.close()
         earlier = self._stream
         submit = self._submit if earlier is None or self.accepted is None else self._resumed(earlier, service)
-        stream = await self._held.enter_async_context(place.client.open(submit, inbox))
+        held = place.client.open(submit, inbox)
+        stream = await held.__aenter__()
+        self._held = held
         self._stream, self._connection, self._is_taken_in = stream, place.connection, False
         if earlier is None:
             return
@@ -112,8 +114,10 @@ class Sequence:
         return is_moving or isinstance(error, EngineFailed | Unavailable)
 
     async def close(self) -> None:
-        """End it at its engine."""
-        await self._held.aclose()
+        """End it at its engine. Idempotent."""
+        held, self._held = self._held, None
+        if held is not None:
+            await held.__aexit__(None, None, None)
 
     def _resumed(self, earlier: EngineStream, service: ServiceClass) -> Submit:
         return msgspec.structs.replace(

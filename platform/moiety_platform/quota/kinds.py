@@ -27,6 +27,8 @@ class Level(StrEnum):
 
 
 class Unit(StrEnum):
+    __hash__ = str.__hash__  # the same, without a call of Python's: amounts by unit are looked up all the time
+
     TOKENS = "tokens"
     REQUESTS = "requests"
     MONEY = "nano-dollars"
@@ -45,7 +47,7 @@ class Period(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a limit counts, and how."""
+    """What a limit counts, and how; the period is that of a stock."""
 
     REQUESTS_PER_MINUTE = "requests_per_minute"
     TOKENS_PER_MINUTE = "tokens_per_minute"
@@ -55,21 +57,14 @@ class Kind(StrEnum):
     MONEY_PER_DAY = "money_per_day"
     MONEY_PER_MONTH = "money_per_month"
 
-    @property
-    def unit(self) -> Unit:
-        return _TERMS[self][0]
+    unit: Unit
+    meter: Meter
+    period: Period | None
 
-    @property
-    def meter(self) -> Meter:
-        return _TERMS[self][1]
-
-    @property
-    def period(self) -> Period | None:
-        """Of a stock."""
-        return _TERMS[self][2]
+    __hash__ = str.__hash__
 
 
-_TERMS: dict[Kind, tuple[Unit, Meter, Period | None]] = {
+for _kind, _terms in {
     Kind.REQUESTS_PER_MINUTE: (Unit.REQUESTS, Meter.RATE, None),
     Kind.TOKENS_PER_MINUTE: (Unit.TOKENS, Meter.RATE, None),
     Kind.CONCURRENT_REQUESTS: (Unit.SLOTS, Meter.SLOTS, None),
@@ -77,7 +72,8 @@ _TERMS: dict[Kind, tuple[Unit, Meter, Period | None]] = {
     Kind.TOKENS_PER_MONTH: (Unit.TOKENS, Meter.STOCK, Period.MONTH),
     Kind.MONEY_PER_DAY: (Unit.MONEY, Meter.STOCK, Period.DAY),
     Kind.MONEY_PER_MONTH: (Unit.MONEY, Meter.STOCK, Period.MONTH),
-}
+}.items():
+    _kind.unit, _kind.meter, _kind.period = _terms
 
 
 class Scope(msgspec.Struct, frozen=True):

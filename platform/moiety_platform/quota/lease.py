@@ -53,6 +53,9 @@ class Charge(msgspec.Struct, frozen=True):
     amount: int
 
 
+_NOTHING: dict[Unit, int] = dict.fromkeys(Unit, 0)
+
+
 class Hold:
     """What one request has reserved. Made empty; `reserve` more, then `settle` once."""
 
@@ -60,7 +63,7 @@ class Hold:
 
     def __init__(self, leases: Sequence[Lease]) -> None:
         self.leases = tuple(leases)
-        self._reserved: dict[Unit, int] = dict.fromkeys(Unit, 0)
+        self._reserved = _NOTHING.copy()
         self._has_begun = False
         self.is_over = False
 

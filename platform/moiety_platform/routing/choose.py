@@ -13,6 +13,7 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import NotFound, Unavailable
 from moiety_platform.routing.affinity import weight
 from moiety_wire.classes import ServiceClass
+from moiety_wire.messages import Card
 
 MODEL_NOT_FOUND = "model_not_found"
 WAIT_GRAIN = 0.25  # of the promised wait: predictions that differ by less are the same
@@ -32,14 +33,39 @@ def choose(
     to do, then the earliest listed.
     Raises NotFound if no engine has that model, Unavailable if none of those that have it can take a request."""
     able = _able(engines, model)
+    if len(able) == 1:
+        return able[0]
     least = min(able, key=lambda engine: (_wait(engine, service), *_work(engine)))
-    if not prefix or len(able) == 1:
+    if not prefix:
         return least
     for key in prefix:
         preferred = max(able, key=lambda engine: weight(key, engine.address))
         if _is_near(preferred, least, service):
             return preferred
     return least
+
+
+def card_of(engines: Sequence[EngineState], model: str, allowed: frozenset[str] | None) -> Card:
+    """The card of an engine that can take a request, for a key that may use the models `allowed`, None being all.
+    Raises NotFound or Unavailable."""
+    if allowed is not None and model not in allowed:
+        served = sorted(allowed & cards_of(engines).keys())
+        raise NotFound(model_not_found(model[:256], served), code=MODEL_NOT_FOUND, param="model")
+    card = choose(engines, model).card
+    assert card is not None, "choose returns engines that have a card"
+    return card
+
+
+def cards_of(engines: Sequence[EngineState]) -> dict[str, Card]:
+    """The card of every model that some engine has shown, by model name; of healthy engines where possible."""
+    ordered = sorted(engines, key=lambda engine: engine.healthy)
+    return {engine.card.model: engine.card for engine in ordered if engine.card is not None}
+
+
+def are_extensible(engines: Sequence[EngineState], model: str) -> bool:
+    """Whether every engine of that model takes more credit later; else a request needs all of it at once."""
+    cards = (engine.card for engine in engines)
+    return all(card.extensible for card in cards if card is not None and card.model == model)
 
 
 def model_not_found(model: str, served: Sequence[str]) -> str:

@@ -9,8 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
-from moiety_platform.errors import NotFound
-from moiety_platform.routing.choose import MODEL_NOT_FOUND, choose, model_not_found
+from moiety_platform.routing.choose import card_of, cards_of, choose
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Card
 
@@ -85,22 +84,11 @@ class Replicas:
     def card(self, model: str, allowed: frozenset[str] | None) -> Card:
         """The card of an engine that can take a request, for a key that may use the models `allowed`, None being all.
         Raises NotFound or Unavailable."""
-        if allowed is not None and model not in allowed:
-            served = sorted(allowed & self.cards().keys())
-            raise NotFound(model_not_found(model[:256], served), code=MODEL_NOT_FOUND, param="model")
-        card = choose(self.states(), model).card
-        assert card is not None, "choose returns engines that have a card"
-        return card
+        return card_of(self.states(), model, allowed)
 
     def cards(self) -> dict[str, Card]:
         """The card of every model that some engine has shown, by model name; of healthy engines where possible."""
-        ordered = sorted(self.states(), key=lambda state: state.healthy)
-        return {state.card.model: state.card for state in ordered if state.card is not None}
-
-    def are_extensible(self, model: str) -> bool:
-        """Whether every engine of that model takes more credit later; else a request needs all of it at once."""
-        cards = (state.card for state in self.states())
-        return all(card.extensible for card in cards if card is not None and card.model == model)
+        return cards_of(self.states())
 
     def have_settled_for(self, replica_id: str, seconds: float) -> bool:
         """Whether every engine has proven that it holds nothing of a gateway process that nobody has heard of for so

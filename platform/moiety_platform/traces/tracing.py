@@ -7,7 +7,7 @@ there is no global provider. Without an exporter nothing is recorded, and a clie
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 
 from opentelemetry import trace
@@ -75,12 +75,12 @@ class RequestSpan:
             return ""
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
-    @contextmanager
-    def child(self, name: str) -> Iterator[None]:
+    def child(self, name: str) -> AbstractContextManager[None]:
         """A span around a part of the gateway's own work."""
-        if not self.is_recording:
-            yield
-            return
+        return self._child(name) if self.is_recording else nullcontext()
+
+    @contextmanager
+    def _child(self, name: str) -> Iterator[None]:
         span = self._tracer.start_span(name, context=trace.set_span_in_context(self._span))
         try:
             yield

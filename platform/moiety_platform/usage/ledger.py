@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import BigInteger, cast, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.dialect import insert_into
+from moiety_platform.db.bulk import BulkInsert
 from moiety_platform.db.evened import evened
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour
 from moiety_platform.usage.row import UsageRow
@@ -18,27 +18,41 @@ COUNTS = 1_000_000  # an answer's counts are entered under its number, and under
 _KEYS = tuple(column.name for column in UsageHour.__table__.primary_key)
 _SUMS = tuple(column.name for column in UsageHour.__table__.columns if column.name not in _KEYS)
 
+assert tuple(column.name for column in UsageHour.__table__.columns) == (*_KEYS, *_SUMS)
+
+
+def _raising(insert: Any) -> Any:
+    columns = UsageHour.__table__.c
+    raised = {name: columns[name] + insert.excluded[name] for name in _SUMS}
+    return insert.on_conflict_do_update(index_elements=list(_KEYS), set_=raised)
+
+
+_raise_hours = BulkInsert(UsageHour, _raising)
+
+_enter_new = BulkInsert(
+    LedgerEntry, lambda insert: insert.on_conflict_do_nothing().returning(LedgerEntry.__table__.c.request_id)
+)
+
 
 async def settle(session: AsyncSession, rows: Sequence[UsageRow]) -> set[str]:
     """Enter those of these requests that were not entered before; their ids. Whoever calls adds them to the sums."""
     if not rows:
         return set()
     entries = [
-        {
-            "request_id": row.request_id,
-            "kind": EntryKind.SETTLED,
-            "sequence": 0,
-            "tenant_id": row.tenant_id,
-            "started_at": row.started_at,
-            "prompt_tokens": row.prompt_tokens,
-            "cached_tokens": row.cached_tokens,
-            "output_tokens": row.output_tokens,
-            "cost_nanodollars": row.cost_nanodollars,
-        }
+        (
+            row.request_id,
+            EntryKind.SETTLED.value,
+            0,
+            row.tenant_id,
+            row.started_at,
+            row.prompt_tokens,
+            row.cached_tokens,
+            row.output_tokens,
+            row.cost_nanodollars,
+        )
         for row in rows
     ]
-    insert_new = insert_into(session, LedgerEntry).on_conflict_do_nothing().returning(LedgerEntry.request_id)
-    return set(await session.scalars(insert_new, evened(entries)))
+    return set(await _enter_new.returning(session, evened(entries)))
 
 
 async def metered_before(session: AsyncSession, request_id: str, sequence: int) -> tuple[int, int]:
@@ -79,14 +93,7 @@ async def add_to_hours(session: AsyncSession, rows: Iterable[UsageRow], less: It
         total = sums[key]
         for index, amount in enumerate(_amounts(row)):
             total[index] += sign * amount
-    values = [dict(zip((*_KEYS, *_SUMS), (*key, *total), strict=True)) for key, total in sorted(sums.items())]
-    if not values:
-        return
-    statement = insert_into(session, UsageHour)
-    columns = UsageHour.__table__.c
-    raised = {name: columns[name] + statement.excluded[name] for name in _SUMS}
-    connection = await session.connection()
-    await connection.execute(statement.on_conflict_do_update(index_elements=list(_KEYS), set_=raised), values)
+    await _raise_hours(session, [(*key, *total) for key, total in sorted(sums.items())])
 
 
 def _amounts(row: UsageRow) -> tuple[float, ...]:

@@ -7,9 +7,10 @@ from operator import attrgetter
 from typing import Any
 
 import msgspec
-from sqlalchemy import insert, select, update
+from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.db.bulk import BulkInsert
 from moiety_platform.quota.kinds import Kind, Unit
 from moiety_platform.quota.lease import Charge
 from moiety_platform.quota.models import Quota
@@ -36,6 +37,8 @@ _numbers_of = attrgetter(
     "output_tokens",
     "cost_nanodollars",
 )
+_columns_of = attrgetter(*(column.name for column in UsageRecord.__table__.columns))
+_insert_usage = BulkInsert(UsageRecord)
 _times_of = attrgetter("queue_ms", "ttft_ms", "duration_ms")
 
 
@@ -47,8 +50,7 @@ async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
     new_ids = await settle(session, list(first.values()))
     new = [row for row in first.values() if row.request_id in new_ids]
     if new:
-        connection = await session.connection()
-        await connection.execute(insert(UsageRecord.__table__), [_to_values(row) for row in new])  # type: ignore[arg-type]
+        await _insert_usage(session, [_columns_of(row) for row in new])
         await add_to_hours(session, new)
     charges = [charge for row in new for charge in row.charges]
     known = [row for row in first.values() if row.error_code != GATEWAY_KILLED and row.request_id not in new_ids]
