@@ -64,6 +64,7 @@ def tune_command(
     shapes: Annotated[str, typer.Option(help="models' layers, with commas between them [all known]")] = "",
     layer: Annotated[list[str] | None, typer.Option(help="any other, as E,K,D,F of its sizes")] = None,
     tokens: Annotated[str, typer.Option(help="of a step, likewise [powers of two to 16384]")] = "",
+    weights: Annotated[str, typer.Option(help="bf16, fp8 (scaled by rows and by blocks), or both")] = "bf16",
     best: Annotated[int, typer.Option(min=1, help="candidates of the cost model that are timed for each")] = 4,
     again: Annotated[bool, typer.Option("--again", help="time what is chosen already, too")] = False,
     cache_dir: Annotated[
@@ -79,11 +80,12 @@ def tune_command(
     layers = [known.SHAPES[name] for name in parse_names("--shapes", shapes, tuple(known.SHAPES))]
     layers += [known.layer_of(parse_numbers("--layer", text)) for text in layer or ()]
     sizes = parse_numbers("--tokens", tokens) or tuple(1 << power for power in range(15))
+    kinds = parse_names("--weights", weights, ("bf16", "fp8"))
     _require_compiler()
     from moiety_kernels.tuning.session import NoGpu, Session  # noqa: PLC0415 - imports torch and Triton
 
     try:
-        session = Session(layers or list(known.MODELS), sizes, cache_dir)
+        session = Session(layers or list(known.MODELS), sizes, kinds, cache_dir)
         with _progress() as bar:
             task = bar.add_task("tuning", total=len(session.problems))
             rows, failed = session.run(best, again=again, on_done=lambda: bar.update(task, advance=1))
@@ -91,7 +93,7 @@ def tune_command(
         raise failure("kernels tune", str(exc)) from exc
     if as_json:
         environment = describe_environment("torch", "triton") | {"device": session.device_name}
-        settings = {"layers": [one.name for one in session.layers], "tokens": sizes, "best": best, "again": again}
+        settings = {"layers": [one.name for one in session.layers], "tokens": sizes, "weights": kinds, "best": best}
         report = {"environment": environment, "settings": settings, "file": str(session.choices.path)}
         typer.echo(json.dumps(report | {"too_large": session.too_large, "failed": failed, "rows": rows}))
     else:

@@ -41,7 +41,8 @@ def problems(draw: st.DrawFn) -> Problem:
     top_k = draw(st.integers(1, min(experts, 16)))
     width, hidden = draw(st.integers(1, 16384)), draw(st.integers(1, 16384))
     size, invariant = draw(st.sampled_from((2, 4))), draw(st.booleans())
-    return Problem(experts, top_k, width, hidden, draw(st.integers(1, 100_000)), size, invariant)
+    tokens, scales = draw(st.integers(1, 100_000)), draw(st.sampled_from(("none", "row", "block")))
+    return Problem(experts, top_k, width, hidden, tokens, size, invariant, scales)
 
 
 @given(problem=problems(), device=st.sampled_from(DEVICES))
@@ -50,7 +51,7 @@ def test_what_is_chosen_is_a_candidate_and_candidates_fit_the_device(problem: Pr
     assert choose(problem, device) in allowed
     for config in (one for one in allowed if one.BM > 1):
         for block, gated in ((config.up, True), (config.down, False)):
-            shared = shared_bytes(config, block, problem.element_bytes, gated=gated)
+            shared = shared_bytes(config, block, problem, gated=gated)
             assert shared * block.per_sm <= device.target.max_shared_bytes
 
 

@@ -27,4 +27,5 @@ def key(problem: Problem) -> str:
     tokens = 1 << round(math.log2(max(1, problem.tokens)))
     layer = f"E{problem.num_experts} K{problem.top_k} D{problem.width} F{problem.hidden}"
     invariant = " invariant" if problem.invariant else ""
-    return f"{layer} {8 * problem.element_bytes} bits{invariant}, {tokens} tokens"
+    scales = "" if problem.scales == "none" else f" scaled by {problem.scales}"
+    return f"{layer}, weights of {8 * problem.weight_bytes} bits{scales}{invariant}, {tokens} tokens"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from moiety_kernels.gpu.targets import DeviceModel
@@ -26,7 +26,12 @@ OVERLAP = 4  # computing, copying and memory hide each other so well that the su
 _MANY_ROWS = 512  # an expert; from here on how full last tiles are is as good as uniform
 STORED_BYTES = 32 * 1024  # of a tile that the compiler rearranges at a time, through shared memory, to store it
 INVARIANT_BK = 64  # the steps in which a row is summed where its bits must not depend on the choice
+MOST_ROW_TOKENS = 8  # whose rows are computed one by one, at most
+BLOCK_SCALED_ROWS = 64  # of a tile, at most, where blocks have scales: sums of a step are kept beside those of all
 MMA_SHARE = 0.85  # of the rate of large products that a loop like ours keeps, when nothing else binds it
+
+
+Scales = Literal["none", "row", "block"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +45,17 @@ class Problem:
     tokens: int
     element_bytes: int = 2  # of activations and weights
     invariant: bool = False  # a row's bits must not depend on what other rows are there
+    scales: Scales = "none"  # what weights of 8 bits have, a row or a block of 128 × 128; "none": weights are wide
 
     @property
     def rows(self) -> int:
         """Token–expert pairs."""
         return self.tokens * self.top_k
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one weight."""
+        return self.element_bytes if self.scales == "none" else 1
 
     @property
     def active_experts(self) -> float:
@@ -75,17 +86,13 @@ class TileConfig:
     BM: int
     up: Block
     down: Block
-    swap_ab: bool = (
-        False  # weights take the 64 rows of a tensor core's product, tokens its columns, of which few will do
-    )
+    swap_ab: bool = False  # weights are the 64 rows of a tensor core's product, tokens columns, of which few will do
     tail: int = 0  # tiles of at most so many rows are computed as such of this height; not with flat loops
 
     @property
     def name(self) -> str:
-        kind = (
-            "rows" if self.BM == 1 else f"{self.BM}{'s' if self.swap_ab else ''}{f't{self.tail}' if self.tail else ''}"
-        )
-        return f"{kind} up {_block_name(self.up)} down {_block_name(self.down)}"
+        tile = f"{self.BM}{'s' if self.swap_ab else ''}{f't{self.tail}' if self.tail else ''}"
+        return f"{'rows' if self.BM == 1 else tile} up {_block_name(self.up)} down {_block_name(self.down)}"
 
 
 def _block_name(block: Block) -> str:
@@ -103,6 +110,12 @@ HOPPER = (
     TileConfig(128, Block(128, 64, 8, 4), Block(256, 64, 8, 4, flat=True), tail=64),
     TileConfig(128, Block(128, 64, 8, 4, flat=True), Block(256, 64, 8, 4, flat=True)),
 )
+NARROW = (  # weights of 8 bits, widened in registers, from where only swapped products take them
+    ROWS,
+    TileConfig(16, Block(64, 64, 4, 8, 2, flat=True), Block(128, 64, 4, 8, 2, flat=True), swap_ab=True),
+    TileConfig(64, Block(64, 64, 4, 5, 2, flat=True), Block(128, 64, 4, 5, 2, flat=True), swap_ab=True),
+    TileConfig(128, Block(128, 64, 8, 5), Block(128, 64, 8, 5), swap_ab=True),  # too many sums for blocks' scales
+)
 PORTABLE = (  # no copy engine, less shared memory
     ROWS,
     TileConfig(16, Block(64, 64, 4, 3), Block(128, 64, 4, 3), swap_ab=True),
@@ -115,34 +128,42 @@ SINGLE = (  # float32, without tensor cores: for exactness, not for speed
 )
 
 
-def stage_bytes(config: TileConfig, block: Block, element_bytes: int, *, gated: bool) -> int:
+def stage_bytes(config: TileConfig, block: Block, problem: Problem, *, gated: bool) -> int:
     """What one step of a tile reads of rows and of weights."""
-    return (config.BM + block.BN * (2 if gated else 1)) * block.BK * element_bytes
+    weights = block.BN * (2 if gated else 1) * problem.weight_bytes
+    return (config.BM * problem.element_bytes + weights) * block.BK
 
 
-def shared_bytes(config: TileConfig, block: Block, element_bytes: int, *, gated: bool) -> int:
+def shared_bytes(config: TileConfig, block: Block, problem: Problem, *, gated: bool) -> int:
     """Shared memory of one program, at most: the stages, and where loops are flat the tile that is being stored."""
-    stages = block.stages * stage_bytes(config, block, element_bytes, gated=gated)
-    stored = min(config.BM * block.BN * element_bytes, STORED_BYTES)
+    stages = block.stages * stage_bytes(config, block, problem, gated=gated)
+    stored = min(config.BM * block.BN * problem.element_bytes, STORED_BYTES)
     return (stages + stored if block.flat else max(stages, stored)) + 1024
 
 
 def candidates(problem: Problem, device: DeviceModel) -> tuple[TileConfig, ...]:
     """What may be chosen for `problem`, never empty. Those for invariant results all sum in the same steps of BK."""
+    return tuple(config for config in _configs(problem, device) if _takes(config, problem, device))
+
+
+def _configs(problem: Problem, device: DeviceModel) -> tuple[TileConfig, ...]:
     if problem.element_bytes == 4:
         return SINGLE
-    fast = device.target.backend == "cuda" and int(device.target.arch) >= 90
-    return tuple(
-        config
-        for config in (HOPPER if fast else PORTABLE)
-        if not problem.invariant or (config.up.BK == config.down.BK == INVARIANT_BK and config.BM > 1)
-        if config.BM > 1 or problem.tokens <= 8
-        if config.BM == 1
-        or all(
-            block.per_sm * shared_bytes(config, block, problem.element_bytes, gated=gated)
-            <= device.target.max_shared_bytes
-            for block, gated in ((config.up, True), (config.down, False))
-        )
+    if device.target.backend != "cuda" or int(device.target.arch) < 90:
+        return PORTABLE
+    return HOPPER if problem.scales == "none" else NARROW
+
+
+def _takes(config: TileConfig, problem: Problem, device: DeviceModel) -> bool:
+    if config.BM == 1:
+        return problem.tokens <= MOST_ROW_TOKENS and not problem.invariant and problem.scales != "block"
+    if problem.scales == "block" and config.BM > BLOCK_SCALED_ROWS:
+        return False
+    blocks = (config.up, True), (config.down, False)
+    return all(
+        block.per_sm * shared_bytes(config, block, problem, gated=gated) <= device.target.max_shared_bytes
+        and not (problem.invariant and problem.element_bytes == 2 and block.BK != INVARIANT_BK)
+        for block, gated in blocks
     )
 
 
@@ -178,7 +199,7 @@ def expected_tiles(problem: Problem, height: int) -> float:
 
 def _weight_bytes(problem: Problem) -> float:
     """Of one expert."""
-    return 3.0 * problem.width * problem.hidden * problem.element_bytes
+    return 3.0 * problem.width * problem.hidden * problem.weight_bytes
 
 
 def _rows_seconds(problem: Problem, device: DeviceModel) -> float:
@@ -186,7 +207,7 @@ def _rows_seconds(problem: Problem, device: DeviceModel) -> float:
     per_expert = _weight_bytes(problem)
     memory = problem.active_experts * per_expert / device.memory_bytes_per_s
     again = (problem.rows - problem.active_experts) * per_expert / device.memory_bytes_per_s
-    weights = problem.rows * per_expert / problem.element_bytes
+    weights = problem.rows * per_expert / problem.weight_bytes
     return max(memory + again, weights * LANE_OPERATIONS / (device.num_sms * LANES_PER_S))
 
 
@@ -196,7 +217,7 @@ def _product_seconds(problem: Problem, config: TileConfig, device: DeviceModel, 
     weight_rows, steps = block.BN * (2 if gated else 1), math.ceil(inner / block.BK)
     tiles = expected_tiles(problem, config.BM)
     pieces, slots = tiles * math.ceil(columns / block.BN), device.num_sms * block.per_sm
-    step_bytes = stage_bytes(config, block, problem.element_bytes, gated=gated)
+    step_bytes = stage_bytes(config, block, problem, gated=gated)
     rate = device.flops_bf16 * MMA_SHARE * _mma_share(config, block) / slots
     height = config.BM if config.swap_ab else max(config.BM, WGMMA_ROWS)
     computing = 2.0 * height * weight_rows * block.BK * steps / rate * _tail_share(problem, config, tiles)
@@ -216,7 +237,7 @@ def _product_seconds(problem: Problem, config: TileConfig, device: DeviceModel, 
 
 def _together(*seconds: float) -> float:
     """Of things that go on at once: a little more than the longest."""
-    return sum(one**OVERLAP for one in seconds) ** (1 / OVERLAP)
+    return math.pow(math.fsum(math.pow(one, OVERLAP) for one in seconds), 1.0 / OVERLAP)
 
 
 def _mma_share(config: TileConfig, block: Block) -> float:

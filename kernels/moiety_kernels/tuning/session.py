@@ -31,7 +31,9 @@ class NoGpu(Exception):
 class Session:
     """Knows the device, and what has been chosen for it before. Raises NoGpu."""
 
-    def __init__(self, layers: Sequence[LayerShape], tokens: Sequence[int], folder: Path | None) -> None:
+    def __init__(
+        self, layers: Sequence[LayerShape], tokens: Sequence[int], weights: Sequence[str], folder: Path | None
+    ) -> None:
         if not torch.cuda.is_available():
             raise NoGpu("torch sees no GPU here, and choices are timed on the device that they are for")
         self._device = torch.device("cuda", torch.cuda.current_device())
@@ -46,7 +48,8 @@ class Session:
             (tunable, problem)
             for tunable in tunables
             for layer in self.layers
-            for problem in tunable.problems(layer, tokens)
+            for kind in weights
+            for problem in tunable.problems(layer, tokens, kind)
         ]
 
     def run(self, best: int, *, again: bool, on_done: Callable[[], None]) -> tuple[list[Row], list[str]]:

@@ -38,8 +38,8 @@ class Tunable(Protocol[ProblemT, CandidateT]):
 
     operation: str  # the name of its package
 
-    def problems(self, shape: LayerShape, tokens: Sequence[int]) -> list[ProblemT]:
-        """Those that a layer of this shape poses in steps of so many tokens."""
+    def problems(self, shape: LayerShape, tokens: Sequence[int], weights: str) -> list[ProblemT]:
+        """Those that a layer of this shape poses in steps of so many tokens; `weights` is "bf16" or "fp8"."""
 
     def key(self, problem: ProblemT) -> str:
         """What the choice is kept under; problems with one key share it."""

@@ -36,6 +36,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     activation: Activation = SILU
     biases: bool = False
+    narrow: str = ""  # "int8" with a scale a row, "fp8" with a scale a block
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -49,10 +50,25 @@ class Case:
         self.down = self.normal(experts, width, hidden, scale=hidden**-0.5)
         self.gate_up_bias = torch.randn(experts, 2 * hidden, device=self.device) if self.biases else None
         self.down_bias = torch.randn(experts, width, device=self.device) if self.biases else None
+        self.gate_up_scale: Tensor | None = None
+        self.down_scale: Tensor | None = None
+        if self.narrow == "int8":
+            self.gate_up, self.down = self.whole(2 * hidden, width), self.whole(width, hidden)
+            self.gate_up_scale, self.down_scale = self.scales(2 * hidden), self.scales(width)
+        elif self.narrow == "fp8":
+            across, high = -(-width // 128), -(-hidden // 128)
+            self.gate_up, self.down = (one.mul(100).to(torch.float8_e4m3fn) for one in (self.gate_up, self.down))
+            self.gate_up_scale, self.down_scale = self.scales(2 * high, across), self.scales(across, high)
         self.weight = torch.rand(len(chosen), 1, device=self.device)
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, device=self.device) * scale).to(self.dtype)
+
+    def whole(self, *shape: int) -> Tensor:
+        return torch.randint(-127, 128, (len(self.counts), *shape), dtype=torch.int8, device=self.device)
+
+    def scales(self, *shape: int) -> Tensor:
+        return (torch.rand(len(self.counts), *shape, device=self.device) + 0.5) / 1000
 
     @property
     def tolerance(self) -> dict[str, float]:
@@ -62,25 +78,31 @@ class Case:
 
 def check_up(kernels: Any, config: tiles.TileConfig, case: Case) -> None:
     groups = group(case.expert, len(case.counts), config.BM)
-    inputs = case.x, groups, 1, case.gate_up, case.gate_up_bias, case.activation
+    inputs = case.x, groups, 1, case.gate_up, case.gate_up_scale, case.gate_up_bias, case.activation
     torch.testing.assert_close(kernels.up(*inputs, config), reference.up(*inputs), **case.tolerance)
 
 
 def check_down(kernels: Any, config: tiles.TileConfig, case: Case) -> None:
     groups = group(case.expert, len(case.counts), config.BM)
-    inputs = case.inner, groups, case.weight, case.down, case.down_bias
+    inputs = case.inner, groups, case.weight, case.down, case.down_scale, case.down_bias
     torch.testing.assert_close(kernels.down(*inputs, config), reference.down(*inputs), **case.tolerance)
 
 
 def check_rows(kernels: Any, case: Case) -> None:
     groups, block = group(case.expert, len(case.counts), 1), tiles.ROWS.up
-    inner = kernels.up_rows(case.x, case.expert, case.gate_up, case.gate_up_bias, case.activation, block)
+    inner = kernels.up_rows(
+        case.x, case.expert, case.gate_up, case.gate_up_scale, case.gate_up_bias, case.activation, block
+    )
     expected = torch.empty_like(inner)
-    expected[groups.order_R.long()] = reference.up(case.x, groups, 1, case.gate_up, case.gate_up_bias, case.activation)
+    expected[groups.order_R.long()] = reference.up(
+        case.x, groups, 1, case.gate_up, case.gate_up_scale, case.gate_up_bias, case.activation
+    )
     torch.testing.assert_close(inner, expected, **case.tolerance)
-    ours = kernels.down_rows(inner, case.expert, case.weight, case.down, case.down_bias, tiles.ROWS.down)
+    ours = kernels.down_rows(
+        inner, case.expert, case.weight, case.down, case.down_scale, case.down_bias, tiles.ROWS.down
+    )
     in_order = inner[groups.order_R.long()]
-    theirs = reference.down(in_order, groups, case.weight, case.down, case.down_bias)
+    theirs = reference.down(in_order, groups, case.weight, case.down, case.down_scale, case.down_bias)
     torch.testing.assert_close(ours, theirs, **case.tolerance)
 
 
@@ -116,6 +138,16 @@ def test_weights_that_the_copy_engine_cannot_fetch_are_read_by_address(config: A
     check_down(down, config, case)
 
 
+@pytest.mark.parametrize("narrow", ["int8", "fp8"])
+@pytest.mark.parametrize("config", tiles.NARROW[1:3], ids=lambda config: config.name)
+def test_weights_of_eight_bits_are_widened_and_scaled(config: Any, narrow: str, device: str) -> None:
+    case = Case((3, 0, 18), 208, 144, torch.float16, biases=True, narrow=narrow, device=device)
+    check_up(up, config, case)
+    check_down(down, config, case)
+    if narrow == "int8":
+        check_rows(rows, Case((0, 2, 1), 72, 40, narrow=narrow, device=device))
+
+
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize(("width", "hidden"), [(72, 40), (37, 33)])
 def test_few_rows_agree(width: int, hidden: int, biases: bool, device: str) -> None:
@@ -147,8 +179,8 @@ def test_a_layer_agrees(config: Any, device: str) -> None:
     weight, groups = torch.rand(3, 2, device=device), group(expert, 3, 1)
     ours = kernel.experts(case.x, weight, expert, case.gate_up, case.down, gate_up_bias_E2F=case.gate_up_bias,
                           down_bias_ED=case.down_bias, config=config)  # fmt: skip
-    inner = reference.up(case.x, groups, 2, case.gate_up, case.gate_up_bias)
-    theirs = reference.combine(reference.down(inner, groups, weight, case.down, case.down_bias), 2)
+    inner = reference.up(case.x, groups, 2, case.gate_up, None, case.gate_up_bias)
+    theirs = reference.combine(reference.down(inner, groups, weight, case.down, None, case.down_bias), 2)
     torch.testing.assert_close(ours, theirs, **case.tolerance)
 
 
@@ -174,10 +206,10 @@ def telling(*shape: int) -> Tensor:
 def bits(config: tiles.TileConfig, case: Case, first: int, last: int) -> tuple[Tensor, Tensor]:
     """What both products make of row 25 among the rows `first` … `last`."""
     groups = group(case.expert[first:last], len(case.counts), config.BM)
-    inner = up.up(case.x[first:last], groups, 1, case.gate_up, None, SILU, config)
+    inner = up.up(case.x[first:last], groups, 1, case.gate_up, None, None, SILU, config)
     place = int((groups.order_R == 25 - first).nonzero())
     rows = case.inner[first:last][groups.order_R.long()]
-    weighted = down.down(rows, groups, case.weight[first:last], case.down, None, config)
+    weighted = down.down(rows, groups, case.weight[first:last], case.down, None, None, config)
     return inner[place], weighted[25 - first]
 
 
@@ -195,6 +227,21 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch_whatever_tiles_are_chose
         assert not torch.equal(ours, theirs), "shorter steps went unnoticed"
 
 
+@pytest.mark.parametrize(
+    ("narrow", "old", "new"),
+    [
+        ("int8", "tl.load(p_row_scale + hidden,", "tl.load(p_row_scale,"),
+        ("fp8", "p_up_scale = p_gate_scale + down * across", "p_up_scale = p_gate_scale"),
+        ("fp8", "p_gate_scale + k // SCALE_BLOCK", "p_gate_scale"),
+        ("fp8", "column // SCALE_BLOCK", "0"),
+    ],
+)
+def test_a_mutant_that_scales_otherwise_is_found(mutated: Any, narrow: str, old: str, new: str, device: str) -> None:
+    mutant = mutated(up, old, new)
+    with pytest.raises(AssertionError):
+        check_up(mutant, tiles.NARROW[1], Case((3, 0, 18), 208, 144, torch.float16, narrow=narrow, device=device))
+
+
 # What a mutant writes where it should not stays within the tensor, or within what the allocator adds to an odd length:
 # the last tile is full, and a row that is too long is so by one.
 MUTANT_COUNTS = (3, 0, 70, 64)
@@ -209,7 +256,7 @@ MUTANT_COUNTS = (3, 0, 70, 64)
         ("load_weights(w, expert, hidden + column", "load_weights(w, expert, column"),
         ("if EVEN else m_row[:, None] & (k + i_k < width)[None, :]", "if EVEN else m_row[:, None]"),
         ("end - first <= TAIL:", "end - first >= TAIL:"),
-        ("expert.to(tl.int64) * 2 * hidden", "expert.to(tl.int64) * hidden"),
+        ("p_bias + expert.to(tl.int64) * 2 * hidden", "p_bias + expert.to(tl.int64) * hidden"),
     ],
 )
 def test_a_mutant_of_the_first_product_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:

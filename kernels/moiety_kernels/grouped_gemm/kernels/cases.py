@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _OTHERS_HEIGHTS = (16, 128)  # of tiles, whose variants are built for targets other than Hopper
 _GROUPS = dict.fromkeys(("p_order", "p_starts", "p_tiles", "p_num_tiles", "p_expert"), "*i32")
 _SIZES = dict.fromkeys(("top_k", "width", "hidden", "x_stride", "expert_stride", "row_stride"), "i32")
-_FLOATS = {"p_bias": "*fp32", "p_weight": "*fp32", "limit": "fp32", "alpha": "fp32"}
+_FLOATS = {"p_scale": "*fp32", "p_bias": "*fp32", "p_weight": "*fp32", "limit": "fp32", "alpha": "fp32"}
 _COMMON = _GROUPS | _SIZES | _FLOATS
 
 
@@ -34,18 +34,30 @@ def compile_cases() -> list[CompileCase]:
             found += _tile_cases(config, "bf16", ("sm_80", "gfx942"), engine=False)
     found += _tile_cases(tiles.HOPPER[1], "bf16", ("sm_90",), engine=False)
     found += _tile_cases(tiles.HOPPER[-1], "bf16", ("sm_90",), engine=True, special=True)
+    for config in tiles.NARROW[1:]:
+        found += _tile_cases(config, "bf16", ("sm_90",), engine=True, scales="row")
+    found += _tile_cases(tiles.NARROW[2], "bf16", ("sm_90",), engine=True, scales="block")
     return found + _tile_cases(tiles.SINGLE[-1], "fp32", ("sm_90",), engine=True)
 
 
 def _tile_cases(
-    config: TileConfig, dtype: str, only: tuple[str, ...], *, engine: bool, special: bool = False
+    config: TileConfig,
+    dtype: str,
+    only: tuple[str, ...],
+    *,
+    engine: bool,
+    special: bool = False,
+    scales: tiles.Scales = "none",
 ) -> list[CompileCase]:
     """Up and down of one choice; `special`: with biases, the clipped activation and a width that no step divides."""
+    weights = {"none": dtype, "row": "i8", "block": "fp8e4nv"}[scales]
     suffix = f"{dtype}{'' if engine else ' by addresses'}{' special' if special else ''}"
+    suffix += f" {weights} a scale a {scales}" if scales != "none" else ""
+    problem = tiles.Problem(1, 1, 1, 1, 1, 4 if dtype == "fp32" else 2, scales=scales)
     cases = []
     for kernel, block, gated in ((up._up, config.up, True), (down._down, config.down, False)):
         pointers = dict.fromkeys(("p_x", "p_inner", "p_out"), f"*{dtype}")
-        pointers["w"] = f"tensordesc<{dtype}[{block.BN}, {block.BK}]>" if engine else f"*{dtype}"
+        pointers["w"] = f"tensordesc<{weights}[{block.BN}, {block.BK}]>" if engine else f"*{weights}"
         pointers["inner"] = f"tensordesc<{dtype}[{config.BM}, {block.BK}]>" if engine else f"*{dtype}"
         constants: dict[str, Any] = {
             "BM": config.BM,
@@ -55,14 +67,16 @@ def _tile_cases(
             "GROUP": GROUP,
             "SWAP": config.swap_ab,
             "TMA": engine,
+            "SCALES": scales,
             "BIAS": special,
             "FLAT": block.flat,
         }
         if gated:
             constants |= {"EVEN": not special, "ALIGNED": True, "ACTIVATION": "clipped" if special else "silu"}
         name = f"{'up' if gated else 'down'} {config.name} {suffix}"
-        ahead = block.stages if engine else block.stages - 1  # the latter on what is older than Hopper
-        least = 0 if dtype == "fp32" else ahead * tiles.stage_bytes(config, block, 2, gated=gated)
+        # A stage fewer on what is older than Hopper, and where weights leave it for registers.
+        ahead = block.stages - (0 if engine and scales == "none" else 1)
+        least = 0 if dtype == "fp32" else ahead * tiles.stage_bytes(config, block, problem, gated=gated)
         signature = _COMMON | pointers
         cases.append(CompileCase(name, kernel, signature, constants, block.warps, block.stages, only, least))
     return cases
@@ -73,7 +87,7 @@ def _row_cases() -> list[CompileCase]:
     signature = _COMMON | pointers
 
     def constants(block: tiles.Block) -> dict[str, Any]:
-        return {"BN": block.BN, "BK": block.BK, "STAGES": block.stages, "BIAS": False}
+        return {"BN": block.BN, "BK": block.BK, "STAGES": block.stages, "SCALES": "none", "BIAS": False}
 
     gated = constants(config.up) | {"ACTIVATION": "silu"}
     return [

@@ -16,8 +16,21 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moiety_kernels.grouped_gemm.kernels.launching import GROUP, copied_by_engine, num_programs, weight_argument
-from moiety_kernels.grouped_gemm.kernels.shared import along_columns, empty_sums, load_weights, multiply, place
+from moiety_kernels.grouped_gemm.kernels.launching import (
+    GROUP,
+    copied_by_engine,
+    kind_of_scales,
+    num_programs,
+    weight_argument,
+)
+from moiety_kernels.grouped_gemm.kernels.shared import (
+    SCALE_BLOCK,
+    along_columns,
+    empty_sums,
+    load_weights,
+    multiply_scaled,
+    place,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +46,7 @@ def down(
     groups: Groups,
     weight_TK: Tensor,
     w_down_EDF: Tensor,
+    scale: Tensor | None,
     bias_ED: Tensor | None,
     config: TileConfig,
 ) -> Tensor:
@@ -45,6 +59,7 @@ def down(
         TensorDescriptor.from_tensor(inner_RF, [config.BM, block.BK]) if engine else None,
         inner_RF,
         weight_argument(w_down_EDF, block, engine),
+        scale,
         bias_ED,
         weight_TK,
         weighted_RD,
@@ -63,6 +78,7 @@ def down(
         GROUP=GROUP,
         SWAP=config.swap_ab,
         TMA=engine,
+        SCALES=kind_of_scales(scale),
         BIAS=bias_ED is not None,
         FLAT=block.flat,
         num_warps=block.warps,
@@ -83,15 +99,20 @@ def combine(weighted_RD: Tensor, top_k: int) -> Tensor:
 
 @triton.jit
 def _down_tile(
-    inner, p_inner, w, p_bias, p_weight, p_out, p_order, expert, first, end, column, width, hidden,
+    inner, p_inner, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first, end, column, width, hidden,
     expert_stride, row_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, ROWS_TMA: tl.constexpr,
-    BIAS: tl.constexpr,
+    SCALES: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     i_row = first + tl.arange(0, BM)
     m_row = i_row < end
     i_k = tl.arange(0, BK)
     p_row = p_inner + i_row.to(tl.int64) * hidden
+    if SCALES == "block":
+        block = expert.to(tl.int64) * tl.cdiv(width, SCALE_BLOCK) + column // SCALE_BLOCK
+        p_block_scale = p_scale + block * tl.cdiv(hidden, SCALE_BLOCK)
+    else:
+        p_block_scale = p_row
     sums = empty_sums(BM, BN, SWAP)
     for k in range(0, hidden, BK):
         if ROWS_TMA:
@@ -100,9 +121,12 @@ def _down_tile(
             m_rows = m_row[:, None] & (k + i_k < hidden)[None, :]
             rows = tl.load(p_row[:, None] + (k + i_k)[None, :], mask=m_rows, other=0.0)
         weights = load_weights(w, expert, column, k, width, hidden, expert_stride, row_stride, BN, BK, TMA)
-        sums = multiply(rows, weights, sums, SWAP)
+        sums = multiply_scaled(rows, weights, sums, p_block_scale + k // SCALE_BLOCK, SWAP, SCALES)
     i_column = column + tl.arange(0, BN)
     m_column = i_column < width
+    if SCALES == "row":
+        scale = tl.load(p_scale + expert.to(tl.int64) * width + i_column, mask=m_column, other=0.0)
+        sums *= along_columns(scale, SWAP)
     if BIAS:
         bias = tl.load(p_bias + expert.to(tl.int64) * width + i_column, mask=m_column, other=0.0)
         sums += along_columns(bias, SWAP)
@@ -118,10 +142,10 @@ def _down_tile(
 
 @triton.jit
 def _down(
-    inner, p_inner, w, p_bias, p_weight, p_out, p_order, p_starts, p_tiles, p_num_tiles, width, hidden,
+    inner, p_inner, w, p_scale, p_bias, p_weight, p_out, p_order, p_starts, p_tiles, p_num_tiles, width, hidden,
     expert_stride, row_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
-    TMA: tl.constexpr, BIAS: tl.constexpr, FLAT: tl.constexpr,
+    TMA: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(width, BN)
     num_tiles = tl.load(p_num_tiles)
@@ -132,17 +156,17 @@ def _down(
         end = tl.load(p_starts + expert + 1)
         if TAIL > 0:
             if end - first <= TAIL:
-                _down_tile(inner, p_inner, w, p_bias, p_weight, p_out, p_order, expert, first, end, i_block * BN,
-                           width, hidden, expert_stride, row_stride,
-                           TAIL, BN, BK, SWAP, TMA, False, BIAS)  # fmt: skip
+                _down_tile(inner, p_inner, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first, end,
+                           i_block * BN, width, hidden, expert_stride, row_stride,
+                           TAIL, BN, BK, SWAP, TMA, False, SCALES, BIAS)  # fmt: skip
             else:
-                _down_tile(inner, p_inner, w, p_bias, p_weight, p_out, p_order, expert, first, end, i_block * BN,
-                           width, hidden, expert_stride, row_stride,
-                           BM, BN, BK, SWAP, TMA, TMA, BIAS)  # fmt: skip
+                _down_tile(inner, p_inner, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first, end,
+                           i_block * BN, width, hidden, expert_stride, row_stride,
+                           BM, BN, BK, SWAP, TMA, TMA, SCALES, BIAS)  # fmt: skip
         else:
-            _down_tile(inner, p_inner, w, p_bias, p_weight, p_out, p_order, expert, first, end, i_block * BN,
-                       width, hidden, expert_stride, row_stride,
-                       BM, BN, BK, SWAP, TMA, TMA, BIAS)  # fmt: skip
+            _down_tile(inner, p_inner, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first, end,
+                       i_block * BN, width, hidden, expert_stride, row_stride,
+                       BM, BN, BK, SWAP, TMA, TMA, SCALES, BIAS)  # fmt: skip
 
 
 @triton.jit

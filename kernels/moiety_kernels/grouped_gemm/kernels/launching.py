@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moiety_kernels.grouped_gemm.tiles import Block
+    from moiety_kernels.grouped_gemm.tiles import Block, Scales
 
 GROUP = 8  # tiles that go through the blocks of columns together
 _INTERPRETED_PROGRAMS = 3  # so that programs have more than one piece, and unlike numbers of them
@@ -42,6 +42,11 @@ def weight_argument(w_ENK: Tensor, block: Block, engine: bool) -> Tensor | Tenso
         return w_ENK
     experts, rows, inner = w_ENK.shape
     return TensorDescriptor(w_ENK, [experts * rows, inner], [w_ENK.stride(1), 1], [block.BN, block.BK])
+
+
+def kind_of_scales(scale: Tensor | None) -> Scales:
+    """Of [E, N] a "row", of [E, N ÷ 128, K ÷ 128] a "block" of weights has each; "none" without."""
+    return "none" if scale is None else "row" if scale.dim() == 2 else "block"
 
 
 def num_programs(device: torch.device, per_sm: int, most_pieces: int) -> int:

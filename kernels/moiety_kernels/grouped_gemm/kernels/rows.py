@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moiety_kernels.grouped_gemm.kernels.launching import kind_of_scales
 from moiety_kernels.grouped_gemm.kernels.shared import activate
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def up_rows(
     x_TD: Tensor,
     expert_TK: Tensor,
     w_gate_up_E2FD: Tensor,
+    scale: Tensor | None,
     bias_E2F: Tensor | None,
     activation: Activation,
     block: Block,
@@ -38,6 +40,7 @@ def up_rows(
     _up_rows[(expert_TK.numel() * triton.cdiv(hidden, block.BN),)](
         x_TD,
         w_gate_up_E2FD,
+        scale,
         bias_E2F,
         inner_RF,
         expert_TK,
@@ -52,6 +55,7 @@ def up_rows(
         BN=block.BN,
         BK=block.BK,
         STAGES=block.stages,
+        SCALES=kind_of_scales(scale),
         BIAS=bias_E2F is not None,
         ACTIVATION=activation.kind,
         num_warps=block.warps,
@@ -64,6 +68,7 @@ def down_rows(
     expert_TK: Tensor,
     weight_TK: Tensor,
     w_down_EDF: Tensor,
+    scale: Tensor | None,
     bias_ED: Tensor | None,
     block: Block,
 ) -> Tensor:
@@ -73,6 +78,7 @@ def down_rows(
     _down_rows[(tokens * triton.cdiv(width, block.BN),)](
         inner_RF,
         w_down_EDF,
+        scale,
         bias_ED,
         weight_TK,
         out_TD,
@@ -85,6 +91,7 @@ def down_rows(
         BN=block.BN,
         BK=block.BK,
         STAGES=block.stages,
+        SCALES=kind_of_scales(scale),
         BIAS=bias_ED is not None,
         num_warps=block.warps,
     )
@@ -93,8 +100,10 @@ def down_rows(
 
 @triton.jit
 def _up_rows(
-    p_x, p_w, p_bias, p_inner, p_expert, top_k, width, hidden, x_stride, expert_stride, row_stride, limit, alpha,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    p_x, p_w, p_scale, p_bias, p_inner, p_expert, top_k, width, hidden, x_stride, expert_stride,
+    row_stride, limit, alpha,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(hidden, BN)
     pair = tl.program_id(0) // num_blocks
@@ -112,10 +121,14 @@ def _up_rows(
         m_k = k + i_k < width
         m_w = m_column[:, None] & m_k[None, :]
         x = tl.load(p_x + k + i_k, mask=m_k, other=0.0).to(tl.float32)
-        gates += tl.load(p_gate + k, mask=m_w, other=0.0).to(tl.float32) * x[None, :]
-        ups += tl.load(p_up + k, mask=m_w, other=0.0).to(tl.float32) * x[None, :]
+        gates += tl.load(p_gate + k, mask=m_w, other=0).to(tl.float32) * x[None, :]
+        ups += tl.load(p_up + k, mask=m_w, other=0).to(tl.float32) * x[None, :]
     gate = tl.sum(gates, axis=1)
     up = tl.sum(ups, axis=1)
+    if SCALES == "row":
+        p_scale += expert.to(tl.int64) * 2 * hidden
+        gate *= tl.load(p_scale + i_column, mask=m_column, other=0.0)
+        up *= tl.load(p_scale + hidden + i_column, mask=m_column, other=0.0)
     if BIAS:
         p_bias += expert.to(tl.int64) * 2 * hidden
         gate += tl.load(p_bias + i_column, mask=m_column, other=0.0)
@@ -126,8 +139,8 @@ def _up_rows(
 
 @triton.jit
 def _down_rows(
-    p_inner, p_w, p_bias, p_weight, p_out, p_expert, top_k, width, hidden, expert_stride, row_stride,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
+    p_inner, p_w, p_scale, p_bias, p_weight, p_out, p_expert, top_k, width, hidden, expert_stride, row_stride,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(width, BN)
     token = tl.program_id(0) // num_blocks
@@ -146,8 +159,11 @@ def _down_rows(
         share = tl.load(p_weight + pair)
         inner = tl.load(p_inner + pair.to(tl.int64) * hidden + k + i_k, mask=m_k, other=0.0).to(tl.float32)
         m_w = m_column[:, None] & m_k[None, :]
-        weights = tl.load(p_column + expert * expert_stride + k, mask=m_w, other=0.0)
-        sums += weights.to(tl.float32) * (inner * share)[None, :]
+        weights = tl.load(p_column + expert * expert_stride + k, mask=m_w, other=0)
+        parts = weights.to(tl.float32) * (inner * share)[None, :]
+        if SCALES == "row":
+            parts *= tl.load(p_scale + expert * width + i_column, mask=m_column, other=0.0)[:, None]
+        sums += parts
     if BIAS:
         for k in range(top_k):
             pair = token * top_k + k

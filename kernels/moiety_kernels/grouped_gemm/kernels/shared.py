@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+SCALE_BLOCK: tl.constexpr = tl.constexpr(128)  # rows and columns of weights that share a scale, where blocks do
+
 
 @triton.jit
 def place(index, num_tiles, num_blocks, GROUP: tl.constexpr):
@@ -30,7 +32,7 @@ def load_weights(
         i_k = k + tl.arange(0, BK)
         p_row = w + expert.to(tl.int64) * expert_stride + i_row.to(tl.int64) * row_stride
         m_w = (i_row < num_rows)[:, None] & (i_k < width)[None, :]
-        weights = tl.load(p_row[:, None] + i_k[None, :], mask=m_w, other=0.0)
+        weights = tl.load(p_row[:, None] + i_k[None, :], mask=m_w, other=0)
     return weights
 
 
@@ -38,6 +40,18 @@ def load_weights(
 def multiply(x, w, acc, SWAP: tl.constexpr):
     """acc + x · wᵀ, or its transpose where SWAP, so that the tensor cores' 64 rows are weights and not tokens."""
     return tl.dot(w, x.T, acc, input_precision="ieee") if SWAP else tl.dot(x, w.T, acc, input_precision="ieee")
+
+
+@triton.jit
+def multiply_scaled(x, w, acc, p_scale, SWAP: tl.constexpr, SCALES: tl.constexpr):
+    """As `multiply`, of weights that may be narrower than x. They are widened in registers, from where swapped products
+    take them; scales of blocks are applied to each step's sums, scales of rows once, by whoever has the sums."""
+    if SCALES == "block":
+        step = multiply(x, w.to(x.dtype), tl.zeros_like(acc), SWAP)
+        acc += step * tl.load(p_scale)
+    else:
+        acc = multiply(x, w.to(x.dtype), acc, SWAP)
+    return acc
 
 
 @triton.jit

@@ -14,16 +14,18 @@ import triton.language as tl
 from moiety_kernels.grouped_gemm.kernels.launching import (
     GROUP,
     copied_by_engine,
+    kind_of_scales,
     num_programs,
     rows_aligned,
     weight_argument,
 )
 from moiety_kernels.grouped_gemm.kernels.shared import (
+    SCALE_BLOCK,
     activate,
     along_columns,
     empty_sums,
     load_weights,
-    multiply,
+    multiply_scaled,
     place,
 )
 
@@ -40,6 +42,7 @@ def up(
     groups: Groups,
     top_k: int,
     w_gate_up_E2FD: Tensor,
+    scale: Tensor | None,
     bias_E2F: Tensor | None,
     activation: Activation,
     config: TileConfig,
@@ -52,6 +55,7 @@ def up(
     _up[(num_programs(x_TD.device, block.per_sm, most_pieces),)](
         x_TD,
         weight_argument(w_gate_up_E2FD, block, engine),
+        scale,
         bias_E2F,
         inner_RF,
         groups.order_R,
@@ -75,6 +79,7 @@ def up(
         TMA=engine,
         EVEN=width % block.BK == 0,
         ALIGNED=rows_aligned(x_TD),
+        SCALES=kind_of_scales(scale),
         BIAS=bias_E2F is not None,
         ACTIVATION=activation.kind,
         FLAT=block.flat,
@@ -86,16 +91,24 @@ def up(
 
 @triton.jit
 def _up_tile(
-    p_x, w, p_bias, p_inner, p_order, expert, first, end, column, top_k, width, hidden,
+    p_x, w, p_scale, p_bias, p_inner, p_order, expert, first, end, column, top_k, width, hidden,
     x_stride, expert_stride, row_stride, limit, alpha,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
-    EVEN: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr, ALIGNED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     i_row = first + tl.arange(0, BM)
     m_row = i_row < end
     token = tl.load(p_order + i_row, mask=m_row, other=0) // top_k
     p_row = p_x + token.to(tl.int64) * x_stride
     i_k = tl.arange(0, BK)
+    if SCALES == "block":
+        across, down = tl.cdiv(width, SCALE_BLOCK), tl.cdiv(hidden, SCALE_BLOCK)
+        p_gate_scale = p_scale + (expert.to(tl.int64) * 2 * down + column // SCALE_BLOCK) * across
+        p_up_scale = p_gate_scale + down * across
+    else:
+        p_gate_scale = p_row
+        p_up_scale = p_row
     gate = empty_sums(BM, BN, SWAP)
     up = empty_sums(BM, BN, SWAP)
     for k in range(0, width, BK):
@@ -106,10 +119,14 @@ def _up_tile(
         x = tl.load(p_tile, mask=m_x, other=0.0)
         w_gate = load_weights(w, expert, column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
         w_up = load_weights(w, expert, hidden + column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
-        gate = multiply(x, w_gate, gate, SWAP)
-        up = multiply(x, w_up, up, SWAP)
+        gate = multiply_scaled(x, w_gate, gate, p_gate_scale + k // SCALE_BLOCK, SWAP, SCALES)
+        up = multiply_scaled(x, w_up, up, p_up_scale + k // SCALE_BLOCK, SWAP, SCALES)
     i_column = column + tl.arange(0, BN)
     m_column = i_column < hidden
+    if SCALES == "row":
+        p_row_scale = p_scale + expert.to(tl.int64) * 2 * hidden + i_column
+        gate *= along_columns(tl.load(p_row_scale, mask=m_column, other=0.0), SWAP)
+        up *= along_columns(tl.load(p_row_scale + hidden, mask=m_column, other=0.0), SWAP)
     if BIAS:
         p_gate = p_bias + expert.to(tl.int64) * 2 * hidden + i_column
         gate += along_columns(tl.load(p_gate, mask=m_column, other=0.0), SWAP)
@@ -123,11 +140,11 @@ def _up_tile(
 
 @triton.jit
 def _up(
-    p_x, w, p_bias, p_inner, p_order, p_starts, p_tiles, p_num_tiles, top_k, width, hidden,
+    p_x, w, p_scale, p_bias, p_inner, p_order, p_starts, p_tiles, p_num_tiles, top_k, width, hidden,
     x_stride, expert_stride, row_stride, limit, alpha,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
-    TMA: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    FLAT: tl.constexpr,
+    TMA: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(hidden, BN)
     num_tiles = tl.load(p_num_tiles)
@@ -138,14 +155,14 @@ def _up(
         end = tl.load(p_starts + expert + 1)
         if TAIL > 0:
             if end - first <= TAIL:
-                _up_tile(p_x, w, p_bias, p_inner, p_order, expert, first, end, i_block * BN, top_k, width, hidden,
-                         x_stride, expert_stride, row_stride, limit, alpha,
-                         TAIL, BN, BK, SWAP, TMA, EVEN, ALIGNED, BIAS, ACTIVATION)  # fmt: skip
+                _up_tile(p_x, w, p_scale, p_bias, p_inner, p_order, expert, first, end, i_block * BN, top_k, width,
+                         hidden, x_stride, expert_stride, row_stride, limit, alpha,
+                         TAIL, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, BIAS, ACTIVATION)  # fmt: skip
             else:
-                _up_tile(p_x, w, p_bias, p_inner, p_order, expert, first, end, i_block * BN, top_k, width, hidden,
-                         x_stride, expert_stride, row_stride, limit, alpha,
-                         BM, BN, BK, SWAP, TMA, EVEN, ALIGNED, BIAS, ACTIVATION)  # fmt: skip
+                _up_tile(p_x, w, p_scale, p_bias, p_inner, p_order, expert, first, end, i_block * BN, top_k, width,
+                         hidden, x_stride, expert_stride, row_stride, limit, alpha,
+                         BM, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, BIAS, ACTIVATION)  # fmt: skip
         else:
-            _up_tile(p_x, w, p_bias, p_inner, p_order, expert, first, end, i_block * BN, top_k, width, hidden,
-                     x_stride, expert_stride, row_stride, limit, alpha,
-                     BM, BN, BK, SWAP, TMA, EVEN, ALIGNED, BIAS, ACTIVATION)  # fmt: skip
+            _up_tile(p_x, w, p_scale, p_bias, p_inner, p_order, expert, first, end, i_block * BN, top_k, width,
+                     hidden, x_stride, expert_stride, row_stride, limit, alpha,
+                     BM, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, BIAS, ACTIVATION)  # fmt: skip
