@@ -67,6 +67,6 @@ def test_where_no_candidate_runs_the_problem_and_the_reasons_are_named(tmp_path:
 
             return lambda config: fail
 
-    with pytest.raises(TuningFailed, match="E3 K2 D32 F32, weights of 32 bits, 4 tokens: .*out of resource"):
+    with pytest.raises(TuningFailed, match=r"E3 K2 D32 F32, weights of 32 bits, 4 tokens: .*out of resource"):
         run(tmp_path, device, Broken(), clock_of(torch.device(device)))
     assert list(tmp_path.iterdir()) == []
