@@ -13,6 +13,8 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.sampling import Sampler
 from moiety_engine.sampling.randomness import uniform
 from moiety_engine.sequence import Sequence
+from moiety_kernels.sample import Draws
+from moiety_kernels.sample import sample as draw
 from moiety_wire.messages import Sampling
 
 V = 50
@@ -141,3 +143,24 @@ def test_uniform_numbers_are_spread_evenly_over_seeds_and_positions() -> None:
         counts = torch.histc(torch.tensor(values), bins=10, min=0, max=1)
         chi_squared = ((counts - 200) ** 2 / 200).sum()
         assert chi_squared < 30  # 9 degrees of freedom: p < 0.0005
+
+
+def test_the_operation_for_gpus_draws_the_same_tokens() -> None:
+    settings_of = [
+        Sampling(temperature=0.0),
+        Sampling(temperature=0.8),
+        Sampling(top_k=7),
+        Sampling(top_p=0.8),
+        Sampling(min_p=0.1, temperature=1.5),
+        Sampling(top_k=20, top_p=0.9, min_p=0.01),
+    ] * 20
+    rows = [make_row(one, seed=seed) for seed, one in enumerate(settings_of)]
+    logits = torch.randn(len(rows), V) * 2
+    asked = Draws(
+        torch.tensor([one.temperature for one in settings_of]),
+        torch.tensor([one.top_k for one in settings_of], dtype=torch.int32),
+        torch.tensor([one.top_p for one in settings_of], dtype=torch.float64),
+        torch.tensor([one.min_p for one in settings_of]),
+        torch.tensor([uniform(row.seed, 0) for row in rows], dtype=torch.float64),
+    )
+    assert draw(logits, asked).tolist() == sample(logits, *rows)
