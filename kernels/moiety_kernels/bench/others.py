@@ -21,6 +21,8 @@ from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.rms_norm import add_rms_norm, rms_norm
 from moiety_kernels.route import route
 from moiety_kernels.route.reference import route as route_in_torch
+from moiety_kernels.sample import Draws, sample
+from moiety_kernels.sample.reference import sample as sample_in_torch
 
 _EPS = 1e-6
 _PLACES = 16  # a block of the cache
@@ -77,6 +79,28 @@ def _route(shape: LayerShape, tokens: int, device: torch.device) -> Point:
         lambda: route(logits_TE, spec_of(shape)),
         {"torch_topk": lambda: route_in_torch(logits_TE, spec_of(shape))},
         work.route(shape, tokens),
+        "float32",
+    )
+
+
+def _sample(shape: LayerShape, rows: int, device: torch.device) -> Point:
+    """Top-p of 0.9 in every row, at a temperature that changes no logits, since these may be overwritten."""
+    logits_LV = 4 * torch.randn(rows, shape.vocabulary, device=device)
+
+    def each(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((rows,), value, dtype=dtype, device=device)
+
+    draws = Draws(
+        temperature_L=each(1.0, torch.float32),
+        top_k_L=each(0, torch.int32),
+        top_p_L=each(0.9, torch.float64),
+        min_p_L=each(0.0, torch.float32),
+        uniform_L=torch.rand(rows, dtype=torch.float64, device=device),
+    )
+    return Point(
+        lambda: sample(logits_LV, draws),
+        {"torch_sort": lambda: sample_in_torch(logits_LV, draws)},
+        work.sample(shape, rows),
         "float32",
     )
 
@@ -160,6 +184,7 @@ OPERATIONS = {
         Operation("rms_norm", lambda s, t: True, lambda s, t: 12 * t * s.width, _rms_norm),
         Operation("add_rms_norm", lambda s, t: True, lambda s, t: 24 * t * s.width, _add_rms_norm),
         Operation("route", lambda s, t: True, lambda s, t: 32 * t * s.num_experts, _route),
+        Operation("sample", lambda s, t: s.vocabulary > 0 and t <= 256, lambda s, t: 48 * t * s.vocabulary, _sample),
         Operation(
             "paged_attention_decode",
             lambda s, t: s.heads > 0 and t <= 256,

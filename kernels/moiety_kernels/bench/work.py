@@ -75,6 +75,11 @@ def rms_norm(shape: LayerShape, tokens: int, *, add: bool, dtype: str = "bfloat1
     return Work(flops=(5.0 if add else 4.0) * tokens * shape.width, bytes=moved + 4 * shape.width)
 
 
+def sample(shape: LayerShape, rows: int) -> Work:
+    """Float32 scores of the vocabulary read once; what is written is nothing beside that."""
+    return Work(flops=4.0 * rows * shape.vocabulary, bytes=4.0 * rows * shape.vocabulary)
+
+
 def route(shape: LayerShape, tokens: int) -> Work:
     """Float32 scores in, weights and indices of the chosen out."""
     return Work(flops=4.0 * tokens * shape.num_experts, bytes=4.0 * tokens * (shape.num_experts + 2 * shape.top_k))
