@@ -80,7 +80,7 @@ def tune_command(
     layers = [known.SHAPES[name] for name in parse_names("--shapes", shapes, tuple(known.SHAPES))]
     layers += [known.layer_of(parse_numbers("--layer", text)) for text in layer or ()]
     sizes = parse_numbers("--tokens", tokens) or tuple(1 << power for power in range(15))
-    kinds = parse_names("--weights", weights, ("bf16", "fp8"))
+    kinds = parse_names("--weights", weights, ("bf16", "fp8")) or ("bf16",)
     _require_compiler()
     from moiety_kernels.tuning.session import NoGpu, Session  # noqa: PLC0415 - imports torch and Triton
 
@@ -91,16 +91,16 @@ def tune_command(
             rows, failed = session.run(best, again=again, on_done=lambda: bar.update(task, advance=1))
     except NoGpu as exc:
         raise failure("kernels tune", str(exc)) from exc
+    except OSError as exc:
+        raise failure("kernels tune", f"choices cannot be kept: {exc}; name another folder by --cache-dir") from exc
     if as_json:
         environment = describe_environment("torch", "triton") | {"device": session.device_name}
         settings = {"layers": [one.name for one in session.layers], "tokens": sizes, "weights": kinds, "best": best}
-        report = {"environment": environment, "settings": settings, "file": str(session.choices.path)}
-        typer.echo(json.dumps(report | {"too_large": session.too_large, "failed": failed, "rows": rows}))
+        found = {"too_large": session.too_large, "failed": failed, "rows": rows}
+        where = str(session.choices.path)
+        typer.echo(json.dumps({"environment": environment, "settings": settings, "file": where, **found}))
     else:
-        _print_tuned(rows)
-        typer.echo(f"{session.device_name}: kept in {session.choices.path}")
-        if session.too_large:
-            typer.echo(f"too large for the memory that is free: {', '.join(session.too_large)}")
+        _print_tuned(rows, f"{session.device_name}: kept in {session.choices.path}", session.too_large)
     if failed:
         raise failure("kernels tune", f"{len(failed)} problems have no choice; the first: {failed[0]}")
 
@@ -139,7 +139,7 @@ def _print_report(rows: list[dict[str, Any]]) -> None:
             typer.echo(row["error"])
 
 
-def _print_tuned(rows: list[dict[str, Any]]) -> None:
+def _print_tuned(rows: list[dict[str, Any]], where: str, too_large: list[str]) -> None:
     table = Table()
     for name in ("operation", "problem", "fastest", "µs", "gain", ""):
         table.add_column(name, justify="right" if name in ("µs", "gain") else "left")
@@ -148,3 +148,6 @@ def _print_tuned(rows: list[dict[str, Any]]) -> None:
         shown = row["operation"], row["problem"], row["name"], f"{row['time_us']:.1f}", gain
         table.add_row(*shown, "" if row["new"] else "as before")
     Console().print(table)
+    typer.echo(where)
+    if too_large:
+        typer.echo(f"too large for the memory that is free: {', '.join(too_large)}")

@@ -44,6 +44,8 @@ def bench_kernels(
 
     from moiety_kernels.bench.run import run  # noqa: PLC0415
 
+    if output is not None and not output.parent.is_dir():
+        raise typer.BadParameter(f"--output {output}: there is no folder {output.parent}; make it first")
     if threads is not None:
         torch.set_num_threads(threads)
     chosen = _device(device)
