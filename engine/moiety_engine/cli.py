@@ -12,7 +12,7 @@ import typer
 import zmq
 
 from moiety_engine.checkpoint import model_name, resolve_checkpoint
-from moiety_engine.config import Batching, EngineConfig, LoadFormat, Overlap, PolicyName
+from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap, PolicyName
 from moiety_engine.errors import CheckpointError, InvalidConfig
 from moiety_engine.front import options
 from moiety_engine.front.core_link import CoreLink, ProcessCore
@@ -55,6 +55,7 @@ def engine(
     dtype: options.DtypeOption = options.Dtype.auto,
     quantization: options.QuantizationOption = options.Quantization.auto,
     kv_dtype: options.KvDtypeOption = options.KvDtype.auto,
+    moe_kernel: options.MoeKernelOption = MoeKernel.AUTO,
     threads: options.ThreadsOption = None,
     load_format: options.LoadFormatOption = LoadFormat.AUTO,
     batching: options.BatchingOption = Batching.CONTINUOUS,
@@ -108,6 +109,7 @@ def engine(
                 dtype=dtype.value,
                 quantization=quantization.value,
                 kv_dtype=kv_dtype.value,
+                moe_kernel=moe_kernel,
                 batching=batching,
                 max_batch_tokens=max_batch_tokens,
                 max_running=max_running,

@@ -52,6 +52,15 @@ QUANTIZATIONS = ("auto", "none", "int8", "int4")
 KV_DTYPES = ("auto", "fp8")
 
 
+class MoeKernel(StrEnum):
+    """Who computes the experts of a mixture layer; see `moiety_kernels.moe`."""
+
+    AUTO = "auto"
+    TRITON = "triton"
+    GROUPED = "grouped"
+    REFERENCE = "reference"
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One replica. `None` and "auto" are resolved by the core from the model and the machine."""
 
@@ -61,6 +70,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     quantization: str = "auto"  # how the weights of products are kept; auto: as the checkpoint has them
     kv_dtype: str = "auto"  # of cached keys and values; "auto": that of activations
+    moe_kernel: MoeKernel = MoeKernel.AUTO
     batching: Batching = Batching.CONTINUOUS
     policy: PolicyName = PolicyName.MOIETY  # for continuous batching; the other strategies are first come, first served
     max_batch_tokens: int | None = None  # token budget of one step

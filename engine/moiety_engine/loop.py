@@ -204,6 +204,7 @@ def load_loop(
         Path(config.model),
         device=device,
         dtype=config.dtype,
+        moe_kernel=config.moe_kernel,
         kv_dtype=config.kv_dtype,
         quantization=config.quantization,
         num_threads=config.num_threads,

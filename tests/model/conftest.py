@@ -339,9 +339,15 @@ class Driver:
 @pytest.fixture
 def make_driver() -> Any:
     def make(
-        folder: Path, device: str = "cpu", dtype: str = "float32", quantization: str = "auto", **sizes: int
+        folder: Path,
+        device: str = "cpu",
+        dtype: str = "float32",
+        quantization: str = "auto",
+        moe_kernel: str = "auto",
+        **sizes: int,
     ) -> Driver:
-        return Driver(load_model(folder, device=device, dtype=dtype, quantization=quantization), **sizes)
+        model = load_model(folder, device=device, dtype=dtype, quantization=quantization, moe_kernel=moe_kernel)
+        return Driver(model, **sizes)
 
     return make
 

@@ -222,6 +222,23 @@ def test_expert_use_is_counted_when_asked_for(mixture: Any, make_driver: Any, ma
     assert counter.take().sum() == 0
 
 
+@pytest.mark.parametrize("kernel", ["triton", "reference"])
+def test_experts_are_computed_by_what_was_asked_for(
+    kernel: str, mixture: Any, make_driver: Any, make_sequence: Any
+) -> None:
+    auto, asked = make_driver(mixture.folder), make_driver(mixture.folder, moe_kernel=kernel)
+    sequences = [make_sequence(PROMPT[:9]) for _ in range(2)]
+    ours, theirs = asked.prefill(sequences[0], 8), auto.prefill(sequences[1], 8)
+    assert (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max() < 1e-4
+
+
+def test_what_cannot_compute_experts_here_is_refused_with_the_reason(mixture: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"--moe-kernel grouped .* bfloat16, and activations are float32"):
+        load_model(mixture.folder, device="cpu", dtype="bfloat16", moe_kernel="grouped")
+    with pytest.raises(UnsupportedModelError, match="'cutlass' is not known; choose one of auto, triton, grouped"):
+        load_model(mixture.folder, device="cpu", dtype="auto", moe_kernel="cutlass")
+
+
 @pytest.mark.parametrize("variant", ["qwen3_moe", "deepseek_v3"])
 def test_cache_bytes_are_what_the_cache_takes(make_checkpoint: Any, variant: str) -> None:
     model = load_model(make_checkpoint(variant).folder, device="cpu", dtype="bfloat16")

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from moiety_engine.bench.lengths import Lengths, fixed_lengths, trace_lengths
 from moiety_engine.bench.scheduler import Load, measure_scheduler
 from moiety_engine.checkpoint import resolve_checkpoint
-from moiety_engine.config import Batching, EngineConfig, LoadFormat, Overlap
+from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap
 from moiety_engine.errors import EngineError
 
 
@@ -30,6 +30,7 @@ def bench_engine(
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
     quantization: Annotated[str, typer.Option(help="auto, none, int8 or int4")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="auto or fp8")] = "auto",
+    moe_kernel: Annotated[MoeKernel, typer.Option(help="who computes experts")] = MoeKernel.AUTO,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="token budget of a step")] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="requests in the batch")] = None,
@@ -66,6 +67,7 @@ def bench_engine(
             dtype=dtype,
             quantization=quantization,
             kv_dtype=kv_dtype,
+            moe_kernel=moe_kernel,
             batching=batching,
             num_threads=threads,
             max_batch_tokens=max_batch_tokens,

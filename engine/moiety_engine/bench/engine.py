@@ -13,10 +13,10 @@ import torch
 
 from moiety_engine.bench.lengths import Lengths
 from moiety_engine.config import EngineConfig
-from moiety_engine.environment import describe_environment
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
+from moiety_kernels.environment import describe_environment
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moiety_engine.config import Batching, LoadFormat, Overlap, PolicyName
+from moiety_engine.config import Batching, LoadFormat, MoeKernel, Overlap, PolicyName
 
 LISTENING = "Where it listens"
 MEMORY = "Batching and memory"
@@ -100,6 +100,10 @@ KvDtypeOption = Annotated[
         rich_help_panel=MEMORY,
         help="Type of cached keys and values; fp8, on a GPU, holds twice the tokens.",
     ),
+]
+MoeKernelOption = Annotated[
+    MoeKernel,
+    typer.Option(envvar="MOIETY_ENGINE_MOE_KERNEL", help="Who computes experts; auto: the fastest that can."),
 ]
 ThreadsOption = Annotated[
     int | None, typer.Option(envvar="MOIETY_ENGINE_THREADS", min=1, help="Processor threads of the model.")

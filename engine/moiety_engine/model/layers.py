@@ -111,8 +111,9 @@ class SharedExperts:
 class MixtureOfExperts:
     """Router, then the chosen experts of each token, weighted and summed; then the shared ones, if there are any."""
 
-    def __init__(self, spec: MoeSpec, weights: MoeWeights, layer: int, counter: ExpertCounter) -> None:
+    def __init__(self, spec: MoeSpec, weights: MoeWeights, layer: int, counter: ExpertCounter, kernel: str) -> None:
         self._spec, self._weights, self._layer, self._counter = spec, weights, layer, counter
+        self._kernel = kernel
         self._shared = SharedExperts(spec.shared, weights.shared) if spec.shared and weights.shared else None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
@@ -130,6 +131,7 @@ class MixtureOfExperts:
             activation=spec.activation,
             gate_up_bias_E2F=weights.gate_up_bias_E2F,
             down_bias_ED=weights.down_bias_ED,
+            kernel=self._kernel,
         )
         return routed_TD if self._shared is None else self._shared.added_to(routed_TD, x_TD)
 
@@ -149,11 +151,11 @@ def attention(
 
 
 def feed_forward(
-    spec: DenseSpec | MoeSpec, weights: DenseWeights | MoeWeights, layer: int, counter: ExpertCounter
+    spec: DenseSpec | MoeSpec, weights: DenseWeights | MoeWeights, layer: int, counter: ExpertCounter, kernel: str
 ) -> FeedForward:
-    """The feed-forward that the spec describes."""
+    """The feed-forward that the spec describes; `kernel` computes its experts if it has any."""
     if isinstance(spec, MoeSpec):
         assert isinstance(weights, MoeWeights)
-        return MixtureOfExperts(spec, weights, layer, counter)
+        return MixtureOfExperts(spec, weights, layer, counter, kernel)
     assert isinstance(weights, DenseWeights)
     return DenseFeedForward(spec, weights)

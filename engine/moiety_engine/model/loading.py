@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import structlog
 import torch
 
 from moiety_engine.config import LoadFormat
@@ -17,6 +18,7 @@ from moiety_engine.model.residence import require_fit, weight_bytes
 from moiety_engine.model.spec import LatentAttentionSpec
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weights import allocate
+from moiety_kernels.moe import MOE_KERNELS, unavailable
 from moiety_kernels.quantization import FORMATS
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from moiety_kernels.quantization import WeightFormat
 
 FP8_CAPABILITY = (8, 9)
+
+log = structlog.get_logger()
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -37,6 +42,7 @@ def load_model(
     dtype: str,
     quantization: str = "auto",
     kv_dtype: str = "auto",
+    moe_kernel: str = "auto",
     num_threads: int | None = None,
     load_format: LoadFormat = LoadFormat.AUTO,
     progress: Callable[[int, int], None] | None = None,
@@ -47,8 +53,9 @@ def load_model(
     `dtype` is "float32", "bfloat16", or "auto": bfloat16 for a checkpoint in 16 bits, else float32. On a CPU bfloat16
     means that the weights are kept so; activations and the cache are float32. `quantization` is "none", "int8" or
     "int4", how the weights of products are kept, or "auto": as the checkpoint has them. `kv_dtype` is "auto", the
-    activations', or "fp8", on a GPU only. `num_threads` sets the compute threads of the process. `progress` is called
-    with (bytes read, bytes in all). Raises ModelError, and OutOfMemory with the figures where the weights do not fit.
+    activations', or "fp8", on a GPU only. `moe_kernel` computes the experts; "auto" takes the fastest that can.
+    `num_threads` sets the compute threads of the process. `progress` is called with (bytes read, bytes in all). Raises
+    ModelError, and OutOfMemory with the figures where the weights do not fit.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -59,6 +66,7 @@ def load_model(
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
     where, form = torch.device(device), _form(quantization, spec)
     cached_in = None if kv_dtype == "auto" else _fp8(spec, where)
+    _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype])
     num_bytes = weight_bytes(spec, DTYPES[dtype]) if form is None else bytes_in(form, spec, DTYPES[dtype])
     require_fit(num_bytes, device_memory(where), where)
     if load_format is LoadFormat.DUMMY:
@@ -68,7 +76,7 @@ def load_model(
         fill_at_random(weights)
     else:
         weights = load(folder, spec, device=where, dtype=DTYPES[dtype], form=form, progress=progress)
-    return Transformer(spec, weights, kv_dtype=cached_in)
+    return Transformer(spec, weights, kv_dtype=cached_in, moe_kernel=moe_kernel)
 
 
 def _form(quantization: str, spec: ModelSpec) -> WeightFormat | None:
@@ -92,3 +100,21 @@ def _fp8(spec: ModelSpec, device: torch.device) -> torch.dtype:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise UnsupportedModelError("this GPU has no fp8, which came with compute capability 8.9: leave --kv-dtype out")
     return torch.float8_e4m3fn
+
+
+def _check_moe_kernel(asked: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise if experts are to be computed by what cannot; warn if the best for a GPU cannot be taken."""
+    activations = torch.float32 if device.type == "cpu" else dtype
+    if asked not in MOE_KERNELS:
+        raise UnsupportedModelError(f"moe_kernel {asked!r} is not known; choose one of {', '.join(MOE_KERNELS)}")
+    if not spec.moe_layers:
+        return
+    if asked != "auto":
+        reason = unavailable(asked, device, activations)
+        if reason is not None:
+            raise UnsupportedModelError(f"--moe-kernel {asked} cannot be had: {reason}; choose auto or reference")
+    elif device.type == "cuda":
+        reason = unavailable("triton", device, activations)
+        if reason is not None:
+            fallback = "reference" if unavailable("grouped", device, activations) else "grouped"
+            log.warning("moe_kernel_unavailable", kernel="triton", reason=reason, instead=fallback)

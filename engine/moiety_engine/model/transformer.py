@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 
 
 class Transformer:
-    """One decoder with its weights. `expert_counter` counts expert use once enabled."""
+    """One decoder with its weights. `expert_counter` counts expert use once enabled; `moe_kernel` computes experts."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, *, kv_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: ModelWeights, *, kv_dtype: torch.dtype | None = None, moe_kernel: str = "auto"
+    ) -> None:
         """`kv_dtype`: of the cache; None for the activations' own."""
         self.spec = spec
         self.device = weights.embedding_VD.device
@@ -55,7 +57,7 @@ class Transformer:
         ]
         self._final_norm = make_norm(spec.norm, weights.final_norm)
         self._ffns = [
-            self._normed(feed_forward(one.ffn, w.ffn, index, self.expert_counter), w.ffn_post_norm)
+            self._normed(feed_forward(one.ffn, w.ffn, index, self.expert_counter, moe_kernel), w.ffn_post_norm)
             for index, (one, w) in enumerate(zip(spec.layers, weights.layers, strict=True))
         ]
 

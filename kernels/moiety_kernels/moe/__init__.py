@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from moiety_kernels.checks import require, require_shape
+from moiety_kernels.checks import KernelInputError, require, require_shape
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import grouped, reference
 from moiety_kernels.moe.activation import GELU_TANH, SILU, Activation
+from moiety_kernels.moe.choice import MOE_KERNELS, unavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
     from moiety_kernels.quantization import Weight
 
-__all__ = ["GELU_TANH", "SILU", "Activation", "dense_glu", "experts"]
+__all__ = ["GELU_TANH", "MOE_KERNELS", "SILU", "Activation", "dense_glu", "experts", "unavailable"]
 
 
 @functools.cache
@@ -25,6 +27,13 @@ def _cpu() -> ModuleType:
     from moiety_kernels.moe import cpu  # noqa: PLC0415 - numba, which a GPU has no use for
 
     return cpu
+
+
+@functools.cache
+def _triton() -> ModuleType:
+    from moiety_kernels.grouped_gemm import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
+
+    return kernel
 
 
 def experts(
@@ -37,31 +46,55 @@ def experts(
     activation: Activation = SILU,
     gate_up_bias_E2F: Tensor | None = None,
     down_bias_ED: Tensor | None = None,
+    kernel: str = "auto",
 ) -> Tensor:
     """Σ_k weight · expert(x) for each token; deterministic, no capacity limit, no dropped token. Of the rows of
-    w_gate_up the first half are the gate's, the second the up's; so are the biases', which are float32."""
+    w_gate_up the first half are the gate's, the second the up's; so are the biases', which are float32.
+
+    `kernel` is who computes it: "auto" takes the fastest that takes these tensors; another that does not is an error.
+    """
     num_experts, width, hidden = w_down_EDF.shape
     require(
         w_gate_up_E2FD.shape == (num_experts, 2 * hidden, width), "w_gate_up must be [E, 2F, D], as w_down [E, D, F]"
     )
     require_shape("x", x_TD, (expert_TK.shape[0], width))
     require(weight_TK.shape == expert_TK.shape, "weight and expert must have one shape")
+    require(kernel in MOE_KERNELS, "kernel must be auto, triton, grouped or reference")
     biases = gate_up_bias_E2F, down_bias_ED
     if gate_up_bias_E2F is not None:
         require_shape("gate_up_bias", gate_up_bias_E2F, (num_experts, 2 * hidden))
     if down_bias_ED is not None:
         require_shape("down_bias", down_bias_ED, (num_experts, width))
-    if x_TD.is_cpu and _cpu().fits(x_TD, expert_TK, w_gate_up_E2FD, w_down_EDF, *biases):
+    if kernel == "auto" and x_TD.is_cpu and _cpu().fits(x_TD, expert_TK, w_gate_up_E2FD, w_down_EDF, *biases):
         fast: Tensor = _cpu().experts(x_TD, weight_TK, expert_TK, w_gate_up_E2FD, w_down_EDF, activation, *biases)
         return fast
-    routed, up, down = (x_TD, weight_TK, expert_TK), w_gate_up_E2FD, w_down_EDF
-    if x_TD.is_cuda and isinstance(up, Tensor) and isinstance(down, Tensor) and grouped.fits(x_TD, down):
-        return grouped.experts(
-            *routed, up, down, activation=activation, gate_up_bias_E2F=biases[0], down_bias_ED=biases[1]
-        )
-    return reference.experts(
-        *routed, up, down, activation=activation, gate_up_bias_E2F=biases[0], down_bias_ED=biases[1]
-    )
+    compute = _implementation(kernel, x_TD, expert_TK, w_gate_up_E2FD, w_down_EDF)
+    inputs = x_TD, weight_TK, expert_TK, w_gate_up_E2FD, w_down_EDF
+    return compute(*inputs, activation=activation, gate_up_bias_E2F=biases[0], down_bias_ED=biases[1])
+
+
+def _implementation(
+    kernel: str, x_TD: Tensor, expert_TK: Tensor, w_gate_up_E2FD: Weight, w_down_EDF: Weight
+) -> Callable[..., Tensor]:
+    """`kernel`'s, or of "auto" the first that takes these tensors."""
+    if not isinstance(w_gate_up_E2FD, Tensor) or not isinstance(w_down_EDF, Tensor):
+        if kernel in ("triton", "grouped"):
+            raise KernelInputError(f"{kernel} does not take weights in few bits; ask for reference or for auto")
+        return reference.experts
+    if kernel == "triton" or (kernel == "auto" and x_TD.is_cuda):
+        reason = unavailable("triton", x_TD.device, x_TD.dtype)
+        reason = reason or _triton().unfit(x_TD, expert_TK, w_gate_up_E2FD, w_down_EDF)
+        if reason is None:
+            found: Callable[..., Tensor] = _triton().experts
+            return found
+        if kernel == "triton":
+            raise KernelInputError(f"the Triton kernels do not take this: {reason}; ask for another or for auto")
+    if kernel == "grouped" or (kernel == "auto" and x_TD.is_cuda):
+        if grouped.fits(x_TD, w_down_EDF):
+            return grouped.experts
+        if kernel == "grouped":
+            raise KernelInputError("torch's grouped product takes bfloat16 in rows of whole 16 bytes; ask for auto")
+    return reference.experts
 
 
 def dense_glu(

@@ -31,6 +31,13 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class MoeKernel(StrEnum):
+    auto = "auto"
+    triton = "triton"
+    grouped = "grouped"
+    reference = "reference"
+
+
 class Batching(StrEnum):
     none = "none"
     static = "static"
@@ -83,6 +90,10 @@ QuantizationOption = Annotated[
 LoadFormatOption = Annotated[
     LoadFormat | None,
     typer.Option(rich_help_panel=ENGINE, help="dummy: weights drawn at random, without files; for measurements."),
+]
+MoeKernelOption = Annotated[
+    MoeKernel | None,
+    typer.Option(rich_help_panel=ENGINE, help="Who computes experts; auto, the fastest that can, if not given."),
 ]
 BatchingOption = Annotated[
     Batching | None,
