@@ -10,6 +10,8 @@ from torch import Tensor
 
 TOLERANCE = 1e-4
 PROMPT_TOKENS = 300
+ATTENDING_OTHERWISE = ["deepseek_v2", "deepseek_v3", "gemma3", "gpt_oss"]
+ROUTED_OTHERWISE = ["dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "phimoe", "qwen2_moe"]
 
 
 def tokens(vocab_size: int, count: int, seed: int) -> list[int]:
@@ -94,7 +96,10 @@ def test_any_block_size_gives_the_same_logprobs(
     assert largest_difference(driver.prefill(make_sequence(prompt), 33), checkpoint.logprobs(prompt)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral, sliding window", "olmoe", "llama, llama3 rope"])
+@pytest.mark.parametrize(
+    "variant",
+    ["qwen3_moe", "mixtral, sliding window", "olmoe", "llama, llama3 rope", *ROUTED_OTHERWISE, *ATTENDING_OTHERWISE],
+)
 def test_on_a_cpu_a_row_is_bit_for_bit_the_same_whatever_is_beside_it(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str
 ) -> None:
@@ -109,7 +114,17 @@ def test_on_a_cpu_a_row_is_bit_for_bit_the_same_whatever_is_beside_it(
         assert torch.equal(a, c)
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "qwen3_moe, dense layers, biases, yarn", "llama, biases, odd widths"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "qwen3_moe",
+        "qwen3_moe, dense layers, biases, yarn",
+        "llama, biases, odd widths",
+        "deepseek_v3",
+        "gemma3",
+        "gpt_oss",
+    ],
+)
 def test_decode_steps_stay_right_when_sequences_come_and_go_and_tables_grow(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str
 ) -> None:
@@ -127,7 +142,10 @@ def test_decode_steps_stay_right_when_sequences_come_and_go_and_tables_grow(
         assert largest_difference(torch.cat(some), checkpoint.logprobs(prompt)[-len(some) :]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral", "olmoe", "qwen3, tied", "llama, llama3 rope"])
+@pytest.mark.parametrize(
+    "variant",
+    ["qwen3_moe", "mixtral", "olmoe", "qwen3, tied", "llama, llama3 rope", *ROUTED_OTHERWISE, *ATTENDING_OTHERWISE],
+)
 def test_bfloat16_is_at_most_half_again_as_far_from_float32_as_the_oracles_bfloat16(
     make_checkpoint: Any, device: str, make_driver: Any, make_sequence: Any, variant: str
 ) -> None:

@@ -9,22 +9,30 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from moiety_engine.model.spec import MoeSpec
-from moiety_engine.model.weights import DenseWeights, MoeWeights
+from moiety_engine.model.batch import LayerCache
+from moiety_engine.model.latent_attention import LatentAttention
+from moiety_engine.model.spec import LatentAttentionSpec, MoeSpec
+from moiety_engine.model.weights import AttentionWeights, DenseWeights, LatentAttentionWeights, MoeWeights
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import dense_glu, experts
 from moiety_kernels.paged_attention import paged_attention
-from moiety_kernels.route import route
+from moiety_kernels.route import RoutingSpec, route
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moiety_engine.model.batch import Batch, LayerCache
+    from moiety_engine.model.batch import Batch, LatentCache
     from moiety_engine.model.rotary import RotaryTable
     from moiety_engine.model.spec import AttentionSpec, DenseSpec, SharedSpec
-    from moiety_engine.model.weights import AttentionWeights, SharedWeights
+    from moiety_engine.model.weights import SharedWeights
     from moiety_engine.moe.load import ExpertCounter
+
+
+class Attention(Protocol):
+    """What comes first in a layer."""
+
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor: ...
 
 
 class FeedForward(Protocol):
@@ -40,7 +48,8 @@ class GroupedQueryAttention:
         self._spec, self._weights, self._rotary = spec, weights, rotary
         self._plan = AttentionInputPlan(weights.q_norm, weights.k_norm, norm_eps, spec.clip)
 
-    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor:
+        assert isinstance(cache, LayerCache)
         spec, weights = self._spec, self._weights
         qkv_TC = linear(x_TD, weights.qkv_CD, weights.qkv_bias_C)
         cos_PR, sin_PR = self._rotary.upto(batch.max_context)
@@ -56,6 +65,7 @@ class GroupedQueryAttention:
             batch.block_table_SB,
             spec.scale,
             spec.window,
+            weights.sinks_H,
             num_decode=batch.num_decode,
             max_query=batch.max_query,
             max_context=batch.max_context,
@@ -76,14 +86,26 @@ class DenseFeedForward:
 
 
 class SharedExperts:
-    """What experts that serve every token give, times a sigmoid where it is gated."""
+    """Experts that serve every token. Where they have a gate, its sigmoid is the score of a router for them alone."""
+
+    _ROUTING = RoutingSpec(num_experts=1, top_k=1, renormalize=False, scoring="sigmoid")
 
     def __init__(self, spec: SharedSpec, weights: SharedWeights) -> None:
-        self._dense, self._gate_1D = DenseFeedForward(spec.dense, weights.dense), weights.gate_1D
+        self._activation, self._weights = spec.dense.activation, weights
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        out_TD = self._dense(x_TD)
-        return out_TD if self._gate_1D is None else out_TD * torch.sigmoid(linear(x_TD, self._gate_1D))
+    def added_to(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
+        """What the routed experts gave, which may be overwritten, plus what these make of x."""
+        w, gate_1D = self._weights.dense, self._weights.gate_1D
+        return dense_glu(
+            x_TD,
+            w.gate_up_2FD,
+            w.down_DF,
+            w.gate_up_bias_2F,
+            w.down_bias_D,
+            activation=self._activation,
+            weight_T1=None if gate_1D is None else route(linear(x_TD, gate_1D), self._ROUTING)[0],
+            onto_TD=routed_TD,
+        )
 
 
 class MixtureOfExperts:
@@ -111,7 +133,21 @@ class MixtureOfExperts:
             down_bias_ED=weights.down_bias_ED,
             kernel=self._kernel,
         )
-        return routed_TD if self._shared is None else routed_TD + self._shared(x_TD)
+        return routed_TD if self._shared is None else self._shared.added_to(routed_TD, x_TD)
+
+
+def attention(
+    spec: AttentionSpec | LatentAttentionSpec,
+    weights: AttentionWeights | LatentAttentionWeights,
+    rotary: RotaryTable,
+    norm_eps: float,
+) -> Attention:
+    """The attention that the spec describes."""
+    if isinstance(spec, LatentAttentionSpec):
+        assert isinstance(weights, LatentAttentionWeights)
+        return LatentAttention(spec, weights, rotary)
+    assert isinstance(weights, AttentionWeights)
+    return GroupedQueryAttention(spec, weights, rotary, norm_eps)
 
 
 def feed_forward(

@@ -69,7 +69,8 @@ class RopeSpec:
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention. `scale`: what scores are multiplied by before the softmax. `qk_norm`: RMS normalisation
-    of each head, or of all heads' width at once."""
+    of each head, or of all heads' width at once. `sinks`: each head has a score that takes its share of the softmax and
+    adds nothing."""
 
     num_heads: int
     num_kv_heads: int
@@ -81,6 +82,7 @@ class AttentionSpec:
     qk_norm: Literal["none", "head", "full"] = "none"
     clip: float | None = None
     window: int | None = None
+    sinks: bool = False
 
     @property
     def q_width(self) -> int:
@@ -91,6 +93,43 @@ class AttentionSpec:
     def kv_width(self) -> int:
         """Width of all key heads, and of all value heads."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def cached_values(self) -> int:
+        """Values that a position takes in the cache."""
+        return 2 * self.kv_width
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads come from one latent row a position,
+    beside which one rotated key part is shared by all heads. `query_rank`: queries, too, come from a latent row."""
+
+    num_heads: int
+    query_rank: int | None
+    latent_width: int
+    nope_width: int  # of the part of a head's key that is not rotated
+    value_width: int
+    rope: RopeSpec
+    scale: float
+    input_bias: bool = False  # of the projections into latent rows
+    output_bias: bool = False
+    norm_eps: float = 1e-6  # whatever the other norms' is
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query or key of one head."""
+        return self.nope_width + self.rope.rotary_width
+
+    @property
+    def query_input_width(self) -> int:
+        """What the first projection gives of the queries: their latent row, or all heads."""
+        return self.num_heads * self.head_dim if self.query_rank is None else self.query_rank
+
+    @property
+    def cached_values(self) -> int:
+        """Values that a position takes in the cache."""
+        return self.latent_width + self.rope.rotary_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,24 +168,29 @@ class MoeSpec:
 @dataclass(frozen=True, slots=True)
 class NormSpec:
     """How a residual stream of some width is normalised: by its root mean square, or by mean and variance with a bias
-    beside the weight ("layer", Ba et al. 2016)."""
+    beside the weight ("layer", Ba et al. 2016). `weight_offset` is what the weights lack on disk."""
 
     eps: float
     kind: Literal["rms", "layer"] = "rms"
+    weight_offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer: norm → attention → add → norm → feed-forward → add."""
+    """One decoder layer: norm → attention → add → norm → feed-forward → add. `post_norms`: what attention and the
+    feed-forward give is normalised, too, before it is added."""
 
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     ffn: DenseSpec | MoeSpec
+    post_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A whole decoder. The multipliers are of the embeddings, of what a layer's halves add to the residual stream, and
-    of the logits. `ignored_prefixes`: of tensors in the checkpoint that are for something else than decoding."""
+    of the logits. `logit_softcap`: logits are bent to stay within it. `fp8_block`: rows and columns that share a scale
+    in a checkpoint of eight bits. `ignored_prefixes`: of tensors in the checkpoint that are for something else than
+    decoding."""
 
     family: str
     vocab_size: int
@@ -160,6 +204,8 @@ class ModelSpec:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0
+    logit_softcap: float | None = None
+    fp8_block: tuple[int, int] | None = None
     ignored_prefixes: tuple[str, ...] = ()
 
     @property

@@ -5,17 +5,18 @@ T tokens of the step, D model width, L rows whose results are wanted, V vocabula
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moiety_engine.model.batch import Batch, KvCache, LayerCache
-from moiety_engine.model.layers import GroupedQueryAttention, feed_forward
+from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
+from moiety_engine.model.layers import attention, feed_forward
 from moiety_engine.model.norms import make_norm
 from moiety_engine.model.rotary import RotaryTable
-from moiety_engine.model.spec import ModelSpec, MoeSpec
+from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.weights import ModelWeights
 from moiety_engine.moe.load import ExpertCounter
 from moiety_kernels.linear import linear
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moiety_engine.model.decode_programs import DecodePrograms
+    from moiety_engine.model.weights import NormWeights
 
 
 class Transformer:
@@ -41,32 +43,34 @@ class Transformer:
         self._weights = weights
         self._programs = _decode_programs(self._layers) if self.device.type == "cpu" else None
         self._attentions = [
-            GroupedQueryAttention(one.attention, w.attention, rotaries[one.attention.rope], spec.norm.eps)
-            for one, w in zip(spec.layers, weights.layers, strict=True)
+            self._normed(attention(one, w.attention, rotaries[one.rope], spec.norm.eps), w.attention_post_norm)
+            for one, w in zip((layer.attention for layer in spec.layers), weights.layers, strict=True)
         ]
         self._norms = [
             (make_norm(spec.norm, w.attention_norm), make_norm(spec.norm, w.ffn_norm)) for w in weights.layers
         ]
         self._final_norm = make_norm(spec.norm, weights.final_norm)
         self._ffns = [
-            feed_forward(one.ffn, w.ffn, index, self.expert_counter, moe_kernel)
+            self._normed(feed_forward(one.ffn, w.ffn, index, self.expert_counter, moe_kernel), w.ffn_post_norm)
             for index, (one, w) in enumerate(zip(spec.layers, weights.layers, strict=True))
         ]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes that one block of `block_size` tokens takes over all layers."""
-        values = sum(2 * layer.attention.kv_width for layer in self.spec.layers)
+        values = sum(layer.attention.cached_values for layer in self.spec.layers)
         return values * block_size * self.kv_dtype.itemsize
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KvCache:
         """A cache for the model: float32 on a CPU, the model's dtype on a GPU. Its content is undefined."""
 
-        def layer(heads: int, width: int) -> LayerCache:
-            both = torch.empty(2, num_blocks, heads, block_size, width, dtype=self.kv_dtype, device=self.device)
+        def layer(one: AttentionSpec | LatentAttentionSpec) -> LayerCache | LatentCache:
+            if isinstance(one, LatentAttentionSpec):
+                return LatentCache(empty(num_blocks, block_size, one.cached_values))
+            both = empty(2, num_blocks, one.num_kv_heads, block_size, one.head_dim)
             return LayerCache(both[0], both[1])
 
-        layers = tuple(layer(one.attention.num_kv_heads, one.attention.head_dim) for one in self.spec.layers)
-        return KvCache(layers, num_blocks, block_size)
+        empty = partial(torch.empty, dtype=self.kv_dtype, device=self.device)
+        return KvCache(tuple(layer(one.attention) for one in self.spec.layers), num_blocks, block_size)
 
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return logits_LV, float32, of the rows that are wanted."""
@@ -89,18 +93,26 @@ class Transformer:
     def logits(self, hidden_LD: Tensor) -> Tensor:
         """logits_LV, float32, of hidden states after the final norm."""
         logits_LV = linear(hidden_LD, self._weights.head_VD, self._weights.head_bias_V).float()
-        return _times(self.spec.logits_multiplier, logits_LV)
+        logits_LV, cap = _times(self.spec.logits_multiplier, logits_LV), self.spec.logit_softcap
+        return logits_LV if cap is None else cap * torch.tanh(logits_LV / cap)
+
+    def _normed(self, half: Callable[..., Tensor], weights: NormWeights | None) -> Callable[..., Tensor]:
+        """Half a layer with the norm that may follow it."""
+        if weights is None:
+            return half
+        norm = make_norm(self.spec.norm, weights)
+        return lambda *args: norm(half(*args))
 
     def _layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         """All layers and the final norm."""
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [attention_norm for attention_norm, _ in self._norms[1:]] + [self._final_norm]
         share = self.spec.residual_multiplier
-        for attention, ffn, (_, ffn_norm), cache, next_norm in zip(
+        for attend, feed, (_, ffn_norm), cache, next_norm in zip(
             self._attentions, self._ffns, self._norms, kv.layers, next_norms, strict=True
         ):
-            x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attention(normed_TD, batch, cache)))
-            x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, ffn(normed_TD)))
+            x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attend(normed_TD, batch, cache)))
+            x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, feed(normed_TD)))
         return normed_TD
 
 

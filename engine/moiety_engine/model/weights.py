@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoeSpec, SharedSpec
+from moiety_engine.model.spec import (
+    AttentionSpec,
+    DenseSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    ModelSpec,
+    MoeSpec,
+    SharedSpec,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +35,20 @@ class AttentionWeights:
     output_bias_D: Tensor | None
     q_norm: Tensor | None  # float32, head width or width of all heads
     k_norm: Tensor | None
+    sinks_H: Tensor | None  # float32
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionWeights:
+    input_CD: Tensor  # to the queries or their latent row, then the latent row, then the rotated part of keys
+    input_bias_C: Tensor | None
+    query_norm: Tensor | None  # float32
+    query_up: Tensor | None  # from the queries' latent row to all heads
+    latent_norm_L: Tensor  # float32
+    key_up_HLd: Tensor  # from the unrotated part of a head's query into the latent space
+    value_up_HdL: Tensor
+    output_DC: Tensor
+    output_bias_D: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +86,11 @@ class NormWeights:
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     attention_norm: NormWeights
-    attention: AttentionWeights
+    attention: AttentionWeights | LatentAttentionWeights
     ffn_norm: NormWeights
     ffn: DenseWeights | MoeWeights
+    attention_post_norm: NormWeights | None
+    ffn_post_norm: NormWeights | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +133,33 @@ class _Allocator:
 
     def layer(self, one: LayerSpec) -> LayerWeights:
         ffn = self.experts(one.ffn) if isinstance(one.ffn, MoeSpec) else self.dense(one.ffn)
-        return LayerWeights(self.norm(), self.attention(one.attention), self.norm(), ffn)
+        return LayerWeights(
+            attention_norm=self.norm(),
+            attention=self.attention(one.attention),
+            ffn_norm=self.norm(),
+            ffn=ffn,
+            attention_post_norm=self.norm() if one.post_norms else None,
+            ffn_post_norm=self.norm() if one.post_norms else None,
+        )
 
-    def attention(self, a: AttentionSpec) -> AttentionWeights:
+    def attention(self, a: AttentionSpec | LatentAttentionSpec) -> AttentionWeights | LatentAttentionWeights:
+        return self.latent(a) if isinstance(a, LatentAttentionSpec) else self.grouped(a)
+
+    def latent(self, a: LatentAttentionSpec) -> LatentAttentionWeights:
+        fused, size = a.query_input_width + a.cached_values, self.spec.hidden_size
+        return LatentAttentionWeights(
+            input_CD=self.matrix(fused, size),
+            input_bias_C=self.vector(fused) if a.input_bias else None,
+            query_norm=None if a.query_rank is None else self.vector(a.query_rank),
+            query_up=None if a.query_rank is None else self.matrix(a.num_heads * a.head_dim, a.query_rank),
+            latent_norm_L=self.vector(a.latent_width),
+            key_up_HLd=self.matrix(a.num_heads, a.latent_width, a.nope_width),
+            value_up_HdL=self.matrix(a.num_heads, a.value_width, a.latent_width),
+            output_DC=self.matrix(size, a.num_heads * a.value_width),
+            output_bias_D=self.vector(size) if a.output_bias else None,
+        )
+
+    def grouped(self, a: AttentionSpec) -> AttentionWeights:
         full, fused, size = a.qk_norm == "full", a.q_width + 2 * a.kv_width, self.spec.hidden_size
         return AttentionWeights(
             qkv_CD=self.matrix(fused, size),
@@ -120,6 +168,7 @@ class _Allocator:
             output_bias_D=self.vector(size) if a.output_bias else None,
             q_norm=None if a.qk_norm == "none" else self.vector(a.q_width if full else a.head_dim),
             k_norm=None if a.qk_norm == "none" else self.vector(a.kv_width if full else a.head_dim),
+            sinks_H=self.vector(a.num_heads) if a.sinks else None,
         )
 
     def dense(self, f: DenseSpec) -> DenseWeights:

@@ -97,7 +97,24 @@ def dense_glu(
     down_bias_D: Tensor | None = None,
     *,
     activation: Activation = SILU,
+    weight_T1: Tensor | None = None,
+    onto_TD: Tensor | None = None,
 ) -> Tensor:
-    """down(act(gate(x), up(x))), the feed-forward of a layer without experts, and of experts that serve every token."""
-    inner = reference.activate(linear(x_TD, w_gate_up_2FD, gate_up_bias_2F), activation)
-    return linear(inner, w_down_DF, down_bias_D)
+    """down(act(gate(x), up(x))), the feed-forward of a layer without experts, and of experts that serve every token:
+    times `weight`, float32, and added to `onto`, where they are given; `onto` may be overwritten."""
+    biases = gate_up_bias_2F, down_bias_D
+    if weight_T1 is not None:
+        require_shape("weight", weight_T1, (x_TD.shape[0], 1))
+    if onto_TD is not None:
+        require_shape("onto", onto_TD, (x_TD.shape[0], w_down_DF.shape[0]))
+    if x_TD.is_cpu and (onto_TD is None or onto_TD.is_contiguous()):
+        as_experts = w_gate_up_2FD.view(1, *w_gate_up_2FD.shape), w_down_DF.view(1, *w_down_DF.shape)
+        if _cpu().fits(x_TD, None, *as_experts, *biases):
+            fast: Tensor = _cpu().experts(x_TD, weight_T1, None, *as_experts, activation, *biases, onto_TD)
+            return fast
+    out_TD = linear(
+        reference.activate(linear(x_TD, w_gate_up_2FD, gate_up_bias_2F), activation), w_down_DF, down_bias_D
+    )
+    if weight_T1 is not None:
+        out_TD = out_TD * weight_T1.to(x_TD.dtype)
+    return out_TD if onto_TD is None else onto_TD + out_TD

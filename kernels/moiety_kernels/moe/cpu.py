@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from moiety_kernels.moe.activation import Activation
 
-_LAYOUT = struct.Struct("29q2d")
+_LAYOUT = struct.Struct("30q2d")
 _SILU, _GELU_TANH, _CLIPPED = range(3)
 _KINDS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "clipped": _CLIPPED}
 _COMBINE_BLOCK = 16  # tokens a task
@@ -45,12 +45,12 @@ UP_KIND, DOWN_KIND, UP_CHUNK, DOWN_CHUNK = 12, 13, 14, 15
 INNER, RESULT = 16, 17  # float32 workspace [R, F] and [R, D]
 STARTS, PLACE, X_ROWS, INNER_ROWS, ITEMS = 18, 19, 20, 21, 22  # int64 workspace
 UP_TASK, DOWN_TASK, COMBINE_TASK = 23, 24, 25
-ACTIVATION, UP_BIAS, DOWN_BIAS, LIMIT, ALPHA = 26, 27, 28, 29, 30
+ACTIVATION, UP_BIAS, DOWN_BIAS, ONTO, LIMIT, ALPHA = 26, 27, 28, 29, 30, 31
 
 
 def fits(
     x_TD: Tensor,
-    expert_TK: Tensor,
+    expert_TK: Tensor | None,
     w_gate_up_E2FD: Tensor,
     w_down_EDF: Tensor,
     gate_up_bias_E2F: Tensor | None,
@@ -58,34 +58,37 @@ def fits(
 ) -> bool:
     """Whether `experts` takes these tensors."""
     _, width, hidden = w_down_EDF.shape
+    rows = x_TD.shape[0] if expert_TK is None else expert_TK.numel()
     biases = [bias for bias in (gate_up_bias_E2F, down_bias_ED) if bias is not None]
     return (
         x_TD.dtype is torch.float32
         and w_down_EDF.dtype in (torch.bfloat16, torch.float32)
         and w_gate_up_E2FD.dtype is w_down_EDF.dtype
-        and expert_TK.dtype is torch.int32
+        and (expert_TK is None or (expert_TK.dtype is torch.int32 and expert_TK.is_contiguous()))
         and width % LANES == 0
         and hidden % LANES == 0
         and max(width, hidden) <= MAX_WIDTH
-        and 0 < expert_TK.numel() * max(1, max(width, hidden) // 16) < MAX_TASKS * ROW_BLOCK // 2
+        and 0 < rows * max(1, max(width, hidden) // 16) < MAX_TASKS * ROW_BLOCK // 2
         and x_TD.stride(1) == 1
         and all(bias.dtype is torch.float32 for bias in biases)
-        and all(t.is_contiguous() for t in (expert_TK, w_gate_up_E2FD, w_down_EDF, *biases))
+        and all(t.is_contiguous() for t in (w_gate_up_E2FD, w_down_EDF, *biases))
     )
 
 
 def experts(
     x_TD: Tensor,
-    weight_TK: Tensor,
-    expert_TK: Tensor,
+    weight_TK: Tensor | None,
+    expert_TK: Tensor | None,
     w_gate_up_E2FD: Tensor,
     w_down_EDF: Tensor,
     activation: Activation,
     gate_up_bias_E2F: Tensor | None,
     down_bias_ED: Tensor | None,
+    onto_TD: Tensor | None = None,
 ) -> Tensor:
-    """Σ_k weight · expert(x) for each token."""
-    tokens, top_k = expert_TK.shape
+    """Σ_k weight · expert(x) for each token; without experts the first one once, without weights unweighted. `onto` is
+    added to and returned, if it is given."""
+    tokens, top_k = (x_TD.shape[0], 1) if expert_TK is None else expert_TK.shape
     num_experts, width, hidden = w_down_EDF.shape
     rows, size = tokens * top_k, w_down_EDF.element_size()
     up_kind, down_kind = product_kind(w_gate_up_E2FD), product_kind(w_down_EDF)
@@ -94,7 +97,7 @@ def experts(
     max_items = num_experts + rows // ROW_BLOCK
     sizes = (num_experts + 1, rows, rows, rows, 3 * max_items)
     integers = torch.empty(sum(sizes), dtype=torch.int64)
-    out_TD = torch.empty(tokens, width)
+    out_TD = torch.empty(tokens, width) if onto_TD is None else onto_TD
     starts = integers.data_ptr()
     place = starts + 8 * sizes[0]
     team().drive(
@@ -103,8 +106,8 @@ def experts(
         0,
         2,
         x_TD.data_ptr(),
-        weight_TK.data_ptr(),
-        expert_TK.data_ptr(),
+        _address(weight_TK),
+        _address(expert_TK),
         w_gate_up_E2FD.data_ptr(),
         w_down_EDF.data_ptr(),
         out_TD.data_ptr(),
@@ -129,12 +132,17 @@ def experts(
         task_address(_down_task),
         task_address(_combine_task),
         _KINDS[activation.kind],
-        0 if gate_up_bias_E2F is None else gate_up_bias_E2F.data_ptr(),
-        0 if down_bias_ED is None else down_bias_ED.data_ptr(),
+        _address(gate_up_bias_E2F),
+        _address(down_bias_ED),
+        onto_TD is not None,
         activation.limit,
         activation.alpha,
     )
     return out_TD
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 @jit
@@ -163,7 +171,7 @@ def _group(args: int) -> int:
     for e in range(experts + 1):
         store_i64(starts, e, 0)
     for pair in range(rows):
-        e = load_i32(chosen, pair)
+        e = load_i32(chosen, pair) if chosen else 0
         store_i64(starts, e + 1, load_i64(starts, e + 1) + 1)
     num_items = 0
     for e in range(experts):
@@ -177,7 +185,7 @@ def _group(args: int) -> int:
     x, x_stride, x_rows = load_i64(args, X), load_i64(args, X_STRIDE), load_i64(args, X_ROWS)
     inner, inner_rows, hidden = load_i64(args, INNER), load_i64(args, INNER_ROWS), load_i64(args, HIDDEN)
     for pair in range(rows):
-        e = load_i32(chosen, pair)
+        e = load_i32(chosen, pair) if chosen else 0
         row = load_i64(starts, e)
         store_i64(starts, e, row + 1)
         store_i64(place, pair, row)
@@ -247,8 +255,9 @@ def _combine_task(args: int, task: int, scratch: int) -> None:
     weights, place = load_i64(args, WEIGHT), load_i64(args, PLACE)
     for t in range(task * _COMBINE_BLOCK, min(tokens, (task + 1) * _COMBINE_BLOCK)):
         out = load_i64(args, OUT) + 4 * t * width
-        for i in range(width):
-            store_f32(out, i, 0.0)
+        if not load_i64(args, ONTO):
+            for i in range(width):
+                store_f32(out, i, 0.0)
         for pair in range(t * top_k, (t + 1) * top_k):
             row = load_i64(args, RESULT) + 4 * width * load_i64(place, pair)
-            add_scaled_row(out, row, width, load_f32(weights, pair), out)
+            add_scaled_row(out, row, width, load_f32(weights, pair) if weights else 1.0, out)

@@ -1,4 +1,4 @@
-"""Qwen3, Qwen3-MoE and Qwen2-MoE."""
+"""Qwen2, Qwen3 and their mixtures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _window(config: Config, index: int) -> int | None:
         return config["sliding_window"] if kinds[index] == "sliding_attention" else None
     if config["model_type"] == "qwen2_moe":
         return None if index % 2 or index >= config.get("max_window_layers", 28) else config["sliding_window"]
-    dense = config["model_type"] == "qwen3"
+    dense = config["model_type"] in ("qwen2", "qwen3")
     return None if dense and index < config.get("max_window_layers", 28) else config["sliding_window"]
 
 
@@ -34,6 +34,11 @@ def _attention(config: Config, index: int) -> AttentionSpec:
 def _is_dense(config: Config, index: int) -> bool:
     step = config.get("decoder_sparse_step", 1)
     return index in (config.get("mlp_only_layers") or ()) or (index + 1) % step != 0
+
+
+def qwen2(config: Config, index: int) -> LayerSpec:
+    attention = read_attention(config, qkv_bias=True, window=_window(config, index))
+    return LayerSpec(attention, DenseSpec(config["intermediate_size"], activation=read_activation(config)))
 
 
 def qwen3(config: Config, index: int) -> LayerSpec:

@@ -2,18 +2,20 @@
 
 Experts are written in three ways: one matrix each as Qwen, OLMoE, DeepSeek and GLM publish them, Mixtral's and Phi's
 w1/w3/w2, and all of a layer stacked with gate and up fused, as Granite publishes them and as transformers 5 holds all
-of them in memory.
+of them in memory. gpt-oss stacks them in a way of its own.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moiety_engine.model.names.place import reshaped, whole
+from moiety_engine.model.names.place import Place, reshaped, whole
 from moiety_engine.model.weights import MoeWeights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torch import Tensor
 
     from moiety_engine.model.names.place import Named
     from moiety_engine.model.weights import DenseWeights, SharedWeights
@@ -68,6 +70,11 @@ def _mixture(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
 
 
 def _experts(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
+    if weights.gate_up_bias_E2F is not None and weights.down_bias_ED is not None:
+        yield from _interwoven(weights.gate_up_E2FD, weights.gate_up_bias_E2F)
+        yield "experts.down_proj", Place(weights.down_EDF.mT, tuple(weights.down_EDF.mT.shape))
+        yield "experts.down_proj_bias", whole(weights.down_bias_ED)
+        return
     for gate_up_name, down_name in _STACKED.items():
         if gate_up_name in present:
             yield gate_up_name, whole(weights.gate_up_E2FD)
@@ -79,6 +86,14 @@ def _experts(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
         yield f"experts.{expert}.{gate_name}.weight", whole(gate)
         yield f"experts.{expert}.{up_name}.weight", whole(up)
         yield f"experts.{expert}.{down_name}.weight", whole(down)
+
+
+def _interwoven(gate_up_E2FD: Tensor, bias_E2F: Tensor) -> Iterator[Named]:
+    """As gpt-oss has them: inputs before outputs, and outputs that are by turns of the gate and of the up product."""
+    experts, both, width = gate_up_E2FD.shape
+    gate_up = gate_up_E2FD.view(experts, 2, both // 2, width).permute(0, 3, 2, 1)
+    yield "experts.gate_up_proj", reshaped(gate_up, (experts, width, both))
+    yield "experts.gate_up_proj_bias", reshaped(bias_E2F.view(experts, 2, both // 2).mT, (experts, both))
 
 
 def _shared(weights: SharedWeights, present: set[str]) -> Iterator[Named]:

@@ -24,9 +24,28 @@ class Place:
         self.view.copy_(source if self.arrange is None else self.arrange(source))
 
 
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The `views` take what `divide` makes of a tensor that has `shape` on disk."""
+
+    views: tuple[Tensor, ...]
+    shape: tuple[int, ...]
+    divide: Callable[[Tensor], tuple[Tensor, ...]]
+
+    def fill(self, source: Tensor) -> None:
+        """Copy what was read from disk to where it belongs."""
+        for view, part in zip(self.views, self.divide(source), strict=True):
+            view.copy_(part)
+
+
 def whole(view: Tensor) -> Place:
     """The view takes the tensor as it is."""
     return Place(view, tuple(view.shape))
+
+
+def raised(place: Place, offset: float) -> Place:
+    """The view takes the tensor plus `offset`."""
+    return Place(place.view, place.shape, lambda source: source.to(place.view.dtype) + offset)
 
 
 def reshaped(view: Tensor, shape: tuple[int, ...]) -> Place:
@@ -34,4 +53,4 @@ def reshaped(view: Tensor, shape: tuple[int, ...]) -> Place:
     return Place(view, shape, lambda source: source.reshape(view.shape))
 
 
-Named = tuple[str, Place]  # the name on disk, which may be relative to the layer's
+Named = tuple[str, Place | Shares]  # the name on disk, which may be relative to the layer's
