@@ -303,6 +303,7 @@ def test_attention_input(norm: str, clip: float | None, width: int, pairs: int) 
     angles = normal(500, pairs)
     positions = torch.randint(0, 500, (tokens,), device=DEVICE)
     slots = torch.randperm(10 * places, device=DEVICE)[:tokens]
+    slots[5::9] = -1  # tokens that belong to nobody
     norms = {"none": (None, None), "head": (normal(width), normal(width))}
     q_norm, k_norm = norms.get(norm, (normal(heads * width), normal(kv_heads * width)))
     plan = AttentionInputPlan(q_norm, k_norm, 1e-6, clip)
@@ -313,6 +314,7 @@ def test_attention_input(norm: str, clip: float | None, width: int, pairs: int) 
     assert close(ours, expected)
     assert close(caches[2], caches[0])
     assert close(caches[3], caches[1])
+    assert int((caches[3] != 7.0).any(dim=3).any(dim=1).sum()) == int((slots >= 0).sum())
 
 
 @pytest.mark.parametrize("with_query_norm", [False, True])

@@ -110,6 +110,8 @@ def _task(args: int, task: int, scratch: int) -> None:
         at = 4 * pairs * load_i64(positions, t)
         rotate_heads(q, heads + kv_heads, width, pairs, cos + at, sin + at)
         slot = load_i64(slots, t)
+        if slot < 0:
+            continue
         place = (slot // places * kv_heads * places + slot % places) * width
         for head in range(kv_heads):
             source, target = k + 4 * head * width, 4 * (place + head * places * width)

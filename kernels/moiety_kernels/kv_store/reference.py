@@ -9,8 +9,9 @@ if TYPE_CHECKING:
 
 
 def kv_store(k_TGd: Tensor, v_TGd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, slots_T: Tensor) -> None:
-    """Write token t's key and value to slot slots_T[t] = block · P + place."""
+    """Write token t's key and value to slot slots_T[t] = block · P + place; nowhere if that is negative."""
     places = k_cache_NGPd.shape[2]
-    block_T, place_T = slots_T // places, slots_T % places
-    k_cache_NGPd[block_T, :, place_T] = k_TGd.to(k_cache_NGPd.dtype)
-    v_cache_NGPd[block_T, :, place_T] = v_TGd.to(v_cache_NGPd.dtype)
+    kept_T = slots_T >= 0
+    block_t, place_t = slots_T[kept_T] // places, slots_T[kept_T] % places
+    k_cache_NGPd[block_t, :, place_t] = k_TGd[kept_T].to(k_cache_NGPd.dtype)
+    v_cache_NGPd[block_t, :, place_t] = v_TGd[kept_T].to(v_cache_NGPd.dtype)
