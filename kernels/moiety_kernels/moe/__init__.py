@@ -45,11 +45,13 @@ def experts(
     gate_up_bias_E2F: Tensor | None = None,
     down_bias_ED: Tensor | None = None,
     kernel: str = "auto",
+    invariant: bool = False,
 ) -> Tensor:
     """Σ_k weight · expert(x) for each token; deterministic, no capacity limit, no dropped token. Of the rows of
     w_gate_up the first half are the gate's, the second the up's; so are the biases', which are float32.
 
     `kernel` is who computes it: "auto" takes the fastest that takes these tensors; another that does not is an error.
+    With `invariant`, a token's bits do not depend on what other tokens are there; on a GPU only Triton's can do that.
     """
     num_experts, width, hidden = w_down_EDF.shape
     require_shape("w_gate_up", w_gate_up_E2FD, (num_experts, 2 * hidden, width))
@@ -66,7 +68,14 @@ def experts(
         fast: Tensor = _cpu().experts(*inputs, activation, *biases)
         return fast
     compute = _implementation(kernel, x_TD, expert_TK, w_gate_up_E2FD, w_down_EDF)
+    if invariant:
+        require(_is_triton(compute), "invariant results need the Triton kernels, which do not compute this")
+        compute = functools.partial(compute, invariant=True)
     return compute(*inputs, activation=activation, gate_up_bias_E2F=biases[0], down_bias_ED=biases[1])
+
+
+def _is_triton(compute: Callable[..., Tensor]) -> bool:
+    return compute not in (grouped.experts, reference.experts)
 
 
 def _implementation(

@@ -189,6 +189,10 @@ def test_experts_asked_of_triton_are_its_own_or_refused(device: str) -> None:
     inputs = case.x, case.weight, case.expert, case.gate_up, case.down
     ours = moe_experts(*inputs, kernel="triton")
     torch.testing.assert_close(ours, moe_experts(*inputs, kernel="reference"), **case.tolerance)
+    alone = moe_experts(*(one[:1] for one in inputs[:3]), *inputs[3:], kernel="triton", invariant=True)
+    assert torch.equal(alone, moe_experts(*inputs, kernel="triton", invariant=True)[:1])
+    with pytest.raises(KernelInputError, match="invariant results need the Triton kernels"):
+        moe_experts(*inputs, kernel="reference", invariant=True)
     with pytest.raises(KernelInputError, match=r"weights are torch\.float16 and activations torch\.float32"):
         moe_experts(*inputs[:3], case.gate_up.half(), case.down.half(), kernel="triton")
 
