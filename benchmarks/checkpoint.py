@@ -9,6 +9,7 @@ Python's standard library. Needs transformers (the `dev` extra).
 from __future__ import annotations
 
 import sys
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -58,7 +59,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train(sorted(str(path) for path in Path(torch.__file__).parents[3].glob("*.py")), trainer)
+    bpe.train(sorted(str(path) for path in Path(sysconfig.get_path("stdlib")).glob("*.py")), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
     tokenizer.chat_template = TEMPLATE
     return tokenizer

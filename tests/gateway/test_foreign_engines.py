@@ -104,6 +104,9 @@ class Server:
                     await writer.drain()
                     return
                 await self._answer(reader, writer, self.bodies[-1])
+                if self.kind == "llama.cpp":  # it closes after every stream, although it offers to keep alive
+                    await reader.read(1)
+                    return
         except (ConnectionError, asyncio.IncompleteReadError):
             return
         finally:
@@ -209,38 +212,42 @@ class Server:
 
     def _native(self, body: dict):
         ids, reason = self._ids(body["prompt"], body["n_predict"])
-        num_prompt, held = len(body["prompt"]), []
+        num_prompt, held, kind, word = len(body["prompt"]), [], "limit", ""
         for i, token_id in enumerate(ids):
             held.append(token_id)
             piece = self.tokenizer.decode(held, skip_special_tokens=True)
-            if "\N{REPLACEMENT CHARACTER}" in piece or token_id == 256:
+            if "\N{REPLACEMENT CHARACTER}" in piece:
                 continue
-            held = []
+            text = self.tokenizer.decode(ids[: i + 1], skip_special_tokens=True)
+            word = next((stop for stop in body["stop"] if text.endswith(stop)), "")
+            may_stop = token_id != 256 and any(
+                text.endswith(stop[:n]) for stop in body["stop"] for n in range(1, len(stop) + 1)
+            )
+            held = held if may_stop else []
             yield {
                 "index": 0,
-                "content": piece,
+                "content": "" if may_stop else piece,
                 "tokens": [token_id],
                 "stop": False,
-                "id_slot": 0,
+                "id_slot": -1,
                 "tokens_predicted": i + 1,
                 "tokens_evaluated": num_prompt,
             }
+            if word:
+                ids, kind = ids[: i + 1], "word"
+                break
+        if kind == "limit" and reason == "stop":
+            kind = "eos"
         self.usages.append({"prompt_tokens": num_prompt, "completion_tokens": len(ids)})
-        yield {
-            "index": 0,
+        last = {
             "content": "",
-            "tokens": [],
-            "id_slot": 0,
-            "stop": True,
-            "model": "tiny",
             "tokens_predicted": len(ids),
-            "tokens_evaluated": num_prompt,
-            "truncated": False,
-            "stop_type": "eos" if reason == "stop" else "limit",
-            "stopping_word": "",
-            "tokens_cached": num_prompt,
-            "timings": {"cache_n": 5, "prompt_n": num_prompt - 5},
+            "stop": True,
+            "stop_type": kind,
+            "stopping_word": word,
+            "timings": {"cache_n": 5, "prompt_n": num_prompt - 5, "predicted_n": len(ids)},
         }
+        yield {name: last[name] for name in body["response_fields"]}
 
 
 @pytest.fixture

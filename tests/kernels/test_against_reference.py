@@ -294,6 +294,13 @@ def test_paged_attention_survives_large_scores() -> None:
     assert close(ours, paged_attention_reference(q * 300, *rest, 1.0), 1e-3)
 
 
+def test_what_float8_has_no_number_for_is_stored_as_its_greatest() -> None:
+    caches = [torch.zeros(2, 1, 4, 8, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2)]
+    rows = torch.tensor([3.0, 1e4, -1e9], device=DEVICE)[:, None, None].expand(3, 1, 8)
+    kv_store(rows, -rows, *caches, torch.tensor([1, 6, 0], device=DEVICE))
+    assert [cache.float()[[0, 1, 0], 0, [1, 2, 0], 0].tolist() for cache in caches] == [[3, 448, -448], [-3, -448, 448]]
+
+
 @pytest.mark.parametrize("norm", ["none", "head", "full"])
 @pytest.mark.parametrize("clip", [None, 0.7])
 @pytest.mark.parametrize(("width", "pairs"), [(32, 16), (64, 20), (20, 10)])

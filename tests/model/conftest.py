@@ -203,6 +203,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # of use in some test only
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3, as wide as blocks": (
+        "deepseek_v3",
+        VARIANTS["deepseek_v3"][1] | {"q_lora_rank": 64, "moe_intermediate_size": 32, "intermediate_size": 96},
+    ),
     "gpt_oss, experts as wide as blocks": (
         "gpt_oss",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "head_dim": 16},
@@ -335,9 +339,15 @@ class Driver:
 @pytest.fixture
 def make_driver() -> Any:
     def make(
-        folder: Path, device: str = "cpu", dtype: str = "float32", moe_kernel: str = "auto", **sizes: int
+        folder: Path,
+        device: str = "cpu",
+        dtype: str = "float32",
+        quantization: str = "auto",
+        moe_kernel: str = "auto",
+        **sizes: int,
     ) -> Driver:
-        return Driver(load_model(folder, device=device, dtype=dtype, moe_kernel=moe_kernel), **sizes)
+        options = {"quantization": quantization, "moe_kernel": moe_kernel}
+        return Driver(load_model(folder, device=device, dtype=dtype, **options), **sizes)
 
     return make
 

@@ -53,6 +53,12 @@ def test_experts_in_four_bits_are_what_transformers_makes_of_them(
     assert (ours - checkpoint.logprobs(PROMPT)).abs().max() <= 1e-4
 
 
+def test_what_is_kept_in_few_bits_stands_for_bfloat16_unless_it_says_otherwise(make_checkpoint: Any) -> None:
+    config = config_of(make_checkpoint("gpt_oss").folder) | {"quantization_config": {"quant_method": "mxfp4"}}
+    assert spec_from_config(config).checkpoint_dtype == "float32"
+    assert spec_from_config(config | {"dtype": None}).checkpoint_dtype == "bfloat16"
+
+
 def in_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix and the scales of its blocks, those at the ends smaller."""
     scale = torch.empty(*(-(-size // side) for size, side in zip(weight.shape, FP8_BLOCK, strict=True)))
@@ -166,6 +172,7 @@ def test_a_deepseek_as_first_released_means_the_same(make_checkpoint: Any) -> No
         ("gemma3", {"hidden_activation": "relu"}, "'relu'.*gelu_pytorch_tanh"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "'noaux_tc'.*group_limited_greedy"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v2", {"attention_bias": True}, "attention_bias without a q_lora_rank"),
     ],
 )
 def test_what_is_not_known_of_a_family_is_refused_by_name(

@@ -58,6 +58,12 @@ def test_a_configuration_that_lacks_a_key_is_refused_by_name(mixture: Any) -> No
         read_spec(mixture.folder)
 
 
+@pytest.mark.parametrize(("variant", "said"), [("qwen3, tied", "needs a GPU"), ("deepseek_v2", "latent attention")])
+def test_a_cache_in_fp8_is_refused_where_there_cannot_be_one(make_checkpoint: Any, variant: str, said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        load_model(make_checkpoint(variant).folder, device="cpu", dtype="float32", kv_dtype="fp8")
+
+
 def test_a_folder_without_weights_is_refused(mixture: Any) -> None:
     (mixture.folder / "model.safetensors").unlink()
     with pytest.raises(WeightsError, match="neither"):

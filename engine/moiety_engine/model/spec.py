@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moiety_kernels.moe.activation import SILU, Activation
+from moiety_kernels.quantization.weight import WeightFormat
 from moiety_kernels.route.spec import RoutingSpec
 
 
@@ -189,8 +190,8 @@ class LayerSpec:
 class ModelSpec:
     """A whole decoder. The multipliers are of the embeddings, of what a layer's halves add to the residual stream, and
     of the logits. `logit_softcap`: logits are bent to stay within it. `fp8_block`: rows and columns that share a scale
-    in a checkpoint of eight bits. `ignored_prefixes`: of tensors in the checkpoint that are for something else than
-    decoding."""
+    in a checkpoint of eight bits. `weight_format`: of one whose weights are packed whole numbers. `ignored_prefixes`:
+    of tensors in the checkpoint that are for something else than decoding."""
 
     family: str
     vocab_size: int
@@ -206,6 +207,7 @@ class ModelSpec:
     logits_multiplier: float = 1.0
     logit_softcap: float | None = None
     fp8_block: tuple[int, int] | None = None
+    weight_format: WeightFormat | None = None
     ignored_prefixes: tuple[str, ...] = ()
 
     @property

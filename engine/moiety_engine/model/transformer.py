@@ -15,6 +15,7 @@ from torch.nn import functional
 from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
 from moiety_engine.model.layers import attention, feed_forward
 from moiety_engine.model.norms import make_norm
+from moiety_engine.model.residence import Residence
 from moiety_engine.model.rotary import RotaryTable
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.weights import ModelWeights
@@ -29,19 +30,29 @@ if TYPE_CHECKING:
 
 
 class Transformer:
-    """One decoder with its weights. `expert_counter` counts expert use once enabled; `moe_kernel` computes experts."""
+    """One decoder with its weights. `expert_counter` counts expert use once enabled."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, moe_kernel: str = "auto") -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        *,
+        kv_dtype: torch.dtype | None = None,
+        moe_kernel: str = "auto",
+    ) -> None:
+        """`kv_dtype`: of the cache; None for the activations' own. `moe_kernel` computes experts."""
         self.spec = spec
         self.device = weights.embedding_VD.device
         self.dtype = weights.embedding_VD.dtype
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
-        self.kv_dtype = self.activation_dtype
+        self.kv_dtype = kv_dtype or self.activation_dtype
         experts = (layer.ffn.routing.num_experts for layer in spec.layers if isinstance(layer.ffn, MoeSpec))
         self.expert_counter = ExpertCounter(spec.moe_layers, max(experts, default=0), self.device)
         rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in spec.layers}
         self._weights = weights
-        self._programs = _decode_programs(self._layers) if self.device.type == "cpu" else None
+        self._residence = Residence(weights)
+        on_cpu_alone = self.device.type == "cpu" and self.kv_dtype is torch.float32  # no torch in any layer
+        self._programs = _decode_programs(self._layers) if on_cpu_alone else None
         self._attentions = [
             self._normed(attention(one, w.attention, rotaries[one.rope], spec.norm.eps), w.attention_post_norm)
             for one, w in zip((layer.attention for layer in spec.layers), weights.layers, strict=True)
@@ -61,7 +72,7 @@ class Transformer:
         return values * block_size * self.kv_dtype.itemsize
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KvCache:
-        """A cache for the model: float32 on a CPU, the model's dtype on a GPU. Its content is undefined."""
+        """A cache for the model, in its `kv_dtype`. Its content is undefined."""
 
         def layer(one: AttentionSpec | LatentAttentionSpec) -> LayerCache | LatentCache:
             if isinstance(one, LatentAttentionSpec):
@@ -71,6 +82,16 @@ class Transformer:
 
         empty = partial(torch.empty, dtype=self.kv_dtype, device=self.device)
         return KvCache(tuple(layer(one.attention) for one in self.spec.layers), num_blocks, block_size)
+
+    def leave(self, on_progress: Callable[[], None]) -> int:
+        """The weights go to host memory; returns the bytes that are free thereby. Raises OutOfMemory."""
+        if self._programs is not None:
+            self._programs.forget()
+        return self._residence.leave(on_progress)
+
+    def come_back(self, on_progress: Callable[[], None]) -> None:
+        """The weights are on the device again. Raises OutOfMemory."""
+        self._residence.come_back(on_progress)
 
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return logits_LV, float32, of the rows that are wanted."""
@@ -87,7 +108,7 @@ class Transformer:
             normed_TD = programs.run(x_TD, batch, kv)
         else:
             normed_TD = self._layers(x_TD, batch, kv)
-        return normed_TD[batch.wanted_rows_L]
+        return normed_TD.index_select(0, batch.wanted_rows_L)
 
     @torch.inference_mode()
     def logits(self, hidden_LD: Tensor) -> Tensor:

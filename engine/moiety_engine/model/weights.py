@@ -26,11 +26,13 @@ from moiety_engine.model.spec import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.quantization import Weight
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    qkv_CD: Tensor
-    output_DC: Tensor
+    qkv_CD: Weight
+    output_DC: Weight
     qkv_bias_C: Tensor | None
     output_bias_D: Tensor | None
     q_norm: Tensor | None  # float32, head width or width of all heads
@@ -43,18 +45,18 @@ class LatentAttentionWeights:
     input_CD: Tensor  # to the queries or their latent row, then the latent row, then the rotated part of keys
     input_bias_C: Tensor | None
     query_norm: Tensor | None  # float32
-    query_up: Tensor | None  # from the queries' latent row to all heads
+    query_up: Weight | None  # from the queries' latent row to all heads
     latent_norm_L: Tensor  # float32
     key_up_HLd: Tensor  # from the unrotated part of a head's query into the latent space
     value_up_HdL: Tensor
-    output_DC: Tensor
+    output_DC: Weight
     output_bias_D: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class DenseWeights:
-    gate_up_2FD: Tensor
-    down_DF: Tensor
+    gate_up_2FD: Weight
+    down_DF: Weight
     gate_up_bias_2F: Tensor | None
     down_bias_D: Tensor | None
 
@@ -68,8 +70,8 @@ class SharedWeights:
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
     router_ED: Tensor  # float32 if the router is exact
-    gate_up_E2FD: Tensor
-    down_EDF: Tensor
+    gate_up_E2FD: Weight
+    down_EDF: Weight
     router_bias_E: Tensor | None  # all biases are float32
     selection_bias_E: Tensor | None
     gate_up_bias_E2F: Tensor | None
@@ -102,9 +104,11 @@ class ModelWeights:
     head_bias_V: Tensor | None
 
 
-def allocate(spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> ModelWeights:
-    """Uninitialised tensors for every weight of the spec."""
-    new = _Allocator(spec, device, dtype)
+def allocate(
+    spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, product_dtype: torch.dtype | None = None
+) -> ModelWeights:
+    """Uninitialised tensors for every weight of the spec; those of the large products may have a type of their own."""
+    new = _Allocator(spec, device, dtype, product_dtype or dtype)
     embedding = new.matrix(spec.vocab_size, spec.hidden_size)
     return ModelWeights(
         embedding_VD=embedding,
@@ -120,6 +124,10 @@ class _Allocator:
     spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
+    product_dtype: torch.dtype
+
+    def product(self, *shape: int) -> Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.product_dtype)
 
     def matrix(self, *shape: int) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=self.dtype)
@@ -148,22 +156,22 @@ class _Allocator:
     def latent(self, a: LatentAttentionSpec) -> LatentAttentionWeights:
         fused, size = a.query_input_width + a.cached_values, self.spec.hidden_size
         return LatentAttentionWeights(
-            input_CD=self.matrix(fused, size),
+            input_CD=self.product(fused, size),
             input_bias_C=self.vector(fused) if a.input_bias else None,
             query_norm=None if a.query_rank is None else self.vector(a.query_rank),
-            query_up=None if a.query_rank is None else self.matrix(a.num_heads * a.head_dim, a.query_rank),
+            query_up=None if a.query_rank is None else self.product(a.num_heads * a.head_dim, a.query_rank),
             latent_norm_L=self.vector(a.latent_width),
             key_up_HLd=self.matrix(a.num_heads, a.latent_width, a.nope_width),
             value_up_HdL=self.matrix(a.num_heads, a.value_width, a.latent_width),
-            output_DC=self.matrix(size, a.num_heads * a.value_width),
+            output_DC=self.product(size, a.num_heads * a.value_width),
             output_bias_D=self.vector(size) if a.output_bias else None,
         )
 
     def grouped(self, a: AttentionSpec) -> AttentionWeights:
         full, fused, size = a.qk_norm == "full", a.q_width + 2 * a.kv_width, self.spec.hidden_size
         return AttentionWeights(
-            qkv_CD=self.matrix(fused, size),
-            output_DC=self.matrix(size, a.q_width),
+            qkv_CD=self.product(fused, size),
+            output_DC=self.product(size, a.q_width),
             qkv_bias_C=self.vector(fused) if a.qkv_bias else None,
             output_bias_D=self.vector(size) if a.output_bias else None,
             q_norm=None if a.qk_norm == "none" else self.vector(a.q_width if full else a.head_dim),
@@ -174,8 +182,8 @@ class _Allocator:
     def dense(self, f: DenseSpec) -> DenseWeights:
         size = self.spec.hidden_size
         return DenseWeights(
-            gate_up_2FD=self.matrix(2 * f.width, size),
-            down_DF=self.matrix(size, f.width),
+            gate_up_2FD=self.product(2 * f.width, size),
+            down_DF=self.product(size, f.width),
             gate_up_bias_2F=self.vector(2 * f.width) if f.bias else None,
             down_bias_D=self.vector(size) if f.bias else None,
         )
@@ -187,8 +195,8 @@ class _Allocator:
         experts, size = f.routing.num_experts, self.spec.hidden_size
         return MoeWeights(
             router_ED=self.vector(experts, size) if f.exact_router else self.matrix(experts, size),
-            gate_up_E2FD=self.matrix(experts, 2 * f.width, size),
-            down_EDF=self.matrix(experts, size, f.width),
+            gate_up_E2FD=self.product(experts, 2 * f.width, size),
+            down_EDF=self.product(experts, size, f.width),
             router_bias_E=self.vector(experts) if f.router_bias else None,
             selection_bias_E=self.vector(experts) if f.selection_bias else None,
             gate_up_bias_E2F=self.vector(experts, 2 * f.width) if f.bias else None,

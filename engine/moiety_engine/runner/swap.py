@@ -90,7 +90,7 @@ class HostKv:
 
     def _gather(self, device_ids: list[int]) -> None:
         """Device blocks into the first rows of the staging buffer."""
-        ids_n = torch.tensor(device_ids, device=self._device)
+        ids_n = self._on_device(device_ids)
         begin = 0
         for view in self._views:
             end = begin + view.shape[1]
@@ -99,12 +99,16 @@ class HostKv:
 
     def _scatter(self, device_ids: list[int]) -> None:
         """The first rows of the staging buffer into device blocks."""
-        ids_n = torch.tensor(device_ids, device=self._device)
+        ids_n = self._on_device(device_ids)
         begin = 0
         for view in self._views:
             end = begin + view.shape[1]
             view.index_copy_(0, ids_n, self._staging_nE[: len(device_ids), begin:end])
             begin = end
+
+    def _on_device(self, ids: list[int]) -> Tensor:
+        locked = torch.tensor(ids, pin_memory=self._stream is not None)  # from other memory the copy would wait
+        return locked.to(self._device, non_blocking=True)
 
     def _runs(self, host_ids: list[int]) -> Iterator[tuple[Tensor, int, int, int]]:
         """Consecutive host blocks as (slab, its first row, first staging row, count): one copy each."""

@@ -18,7 +18,7 @@ from moiety_kernels.gpu.cases import CompileCase
 if TYPE_CHECKING:
     from moiety_kernels.attention_input.plan import AttentionInputPlan
 
-_VALUES = 1024  # of one program, at which four warps read 16 bytes a thread
+_VALUES = 1024  # of one program, whose two warps read 16 bytes a thread at once
 _MOST_VALUES = 32768  # that the registers of 16 warps hold
 _NONE, _OF_HEAD, _OF_ROW = "none", "head", "row"  # what is normalised at once
 
@@ -149,7 +149,7 @@ def _shape(heads: int, kv_heads: int, width: int, pairs: int, norm: str) -> dict
         "PAIRS_BLOCK": triton.next_power_of_2(max(1, pairs)),
         "REST_BLOCK": triton.next_power_of_2(max(1, width - 2 * pairs)),
         "NORM": norm,
-        "num_warps": max(1, min(16, values // 256)),
+        "num_warps": max(1, min(16, values // 512)),
     }
 
 
@@ -281,9 +281,17 @@ def _heads(
         (i_head < held)[:, None] & (i_pair < PAIRS),
         (i_head < held)[:, None] & (i_rest < WIDTH - 2 * PAIRS),
     )
-    tl.store(p_row + i_pair, first, mask=m_pair)
-    tl.store(p_row + PAIRS + i_pair, second, mask=m_pair)
-    tl.store(p_row + 2 * PAIRS + i_rest, rest, mask=m_rest)
+    tl.store(p_row + i_pair, _kept(first, p_row), mask=m_pair)
+    tl.store(p_row + PAIRS + i_pair, _kept(second, p_row), mask=m_pair)
+    tl.store(p_row + 2 * PAIRS + i_rest, _kept(rest, p_row), mask=m_rest)
+
+
+@triton.jit
+def _kept(values, p_row):
+    """What float8 has no number for becomes its greatest."""
+    if p_row.dtype.element_ty == tl.float8e4nv:
+        return tl.clamp(values.to(tl.float32), -448.0, 448.0).to(tl.float8e4nv)
+    return values
 
 
 @triton.jit

@@ -22,6 +22,13 @@ def _cpu() -> ModuleType:
     return cpu
 
 
+@functools.cache
+def _kernel() -> ModuleType:
+    from moiety_kernels.mla_attention import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
+
+    return kernel
+
+
 def mla_attention(
     q_THL: Tensor,
     cache_NPL: Tensor,
@@ -43,6 +50,7 @@ def mla_attention(
     require_shape("cache", cache_NPL, (-1, -1, q_THL.shape[2]))
     require(0 < value_width <= q_THL.shape[2], "value_width must be between 1 and the width of a cache row")
     require_shape("query_start", query_start_S1, (context_len_S.shape[0] + 1,))
+    require(scale > 0, "scale must be positive")
     blocks, places, width = cache_NPL.shape
     k_NGPL = cache_NPL.view(blocks, 1, places, width)
     v_NGPV = k_NGPL.as_strided((blocks, 1, places, value_width), k_NGPL.stride())
@@ -50,6 +58,11 @@ def mla_attention(
     if q_THL.is_cpu and _cpu().fits(q_THL, k_NGPL, v_NGPV, block_table_SB):
         fast: Tensor = _cpu().paged_attention(q_THL, k_NGPL, v_NGPV, *sequences, scale, None)
         return fast
+    if q_THL.is_cuda and _kernel().fits(q_THL, cache_NPL, value_width):
+        on_gpu: Tensor = _kernel().mla_attention(
+            q_THL, cache_NPL, value_width, *sequences, scale, num_decode=num_decode, max_context=max_context
+        )
+        return on_gpu
     if q_THL.is_cuda:
         return batched.paged_attention(
             q_THL,

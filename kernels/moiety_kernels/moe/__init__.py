@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from moiety_kernels.checks import KernelInputError, require, require_shape
 from moiety_kernels.linear import linear
@@ -12,10 +14,9 @@ from moiety_kernels.moe.activation import GELU_TANH, SILU, Activation
 from moiety_kernels.moe.choice import MOE_KERNELS, unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import ModuleType
 
-    from torch import Tensor
+    from moiety_kernels.quantization import Weight
 
 __all__ = ["GELU_TANH", "MOE_KERNELS", "SILU", "Activation", "dense_glu", "experts", "unavailable"]
 
@@ -38,8 +39,8 @@ def experts(
     x_TD: Tensor,
     weight_TK: Tensor,
     expert_TK: Tensor,
-    w_gate_up_E2FD: Tensor,
-    w_down_EDF: Tensor,
+    w_gate_up_E2FD: Weight,
+    w_down_EDF: Weight,
     *,
     activation: Activation = SILU,
     gate_up_bias_E2F: Tensor | None = None,
@@ -54,7 +55,9 @@ def experts(
     With `invariant`, a token's bits do not depend on what other tokens are there; on a GPU only Triton's can do that.
     """
     num_experts, width, hidden = w_down_EDF.shape
-    require_shape("w_gate_up", w_gate_up_E2FD, (num_experts, 2 * hidden, width))
+    require(
+        w_gate_up_E2FD.shape == (num_experts, 2 * hidden, width), "w_gate_up must be [E, 2F, D], as w_down [E, D, F]"
+    )
     require_shape("x", x_TD, (expert_TK.shape[0], width))
     require(weight_TK.shape == expert_TK.shape, "weight and expert must have one shape")
     require(kernel in MOE_KERNELS, "kernel must be auto, triton, grouped or reference")
@@ -63,45 +66,43 @@ def experts(
         require_shape("gate_up_bias", gate_up_bias_E2F, (num_experts, 2 * hidden))
     if down_bias_ED is not None:
         require_shape("down_bias", down_bias_ED, (num_experts, width))
-    inputs = x_TD, weight_TK, expert_TK, w_gate_up_E2FD, w_down_EDF
-    if kernel == "auto" and x_TD.is_cpu and _cpu().fits(x_TD, expert_TK, w_gate_up_E2FD, w_down_EDF, *biases):
-        fast: Tensor = _cpu().experts(*inputs, activation, *biases)
+    routed, up, down = (x_TD, weight_TK, expert_TK), w_gate_up_E2FD, w_down_EDF
+    if kernel == "auto" and x_TD.is_cpu and _cpu().fits(x_TD, expert_TK, up, down, *biases):
+        fast: Tensor = _cpu().experts(*routed, up, down, activation, *biases)
         return fast
-    compute = _implementation(kernel, x_TD, expert_TK, w_gate_up_E2FD, w_down_EDF)
-    if invariant:
-        require(_is_triton(compute), "invariant results need the Triton kernels, which do not compute this")
-        compute = functools.partial(compute, invariant=True)
-    return compute(*inputs, activation=activation, gate_up_bias_E2F=biases[0], down_bias_ED=biases[1])
-
-
-def _is_triton(compute: Callable[..., Tensor]) -> bool:
-    return compute not in (grouped.experts, reference.experts)
-
-
-def _implementation(
-    kernel: str, x_TD: Tensor, expert_TK: Tensor, w_gate_up_E2FD: Tensor, w_down_EDF: Tensor
-) -> Callable[..., Tensor]:
-    """`kernel`'s, or of "auto" the first that takes these tensors."""
+    options: dict[str, Any] = {"activation": activation, "gate_up_bias_E2F": biases[0], "down_bias_ED": biases[1]}
     if kernel == "triton" or (kernel == "auto" and x_TD.is_cuda):
+        (up_values, up_scale), (down_values, down_scale) = _values_and_scales(up), _values_and_scales(down)
         reason = unavailable("triton", x_TD.device, x_TD.dtype)
-        reason = reason or _triton().unfit(x_TD, expert_TK, w_gate_up_E2FD, w_down_EDF)
+        reason = reason or _triton().unfit(x_TD, expert_TK, up_values, down_values, up_scale, down_scale)
         if reason is None:
-            found: Callable[..., Tensor] = _triton().experts
-            return found
+            scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
+            on_gpu: Tensor = _triton().experts(
+                *routed, up_values, down_values, **options, **scales, invariant=invariant
+            )
+            return on_gpu
         if kernel == "triton":
             raise KernelInputError(f"the Triton kernels do not take this: {reason}; ask for another or for auto")
+    require(not invariant, "invariant results need the Triton kernels, which do not compute this")
     if kernel == "grouped" or (kernel == "auto" and x_TD.is_cuda):
-        if grouped.fits(x_TD, w_down_EDF):
-            return grouped.experts
-        if kernel == "grouped":
-            raise KernelInputError("torch's grouped product takes bfloat16 in rows of whole 16 bytes; ask for auto")
-    return reference.experts
+        if isinstance(up, Tensor) and isinstance(down, Tensor) and grouped.fits(x_TD, down):
+            return grouped.experts(*routed, up, down, **options)
+        require(kernel == "auto", "torch's grouped product takes bfloat16 in rows of whole 16 bytes; ask for auto")
+    return reference.experts(*routed, up, down, **options)
+
+
+def _values_and_scales(weight: Weight) -> tuple[Tensor, Tensor | None]:
+    """As the Triton kernels take them: the scales of rows without the dimension of groups."""
+    if isinstance(weight, Tensor):
+        return weight, None
+    scales = weight.scales_NG
+    return weight.values_NK, scales.squeeze(-1) if scales.shape[-1] == 1 else scales
 
 
 def dense_glu(
     x_TD: Tensor,
-    w_gate_up_2FD: Tensor,
-    w_down_DF: Tensor,
+    w_gate_up_2FD: Weight,
+    w_down_DF: Weight,
     gate_up_bias_2F: Tensor | None = None,
     down_bias_D: Tensor | None = None,
     *,
@@ -117,7 +118,7 @@ def dense_glu(
     if onto_TD is not None:
         require_shape("onto", onto_TD, (x_TD.shape[0], w_down_DF.shape[0]))
     if x_TD.is_cpu and (onto_TD is None or onto_TD.is_contiguous()):
-        as_experts = w_gate_up_2FD.view(1, *w_gate_up_2FD.shape), w_down_DF.view(1, *w_down_DF.shape)
+        as_experts = w_gate_up_2FD.unsqueeze(0), w_down_DF.unsqueeze(0)
         if _cpu().fits(x_TD, None, *as_experts, *biases):
             fast: Tensor = _cpu().experts(x_TD, weight_T1, None, *as_experts, activation, *biases, onto_TD)
             return fast

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_kernels.moe.activation import Activation
+    from moiety_kernels.quantization.weight import QuantizedWeight
 
 
 def activate(gate_up_R2F: Tensor, activation: Activation = SILU) -> Tensor:
@@ -36,8 +37,8 @@ def experts(
     x_TD: Tensor,
     weight_TK: Tensor,
     expert_TK: Tensor,
-    w_gate_up_E2FD: Tensor,
-    w_down_EDF: Tensor,
+    w_gate_up_E2FD: Tensor | QuantizedWeight,
+    w_down_EDF: Tensor | QuantizedWeight,
     *,
     activation: Activation = SILU,
     gate_up_bias_E2F: Tensor | None = None,

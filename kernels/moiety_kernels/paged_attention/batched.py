@@ -29,6 +29,8 @@ def paged_attention(
     scale: float,
     window: int | None,
     sinks_H: Tensor | None,
+    k_scale_G: Tensor | None = None,
+    v_scale_G: Tensor | None = None,
     *,
     num_decode: int,
     max_query: int,
@@ -40,7 +42,8 @@ def paged_attention(
     num_sequences, num_places = context_len_S.shape[0], k_cache_NGPd.shape[2]
     width = -(-max_context // num_places)
     copies = COPIES if sinks_H is None else COPIES + 1
-    bytes_each = 2 * k_cache_NGPd[0].numel() * width * k_cache_NGPd.itemsize * copies
+    bytes_an_entry = copies * q_THd.itemsize + (k_cache_NGPd.itemsize if k_cache_NGPd.dtype is not q_THd.dtype else 0)
+    bytes_each = 2 * k_cache_NGPd[0].numel() * width * bytes_an_entry
     group = max(1, workspace_bytes // bytes_each)
     parts = [(begin, min(begin + group, num_decode), 1) for begin in range(0, num_decode, group)]
     parts += [
@@ -59,6 +62,8 @@ def paged_attention(
             scale,
             window,
             sinks_H,
+            k_scale_G,
+            v_scale_G,
             longest,
         )
     return out_THd
@@ -75,6 +80,8 @@ def _attend(
     scale: float,
     window: int | None,
     sinks_H: Tensor | None,
+    k_scale_G: Tensor | None,
+    v_scale_G: Tensor | None,
     max_query: int,
 ) -> None:
     """Write the rows of these sequences, each padded to `max_query` queries; no padded row is written."""
@@ -89,9 +96,14 @@ def _attend(
         seen_SQC &= key_C > position_SQ[..., None] - window
     stored_S1C1 = (key_C < context_S1)[:, None, :, None]
     k_SGCd, v_SGCd = (
-        cache[block_table_SB.long()].transpose(1, 2).flatten(2, 3).masked_fill(~stored_S1C1, 0)
+        cache[block_table_SB.long()].transpose(1, 2).flatten(2, 3).to(q_THd.dtype).masked_fill(~stored_S1C1, 0)
         for cache in (k_cache_NGPd, v_cache_NGPd)
     )
+    if k_scale_G is not None and v_scale_G is not None:
+        k_SGCd, v_SGCd = (
+            (rows * scale_G[:, None, None]).to(q_THd.dtype)
+            for rows, scale_G in ((k_SGCd, k_scale_G), (v_SGCd, v_scale_G))
+        )
     q_SHQd = q_THd[row_SQ.clamp(max=num_tokens - 1)].transpose(1, 2)
     if sinks_H is not None:
         q_SHQd, k_SGCd, v_SGCd = _with_sinks(q_SHQd, k_SGCd, v_SGCd, sinks_H / scale)

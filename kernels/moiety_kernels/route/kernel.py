@@ -21,6 +21,7 @@ from moiety_kernels.route.spec import RoutingSpec
 
 _TOKENS = 4  # of one program
 _MAX_AT_ONCE = 2048  # scores of all tokens that one program routes and groups
+_CHANGING = ["num_tokens", "most_tiles"]  # with the step, for which nothing is compiled anew
 _TINY = tl.constexpr(TINY)
 
 
@@ -106,7 +107,7 @@ def _constants(spec: RoutingSpec, bias_E: Tensor | None) -> dict[str, Any]:
     }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CHANGING)
 def _route(
     p_logits,
     p_bias,
@@ -240,11 +241,12 @@ def compile_cases() -> list[CompileCase]:
     types = integers | {"p_logits": "*bf16", "p_bias": "*fp32", "p_weight": "*fp32"}
     types |= dict.fromkeys(("num_tokens", "stride", "most_tiles"), "i32")
     types |= dict.fromkeys(("least_sum", "scale", "jitter"), "fp32")
+    odd = frozenset(_CHANGING)
     cases = []
     for name, spec in families.items():
         shape = _constants(spec, None) | {"BIASED": spec.scoring == "sigmoid"}
         most_tokens = _MAX_AT_ONCE // (shape["GP"] * shape["SP"])
         alone, grouped = {"TOKENS": _TOKENS, "TILE_ROWS": 0}, {"TOKENS": most_tokens, "TILE_ROWS": 16}
-        cases.append(CompileCase(f"route {name}", _route, types, shape | alone, num_warps=4))
-        cases.append(CompileCase(f"route and group {name}", _route, types, shape | grouped, num_warps=8))
+        cases.append(CompileCase(f"route {name}", _route, types, shape | alone, num_warps=4, unaligned=odd))
+        cases.append(CompileCase(f"route and group {name}", _route, types, shape | grouped, num_warps=8, unaligned=odd))
     return cases + grouping_cases()

@@ -29,6 +29,8 @@ def serve(
     config: given.ConfigOption = None,
     device: given.DeviceOption = None,
     dtype: given.DtypeOption = None,
+    quantization: given.QuantizationOption = None,
+    load_format: given.LoadFormatOption = None,
     moe_kernel: given.MoeKernelOption = None,
     batching: given.BatchingOption = None,
     max_batch_tokens: given.MaxBatchTokensOption = None,
@@ -47,6 +49,8 @@ def serve(
     engine = {
         "--device": device,
         "--dtype": dtype,
+        "--quantization": quantization,
+        "--load-format": load_format,
         "--moe-kernel": moe_kernel,
         "--batching": batching,
         "--max-batch-tokens": max_batch_tokens,

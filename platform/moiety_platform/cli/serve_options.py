@@ -19,6 +19,12 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class Quantization(StrEnum):
+    none = "none"
+    int8 = "int8"
+    int4 = "int4"
+
+
 class Dtype(StrEnum):
     auto = "auto"
     float32 = "float32"
@@ -38,6 +44,11 @@ class Batching(StrEnum):
     dynamic = "dynamic"
     padded = "padded"
     continuous = "continuous"
+
+
+class LoadFormat(StrEnum):
+    auto = "auto"
+    dummy = "dummy"
 
 
 MoreArgument = Annotated[
@@ -71,6 +82,14 @@ DeviceOption = Annotated[
 ]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(rich_help_panel=ENGINE, help="Type of the weights; auto if not given.")
+]
+QuantizationOption = Annotated[
+    Quantization | None,
+    typer.Option(rich_help_panel=ENGINE, help="How the weights of products are kept; as they are stored if not given."),
+]
+LoadFormatOption = Annotated[
+    LoadFormat | None,
+    typer.Option(rich_help_panel=ENGINE, help="dummy: weights drawn at random, without files; for measurements."),
 ]
 MoeKernelOption = Annotated[
     MoeKernel | None,

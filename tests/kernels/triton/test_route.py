@@ -37,7 +37,7 @@ def check_groups(ours: Groups, expert: torch.Tensor, num_experts: int) -> None:
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize(("tokens", "num_experts"), [(0, 3), (1, 8), (65, 20), (1400, 3)])
+@pytest.mark.parametrize(("tokens", "num_experts"), [(0, 3), (1, 1), (1, 8), (65, 20), (1400, 3)])
 def test_few_pairs_are_grouped(routing: str, tokens: int, num_experts: int, device: str) -> None:
     check_group(grouping, routing, tokens, num_experts, device)
 
@@ -68,6 +68,7 @@ def test_a_mutant_that_groups_is_found(mutated: Any, noticed: Any, old: str, new
 SPECS = {
     "softmax": RoutingSpec(20, 3, renormalize=True),
     "softmax as it is": RoutingSpec(3, 1, renormalize=False, scale=2.5),
+    "the only expert": RoutingSpec(1, 1, renormalize=False, scoring="sigmoid"),
     "all experts": RoutingSpec(8, 8, renormalize=True, least_sum=2.0),
     "softmax of the chosen": RoutingSpec(32, 4, renormalize=False, scoring="softmax_chosen"),
     "best groups": RoutingSpec(40, 6, renormalize=False, num_groups=8, top_groups=3, scale=16.0),

@@ -120,8 +120,9 @@ def yarn_magnitude(factor: float, weight: float) -> float:
 
 
 def checkpoint_dtype(config: Config) -> str:
-    """The type of the weights on disk, by name."""
-    return str(first(config, "dtype", "torch_dtype", default="float32")).removeprefix("torch.")
+    """The type of the weights on disk, by name; of what is kept in few bits, the type that it stands for."""
+    unsaid = "bfloat16" if config.get("quantization_config") else "float32"
+    return str(first(config, "dtype", "torch_dtype", default=unsaid)).removeprefix("torch.")
 
 
 def draft_prefixes(config: Config) -> tuple[str, ...]:

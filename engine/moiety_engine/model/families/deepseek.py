@@ -70,6 +70,8 @@ def _softmax_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:
 def _attention(config: Config, *, interleaved: bool) -> LatentAttentionSpec:
     nope_width, rotary_width = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     bias = bool(config.get("attention_bias", False))
+    if bias and config.get("q_lora_rank") is None:
+        raise UnsupportedModelError("attention_bias without a q_lora_rank is not supported; no released model has that")
     return LatentAttentionSpec(
         num_heads=config["num_attention_heads"],
         query_rank=config.get("q_lora_rank"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.model.names.place import Place, Shares, reshaped, whole
+from moiety_engine.model.names.place import Place, Shares, plain, reshaped, whole
 from moiety_engine.model.spec import LatentAttentionSpec
 from moiety_engine.model.weights import AttentionWeights, LatentAttentionWeights
 
@@ -34,12 +34,12 @@ def attention_places(
 
 def _grouped(spec: AttentionSpec, weights: AttentionWeights) -> Iterator[Named]:
     widths = [spec.q_width, spec.kv_width, spec.kv_width]
-    for fused_C, kind in ((weights.qkv_CD, "weight"), (weights.qkv_bias_C, "bias")):
+    for fused_C, kind in ((plain(weights.qkv_CD), "weight"), (weights.qkv_bias_C, "bias")):
         if fused_C is not None:
             for name, view in zip("qkv", torch.split(fused_C, widths), strict=True):
                 turned = spec.rope.interleaved and name != "v"
                 yield f"self_attn.{name}_proj.{kind}", _from_neighbours(view, spec) if turned else whole(view)
-    yield "self_attn.o_proj.weight", whole(weights.output_DC)
+    yield "self_attn.o_proj.weight", whole(plain(weights.output_DC))
     if weights.output_bias_D is not None:
         yield "self_attn.o_proj.bias", whole(weights.output_bias_D)
     if weights.q_norm is not None and weights.k_norm is not None:
@@ -58,7 +58,7 @@ def _from_neighbours(rows_C: Tensor, spec: AttentionSpec) -> Place:
 def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Iterator[Named]:
     widths = [spec.query_input_width, spec.cached_values]
     names = "q_proj" if spec.query_rank is None else "q_a_proj", "kv_a_proj_with_mqa"
-    for fused_C, kind in ((weights.input_CD, "weight"), (weights.input_bias_C, "bias")):
+    for fused_C, kind in ((plain(weights.input_CD), "weight"), (weights.input_bias_C, "bias")):
         if fused_C is not None:
             query, latent = torch.split(fused_C, widths)
             heads = spec.num_heads if spec.query_rank is None else 0
@@ -66,10 +66,10 @@ def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Itera
             yield f"self_attn.{names[1]}.{kind}", _with_rotated_ends(latent, spec, 1)
     if weights.query_norm is not None and weights.query_up is not None:
         yield "self_attn.q_a_layernorm.weight", whole(weights.query_norm)
-        yield "self_attn.q_b_proj.weight", _with_rotated_ends(weights.query_up, spec, spec.num_heads)
+        yield "self_attn.q_b_proj.weight", _with_rotated_ends(plain(weights.query_up), spec, spec.num_heads)
     yield "self_attn.kv_a_layernorm.weight", whole(weights.latent_norm_L)
     yield "self_attn.kv_b_proj.weight", _up(spec, weights)
-    yield "self_attn.o_proj.weight", whole(weights.output_DC)
+    yield "self_attn.o_proj.weight", whole(plain(weights.output_DC))
     if weights.output_bias_D is not None:
         yield "self_attn.o_proj.bias", whole(weights.output_bias_D)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moiety_engine.model.names.place import Place, reshaped, whole
+from moiety_engine.model.names.place import Place, plain, reshaped, whole
 from moiety_engine.model.weights import MoeWeights
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -
 
 
 def _dense(prefix: str, weights: DenseWeights) -> Iterator[Named]:
-    for fused, kind in ((weights.gate_up_2FD, "weight"), (weights.gate_up_bias_2F, "bias")):
+    for fused, kind in ((plain(weights.gate_up_2FD), "weight"), (weights.gate_up_bias_2F, "bias")):
         if fused is not None:
             gate, up = fused.chunk(2)
             yield f"{prefix}gate_proj.{kind}", whole(gate)
             yield f"{prefix}up_proj.{kind}", whole(up)
-    yield f"{prefix}down_proj.weight", whole(weights.down_DF)
+    yield f"{prefix}down_proj.weight", whole(plain(weights.down_DF))
     if weights.down_bias_D is not None:
         yield f"{prefix}down_proj.bias", whole(weights.down_bias_D)
 
@@ -70,18 +70,19 @@ def _mixture(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
 
 
 def _experts(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
+    gate_up_E2FD, down_EDF = plain(weights.gate_up_E2FD), plain(weights.down_EDF)
     if weights.gate_up_bias_E2F is not None and weights.down_bias_ED is not None:
-        yield from _interwoven(weights.gate_up_E2FD, weights.gate_up_bias_E2F)
-        yield "experts.down_proj", Place(weights.down_EDF.mT, tuple(weights.down_EDF.mT.shape))
+        yield from _interwoven(gate_up_E2FD, weights.gate_up_bias_E2F)
+        yield "experts.down_proj", Place(down_EDF.mT, tuple(down_EDF.mT.shape))
         yield "experts.down_proj_bias", whole(weights.down_bias_ED)
         return
     for gate_up_name, down_name in _STACKED.items():
         if gate_up_name in present:
-            yield gate_up_name, whole(weights.gate_up_E2FD)
-            yield down_name, whole(weights.down_EDF)
+            yield gate_up_name, whole(gate_up_E2FD)
+            yield down_name, whole(down_EDF)
             return
     gate_name, up_name, down_name = _SINGLE[_which(tuple(_SINGLE), present)]
-    for expert, (gate_up, down) in enumerate(zip(weights.gate_up_E2FD, weights.down_EDF, strict=True)):
+    for expert, (gate_up, down) in enumerate(zip(gate_up_E2FD, down_EDF, strict=True)):
         gate, up = gate_up.chunk(2)
         yield f"experts.{expert}.{gate_name}.weight", whole(gate)
         yield f"experts.{expert}.{up_name}.weight", whole(up)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
+    from moiety_kernels.quantization import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,12 @@ class Shares:
         """Copy what was read from disk to where it belongs."""
         for view, part in zip(self.views, self.divide(source), strict=True):
             view.copy_(part)
+
+
+def plain(weight: Weight) -> Tensor:
+    """The weight as it is filled; only then is it put into few bits."""
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def whole(view: Tensor) -> Place:

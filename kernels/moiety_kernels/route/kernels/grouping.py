@@ -15,8 +15,9 @@ from moiety_kernels.route.groups import Groups, most_tiles
 
 MAX_EXPERTS = 1024
 _FEW_PAIRS = 8192  # up to here every expert's program reads all pairs; beyond, blocks are counted first
-_CHUNK = 4096  # pairs that such a program reads at once
+_CHUNK, _SMALL_CHUNK = 4096, 256  # pairs that such a program reads at once; two sizes, each compiled at its first use
 _BLOCK = 1024  # pairs of one program where there are many
+_CHANGING = ["num_pairs", "most_tiles", "num_blocks"]  # with the step, for which nothing is compiled anew
 _COUNT_ROWS = 16  # blocks' counts read at once
 
 
@@ -35,7 +36,7 @@ def group(
     most, bins = groups.tiles_N2.shape[0], max(2, triton.next_power_of_2(num_experts))
     sizes = {"E": num_experts, "BINS": bins, "TILE_ROWS": tile_rows, "num_warps": 8}
     if pairs <= few_pairs:
-        chunk = max(32, min(_CHUNK, triton.next_power_of_2(pairs)))
+        chunk = _SMALL_CHUNK if pairs <= _SMALL_CHUNK else _CHUNK
         _group_few[(num_experts,)](expert_TK, *tensors, pairs, most, CHUNK=chunk, **sizes)
         return groups
     blocks = triton.cdiv(pairs, block)
@@ -59,7 +60,7 @@ def empty_groups(expert_TK: Tensor, num_experts: int, tile_rows: int) -> Groups:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CHANGING)
 def _group_few(
     p_expert,
     p_order,
@@ -90,7 +91,7 @@ def _group_few(
         place += tl.sum(mine, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CHANGING)
 def _count_blocks(p_expert, p_counts, num_pairs, BINS: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     i_pair = block * BLOCK + tl.arange(0, BLOCK)
@@ -99,7 +100,7 @@ def _count_blocks(p_expert, p_counts, num_pairs, BINS: tl.constexpr, BLOCK: tl.c
     tl.store(p_counts + block.to(tl.int64) * BINS + tl.arange(0, BINS), counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CHANGING)
 def _group_blocks(
     p_expert,
     p_counts,
@@ -217,6 +218,7 @@ def grouping_cases() -> list[CompileCase]:
     """Few and many experts, few and many pairs."""
     pointers = dict.fromkeys(("p_expert", "p_order", "p_starts", "p_tiles", "p_num_tiles", "p_counts"), "*i32")
     numbers = dict.fromkeys(("num_pairs", "most_tiles", "num_blocks"), "i32")
+    odd = frozenset(_CHANGING)
     cases = []
     for bins in (8, 512):
         constants = {"E": bins, "BINS": bins, "TILE_ROWS": 64}
@@ -224,8 +226,8 @@ def grouping_cases() -> list[CompileCase]:
         count = {"BINS": bins, "BLOCK": _BLOCK}
         types = pointers | numbers
         cases += [
-            CompileCase(f"group few {bins}", _group_few, types, few, num_warps=8),
-            CompileCase(f"count blocks {bins}", _count_blocks, types, count, num_warps=4),
-            CompileCase(f"group blocks {bins}", _group_blocks, types, many, num_warps=8),
+            CompileCase(f"group few {bins}", _group_few, types, few, num_warps=8, unaligned=odd),
+            CompileCase(f"count blocks {bins}", _count_blocks, types, count, num_warps=4, unaligned=odd),
+            CompileCase(f"group blocks {bins}", _group_blocks, types, many, num_warps=8, unaligned=odd),
         ]
     return cases

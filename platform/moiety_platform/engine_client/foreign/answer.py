@@ -48,6 +48,7 @@ class Answer:
         self._num_resumed = 0
         self._num_counted: int | None = None  # output tokens by the server's count, without resumed ones
         self._num_cached = 0
+        self._withheld_ids: list[int] | None = []  # told without their text; None if not all of them are known
         self._finish: FinishReason | None = None  # as the server says
         self._stopped_by: str | None = None  # the stop string
         self._seq = 0
@@ -153,7 +154,10 @@ class Answer:
         """The ids, the text and the logprobs of a piece, without what is beyond the limit or a stop string."""
         token_ids = piece.token_ids
         if piece.text is not None:
-            if token_ids is None or (num_more is not None and num_more != len(token_ids)):
+            are_told = token_ids is not None and num_more in (None, len(token_ids))
+            if self._finder is not None and piece.finish is None:
+                self._withhold(piece.text, token_ids if are_told else None)
+            if token_ids is None or not are_told:
                 token_ids = self._tokenizer.encode(piece.text) if piece.text else []
             return token_ids[: self.num_left], self._search(piece.text, self._num_output), piece.logprobs
         assert token_ids is not None, "a piece has text or ids"
@@ -179,6 +183,16 @@ class Answer:
                 return text, i + 1
         return text, len(token_ids)
 
+    def _withhold(self, text: str, token_ids: list[int] | None) -> None:
+        """Keep the ids of what may become a stop string: a server gives that text out when it does not, but not where
+        the limit ends it."""
+        if text:
+            self._withheld_ids = []
+        elif token_ids is None:
+            self._withheld_ids = None
+        elif self._withheld_ids is not None:
+            self._withheld_ids += token_ids
+
     def _search(self, text: str, position: int) -> str:
         """The part of that text which may be given out."""
         if self._finder is None or position < self._min_tokens:
@@ -187,8 +201,10 @@ class Answer:
         return text
 
     def _last_text(self) -> str:
-        """What was held back; it may complete a stop string."""
-        text = self._search(self._detokenizer.flush(), self._num_output)
+        """What was held back, here and by a server that came to its limit; it may complete a stop string."""
+        withheld_ids = self._withheld_ids if self._finish is FinishReason.LENGTH else None
+        text = self._detokenizer.add(withheld_ids or ()) + self._detokenizer.flush()
+        text = self._search(text, self._num_output)
         return text if self._finder is None or self._stopped_by is not None else text + self._finder.flush()
 
     def _describe(self, one: PieceLogprob) -> TokenLogprob:

@@ -20,6 +20,7 @@ class Completions:
     """Implements Dialect."""
 
     path = "/v1/completions"
+    keeps_alive = True
 
     def __init__(self, address: ForeignAddress) -> None:
         self._model = address.model

@@ -83,6 +83,8 @@ class Exchange:
             return
         body = self._dialect.body(submit, answer.prompt_ids, answer.num_left, answer.num_min_left)
         headers = {"Content-Type": "application/json", "X-Request-Id": submit.request_id}
+        if not self._dialect.keeps_alive:
+            headers["Connection"] = "close"
         if submit.traceparent:
             headers["traceparent"] = submit.traceparent
         async with self._http.stream("POST", self._url, content=msgspec.json.encode(body), headers=headers) as response:

@@ -67,6 +67,7 @@ NAMES: Mapping[Kind, _Names] = {
         "llamacpp:requests_processing",
         "llamacpp:requests_deferred",
         prompt_tokens="llamacpp:prompt_tokens_total",
+        cached_tokens="llamacpp:prompt_tokens_cached_total",
         output_tokens="llamacpp:tokens_predicted_total",
     ),
 }
@@ -85,14 +86,17 @@ def read_figures(kind: Kind, text: str) -> Figures | None:
         return None
     num_blocks, block_size = _cache(found)
     use = _mean(found[names.kv_use])
+    prompt_tokens, cached_tokens = _sum(found[names.prompt_tokens]), _sum(found[names.cached_tokens])
+    if kind is Kind.LLAMA_CPP:  # which counts what it has computed
+        prompt_tokens += cached_tokens
     return Figures(
         num_running=_level(found[names.num_running]),
         num_waiting=_level(found[names.num_waiting]),
         kv_blocks_total=num_blocks,
         kv_blocks_used=min(num_blocks, round(use * num_blocks)),
         block_size=block_size,
-        prompt_tokens_total=_sum(found[names.prompt_tokens]),
-        cached_tokens_total=_sum(found[names.cached_tokens]),
+        prompt_tokens_total=prompt_tokens,
+        cached_tokens_total=cached_tokens,
         output_tokens_total=_sum(found[names.output_tokens]),
         requests_total=_sum(found[names.requests]),
     )

@@ -12,6 +12,7 @@ from moiety_wire.messages import Submit
 
 FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
 SEEDS = 2**32 - 1  # the largest stands for any
+LAST_FIELDS = ["content", "tokens_predicted", "stop", "stop_type", "stopping_word", "timings"]  # not the prompt again
 
 
 class LlamaCpp:
@@ -19,6 +20,7 @@ class LlamaCpp:
 
     path = "/completion"
     max_num_logprobs = 0
+    keeps_alive = False  # its answer says so, and then it closes
 
     def __init__(self, address: ForeignAddress) -> None:
         self._cache_prompt = address.shared_cache
@@ -39,13 +41,14 @@ class LlamaCpp:
             "n_predict": max_tokens,
             "stream": True,
             "return_tokens": True,
+            "response_fields": LAST_FIELDS,
             "cache_prompt": self._cache_prompt,
             "temperature": sampling.temperature if sampling.top_p else 0.0,
             "top_p": sampling.top_p or 1.0,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "repeat_penalty": sampling.repetition_penalty,
-            "repeat_last_n": -1,  # of all that has come
+            "repeat_last_n": len(prompt_ids) + max_tokens,  # of all that has come
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
             "logit_bias": [[token_id, bias] for token_id, bias in sampling.logit_bias.items()],

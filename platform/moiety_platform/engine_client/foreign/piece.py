@@ -48,6 +48,11 @@ class Dialect(Protocol):
     @property
     def max_num_logprobs(self) -> int: ...
 
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether a connection serves another request after a stream."""
+        ...
+
     def refusal(self, submit: Submit) -> str:
         """The fields of the request that this kind of server cannot honour, by OpenAI's names; "" if there are none."""
         ...
