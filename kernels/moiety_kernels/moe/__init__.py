@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from moiety_kernels.checks import KernelInputError, require, require_shape
+from moiety_kernels.checks import require, require_shape
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import grouped, reference
 from moiety_kernels.moe.activation import GELU_TANH, SILU, Activation
@@ -72,23 +72,30 @@ def experts(
         return fast
     options: dict[str, Any] = {"activation": activation, "gate_up_bias_E2F": biases[0], "down_bias_ED": biases[1]}
     if kernel == "triton" or (kernel == "auto" and x_TD.is_cuda):
-        (up_values, up_scale), (down_values, down_scale) = _values_and_scales(up), _values_and_scales(down)
-        reason = unavailable("triton", x_TD.device, x_TD.dtype)
-        reason = reason or _triton().unfit(x_TD, expert_TK, up_values, down_values, up_scale, down_scale)
-        if reason is None:
-            scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
-            on_gpu: Tensor = _triton().experts(
-                *routed, up_values, down_values, **options, **scales, invariant=invariant
-            )
+        on_gpu = _by_triton(*routed, up, down, **options, invariant=invariant)
+        if isinstance(on_gpu, Tensor):
             return on_gpu
-        if kernel == "triton":
-            raise KernelInputError(f"the Triton kernels do not take this: {reason}; ask for another or for auto")
+        require(kernel == "auto", f"the Triton kernels do not take this: {on_gpu}; ask for another or for auto")
     require(not invariant, "invariant results need the Triton kernels, which do not compute this")
     if kernel == "grouped" or (kernel == "auto" and x_TD.is_cuda):
         if isinstance(up, Tensor) and isinstance(down, Tensor) and grouped.fits(x_TD, down):
             return grouped.experts(*routed, up, down, **options)
         require(kernel == "auto", "torch's grouped product takes bfloat16 in rows of whole 16 bytes; ask for auto")
     return reference.experts(*routed, up, down, **options)
+
+
+def _by_triton(
+    x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, up: Weight, down: Weight, **options: Any
+) -> Tensor | str:
+    """The result, or why the kernels do not take this."""
+    (up_values, up_scale), (down_values, down_scale) = _values_and_scales(up), _values_and_scales(down)
+    reason: str | None = unavailable("triton", x_TD.device, x_TD.dtype)
+    reason = reason or _triton().unfit(x_TD, expert_TK, up_values, down_values, up_scale, down_scale)
+    if reason is not None:
+        return reason
+    scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
+    computed: Tensor = _triton().experts(x_TD, weight_TK, expert_TK, up_values, down_values, **scales, **options)
+    return computed
 
 
 def _values_and_scales(weight: Weight) -> tuple[Tensor, Tensor | None]:
