@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from moiety_engine.model.spec import ModelSpec
     from moiety_kernels.quantization import WeightFormat
 
-FP8_CAPABILITY = (8, 9)
-
 log = structlog.get_logger()
 
+FP8_CAPABILITY = (8, 9)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -66,8 +65,8 @@ def load_model(
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
     where, form = torch.device(device), _form(quantization, spec)
     cached_in = None if kv_dtype == "auto" else _fp8(spec, where)
-    _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype])
     num_bytes = weight_bytes(spec, DTYPES[dtype]) if form is None else bytes_in(form, spec, DTYPES[dtype])
+    _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
     require_fit(num_bytes, device_memory(where), where)
     if load_format is LoadFormat.DUMMY:
         if form is not None:
@@ -77,6 +76,26 @@ def load_model(
     else:
         weights = load(folder, spec, device=where, dtype=DTYPES[dtype], form=form, progress=progress)
     return Transformer(spec, weights, kv_dtype=cached_in, moe_kernel=moe_kernel)
+
+
+def _check_moe_kernel(
+    asked: str, spec: ModelSpec, where: torch.device, dtype: torch.dtype, form: WeightFormat | None
+) -> None:
+    """Raise if experts are to be computed by what cannot; warn if the best for a GPU cannot be taken."""
+    activations = torch.float32 if where.type == "cpu" else dtype
+    if asked not in MOE_KERNELS:
+        raise UnsupportedModelError(f"moe_kernel {asked!r} is not known; choose one of {', '.join(MOE_KERNELS)}")
+    if not spec.moe_layers:
+        return
+    if asked != "auto":
+        reason = unavailable(asked, where, activations, form)
+        if reason is not None:
+            raise UnsupportedModelError(f"--moe-kernel {asked} cannot be had: {reason}; choose auto or reference")
+    elif where.type == "cuda":
+        reason = unavailable("triton", where, activations, form)
+        if reason is not None:
+            fallback = "reference" if unavailable("grouped", where, activations, form) else "grouped"
+            log.warning("moe_kernel_unavailable", kernel="triton", reason=reason, instead=fallback)
 
 
 def _form(quantization: str, spec: ModelSpec) -> WeightFormat | None:
@@ -100,21 +119,3 @@ def _fp8(spec: ModelSpec, device: torch.device) -> torch.dtype:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise UnsupportedModelError("this GPU has no fp8, which came with compute capability 8.9: leave --kv-dtype out")
     return torch.float8_e4m3fn
-
-
-def _check_moe_kernel(asked: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise if experts are to be computed by what cannot; warn if the best for a GPU cannot be taken."""
-    activations = torch.float32 if device.type == "cpu" else dtype
-    if asked not in MOE_KERNELS:
-        raise UnsupportedModelError(f"moe_kernel {asked!r} is not known; choose one of {', '.join(MOE_KERNELS)}")
-    if not spec.moe_layers:
-        return
-    if asked != "auto":
-        reason = unavailable(asked, device, activations)
-        if reason is not None:
-            raise UnsupportedModelError(f"--moe-kernel {asked} cannot be had: {reason}; choose auto or reference")
-    elif device.type == "cuda":
-        reason = unavailable("triton", device, activations)
-        if reason is not None:
-            fallback = "reference" if unavailable("grouped", device, activations) else "grouped"
-            log.warning("moe_kernel_unavailable", kernel="triton", reason=reason, instead=fallback)

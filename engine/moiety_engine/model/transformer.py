@@ -30,12 +30,17 @@ if TYPE_CHECKING:
 
 
 class Transformer:
-    """One decoder with its weights. `expert_counter` counts expert use once enabled; `moe_kernel` computes experts."""
+    """One decoder with its weights. `expert_counter` counts expert use once enabled."""
 
     def __init__(
-        self, spec: ModelSpec, weights: ModelWeights, *, kv_dtype: torch.dtype | None = None, moe_kernel: str = "auto"
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        *,
+        kv_dtype: torch.dtype | None = None,
+        moe_kernel: str = "auto",
     ) -> None:
-        """`kv_dtype`: of the cache; None for the activations' own."""
+        """`kv_dtype`: of the cache; None for the activations' own. `moe_kernel` computes experts."""
         self.spec = spec
         self.device = weights.embedding_VD.device
         self.dtype = weights.embedding_VD.dtype

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from moiety_kernels.checks import KernelInputError, require, require_shape
+from moiety_kernels.checks import require, require_shape
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import grouped, reference
 from moiety_kernels.moe.activation import GELU_TANH, SILU, Activation
 from moiety_kernels.moe.choice import MOE_KERNELS, unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import ModuleType
 
     from moiety_kernels.quantization import Weight
@@ -47,11 +46,13 @@ def experts(
     gate_up_bias_E2F: Tensor | None = None,
     down_bias_ED: Tensor | None = None,
     kernel: str = "auto",
+    invariant: bool = False,
 ) -> Tensor:
     """Σ_k weight · expert(x) for each token; deterministic, no capacity limit, no dropped token. Of the rows of
     w_gate_up the first half are the gate's, the second the up's; so are the biases', which are float32.
 
     `kernel` is who computes it: "auto" takes the fastest that takes these tensors; another that does not is an error.
+    With `invariant`, a token's bits do not depend on what other tokens are there; on a GPU only Triton's can do that.
     """
     num_experts, width, hidden = w_down_EDF.shape
     require(
@@ -65,36 +66,44 @@ def experts(
         require_shape("gate_up_bias", gate_up_bias_E2F, (num_experts, 2 * hidden))
     if down_bias_ED is not None:
         require_shape("down_bias", down_bias_ED, (num_experts, width))
-    if kernel == "auto" and x_TD.is_cpu and _cpu().fits(x_TD, expert_TK, w_gate_up_E2FD, w_down_EDF, *biases):
-        fast: Tensor = _cpu().experts(x_TD, weight_TK, expert_TK, w_gate_up_E2FD, w_down_EDF, activation, *biases)
+    routed, up, down = (x_TD, weight_TK, expert_TK), w_gate_up_E2FD, w_down_EDF
+    if kernel == "auto" and x_TD.is_cpu and _cpu().fits(x_TD, expert_TK, up, down, *biases):
+        fast: Tensor = _cpu().experts(*routed, up, down, activation, *biases)
         return fast
-    compute = _implementation(kernel, x_TD, expert_TK, w_gate_up_E2FD, w_down_EDF)
-    inputs = x_TD, weight_TK, expert_TK, w_gate_up_E2FD, w_down_EDF
-    return compute(*inputs, activation=activation, gate_up_bias_E2F=biases[0], down_bias_ED=biases[1])
-
-
-def _implementation(
-    kernel: str, x_TD: Tensor, expert_TK: Tensor, w_gate_up_E2FD: Weight, w_down_EDF: Weight
-) -> Callable[..., Tensor]:
-    """`kernel`'s, or of "auto" the first that takes these tensors."""
-    if not isinstance(w_gate_up_E2FD, Tensor) or not isinstance(w_down_EDF, Tensor):
-        if kernel in ("triton", "grouped"):
-            raise KernelInputError(f"{kernel} does not take weights in few bits; ask for reference or for auto")
-        return reference.experts
+    options: dict[str, Any] = {"activation": activation, "gate_up_bias_E2F": biases[0], "down_bias_ED": biases[1]}
     if kernel == "triton" or (kernel == "auto" and x_TD.is_cuda):
-        reason = unavailable("triton", x_TD.device, x_TD.dtype)
-        reason = reason or _triton().unfit(x_TD, expert_TK, w_gate_up_E2FD, w_down_EDF)
-        if reason is None:
-            found: Callable[..., Tensor] = _triton().experts
-            return found
-        if kernel == "triton":
-            raise KernelInputError(f"the Triton kernels do not take this: {reason}; ask for another or for auto")
+        on_gpu = _by_triton(*routed, up, down, **options, invariant=invariant)
+        if isinstance(on_gpu, Tensor):
+            return on_gpu
+        require(kernel == "auto", f"the Triton kernels do not take this: {on_gpu}; ask for another or for auto")
+    require(not invariant, "invariant results need the Triton kernels, which do not compute this")
     if kernel == "grouped" or (kernel == "auto" and x_TD.is_cuda):
-        if grouped.fits(x_TD, w_down_EDF):
-            return grouped.experts
-        if kernel == "grouped":
-            raise KernelInputError("torch's grouped product takes bfloat16 in rows of whole 16 bytes; ask for auto")
-    return reference.experts
+        if isinstance(up, Tensor) and isinstance(down, Tensor) and grouped.fits(x_TD, down):
+            return grouped.experts(*routed, up, down, **options)
+        require(kernel == "auto", "torch's grouped product takes bfloat16 in rows of whole 16 bytes; ask for auto")
+    return reference.experts(*routed, up, down, **options)
+
+
+def _by_triton(
+    x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, up: Weight, down: Weight, **options: Any
+) -> Tensor | str:
+    """The result, or why the kernels do not take this."""
+    (up_values, up_scale), (down_values, down_scale) = _values_and_scales(up), _values_and_scales(down)
+    reason: str | None = unavailable("triton", x_TD.device, x_TD.dtype)
+    reason = reason or _triton().unfit(x_TD, expert_TK, up_values, down_values, up_scale, down_scale)
+    if reason is not None:
+        return reason
+    scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
+    computed: Tensor = _triton().experts(x_TD, weight_TK, expert_TK, up_values, down_values, **scales, **options)
+    return computed
+
+
+def _values_and_scales(weight: Weight) -> tuple[Tensor, Tensor | None]:
+    """As the Triton kernels take them: the scales of rows without the dimension of groups."""
+    if isinstance(weight, Tensor):
+        return weight, None
+    scales = weight.scales_NG
+    return weight.values_NK, scales.squeeze(-1) if scales.shape[-1] == 1 else scales
 
 
 def dense_glu(

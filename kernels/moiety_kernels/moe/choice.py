@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from moiety_kernels.quantization import WeightFormat
 
 MOE_KERNELS = ("auto", "triton", "grouped", "reference")
 
@@ -14,11 +18,15 @@ _LEAST_CAPABILITY = (8, 0)  # of NVIDIA's, with bfloat16 in the tensor cores
 
 
 @functools.cache
-def unavailable(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why `kernel` cannot run on `device` with activations of `dtype`; None if it can."""
+def unavailable(kernel: str, device: torch.device, dtype: torch.dtype, form: WeightFormat | None = None) -> str | None:
+    """Why `kernel` cannot run on `device` with activations of `dtype` and weights in `form`; None if it can."""
     if kernel == "triton":
+        if form is not None and (form.bits, form.group) != (8, None):
+            return f"its kernels do not read {form.name} weights"
         return _triton_unavailable(device)
     if kernel == "grouped":
+        if form is not None:
+            return f"torch's grouped product does not read {form.name} weights"
         if not hasattr(functional, "grouped_mm"):
             return "this torch has no grouped_mm"
         if dtype is not torch.bfloat16:

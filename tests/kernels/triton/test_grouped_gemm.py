@@ -15,6 +15,7 @@ from moiety_kernels.grouped_gemm import kernel, reference, tiles
 from moiety_kernels.grouped_gemm.kernels import down, rows, up
 from moiety_kernels.moe import GELU_TANH, SILU, Activation
 from moiety_kernels.moe import experts as moe_experts
+from moiety_kernels.quantization import INT4, INT8, quantize
 from moiety_kernels.route import group
 
 CLIPPED = Activation("clipped", 0.5, 1.702)
@@ -189,8 +190,22 @@ def test_experts_asked_of_triton_are_its_own_or_refused(device: str) -> None:
     inputs = case.x, case.weight, case.expert, case.gate_up, case.down
     ours = moe_experts(*inputs, kernel="triton")
     torch.testing.assert_close(ours, moe_experts(*inputs, kernel="reference"), **case.tolerance)
+    alone = moe_experts(*(one[:1] for one in inputs[:3]), *inputs[3:], kernel="triton", invariant=True)
+    assert torch.equal(alone, moe_experts(*inputs, kernel="triton", invariant=True)[:1])
+    with pytest.raises(KernelInputError, match="invariant results need the Triton kernels"):
+        moe_experts(*inputs, kernel="reference", invariant=True)
     with pytest.raises(KernelInputError, match=r"weights are torch\.float16 and activations torch\.float32"):
         moe_experts(*inputs[:3], case.gate_up.half(), case.down.half(), kernel="triton")
+
+
+def test_weights_kept_in_eight_bits_are_read_by_triton_and_those_in_four_are_refused(device: str) -> None:
+    case = Case((2, 1, 0), 64, 32, device=device)
+    up_int8, down_int8 = quantize(case.gate_up, INT8), quantize(case.down, INT8)
+    routed = case.x, case.weight, case.expert
+    ours = moe_experts(*routed, up_int8, down_int8, kernel="triton")
+    torch.testing.assert_close(ours, moe_experts(*routed, up_int8, down_int8, kernel="reference"), **case.tolerance)
+    with pytest.raises(KernelInputError, match=r"torch\.uint8, neither int8 nor float8_e4m3fn"):
+        moe_experts(*routed, quantize(case.gate_up, INT4), quantize(case.down, INT4), kernel="triton")
 
 
 INVARIANT = tiles.candidates(tiles.Problem(3, 2, 136, 72, 1, invariant=True), H200)
