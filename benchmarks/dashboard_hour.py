@@ -283,7 +283,7 @@ def take_pictures(dashboard: str, admin_key: str, tenant_id: str, key: str, out:
                     continue
                 shoot(page, out / f"{name.lower().replace(' ', '-')}-{theme}.png")
             page.get_by_test_id("stSidebarNav").get_by_role("link", name="Playground").click()
-            page.get_by_label("Tenant's key").fill(key)
+            page.get_by_role("textbox", name="Tenant's key").fill(key)
             page.get_by_role("button", name="Send").click()
             page.get_by_text("Whole answer").wait_for()
             shoot(page, out / f"playground-{theme}.png")

@@ -183,7 +183,11 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     browser.go("Engines")
     browser.press("Drain")
     browser.see("Are you sure?")
-    browser.press("Cancel")
+    browser.press("Drain it")
+    browser.see_in_table("asleep")
+    browser.press("Wake")
+    page.get_by_role("dialog").get_by_role("button", name="Wake").click()
+    browser.see_in_table("ready")
 
     browser.go("Overview")
     serve.part("gateway").send_signal(signal.SIGSTOP)  # the page must say so, and recover

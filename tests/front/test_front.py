@@ -17,7 +17,6 @@ from moiety_wire.messages import (
     Abort,
     Accepted,
     Card,
-    Cordon,
     Extend,
     Failed,
     FailureCode,
@@ -359,25 +358,6 @@ async def test_a_drain_lets_open_requests_end_and_takes_no_more(bench: Any, subm
         await gateway.send(Extend("open", 1, 100))
         ending, answer = await asyncio.gather(running.front.wait(), gateway.finish("open"))
         assert (ending, answer.text) == (Ending.DRAINED, "hello")
-
-
-async def test_a_cordoned_engine_finishes_what_is_open_refuses_what_comes_and_takes_requests_again_when_told(
-    bench: Any, submit: Any
-) -> None:
-    async with bench() as running:
-        gateway, other = running.connect(), running.connect()
-        await gateway.greet()
-        await other.greet()
-        await gateway.send(submit("open", credit_tokens=1))
-        await gateway.until(lambda: "open" in gateway.answers)
-        await other.send(Cordon(True))
-        await gateway.until(lambda: gateway.loads[-1].draining)
-        assert (await gateway.ask(submit("late"))).end.code is FailureCode.DRAINING
-        await gateway.send(Extend("open", 1, 100))
-        assert (await gateway.finish("open")).text == "hello"
-        await gateway.send(Cordon(False))
-        await gateway.until(lambda: not gateway.loads[-1].draining)
-        assert (await gateway.ask(submit("again"))).text == "hello"
 
 
 async def test_a_drain_that_takes_too_long_aborts_what_is_open(bench: Any, submit: Any) -> None:

@@ -173,30 +173,6 @@ async def test_an_engine_that_refuses_for_draining_is_no_answer_while_another_is
         assert [submit.resumed_ids for submit in engines[1].submits] == [None] * 3  # new to it as to the first
 
 
-async def test_an_engine_that_an_administrator_drains_gets_no_more_until_it_is_let_in_again(start_gateway, new_card):
-    engines = [FakeEngineClient(new_card(name)) for name in ("one", "two")]
-    async with start_gateway(engines) as gateway:
-
-        async def drain(on):
-            body = {"address": engines[0].address, "draining": on}
-            status, _, answer = await gateway.request(
-                "POST", "/admin/v1/engines/drain", json.dumps(body).encode(), gateway.keys.admin_key
-            )
-            assert (status, json.loads(answer)["draining"]) == (202, not on), "as it was until then"
-
-        await drain(True)
-        for n in range(4):
-            await gateway.client.chat.completions.create(**{**ASK, "messages": [{"role": "user", "content": f"{n}"}]})
-        assert (len(engines[0].submits), len(engines[1].submits)) == (0, 4)
-        await drain(False)
-        engines[1].cordon(True)
-        await gateway.client.chat.completions.create(**ASK)
-        assert len(engines[0].submits) == 1
-        _, _, answer = await gateway.request("GET", "/admin/v1/audit?object_id=fake://one", b"", gateway.keys.admin_key)
-        changes = [(entry["before"], entry["after"]) for entry in json.loads(answer)["data"]]
-        assert changes == [({"draining": False}, {"draining": True}), ({"draining": True}, {"draining": False})]
-
-
 async def test_an_engine_that_comes_back_in_time_takes_up_what_it_had(start_gateway, card, until):
     engine = FakeEngineClient(card)
     dies_at([engine], 10)

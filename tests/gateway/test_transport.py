@@ -317,13 +317,3 @@ async def test_requests_that_are_submitted_at_once_make_no_frame_for_which_an_en
             assert [message async for message in last.messages()][-1].reason is FinishReason.LENGTH
         assert not first.ended
         assert client.state.num_connections == 1
-
-
-async def test_an_engine_that_is_cordoned_says_so_and_one_that_is_not_there_cannot_be(context, connected, until):
-    async with running_front(context) as front, connected(front.address) as client:
-        client.cordon(True)
-        await until(lambda: client.state.draining)
-        client.cordon(False)
-        await until(lambda: not client.state.draining)
-    with pytest.raises(Unavailable):
-        ZmqEngineClient("tcp://127.0.0.1:9", context, SystemClock()).cordon(True)

@@ -73,6 +73,7 @@ EVERYBODY = "200 200   200 200   200 200   200 200   200 200"
 OWN_ONLY = "200 200   200 200   200 404   200 200   200 404"
 ALL_READERS = "200 200   200 200   403 403   200 200   403 403"
 OPERATORS = "200 200   200 200   403 403   403 403   403 403"
+OPERATORS_FIND_NONE = "404 404   404 404   403 403   403 403   403 403"
 OPERATORS_MAKE = "201 201   201 201   403 403   403 403   403 403"
 WRITERS = "200 200   200 200   200 404   403 403   403 403"
 WRITERS_MAKE = "201 201   201 201   201 404   403 403   403 403"
@@ -129,7 +130,8 @@ ASKS = [
     Ask("GET /audit", "200 200   403 403   200 200   403 403   200 200", query={"object_id": "{project_id}"}),
     Ask("GET /audit/verification", "200 200   403 403   403 403   403 403   403 403"),
     Ask("GET /engines", ALL_READERS),
-    Ask("POST /engines/drain", "404 404   404 404   403 403   403 403   403 403", body={"address": "ipc://{new}"}),
+    Ask("POST /engines/{engine_id}/sleep", OPERATORS_FIND_NONE, path={"engine_id": "none"}),
+    Ask("POST /engines/{engine_id}/wake", OPERATORS_FIND_NONE, path={"engine_id": "none"}),
     Ask("GET /webhooks", OPERATORS),
     Ask("POST /webhooks", OPERATORS_MAKE, body={"url": "https://example.com/{new}"}),
     Ask("DELETE /webhooks/{webhook_id}", OPERATORS),

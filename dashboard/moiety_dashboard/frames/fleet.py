@@ -17,7 +17,10 @@ OBJECTIVE = 0.99  # of the promises, against which the burn is told
 def engine_state(engine: Mapping[str, Any]) -> str:
     if not engine["healthy"]:
         return f"away: {engine['reason']}"
-    return "draining" if engine["draining"] else "ready"
+    if engine["draining"]:
+        return "draining"
+    asleep = (engine["load"] or {}).get("sleep", "awake")
+    return "ready" if asleep == "awake" else str(asleep).replace("_", " ")
 
 
 def fleet(engines: Rows) -> dict[str, float]:

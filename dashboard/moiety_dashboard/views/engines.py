@@ -19,11 +19,13 @@ from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 
 SAMPLES = "engine samples"
+DRAWN = "engine states as drawn"
 KEPT = 300
 WATCHED = timedelta(minutes=15)
 
 
 def draw(page: Page) -> None:
+    st.session_state.pop(DRAWN, None)
     page.live(draw_live)
     with page.asking() as client:
         draw_drain(client)
@@ -49,6 +51,12 @@ def draw_live(client: AdminClient) -> None:
         panels.table(frame, columns(), "")
     draw_watched(samples, engines)
     draw_classes(client, engines)
+    if st.session_state.get(DRAWN, states_of(engines)) != states_of(engines):
+        st.rerun()  # the buttons below stand outside of this part
+
+
+def states_of(engines: list[dict[str, Any]]) -> dict[str, str]:
+    return {engine["address"]: fleet.engine_state(engine) for engine in engines}
 
 
 def watch(engines: list[dict[str, Any]]) -> dict[str, deque[tuple[float, Mapping[str, Any]]]]:
@@ -155,30 +163,34 @@ def draw_classes(client: AdminClient, engines: list[dict[str, Any]]) -> None:
 
 
 def draw_drain(client: AdminClient) -> None:
-    engines = client.get("/engines").data["data"]
-    if not engines or not session.may("engines.write"):
+    listed = client.get("/engines").data["data"]
+    st.session_state[DRAWN] = states_of(listed)
+    engines = [engine for engine in listed if engine["card"]]
+    if not engines or not session.may("engines.rest"):
         return
     st.subheader("Take out of service", anchor=False)
     st.caption(
-        "An engine that is drained takes no new requests from any gateway and finishes those that it has. It takes "
-        "requests again when you say so, or when it is started anew."
+        "An engine that is drained takes no new requests from any gateway, finishes those that it has, then sleeps and "
+        "frees its device's memory. It takes requests again when it was woken, or is started anew."
     )
     for engine in engines:
+        load = engine["load"] or {}
         state = fleet.engine_state(engine)
-        up = (engine["load"] or {}).get("running_for_s")
         row = st.container(border=True, horizontal=True, vertical_alignment="center")
-        row.markdown(f"`{engine['address']}`  {state.split(':')[0]}" + (f", up {time_left(up)}" if up else ""))
-        draining = state == "draining"
-        label, icon = ("Take requests again", ":material/play_arrow:") if draining else ("Drain", ":material/pause:")
+        up = f", up {time_left(load['running_for_s'])}" if load.get("running_for_s") else ""
+        row.markdown(f"`{engine['address']}`  {state.split(':')[0]}{up}  {load.get('sleep_problem', '')}")
+        rests = state in ("falling asleep", "asleep", "waking")
+        label, icon = ("Wake", ":material/play_arrow:") if rests else ("Drain", ":material/pause:")
         if row.button(label, icon=icon, key=f"drain {engine['address']}", disabled=not engine["healthy"]):
-            ask(client, engine, draining)
+            ask(client, engine, rests)
 
 
-def ask(client: AdminClient, engine: Mapping[str, Any], draining: bool) -> None:
-    body = {"address": engine["address"], "draining": not draining}
-    if draining:
-        what, button, done = "Let it take requests again?", "Take requests", "It takes requests again."
-    else:
-        open_now = f"{(engine['load'] or {}).get('num_running', 0)} running requests end first."
-        what, button, done = f"Drain `{engine['address']}`? {open_now}", "Drain", "It is being drained."
-    panels.ask_first(what, button, lambda: client.change("POST", "/engines/drain", body), done)
+def ask(client: AdminClient, engine: Mapping[str, Any], rests: bool) -> None:
+    path = f"/engines/{engine['card']['engine_id']}"
+    if rests:
+        what, button, done = "Wake it? Its weights are loaded again first.", "Wake", "It wakes."
+        panels.ask_first(what, button, lambda: client.change("POST", f"{path}/wake"), done)
+        return
+    open_now = f"Its {(engine['load'] or {}).get('num_running', 0)} running requests end first."
+    what = f"Drain `{engine['address']}`? {open_now} If no other engine serves its model, requests are answered 503."
+    panels.ask_first(what, "Drain it", lambda: client.change("POST", f"{path}/sleep"), "It falls asleep.")

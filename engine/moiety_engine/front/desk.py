@@ -43,8 +43,8 @@ class RequestDesk:
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.limits: ModelLimits | None = None  # None until the core is ready
-        self.is_draining = False  # for good
-        self.is_cordoned = False  # until an administrator says otherwise
+        self.is_draining = False
+        self.is_awake = True
         self._tokenizer = tokenizer
         self._table = TokenTable(tokenizer)
         self._post = post
@@ -55,10 +55,6 @@ class RequestDesk:
         self._ended: dict[int, str] = {}  # key → request id, of the last that ended: events may still name them
         self._commands: list[ToCore] = []
         self._num_keys = 0
-
-    @property
-    def takes_requests(self) -> bool:
-        return not (self.is_draining or self.is_cordoned)
 
     @property
     def num_open(self) -> int:
@@ -103,8 +99,11 @@ class RequestDesk:
             return None
         if self.is_draining:
             return FailureCode.DRAINING, "the engine is shutting down; send the request to another one"
-        if self.is_cordoned:
-            return FailureCode.DRAINING, "the engine is being drained; send the request to another one"
+        if not self.is_awake:
+            return (
+                FailureCode.DRAINING,
+                "the engine sleeps or is about to; wake it, or send the request to another one",
+            )
         if submit.bill and not session.gateway_id:
             return FailureCode.ENGINE_FAILED, "this connection was given up meanwhile; say Hello, and send it again"
         if submit.request_id in session.open_keys:

@@ -10,7 +10,7 @@ import msgspec
 
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import EngineStream
-from moiety_wire.messages import Card, ClassLoad, Load, Submit
+from moiety_wire.messages import Card, ClassLoad, Load, SleepState, Submit
 
 Connection = tuple[str, int]  # an engine's address, and the number of the connection to it
 
@@ -36,6 +36,15 @@ class EngineState(msgspec.Struct, frozen=True):
     def connection(self) -> Connection:
         """Which engine this is: one that was restarted, or lost for a while, has another."""
         return self.address, self.num_connections
+
+    @property
+    def can_take(self) -> bool:
+        """Whether it takes new requests."""
+        return self.healthy and not self.draining and self.sleep is SleepState.AWAKE
+
+    @property
+    def sleep(self) -> SleepState:
+        return SleepState.AWAKE if self.load is None else self.load.sleep
 
     @property
     def draining(self) -> bool:
@@ -81,9 +90,9 @@ class EngineClient(Protocol):
         Told before long, and never raises."""
         ...
 
-    def cordon(self, on: bool) -> None:
-        """Have the engine take no new requests from anybody, or take them again; its state says so before long. Raises
-        Unavailable when it is not there, and Conflict where it is of a kind that cannot be told."""
+    def rest(self, *, asleep: bool) -> None:
+        """Tell the engine to sleep once its open requests have ended, or to wake. How far it is its loads will say.
+        Raises Unavailable when it is not there, Conflict where this kind of engine cannot sleep."""
         ...
 
     async def start(self) -> None: ...

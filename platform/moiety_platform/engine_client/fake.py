@@ -30,6 +30,7 @@ from moiety_wire.messages import (
     Load,
     Phases,
     Reason,
+    SleepState,
     Submit,
     TokenLogprob,
     Tokens,
@@ -110,7 +111,7 @@ class FakeEngineClient:
         self._running: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._alive = False
-        self._is_cordoned = False
+        self._sleep = SleepState.AWAKE
         self._num_connections = 0
         self._on_change: Callable[[], None] = lambda: None
         self._num_output_tokens = 0
@@ -140,14 +141,14 @@ class FakeEngineClient:
     def settled(self, request_id: str) -> None:
         self.settled_ids.append(request_id)
 
-    def cordon(self, on: bool) -> None:
+    def rest(self, *, asleep: bool) -> None:
+        """At once: what runs goes on."""
         if not self._alive:
-            raise Unavailable(f"the engine {self.address} is not there; try again once it is", retry_after_s=1)
-        self._is_cordoned = on
-        self._on_change()
+            raise Unavailable(f"the engine at {self.address} is not there; try again shortly", retry_after_s=1)
+        self._sleep = SleepState.ASLEEP if asleep else SleepState.AWAKE
 
     async def start(self) -> None:
-        self._alive, self._is_cordoned = True, False
+        self._alive = True
         self._num_connections += 1
         self._on_change()
 
@@ -312,13 +313,13 @@ class FakeEngineClient:
             kv_blocks_used=0,
             kv_blocks_cached=0,
             block_size=16,
-            draining=self._is_cordoned,
             steps_total=0,
             prompt_tokens_total=self._num_prompt_tokens,
             cached_tokens_total=0,
             output_tokens_total=self._num_output_tokens,
             requests_total=len(self.submits),
             classes=self.class_loads,
+            sleep=self._sleep,
         )
 
 

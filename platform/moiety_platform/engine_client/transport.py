@@ -30,11 +30,11 @@ from moiety_wire.messages import (
     PROTOCOL_VERSION,
     SILENCE_LIMIT_S,
     Card,
-    Cordon,
     Heartbeat,
     Hello,
     Load,
     Metered,
+    Rest,
     Settled,
     Submit,
     ToEngine,
@@ -120,11 +120,11 @@ class ZmqEngineClient:
     def settled(self, request_id: str) -> None:
         self._note_settled(self._replica_id, [request_id])
 
-    def cordon(self, on: bool) -> None:
+    def rest(self, *, asleep: bool) -> None:
         session = self._session
         if session is None or not self.state.healthy:
-            raise Unavailable(f"the engine {self._address} is not there; try again once it is", retry_after_s=1)
-        session.send(Cordon(on))
+            raise Unavailable(f"the engine at {self._address} is not there; try again shortly", retry_after_s=1)
+        session.send(Rest(asleep))
 
     async def start(self) -> None:
         self._keeper = asyncio.create_task(self._keep_connected(), name=f"engine link {self._address}")

@@ -6,17 +6,14 @@ import msgspec
 from litestar import get, post
 from litestar.di import NamedDependency
 from litestar.handlers import HTTPRouteHandler
-from litestar.params import JSONBody
+from litestar.params import FromPath
 
 from moiety_platform.access.table import Action, needs
 from moiety_platform.audit.trail import AuditedStore, Change, note
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.openapi.described import fails
 from moiety_platform.routing.replicas import Replicas
-from moiety_wire.messages import ClassLoad, Load
-
-MAX_OBJECT_ID = 300
-_DRAINS = needs(Action.WRITE_ENGINES) | fails(404, 409, 503)
+from moiety_wire.messages import ClassLoad, Load, SleepState
 
 
 class CardView(msgspec.Struct, frozen=True):
@@ -76,6 +73,8 @@ class LoadView(msgspec.Struct, frozen=True):
     swapped_out_blocks_total: int
     swapped_in_blocks_total: int
     running_for_s: float
+    sleep: SleepState
+    sleep_problem: str
     classes: list[ClassLoadView]
 
     @classmethod
@@ -97,13 +96,6 @@ class EngineView(msgspec.Struct, frozen=True):
     load: LoadView | None
 
 
-class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine, as the list of engines calls it, and whether it is to be drained."""
-
-    address: str
-    draining: bool = True
-
-
 class EngineViews(msgspec.Struct, frozen=True):
     """All engines."""
 
@@ -118,17 +110,39 @@ def engine_routes(replicas: Replicas) -> list[HTTPRouteHandler]:
         """All engines, and how they fare."""
         return EngineViews([_describe(state) for state in replicas.states()])
 
-    @post("/engines/drain", status_code=202, name="drain_engine", tags=["engines"], opt=_DRAINS)
-    async def drain_engine(store: NamedDependency[AuditedStore], data: JSONBody[Drain]) -> EngineView:
-        """Have an engine take no new requests from any gateway and finish the open ones, or take them again. The list
-        of engines shows it once the engine has heard; an engine that is started anew takes requests."""
+    @post(
+        "/engines/{engine_id:str}/sleep",
+        status_code=202,
+        name="sleep_engine",
+        tags=["engines"],
+        opt=needs(Action.REST_ENGINES) | fails(404, 409, 503),
+    )
+    async def sleep_engine(store: NamedDependency[AuditedStore], engine_id: FromPath[str]) -> EngineView:
+        """Have an engine free its device's memory once its open requests have ended. It takes no new ones: they go to
+        other engines of the model, or are answered with 503. `load.sleep` says how far it is."""
+        return await _rest(store, engine_id, asleep=True)
+
+    @post(
+        "/engines/{engine_id:str}/wake",
+        status_code=202,
+        name="wake_engine",
+        tags=["engines"],
+        opt=needs(Action.REST_ENGINES) | fails(404, 409, 503),
+    )
+    async def wake_engine(store: NamedDependency[AuditedStore], engine_id: FromPath[str]) -> EngineView:
+        """Have an engine that sleeps load its weights again. `load.sleep` says how far it is."""
+        return await _rest(store, engine_id, asleep=False)
+
+    async def _rest(store: AuditedStore, engine_id: str, *, asleep: bool) -> EngineView:
         async with store.write() as session:
-            before = replicas.cordon(data.address, data.draining)
-            what = {"draining": before.draining}, {"draining": data.draining}
-            note(session, Change("change", "engines", data.address[:MAX_OBJECT_ID], *what))
+            before = replicas.rest(engine_id, asleep=asleep)
+            note(
+                session,
+                Change("change", "engines", engine_id, {"sleep": before.sleep.value}, {"asked_to_sleep": asleep}),
+            )
         return _describe(before)
 
-    return [list_engines, drain_engine]
+    return [list_engines, sleep_engine, wake_engine]
 
 
 def _describe(state: EngineState) -> EngineView:

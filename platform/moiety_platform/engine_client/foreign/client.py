@@ -115,11 +115,9 @@ class ForeignEngineClient:
     def settled(self, request_id: str) -> None:
         """Such a server remembers nothing."""
 
-    def cordon(self, on: bool) -> None:
+    def rest(self, *, asleep: bool) -> None:
         raise Conflict(
-            f"{self.address} is a server of others, which cannot be told to drain; take it out of MOIETY_ENGINES, "
-            "or of the name that it is found by, instead.",
-            code="cannot_drain",
+            f"the server at {self.address} is not an engine of ours and cannot be told to sleep; stop it there"
         )
 
     async def start(self) -> None:
