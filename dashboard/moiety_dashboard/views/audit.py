@@ -89,8 +89,9 @@ def draw_verdict(client: AdminClient) -> None:
         )
     elif verdict["intact"]:
         left.success(
-            f"All {verdict['num_entries']} entries are what they were; keep the head `{verdict['num_entries']}:"
-            f"{verdict['head'][:16]}…` to know later that none is missing.",
+            f"All {verdict['num_entries']} entries are what they were. Keep their head, and "
+            "`moiety audit verify --expect` tells later that none is missing: "
+            f"`{verdict['num_entries']}:{verdict['head']}`",
             icon=":material/verified:",
         )
     else:

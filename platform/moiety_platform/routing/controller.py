@@ -73,14 +73,20 @@ class LoadView(msgspec.Struct, frozen=True):
     swapped_out_blocks_total: int
     swapped_in_blocks_total: int
     running_for_s: float
+    overshot_tokens_total: int
     sleep: SleepState
     sleep_problem: str
+    unsettled_replicas: list[str]
     classes: list[ClassLoadView]
 
     @classmethod
     def of(cls, load: Load) -> LoadView:
         plain = {name: getattr(load, name) for name in cls.__struct_fields__ if name != "classes"}
         return cls(**plain, classes=[ClassLoadView.of(one) for one in load.classes])
+
+
+assert set(LoadView.__struct_fields__) == set(Load.__struct_fields__), "all that an engine says is shown"
+assert set(ClassLoadView.__struct_fields__) == set(ClassLoad.__struct_fields__)
 
 
 class EngineView(msgspec.Struct, frozen=True):
