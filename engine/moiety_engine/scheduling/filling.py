@@ -115,6 +115,14 @@ class Filling:
             sequence.note(now_ns, EventKind.RESUMED, again)
         sequence.delay = None
 
+    def take_blocks(self, sequence: Sequence, num_tokens: int, hits: list[Hit] | None) -> bool:
+        """What it kept, what was swapped out, or its prefix hits, found if not handed in. False: nothing taken."""
+        if sequence.blocks:
+            return True  # it kept them, and grows as it goes
+        if sequence.host_blocks:
+            return self._kv.swap_in(sequence, num_tokens)
+        return self._kv.start(sequence, self._kv.find_prefix(sequence) if hits is None else hits, num_tokens)
+
     def _advance(self, sequence: Sequence, planner: Planner) -> _Given:
         """Give the sequence what it may have of this step."""
         limit = planner.prefill_room(sequence)
@@ -147,8 +155,8 @@ class Filling:
         reason = self._policy.delays(sequence, view, num_new, now_s)
         if reason is not None:
             return reason
-        if not self._take_blocks(sequence, num_tokens, hits) and not (
-            self._make_room(sequence, num_new, planner, now_ns) and self._take_blocks(sequence, num_tokens, None)
+        if not self.take_blocks(sequence, num_tokens, hits) and not (
+            self._make_room(sequence, num_new, planner, now_ns) and self.take_blocks(sequence, num_tokens, None)
         ):
             return Reason.NO_BLOCKS
         view.blocks_of_tenant = None
@@ -159,10 +167,3 @@ class Filling:
         if self._room.reclaim(num_blocks) or self._room.free_for(sequence, num_blocks, planner, now_ns):
             return True
         return self._room.reclaim(self._kv.blocks_for(len(sequence.tokens)))  # its hits may have been taken meanwhile
-
-    def _take_blocks(self, sequence: Sequence, num_tokens: int, hits: list[Hit] | None) -> bool:
-        if sequence.blocks:
-            return True  # it kept them, and grows as it goes
-        if sequence.host_blocks:
-            return self._kv.swap_in(sequence, num_tokens)
-        return self._kv.start(sequence, self._kv.find_prefix(sequence) if hits is None else hits, num_tokens)
