@@ -73,9 +73,7 @@ class Filling:
                 set_aside.append(sequence)
             if given is _Given.NOTHING:
                 break
-        for sequence in set_aside:
-            if sequence.place is not Place.ENDED and sequence not in self._places.decoding:  # that go on by themselves
-                self._policy.push(sequence, now_s)
+        self.put_back(set_aside, now_s)
         if planner.rows_left > 0 and given is not _Given.NOTHING:
             self.go_on(planner, now_s)
 
@@ -114,6 +112,12 @@ class Filling:
             again = Reason.RECOMPUTE if sequence.num_computed < sequence.peak_computed else Reason.SWAP
             sequence.note(now_ns, EventKind.RESUMED, again)
         sequence.delay = None
+
+    def put_back(self, sequences: list[Sequence], now_s: float) -> None:
+        """Queue them again: they have not got all that they want."""
+        for sequence in sequences:
+            if sequence.place is not Place.ENDED and sequence not in self._places.decoding:  # that go on by themselves
+                self._policy.push(sequence, now_s)
 
     def take_blocks(self, sequence: Sequence, num_tokens: int, hits: list[Hit] | None) -> bool:
         """What it kept, what was swapped out, or its prefix hits, found if not handed in. False: nothing taken."""

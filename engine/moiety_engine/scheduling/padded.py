@@ -38,8 +38,7 @@ class PaddedFilling:
             reserved = self._kv.grow(sequence, reserve)
             assert reserved or len(batch) == 1, "a padded batch was admitted that does not fit"
         unfinished += [s for s in batch if not planner.add_prefill(s, planner.prefill_room(s))]
-        for sequence in unfinished:
-            self._policy.push(sequence, now_s)
+        self._filling.put_back(unfinished, now_s)
 
     def _start(self, sequence: Sequence) -> bool:
         num_tokens = len(sequence.tokens)
