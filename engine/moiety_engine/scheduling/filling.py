@@ -40,9 +40,7 @@ class Filling:
         self.cached_tokens_total = 0
         self.prompt_tokens_total = 0
 
-    def fill(  # noqa: PLR0912 - one search, told in the order in which it goes
-        self, planner: Planner, view: BatchView, joinable: int, now_ns: int
-    ) -> None:
+    def fill(self, planner: Planner, view: BatchView, joinable: int, now_ns: int) -> None:
         """Prefill for running sequences, and for up to `joinable` that join the batch."""
         now_s = now_ns / 1e9
         set_aside: list[Sequence] = []
