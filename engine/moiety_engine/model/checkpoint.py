@@ -125,7 +125,7 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor; of several the one that the index names, or else the last. Raises WeightsError."""
+    """The file of each tensor; of several the one that the index names, or else the first. Raises WeightsError."""
     index = _index(folder)
     found: dict[str, Path] = {}
     for path in shard_paths(folder):
