@@ -20,6 +20,7 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.arithmetic import cannot_be_invariant
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.loading import load_model
+from moiety_engine.offline import run_all
 from moiety_engine.runner.inputs import BatchBuilder
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.plan import Chunk, Plan
@@ -50,30 +51,15 @@ def invariant_loops(request: Any, checkpoint: Any, loops: Any) -> Iterator[Any]:
     yield type(loops)(checkpoint, device, dtype, batch_invariant=flag)
 
 
-def answers(loop: EngineLoop, submits: list[CoreSubmit], steps_between: int = 0) -> tuple[dict[int, Any], int]:
+def answers(loop: EngineLoop, submits: list[CoreSubmit]) -> tuple[dict[int, Any], int]:
     """Tokens and log-probabilities of each request, bits and all, and how many tokens were computed again."""
-    found: dict[int, Any] = {submit.key: ([], []) for submit in submits}
-    recomputed = 0
-
-    def take() -> None:
-        nonlocal recomputed
-        step = loop.take_outputs()
-        for output in step.outputs if step else []:
-            tokens, logprobs = found[output.key]
-            tokens += output.token_ids
-            logprobs += [(one.logprob, one.top_logprobs) for one in output.logprobs or []]
-            recomputed += output.finish.num_recomputed_tokens if output.finish else 0
-
-    for submit in submits:
-        loop.submit(submit)
-        for _ in range(steps_between):
-            loop.step()
-            take()
-    while not loop.scheduler.idle:
-        loop.step()
-        take()
-    take()
-    return found, recomputed
+    results = run_all(loop, submits)
+    again = sum(one.finish.num_recomputed_tokens for one in results.values() if one.finish)
+    found = {
+        key: (one.token_ids, [(p.logprob, p.top_ids, p.top_logprobs) for p in one.logprobs])
+        for key, one in results.items()
+    }
+    return found, again
 
 
 def test_the_same_bits_alone_in_a_batch_cut_otherwise_and_after_a_preemption(invariant_loops: Any) -> None:
@@ -83,7 +69,7 @@ def test_the_same_bits_alone_in_a_batch_cut_otherwise_and_after_a_preemption(inv
     assert all(len(tokens) == len(logprobs) == 24 for tokens, logprobs in alone.values())
     together, _ = answers(invariant_loops.make(), SUBMITS)
     assert together == alone
-    cut, _ = answers(invariant_loops.make(max_batch_tokens=11, max_running=5), SUBMITS, steps_between=2)
+    cut, _ = answers(invariant_loops.make(max_batch_tokens=11, max_running=5), SUBMITS)
     assert cut == alone
     block_bytes = invariant_loops.model.kv_bytes_per_block(4)
     few, recomputed = answers(
