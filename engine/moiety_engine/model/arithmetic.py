@@ -32,7 +32,7 @@ def cannot_be_invariant(
 ) -> str | None:
     """Why such a model's bits would depend on who else is in the step, and what to do; None if they need not."""
     if spec.moe_layers and moe_kernel not in ("auto", "triton" if device.type == "cuda" else "auto"):
-        return f"experts computed by {moe_kernel!r} depend on the others in the step: leave --moe-kernel out"
+        return f"experts computed by {moe_kernel} depend on the others in the step: leave --moe-kernel out"
     if device.type == "cpu":
         odd = sorted({width for layer in spec.layers for width in _widths(spec, layer) if width % _LANES})
         return f"the kernels for a CPU take widths that {_LANES} divides, and this has {odd[0]}" if odd else None
