@@ -81,7 +81,7 @@ class Planner:
         limit = min(sequence.num_uncomputed, self.rows_left)
         if self._answer_rows_left is not None:
             prompt_left = max(0, sequence.num_prompt - sequence.num_computed)
-            limit = min(limit, prompt_left + self._answer_rows_left)
+            limit = min(limit, prompt_left + max(0, self._answer_rows_left))
         budget = self._budget
         if budget is None or limit <= 0:
             return max(0, limit)
