@@ -16,7 +16,7 @@ MODEL_TESTS = ("tests/model", "tests/engine/test_invariant.py")  # those on "cud
 NO_MUTANTS = "not mutant"  # they are faulty on purpose, and a process whose GPU they have confused has lost it
 # First those that targets are set by, so that a budget that is spent early was spent on them.
 LAYERS = "Qwen3-30B-A3B,E128-2816x704,Mixtral-8x7B,DeepSeek-V3,Qwen3-235B,gpt-oss-20b,OLMoE,GLM-4.5-Air"
-OTHERS = "paged_attention_decode,paged_attention_prefill,rms_norm,add_rms_norm,route,sample"
+OTHERS = "paged_attention_decode,paged_attention_prefill,rms_norm,add_rms_norm,invariant_linear,route,sample"
 OTHERS_OF = "Qwen3-30B-A3B,gpt-oss-20b"
 SANITIZERS = ("memcheck", "racecheck")
 KERNELS = ("-m", "moiety_kernels")
