@@ -31,7 +31,7 @@ from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
 
 GPU = pytest.param(("cuda", True), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
-ODD_BLOCKS = 40  # for all requests: far too few, so that some are computed again
+FEW_BLOCKS = 40  # for all requests: too few, so that some are computed again
 
 
 def make_submit(key: int, length: int, max_tokens: int = 24, **sampling: Any) -> CoreSubmit:
@@ -74,7 +74,7 @@ def test_the_same_bits_alone_in_a_batch_cut_otherwise_and_after_a_preemption(inv
     block_bytes = invariant_loops.model.kv_bytes_per_block(4)
     few, recomputed = answers(
         invariant_loops.make(
-            kv_memory_bytes=ODD_BLOCKS * block_bytes, block_size=4, max_batch_tokens=32, max_running=6,
+            kv_memory_bytes=FEW_BLOCKS * block_bytes, block_size=4, max_batch_tokens=32, max_running=6,
             policy=PolicyName.FCFS, prefix_caching=False,
         ),
         SUBMITS,
@@ -93,7 +93,7 @@ def test_whoever_goes_on_elsewhere_gets_the_bits_of_an_undisturbed_run(invariant
     assert rest[submit.key] == tuple(part[9:] for part in whole[submit.key])
 
 
-def test_an_answer_is_a_cached_prefix_of_the_next_prompt_only_where_its_bits_may_differ(loops: Any) -> None:
+def test_an_answer_is_a_cached_prefix_of_the_next_prompt_only_where_bits_may_depend_on_it(loops: Any) -> None:
     first = make_submit(0, 10)
     for flag, hits in ((False, 6), (True, 2)):
         loop = type(loops)(loops.folder, batch_invariant=flag).make(block_size=4)
