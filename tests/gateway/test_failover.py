@@ -231,6 +231,16 @@ async def test_the_span_tells_of_the_failover(start_gateway, new_card, spans):
     }
     num_again = len(resumed.prompt_ids) + len(resumed.resumed_ids)
     assert span.attributes["moiety.recomputed_tokens"] == num_again
+    lost, *phases = [one for one in spans.spans if "moiety.engine" in one.attributes]
+    assert (lost.name, lost.error, lost.links) == ("engine.attempt", "engine_failed", ())
+    assert [one.name for one in phases] == ["engine.queue", "engine.prefill", "engine.decode"]
+    assert [one.links for one in phases] == [(lost.span_id,), (), ()]
+    assert [one.attributes["moiety.engine"] for one in (lost, phases[0])] == [
+        event.attributes[f"moiety.engine.{end}"] for end in ("from", "to")
+    ]
+    assert phases[-1].attributes["gen_ai.usage.output_tokens"] == span.attributes["gen_ai.usage.output_tokens"] == 60
+    assert {one.attributes.get("moiety.resumed_tokens") for one in phases} == {5}
+    assert {one.parent_id for one in (lost, *phases)} == {span.span_id}
 
 
 @pytest.fixture
