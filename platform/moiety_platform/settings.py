@@ -107,7 +107,7 @@ class GatewaySettings(BaseSettings):
     traces_endpoint: str | None = None  # of our own trace store, e.g. http://traces:4318/otlp; None: nothing is kept
     traces_token: SecretStr | None = None  # by which that store knows its gateways
     traces_database_url: str | None = None  # where it keeps them; None: beside a SQLite store, or in PostgreSQL
-    trace_sample_rate: float = Field(default=0.05, ge=0, le=1)  # of the requests that nothing speaks for
+    trace_sample_rate: float = Field(default=0.02, ge=0, le=1)  # of the requests that nothing speaks for
     trace_sample_rates: Annotated[dict[str, float], NoDecode] = Field(default_factory=dict)  # by class: priority=1,…
     trace_first_per_s: int = Field(default=1, ge=0)  # of every second, kept whatever the rate is
     trace_max_per_s: int = Field(default=100, ge=1)  # of all that is kept; what goes beyond is counted

@@ -34,7 +34,7 @@ class SamplingTerms:
     """`rate` of the traces that nothing speaks for, of a class another where `rates` has it; before that the first ones
     of every second. At most `max_per_s` of all."""
 
-    rate: float = 0.05
+    rate: float = 0.02
     rates: Mapping[str, float] = field(default_factory=dict)
     first_per_s: int = 1
     max_per_s: int = 100
