@@ -9,11 +9,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --prefer-bin
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test bench fmt clean
+.PHONY: help serve test bench bench-gpu fmt clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  Flags are passed on in ARGS: make serve ARGS="--port 18000"; another Python: make PYTHON=python3.12 serve'
 
 serve: $(VENV)/.serve ## serve the bundled demo model (or ARGS="--model …") to tenants with keys
@@ -28,6 +28,9 @@ test: $(VENV)/.dev ## all that CI runs: lint, format, types, import contracts, t
 
 bench: $(VENV)/.serve ## measure the engine's throughput on the demo model (or ARGS="--model … --json")
 	@exec $(BIN)/moiety bench engine $(ARGS)
+
+bench-gpu: ## check and measure the kernels on the GPU of this machine, in under 8 minutes
+	@exec $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benchmarks/bench_gpu.py $(ARGS)
 
 fmt: $(VENV)/.dev ## format the code and mend what lint can mend
 	@$(BIN)/ruff check --fix .

@@ -27,8 +27,8 @@ from scenarios.charts import draw_charts  # noqa: E402
 from scenarios.claims import Measurement, Scenario, Settings, make_rows  # noqa: E402
 from scenarios.report import write_report  # noqa: E402
 
-from moiety_engine.environment import describe_environment  # noqa: E402
 from moiety_engine.errors import EngineError  # noqa: E402
+from moiety_kernels.environment import describe_environment  # noqa: E402
 
 _LISTED = (*fairness.SCENARIOS, *deadlines.SCENARIOS, *overload.SCENARIOS, *memory.SCENARIOS)
 _ORDER = ("S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8", "S9", "S10", "ablation")

@@ -11,7 +11,7 @@ import typer
 import zmq
 
 from moiety_engine.checkpoint import model_name, resolve_checkpoint
-from moiety_engine.config import Batching, EngineConfig, PolicyName
+from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap, PolicyName
 from moiety_engine.errors import CheckpointError, InvalidConfig
 from moiety_engine.front import options
 from moiety_engine.front.core_link import CoreLink, ProcessCore
@@ -52,7 +52,11 @@ def engine(
     curve_key_file: options.CurveKeyFileOption = None,
     device: options.DeviceOption = options.Device.auto,
     dtype: options.DtypeOption = options.Dtype.auto,
+    quantization: options.QuantizationOption = options.Quantization.auto,
+    kv_dtype: options.KvDtypeOption = options.KvDtype.auto,
+    moe_kernel: options.MoeKernelOption = MoeKernel.AUTO,
     threads: options.ThreadsOption = None,
+    load_format: options.LoadFormatOption = LoadFormat.AUTO,
     batching: options.BatchingOption = Batching.CONTINUOUS,
     max_batch_tokens: options.MaxBatchTokensOption = None,
     max_running: options.MaxRunningOption = None,
@@ -64,6 +68,8 @@ def engine(
     prefix_caching: options.PrefixCachingOption = True,
     static_batch_size: options.StaticBatchSizeOption = 8,
     batch_timeout_ms: options.BatchTimeoutMsOption = 50.0,
+    overlap: options.OverlapOption = Overlap.AUTO,
+    cuda_graphs: options.CudaGraphsOption = True,
     drain_timeout: options.DrainTimeoutOption = 30.0,
     core_silence_s: options.CoreSilenceOption = CORE_SILENCE_S,
     scripted: options.ScriptedOption = False,
@@ -100,6 +106,9 @@ def engine(
                 name=settings.model,
                 device=device.value,
                 dtype=dtype.value,
+                quantization=quantization.value,
+                kv_dtype=kv_dtype.value,
+                moe_kernel=moe_kernel,
                 batching=batching,
                 max_batch_tokens=max_batch_tokens,
                 max_running=max_running,
@@ -112,6 +121,9 @@ def engine(
                 prefix_caching=prefix_caching,
                 batch_timeout_ms=batch_timeout_ms,
                 static_batch_size=static_batch_size,
+                load_format=load_format,
+                overlap=overlap,
+                cuda_graphs=cuda_graphs,
             )
             text, make_core = _text_and_process(folder, config, settings)
         ending = run_front(settings, text, make_core, say=_say)

@@ -31,8 +31,34 @@ class PolicyName(StrEnum):
     QOSERVE = "qoserve"
 
 
+class LoadFormat(StrEnum):
+    """Where weights come from."""
+
+    AUTO = "auto"  # the checkpoint's files
+    DUMMY = "dummy"  # drawn at random: only config.json and the tokenizer are needed
+
+
+class Overlap(StrEnum):
+    """Whether a step is planned and launched while the one before it runs."""
+
+    AUTO = "auto"  # on a GPU
+    ON = "on"
+    OFF = "off"
+
+
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
+KV_DTYPES = ("auto", "fp8")
+
+
+class MoeKernel(StrEnum):
+    """Who computes the experts of a mixture layer; see `moiety_kernels.moe`."""
+
+    AUTO = "auto"
+    TRITON = "triton"
+    GROUPED = "grouped"
+    REFERENCE = "reference"
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +68,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # what clients call the model
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str = "auto"  # how the weights of products are kept; auto: as the checkpoint has them
+    kv_dtype: str = "auto"  # of cached keys and values; "auto": that of activations
+    moe_kernel: MoeKernel = MoeKernel.AUTO
     batching: Batching = Batching.CONTINUOUS
     policy: PolicyName = PolicyName.MOIETY  # for continuous batching; the other strategies are first come, first served
     max_batch_tokens: int | None = None  # token budget of one step
@@ -52,6 +81,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int | None = None
     num_threads: int | None = None
     prefix_caching: bool = True
+    load_format: LoadFormat = LoadFormat.AUTO
+    overlap: Overlap = Overlap.AUTO
+    cuda_graphs: bool = True  # replay decode steps on a GPU
     batch_timeout_ms: float = 50.0  # `dynamic`: how long the first request waits for company
     static_batch_size: int = 8  # `static`, `dynamic` and `padded`: the size of a batch
 
@@ -60,6 +92,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}")
         if self.dtype not in DTYPES:
             raise InvalidConfig(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.quantization not in QUANTIZATIONS:
+            raise InvalidConfig(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise InvalidConfig(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, not {self.kv_dtype!r}")
         positive = {
             "max_batch_tokens": self.max_batch_tokens,
             "max_running": self.max_running,

@@ -1,6 +1,8 @@
-"""The step loop of one replica, in process: plan, prepare, run, sample, output.
+"""The step loop of one replica, in process: plan, launch (prepare, run, sample), collect, output.
 
-Owns the model, the KV tensors, the scheduler and the sampler. It knows no sockets: `core` feeds it from the front,
+Where steps overlap, as they do on a GPU, a step is planned and launched while the one before it runs.
+
+Owns the model, what it has on the device, and the scheduler. It knows no sockets: `core` feeds it from the front,
 `bench` and tests call it directly.
 """
 
@@ -15,24 +17,18 @@ import torch
 
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
-from moiety_engine.config import Batching, EngineConfig, PolicyName
-from moiety_engine.errors import InvalidConfig
+from moiety_engine.config import Batching, EngineConfig, Overlap, PolicyName
+from moiety_engine.errors import OutOfMemory
 from moiety_engine.messages import CoreFailure, CoreLoad, CoreOutput, CoreStep, CoreSubmit
 from moiety_engine.model.loading import load_model
 from moiety_engine.model.transformer import Transformer
-from moiety_engine.runner.embeddings import embeddings
-from moiety_engine.runner.inputs import BatchBuilder, sampled
-from moiety_engine.runner.memory import available_bytes, kv_budget_bytes, num_host_blocks, num_kv_blocks
-from moiety_engine.runner.swap import HostKv
-from moiety_engine.sampling import Sampler
+from moiety_engine.runner.resident import Resident, free_cached_memory
+from moiety_engine.runner.runner import Flight
+from moiety_engine.runner.sizes import sizes_for
 from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.plan import Chunk, Plan
-from moiety_engine.scheduling.room import SwapCost
 from moiety_engine.scheduling.scheduler import Limits, Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
-from moiety_engine.sequence import Sequence
-from moiety_wire.classes import STANDARD
-from moiety_wire.messages import FailureCode, FinishReason, Sampling
+from moiety_wire.messages import FailureCode, FinishReason
 
 MAX_NUM_LOGPROBS = 20
 
@@ -44,45 +40,34 @@ class EngineLoop:
         self.model = model
         self.config = config
         self._clock_ns = clock_ns
-        on_cuda = model.device.type == "cuda"
-        self.block_size = config.block_size or (16 if on_cuda else 4)  # on a CPU small blocks cost next to nothing
-        max_batch_tokens = config.max_batch_tokens or max(8192 if on_cuda else 512, config.max_running or 0)
-        max_running = config.max_running or min(256 if on_cuda else 64, max_batch_tokens)
-        if max_batch_tokens < max_running:
-            raise InvalidConfig(
-                f"max_batch_tokens ({max_batch_tokens}) must be at least max_running ({max_running}): every running "
-                "request decodes one token a step; raise the one or lower the other"
-            )
-        context = min(config.max_context_tokens or model.spec.max_context_tokens, model.spec.max_context_tokens)
-        num_blocks = num_kv_blocks(
-            budget_bytes=kv_budget_bytes(model.device, config.kv_memory_bytes),
-            block_bytes=model.kv_bytes_per_block(self.block_size),
-            block_size=self.block_size,
-            max_running=max_running,
-            max_context=context,
-        )
-        self.max_context_tokens = min(context, num_blocks * self.block_size)
-        self.kv = model.allocate_kv(num_blocks, self.block_size)
-        block_bytes = model.kv_bytes_per_block(self.block_size)
-        num_host = num_host_blocks(
-            device=model.device,
-            wanted_bytes=config.host_kv_memory_bytes,
-            kv_bytes=num_blocks * block_bytes,
-            block_bytes=block_bytes,
-            host_bytes=available_bytes(),
-        )
-        self._host_kv = HostKv(self.kv, num_host) if num_host else None
-        host = HostTier(num_host) if num_host else None
-        ledger = KvLedger(BlockPool(num_blocks), self.block_size, prefix_caching=config.prefix_caching, host=host)
-        limits = Limits(max_batch_tokens, max_running, config.static_batch_size, config.batch_timeout_ms)
+        self.sizes = sizes = sizes_for(model, config)
+        self._resident: Resident | None = Resident(model, sizes)
+        host = HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None
+        pool = BlockPool(sizes.num_blocks)
+        ledger = KvLedger(pool, sizes.block_size, prefix_caching=config.prefix_caching, host=host)
+        limits = Limits(sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms)
         policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
         self.scheduler = Scheduler(ledger, limits, STRATEGIES[config.batching], policy)
-        self._builder = BatchBuilder(self.block_size, model.device)
-        self._sampler = Sampler(model.spec.vocab_size, model.device)
+        on_cuda = model.device.type == "cuda"
+        self.overlaps = on_cuda if config.overlap is Overlap.AUTO else config.overlap is Overlap.ON
+        self._flight: Flight | None = None  # launched, and not collected
         self._outputs: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
         self._requests_total = 0
         self.steps_total = 0
+
+    @property
+    def block_size(self) -> int:
+        return self.sizes.block_size
+
+    @property
+    def replays(self) -> bool:
+        """Whether decode steps are replayed as captured graphs."""
+        return self._resident is not None and self._resident.runner.graphs is not None
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self.sizes.max_context_tokens
 
     def submit(self, submit: CoreSubmit) -> None:
         """Queue a request; one that cannot be served comes back as a failure with the next step."""
@@ -104,38 +89,58 @@ class EngineLoop:
         """End a request before the next step; its blocks are free when this returns."""
         self._emit(self.scheduler.abort(key, reason, now_ns=self._clock_ns()))
 
-    @torch.inference_mode()
     def step(self) -> bool:
-        """One step of the model. False: there was nothing to run."""
+        """Plan a step and launch it; then take in the result of the step before, where steps overlap, or else of this
+        one. False: there was nothing to do."""
+        resident = self._awake()
         plan = self.scheduler.plan(self._clock_ns())
-        if self._host_kv is not None:
-            self._host_kv.run(plan.swap_out, plan.swap_in)
-        if not plan.chunks:
-            return False
-        hidden_LD = self.model.hidden(self._builder.build(plan), self.kv)
-        rows = [chunk.sequence for chunk in sampled(plan)]
-        token_ids, logprobs = self._sampler.sample(self.model.logits(hidden_LD[: len(rows)]), rows)
-        vectors = embeddings(hidden_LD[len(rows) :]) if len(hidden_LD) > len(rows) else []
-        self._outputs += self.scheduler.commit(plan, token_ids, logprobs, self._clock_ns(), vectors)
-        self.steps_total += 1
-        return True
+        if resident.host_kv is not None:
+            resident.host_kv.run(plan.swap_out, plan.swap_in)
+        launched = resident.runner.launch(plan) if plan.chunks else None
+        if not self.overlaps:
+            self._collect(resident, launched)
+            return launched is not None
+        before, self._flight = self._flight, launched
+        self._collect(resident, before)
+        if launched is not None:
+            self.scheduler.launched(plan)
+        return launched is not None or before is not None
 
-    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run a prefill and a decode that no request asked for, so that the first request does not pay for compiling
-        and lazy initialisation. Leaves nothing behind; only before the first request."""
-        if self._host_kv is not None:
-            seconds_per_block = self._host_kv.block_bytes / self._host_kv.measure_bandwidth()
-            self.scheduler.swap_costs(SwapCost(seconds_per_block))
-        blank = CoreSubmit(0, "", STANDARD, [0] * 4, Sampling(), 1, 0, [], 1, b"", 0)
-        sequence = Sequence(blank, order=0, seed=0)
-        sequence.blocks = list(range(self.scheduler.kv.blocks_for(5)))
-        for num_tokens, num_decode in ((4, 0), (1, 1)):
-            plan = Plan([Chunk(sequence, num_tokens, samples=True)], num_decode, num_tokens, [])
-            logits_LV = self.model.forward(self._builder.build(plan), self.kv)
-            self._sampler.sample(logits_LV, [sequence])
-            sequence.num_computed += num_tokens
-            sequence.tokens.append(0)
+        """See that the first request does not pay for what is done once. Only before the first request."""
+        self.scheduler.swap_costs(self._awake().warm_up())
+
+    # ── asleep ──
+
+    @property
+    def asleep(self) -> bool:
+        return self._resident is None
+
+    def sleep(self, on_progress: Callable[[], None] = lambda: None) -> int:
+        """Give the device's memory back: the weights go to host memory, what the KV cache holds is forgotten. Only
+        while no request is open. Returns the bytes of the weights and of the cache. Raises OutOfMemory where the host
+        has no room for the weights; the loop is awake then, and has lost nothing but time."""
+        assert self.scheduler.idle, "a replica sleeps only when no request is open"
+        resident = self._awake()
+        self._collect(resident, self._flight)
+        self._flight = None
+        freed = self.model.leave(on_progress) + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
+        self.scheduler.kv.forget()
+        self._resident = None
+        del resident
+        free_cached_memory(self.model.device)
+        return freed
+
+    def wake(self, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Take the memory again, and be as after the start. Raises OutOfMemory; the loop sleeps on then."""
+        assert self._resident is None, "a replica that is awake was woken"
+        self.model.come_back(on_progress)
+        try:
+            self._resident = Resident(self.model, self.sizes)
+        except OutOfMemory:
+            self.model.leave(on_progress)
+            raise
+        self.warm_up()
 
     def take_outputs(self) -> CoreStep | None:
         """What happened since the last call, if anything."""
@@ -167,7 +172,19 @@ class EngineLoop:
             swapped_out_blocks_total=scheduler.kv.swapped_out_total,
             swapped_in_blocks_total=scheduler.kv.swapped_in_total,
             classes=scheduler.class_loads(),
+            overshot_tokens_total=scheduler.overshot_tokens_total,
         )
+
+    def _awake(self) -> Resident:
+        assert self._resident is not None, "a replica that sleeps has nothing to run"
+        return self._resident
+
+    def _collect(self, resident: Resident, flight: Flight | None) -> None:
+        if flight is not None:
+            found = resident.runner.collect(flight)
+            now_ns = self._clock_ns()
+            self._outputs += self.scheduler.commit(flight.plan, found.token_ids, found.logprobs, now_ns, found.vectors)
+            self.steps_total += 1
 
     def _emit(self, output: CoreOutput | None) -> None:
         if output is not None:
@@ -184,6 +201,14 @@ def load_loop(
     Raises EngineError with what to do."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     model = load_model(
-        Path(config.model), device=device, dtype=config.dtype, num_threads=config.num_threads, progress=progress
+        Path(config.model),
+        device=device,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        quantization=config.quantization,
+        moe_kernel=config.moe_kernel,
+        num_threads=config.num_threads,
+        load_format=config.load_format,
+        progress=progress,
     )
     return EngineLoop(model, config, clock_ns=clock_ns)

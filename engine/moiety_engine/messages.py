@@ -54,7 +54,13 @@ class CoreShutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     pass
 
 
-ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown
+class CoreRest(msgspec.Struct, frozen=True, tag="rest"):
+    """Give the device's memory back, while no request is open, or take it again. Answered by CoreRested."""
+
+    asleep: bool
+
+
+ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreRest
 
 
 class CoreLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -135,6 +141,7 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
     swapped_out_blocks_total: int = 0
     swapped_in_blocks_total: int = 0
     classes: list[ClassLoad] = []
+    overshot_tokens_total: int = 0  # computed for requests that had ended by then; nobody pays for them
 
 
 class CoreState(StrEnum):
@@ -164,4 +171,11 @@ class CoreStep(msgspec.Struct, frozen=True, tag="step"):
     admissions: list[CoreAdmission] = []
 
 
-ToFront = CoreHello | CoreStep
+class CoreRested(msgspec.Struct, frozen=True, tag="rested"):
+    """Whether the core sleeps now. `problem`: why it does not do what it was told."""
+
+    asleep: bool
+    problem: str = ""
+
+
+ToFront = CoreHello | CoreStep | CoreRested

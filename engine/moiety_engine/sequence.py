@@ -2,6 +2,9 @@
 
 A Sequence is mutable and has one owner, the scheduler. `tokens` are prompt and output together; the KV cache holds the
 first `num_computed` of them. A decoding sequence lacks exactly its newest token.
+
+While a step runs, the token that it samples is *pending*: `tokens` ends with PENDING, and counts as if it were there;
+its value is on the device alone, in row `pending_row` of what the step sampled.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from moiety_engine.cache.prefix import block_hash, root_hash
 from moiety_engine.messages import CoreEvent, CoreSubmit
 from moiety_wire.messages import EventKind, Reason
 
+PENDING = -1  # stands for a token that the running step samples
 MAX_EVENTS = 64
 MAX_TRUSTED_DELAY_NS = 10**9  # what a gateway's clock may say the way here took
 
@@ -25,7 +29,8 @@ class Place(IntEnum):
     RUNNING = 1  # in the batch
     PARKED = 2  # without credit
     RETURNING = 3  # was in the batch and will be again: preempted, or with new credit
-    ENDED = 4
+    FINISHING = 4  # its last step runs: it wants nothing any more but what that brings
+    ENDED = 5
 
 
 class Sequence:
@@ -52,6 +57,7 @@ class Sequence:
         "first_token_unix_ns",
         "ghost",
         "host_blocks",
+        "next_due_s",
         "num_cached",
         "num_computed",
         "num_overtaken",
@@ -66,6 +72,7 @@ class Sequence:
         "on_time",
         "order",
         "peak_computed",
+        "pending_row",
         "place",
         "predicted_output",
         "queued_unix_ns",
@@ -103,16 +110,17 @@ class Sequence:
         self.num_overtaken = 0  # joins of others since it first found no blocks at the head of the queue
         self.num_recomputed = 0  # tokens whose KV was computed more than once
         self.peak_computed = 0  # the most tokens whose KV was there at any time
+        self.pending_row = -1  # of the pending token in what the running step samples; -1 if none is pending
         self.place = Place.WAITING
         self.entry = 0  # raised when it enters or leaves a policy's queue: older entries are void; odd while queued
         self.delay: Reason | None = None  # what last kept it from starting
         self.events: list[CoreEvent] = []
         self.first_deadline_s = math.inf
         self.due_s = math.inf  # deadline of the next output token, while all before it were in time
+        self.next_due_s = math.inf  # of the token after the pending one, if there is one
         self.completion_deadline_s = math.inf
         self.on_time = True  # no deadline has been missed yet
-        self.relegated = False
-        self.boosted = False
+        self.relegated = self.boosted = False
         self.predicted_output = 0.0  # tokens; a prediction, never the truth
         self.reserved_tokens = 0  # what it may hold in all without losing its protection from preemption
         self.account: Any = None  # its tenant's, of a policy that keeps accounts
@@ -140,6 +148,16 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    @property
+    def pending(self) -> bool:
+        """Whether its newest token is not known yet."""
+        return self.pending_row >= 0
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that are known, all but a pending one."""
+        return len(self.tokens) - (self.pending_row >= 0)
 
     @property
     def has_credit(self) -> bool:
@@ -171,7 +189,7 @@ class Sequence:
             self.first_deadline_s = self.arrival_s + service.ttft_s + per_token_s * num_allowed
         else:
             self.first_deadline_s = math.inf
-        self.due_s = self.first_deadline_s
+        self.due_s = self.next_due_s = self.first_deadline_s
         if self.submit.deadline_unix_ns is not None:
             self.completion_deadline_s = self.submit.deadline_unix_ns / 1e9
         elif service.completion_s is not None:
@@ -179,16 +197,28 @@ class Sequence:
         else:
             self.completion_deadline_s = math.inf
 
-    def token_came(self, now_s: float) -> None:
-        """An output token was made: see whether it was in time, and when the next one is due."""
-        if self.due_s == math.inf:
-            return
+    def expect_token(self, row: int) -> None:
+        """The running step samples its next token, in this row."""
+        self.tokens.append(PENDING)
+        self.pending_row = row
+        if self.due_s != math.inf:
+            pace = self.service.tpot_s
+            self.next_due_s = math.inf if pace is None else self.due_s + pace
+
+    def token_came(self, token_id: int, now_s: float) -> None:
+        """The pending token is known: see whether it was in time, and when the next one is due."""
+        self.tokens[-1] = token_id
+        self.pending_row = -1
         if now_s > self.due_s:
             self.on_time = False
-            self.due_s = math.inf
-        else:
-            pace = self.service.tpot_s
-            self.due_s = math.inf if pace is None else self.due_s + pace
+            self.next_due_s = math.inf
+        self.due_s = self.next_due_s
+
+    def forgo_token(self) -> None:
+        """A pending token will not be wanted."""
+        if self.pending_row >= 0:
+            self.tokens.pop()
+            self.pending_row = -1
 
     def note(self, unix_ns: int, kind: EventKind, reason: Reason, other: int = 0) -> None:
         """Remember a decision about this request; of very many, the first and the newest are kept."""

@@ -54,6 +54,15 @@ class FailureCode(StrEnum):
     ENGINE_FAILED = "engine_failed"
 
 
+class SleepState(StrEnum):
+    """Whether an engine can take requests, as far as its sleep goes."""
+
+    AWAKE = "awake"
+    FALLING_ASLEEP = "falling_asleep"  # takes no more; ends what is open, then frees the device's memory
+    ASLEEP = "asleep"
+    WAKING = "waking"
+
+
 class Reason(StrEnum):
     """Why the scheduler did what it did: the codes that traces, metrics and answers carry."""
 
@@ -176,7 +185,14 @@ class Settled(msgspec.Struct, frozen=True, tag="settled"):
     request_ids: list[str]
 
 
-ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled
+class Rest(msgspec.Struct, frozen=True, tag="rest"):
+    """Fall asleep once what is open has ended, or wake up. An engine asleep takes no requests, and its model no memory
+    of the device. How far it is stands in the engine's loads."""
+
+    asleep: bool
+
+
+ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled | Rest
 
 # ── to the gateway ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -361,6 +377,9 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     swapped_in_blocks_total: int = 0
     classes: list[ClassLoad] = []
     running_for_s: float = 0.0  # the engine, which knows of all since then
+    overshot_tokens_total: int = 0  # computed for requests that had ended by then; nobody pays for them
+    sleep: SleepState = SleepState.AWAKE
+    sleep_problem: str = ""  # why it did not fall asleep, or wake, when it was last told to
     unsettled_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Sequence
+
+
+class Shaped(Protocol):
+    """A tensor, or what stands for one."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
 
 
 class KernelInputError(ValueError):
@@ -18,7 +25,7 @@ def require(condition: bool, message: str) -> None:
         raise KernelInputError(message)
 
 
-def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+def require_shape(name: str, tensor: Shaped, shape: tuple[int, ...]) -> None:
     """Raise unless the tensor has exactly this shape; -1 takes any extent."""
     actual = tensor.shape
     agrees = len(actual) == len(shape)

@@ -25,7 +25,7 @@ class EngineCollector(Collector):
     )
     _COUNTERS = (
         *("steps", "prompt_tokens", "cached_tokens", "output_tokens", "requests"),
-        *("swapped_out_blocks", "swapped_in_blocks"),
+        *("swapped_out_blocks", "swapped_in_blocks", "overshot_tokens"),
     )
     _CLASS_GAUGES = (
         ("num_waiting", "num_waiting", "Requests of the class that wait."),
@@ -51,7 +51,7 @@ class EngineCollector(Collector):
         states = self._states()
         up = GaugeMetricFamily("moiety_engine_up", "1 if the engine can take requests.", labels=("engine",))
         for state in states:
-            up.add_metric((state.address,), float(state.healthy and not state.draining))
+            up.add_metric((state.address,), float(state.can_take))
         yield up
         loads = [(state.address, state.load) for state in states if state.load is not None]
         for name in self._GAUGES:

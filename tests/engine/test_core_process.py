@@ -12,8 +12,19 @@ import msgspec
 import pytest
 import zmq
 
-from moiety_engine.config import EngineConfig
-from moiety_engine.messages import CoreAbort, CoreHello, CoreShutdown, CoreState, CoreStep, CoreSubmit, ToCore, ToFront
+from moiety_engine.config import EngineConfig, Overlap
+from moiety_engine.messages import (
+    CoreAbort,
+    CoreHello,
+    CoreRest,
+    CoreRested,
+    CoreShutdown,
+    CoreState,
+    CoreStep,
+    CoreSubmit,
+    ToCore,
+    ToFront,
+)
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling
 
@@ -54,6 +65,20 @@ class Front:
         while True:
             message = self.receive()
             if isinstance(message, CoreStep) and (message.outputs or message.failures):
+                return message
+
+    def steps_to_the_end(self) -> Iterator[CoreStep]:
+        """Of one request."""
+        while True:
+            step = self.step()
+            yield step
+            if step.outputs[0].finish is not None:
+                return
+
+    def rested(self) -> CoreRested:
+        while True:
+            message = self.receive()
+            if isinstance(message, CoreRested):
                 return message
 
     def close(self) -> None:
@@ -133,6 +158,26 @@ def test_the_core_says_hello_answers_counts_an_abort_and_ends_when_told(start: o
     assert finish.reason == FinishReason.ABORT
     front.send(CoreShutdown())
     assert front.process.wait(30) == 0
+
+
+def test_the_core_sleeps_and_wakes_when_told_and_answers_the_same_with_steps_that_overlap(
+    start: object, checkpoint: Path
+) -> None:
+    front: Front = start(str(checkpoint), overlap=Overlap.ON)  # type: ignore[operator]
+    front.hello()
+    answers = []
+    for key in (1, 2):
+        front.send(_submit(key))
+        answers.append([token for step in front.steps_to_the_end() for token in step.outputs[0].token_ids])
+        front.send(CoreRest(asleep=True))
+        assert front.rested() == CoreRested(asleep=True)
+        idle = front.receive()
+        assert isinstance(idle, CoreStep)  # it is alive
+        assert idle.load.kv_blocks_cached == 0
+        front.send(CoreRest(asleep=False))
+        assert front.rested() == CoreRested(asleep=False)
+    assert len(answers[0]) == 5
+    assert answers[0] == answers[1]
 
 
 def test_the_core_ends_at_once_when_its_front_is_gone(start: object, checkpoint: Path) -> None:

@@ -14,7 +14,7 @@ from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.model.batch import KvCache, LayerCache
+from moiety_engine.model.batch import KvCache, LatentCache, LayerCache
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.runner.inputs import BatchBuilder
 from moiety_engine.runner.memory import num_host_blocks
@@ -33,18 +33,20 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 
 def uneven_cache(num_blocks: int, device: str = "cpu") -> KvCache:
-    """Three layers of different heads and widths, every element different."""
+    """Layers of different heads and widths, one of them of latent rows, every element different."""
 
     def layer(heads: int, width: int, base: float) -> LayerCache:
         shape = (2, num_blocks, heads, BLOCK_SIZE, width)
         both = torch.arange(base, base + torch.Size(shape).numel(), dtype=torch.float32, device=device).reshape(shape)
         return LayerCache(both[0], both[1])
 
-    return KvCache((layer(2, 8, 0.0), layer(1, 16, 1e5), layer(4, 2, 2e5)), num_blocks, BLOCK_SIZE)
+    rows = torch.arange(3e5, 3e5 + num_blocks * BLOCK_SIZE * 6, device=device).reshape(num_blocks, BLOCK_SIZE, 6)
+    layers = layer(2, 8, 0.0), layer(1, 16, 1e5), LatentCache(rows), layer(4, 2, 2e5)
+    return KvCache(layers, num_blocks, BLOCK_SIZE)
 
 
 def parts(kv: KvCache) -> list[Tensor]:
-    return [part for layer in kv.layers for part in (layer.k_NGPd, layer.v_NGPd)]
+    return [part for layer in kv.layers for part in layer.parts]
 
 
 @pytest.mark.parametrize("device", DEVICES)

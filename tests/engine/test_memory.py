@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from moiety_engine.runner.memory import available_bytes
+from moiety_engine.memory import available_bytes
 
 
 def test_a_containers_limit_counts_where_it_is_lower_than_the_machines_memory(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.sampling import Sampler
-from moiety_engine.sampling.randomness import uniform
+from moiety_engine.sampling.randomness import uniforms
+from moiety_engine.sampling.sampler import draws
 from moiety_engine.sequence import Sequence
+from moiety_kernels.sample import sample as draw_on_device
 from moiety_wire.messages import Sampling
 
 V = 50
@@ -26,8 +28,7 @@ def make_row(sampling: Sampling, *, output: list[int] | None = None, seed: int =
 
 
 def sample(logits_LV: torch.Tensor, *rows: Sequence) -> list[int]:
-    tokens, _ = Sampler(logits_LV.shape[1], torch.device("cpu")).sample(logits_LV.clone(), rows)
-    return tokens
+    return Sampler(logits_LV.shape[1], torch.device("cpu")).sample(logits_LV.clone(), rows).unpack()[0]
 
 
 def frequencies(logits_V: torch.Tensor, sampling: Sampling, draws: int = 4000) -> torch.Tensor:
@@ -121,7 +122,7 @@ def test_stop_tokens_are_banned_below_min_tokens() -> None:
 def test_logprobs_are_those_of_the_model_before_bias_and_temperature() -> None:
     logits = torch.randn(2, V)
     rows = [make_row(Sampling(temperature=0.5, num_logprobs=3, logit_bias={7: 50.0})), make_row(Sampling())]
-    tokens, logprobs = Sampler(V, torch.device("cpu")).sample(logits.clone(), rows)
+    tokens, logprobs = Sampler(V, torch.device("cpu")).sample(logits.clone(), rows).unpack()
     expected = logits[0].log_softmax(-1)
     assert tokens[0] == 7
     assert logprobs[1] is None
@@ -132,12 +133,29 @@ def test_logprobs_are_those_of_the_model_before_bias_and_temperature() -> None:
 
 @given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 10**6))
 def test_the_uniform_number_is_in_range_and_reproducible(seed: int, position: int) -> None:
-    assert 0 <= uniform(seed, position) < 1
-    assert uniform(seed, position) == uniform(seed, position)
+    number = uniforms([seed], [position])[0]
+    assert 0 <= number < 1
+    assert uniforms([3, seed], [0, position])[1] == number
 
 
 def test_uniform_numbers_are_spread_evenly_over_seeds_and_positions() -> None:
-    for values in ([uniform(seed, 0) for seed in range(2000)], [uniform(3, position) for position in range(2000)]):
-        counts = torch.histc(torch.tensor(values), bins=10, min=0, max=1)
+    for values in (uniforms([*range(2000)], [0] * 2000), uniforms([3] * 2000, [*range(2000)])):
+        counts = torch.histc(torch.from_numpy(values), bins=10, min=0, max=1)
         chi_squared = ((counts - 200) ** 2 / 200).sum()
         assert chi_squared < 30  # 9 degrees of freedom: p < 0.0005
+
+
+def test_the_operation_for_gpus_draws_the_same_tokens() -> None:
+    settings_of = [
+        Sampling(temperature=0.0),
+        Sampling(temperature=0.8),
+        Sampling(top_k=7),
+        Sampling(top_k=2**40),
+        Sampling(top_p=0.8),
+        Sampling(min_p=0.1, temperature=1.5),
+        Sampling(top_k=20, top_p=0.9, min_p=0.01),
+    ] * 20
+    rows = [make_row(one, seed=seed) for seed, one in enumerate(settings_of)]
+    logits = torch.randn(len(rows), V) * 2
+    asked = draws(rows, torch.from_numpy)
+    assert draw_on_device(logits, asked).tolist() == sample(logits, *rows)

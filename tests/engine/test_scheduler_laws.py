@@ -36,7 +36,7 @@ from moiety_engine.scheduling.room import SwapCost
 from moiety_engine.scheduling.scheduler import Limits, Scheduler
 from moiety_engine.scheduling.steptime import StepTimeModel
 from moiety_engine.scheduling.strategies import STRATEGIES
-from moiety_engine.sequence import Place, Sequence
+from moiety_engine.sequence import PENDING, Place, Sequence
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD, OverloadAction, ServiceClass
 from moiety_wire.messages import FinishReason, Reason, Sampling
 
@@ -116,10 +116,13 @@ def make_submit(
 
 
 class Replica:
-    """A scheduler, the virtual clock, the memory of a model, and the clients. Looks at each law where it can break."""
+    """A scheduler, the virtual clock, the memory of a model, and the clients. Looks at each law where it can break.
+    With `overlap` a step is planned while one runs, as on a GPU: what that samples only the device knows by then."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, *, overlap: bool = False) -> None:
         self.scheduler = scheduler
+        self.overlap = overlap
+        self._flight: tuple[Plan, list[int], list[bytes]] | None = None
         self.now_ns = 10**12
         self.clients: dict[int, Client] = {}
         self._device: dict[tuple[int, int], object] = {}  # (block, offset) → the text up to the token that is there
@@ -146,7 +149,7 @@ class Replica:
         assert plan.num_rows == sum(chunk.num_tokens + chunk.num_pad for chunk in plan.chunks)
         assert len({chunk.sequence.key for chunk in plan.chunks}) == len(plan.chunks)
         assert len(scheduler.places.running) <= scheduler.limits.max_running
-        if not plan.chunks:
+        if not plan.chunks and self._flight is None:
             assert not [s.key for s in scheduler.places.by_key.values() if s.has_credit], (
                 "work is left, and none is done"
             )
@@ -155,15 +158,36 @@ class Replica:
         tokens = [token for chunk in plan.chunks for token in self._run(chunk)]
         vectors = [b"%d" % chunk.sequence.key for chunk in plan.chunks if chunk.embeds]
         self.now_ns += int(seconds * 1e9)
-        for output in scheduler.commit(plan, tokens, [None] * len(tokens), self.now_ns, vectors):
-            self._take(output)
+        if not self.overlap:
+            self._commit((plan, tokens, vectors))
+        else:
+            self._commit(self._flight)
+            self._flight = (plan, tokens, vectors) if plan.chunks else None
+            if self._flight:
+                scheduler.launched(plan)
         self._take_verdicts()
         return plan
+
+    def _commit(self, flight: tuple[Plan, list[int], list[bytes]] | None) -> None:
+        if flight is not None:
+            plan, tokens, vectors = flight
+            for output in self.scheduler.commit(plan, tokens, [None] * len(tokens), self.now_ns, vectors):
+                self._take(output)
+
+    def _tokens(self, sequence: Sequence) -> list[int]:
+        """The sequence's tokens, as the device knows them."""
+        if not sequence.pending:
+            assert PENDING not in sequence.tokens
+            return sequence.tokens
+        assert self._flight is not None
+        assert sequence.tokens.index(PENDING) == len(sequence.tokens) - 1
+        return [*sequence.tokens[:-1], self._flight[1][sequence.pending_row]]
 
     def _run(self, chunk: Chunk) -> list[int]:
         """Read the KV of what is computed, write that of the chunk; the next token, if the chunk samples."""
         sequence = chunk.sequence
-        texts = [(sequence.submit.cache_salt, tuple(sequence.tokens[: i + 1])) for i in range(len(sequence.tokens))]
+        tokens = self._tokens(sequence)
+        texts = [(sequence.submit.cache_salt, tuple(tokens[: i + 1])) for i in range(len(tokens))]
         end = sequence.num_computed + chunk.num_tokens
         for i, text in enumerate(texts[:end]):
             slot = sequence.blocks[i // BLOCK_SIZE], i % BLOCK_SIZE
@@ -216,7 +240,10 @@ class Replica:
         queued = [s for s in sequences if s.entry & 1]
         assert self.scheduler.policy.num_queued == len(queued)
         for s in sequences:
-            assert bool(s.entry & 1) == (s.has_credit and not (s.place is Place.RUNNING and s.decoding)), s.place
+            decoding = s.place is Place.RUNNING and s.decoding
+            assert bool(s.entry & 1) == (s.has_credit and not decoding and s.place is not Place.FINISHING), s.place
+            assert s.place is not Place.FINISHING or self.overlap
+            assert not s.pending or self.overlap
         places = self.scheduler.places
         running = [s for s in sequences if s.place is Place.RUNNING]
         assert set(places.decoding) == {s for s in running if s.decoding or s.ghost}
@@ -228,7 +255,7 @@ class Replica:
     def _check_sums(self, running: list[Sequence]) -> None:
         """What is kept from one decision to the next is what would be found by looking at everybody."""
         places = self.scheduler.places
-        due_s = min((s.due_s for s in places.decoding), default=math.inf)
+        due_s = min((s.next_due_s for s in places.decoding), default=math.inf)
         context = sum(s.num_computed for s in places.decoding)
         assert places.sums_of(list(places.decoding.values())) == (due_s, context)
         assert places.predicted_output() == pytest.approx(sum(s.predicted_output for s in running))
@@ -270,6 +297,10 @@ class Replica:
             self.step(0.01)
             self.check()
         assert self.scheduler.idle, f"{[s.key for s in self.scheduler.places.by_key.values()]} starve"
+        self._commit(self._flight)
+        self._flight = None
+        stopped = [c for c in self.clients.values() if c.aborted or (c.tokens and c.tokens[-1] == EOS)]
+        assert self.scheduler.overshot_tokens_total <= self.overlap * len(stopped), "computed in vain"
         assert self.scheduler.kv.pool.num_used == 0
         for client in self.clients.values():
             if client.finish is not None:
@@ -283,6 +314,7 @@ class Machine(RuleBasedStateMachine):
     """Anything that may happen to a replica, in any order."""
 
     policy = "moiety"
+    overlap = False
 
     @initialize(
         num_blocks=st.integers(FEWEST_BLOCKS, 30),
@@ -291,7 +323,8 @@ class Machine(RuleBasedStateMachine):
         max_running=st.integers(1, 6),
     )
     def start(self, num_blocks: int, host_blocks: int, budget: int, max_running: int) -> None:
-        self.replica = Replica(make_scheduler(self.policy, num_blocks, host_blocks, budget, max_running))
+        scheduler = make_scheduler(self.policy, num_blocks, host_blocks, budget, max_running)
+        self.replica = Replica(scheduler, overlap=self.overlap)
 
     @rule(
         service=st.sampled_from(sorted(CLASSES)),
@@ -360,7 +393,18 @@ class FcfsMachine(Machine):
     policy = "fcfs"
 
 
-@pytest.mark.parametrize("machine", [Machine, FcfsMachine], ids=lambda machine: machine.policy)
+class OverlapMachine(Machine):
+    overlap = True
+
+
+class OverlapFcfsMachine(FcfsMachine):
+    overlap = True
+
+
+MACHINES = [Machine, FcfsMachine, OverlapMachine, OverlapFcfsMachine]
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.policy + "-overlapped" * m.overlap)
 def test_the_laws_hold_whatever_happens(machine: type[Machine]) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,

@@ -106,6 +106,9 @@ class World:
         self.make_room()
         return self.make("/admin/v1/webhooks", {"url": "https://example.com/x"})["webhook"]["id"]
 
+    def engine_id(self):
+        return self.ask("GET", "/admin/v1/engines").json()["data"][0]["card"]["engine_id"]
+
     def file_id(self):
         line = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"model":"tiny","prompt":"a"}}'
         form = {"data": {"purpose": "batch"}, "files": {"file": ("lines.jsonl", line)}}

@@ -102,3 +102,37 @@ async def test_administrators_see_engines_and_others_do_not(gateway):
     assert engine["load"]["num_running"] == 0
     assert "tokenizer_json" not in engine["card"]
     assert (await gateway.request("GET", "/admin/v1/engines"))[0] == 403
+
+
+async def test_a_model_whose_engines_sleep_is_answered_with_503_and_when_to_come_back_until_one_is_woken(
+    start_gateway, new_card
+):
+    engines = [FakeEngineClient(new_card("one")), FakeEngineClient(new_card("two"))]
+    ask = {"model": "tiny", "messages": HELLO}
+    async with start_gateway(engines) as gateway:
+
+        async def tell(engine_id, what):
+            path = f"/admin/v1/engines/{engine_id}/{what}"
+            status, _, answer = await gateway.request("POST", path, key=gateway.admin_key)
+            return status, json.loads(answer)
+
+        assert (await tell("one", "sleep"))[0] == 202
+        assert (await gateway.post(CHAT, ask))[0] == 200
+        assert (len(engines[0].submits), len(engines[1].submits)) == (0, 1)
+        await tell("two", "sleep")
+        status, headers, answer = await gateway.post(CHAT, ask)
+        error = json.loads(answer)["error"]
+        assert (status, error["code"], headers["retry-after"]) == (503, "no_engine", "30")
+        assert "sleep" in error["message"]
+        assert (await gateway.request("GET", "/readyz"))[0] == 503
+        status, listed = await tell("two", "wake")
+        assert (status, listed["load"]["sleep"]) == (202, "asleep")
+        assert (await gateway.post(CHAT, ask))[0] == 200
+        assert (await tell("three", "wake"))[0] == 404
+        _, _, log = await gateway.request("GET", "/admin/v1/audit", key=gateway.admin_key)
+        told = [entry for entry in json.loads(log)["data"] if entry["object_kind"] == "engines"]
+        assert {(entry["object_id"], entry["after"]["asked_to_sleep"]) for entry in told} == {
+            ("one", True),
+            ("two", True),
+            ("two", False),
+        }

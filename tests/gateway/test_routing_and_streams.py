@@ -26,6 +26,7 @@ from moiety_wire.messages import (
     Phases,
     Reason,
     Sampling,
+    SleepState,
     Stopping,
     Submit,
     Tokens,
@@ -36,6 +37,7 @@ ACCEPTED = Accepted("r", 0, "standard", Reason.IN_TIME)
 
 def load(**changes) -> Load:
     fields = dict.fromkeys(Load.__struct_fields__, 0) | {"engine_id": "e", "draining": False, "classes": []}
+    fields["sleep"] = SleepState.AWAKE
     return Load(**{**fields, **changes})
 
 
@@ -51,6 +53,7 @@ def test_the_engine_with_the_least_to_do_is_chosen(new_card):
         state(new_card(model="other"), "d"),
         state(new_card(), "e", healthy=False),
         state(new_card(), "f", draining=True),
+        state(new_card(), "g", sleep=SleepState.FALLING_ASLEEP),
     ]
     assert choose(engines, "tiny").address == "b"
     assert choose(engines, "other").address == "d"

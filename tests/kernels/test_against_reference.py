@@ -10,10 +10,16 @@ from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.attention_input.reference import attention_input as attention_input_reference
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.cpu import tiles
+from moiety_kernels.head_linear import head_linear
+from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
 from moiety_kernels.kv_store import kv_store
+from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_queries
+from moiety_kernels.latent_input import reference as latent_reference
 from moiety_kernels.linear import linear
 from moiety_kernels.linear.reference import linear as linear_reference
-from moiety_kernels.moe import dense_swiglu, experts
+from moiety_kernels.mla_attention import mla_attention
+from moiety_kernels.mla_attention.reference import mla_attention as mla_attention_reference
+from moiety_kernels.moe import dense_glu, experts
 from moiety_kernels.moe import grouped as experts_grouped
 from moiety_kernels.moe.reference import experts as experts_reference
 from moiety_kernels.paged_attention import paged_attention
@@ -22,7 +28,7 @@ from moiety_kernels.paged_attention.reference import paged_attention as paged_at
 from moiety_kernels.rms_norm import add_rms_norm, rms_norm
 from moiety_kernels.rms_norm.reference import rms_norm as rms_norm_reference
 from moiety_kernels.rope import rope
-from moiety_kernels.route import RoutingSpec, group_by_expert, route
+from moiety_kernels.route import RoutingSpec, group, group_by_expert, route
 from moiety_kernels.route.reference import route as route_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -96,6 +102,17 @@ def test_linear_takes_rows_with_a_stride() -> None:
     assert close(linear(x, weight), linear_reference(x, weight))
 
 
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize(
+    ("rows", "heads", "n", "k"), [(1, 3, 40, 32), (5, 16, 512, 128), (130, 2, 33, 64), (9, 4, 7, 20)]
+)
+@pytest.mark.usefixtures("arithmetic")
+def test_head_linear(rows: int, heads: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x = normal(rows, heads, k + 16).bfloat16().float()[..., :k]  # as a part of each head's query stands
+    weight = normal(heads, n, k, scale=k**-0.5).to(dtype)
+    assert close(head_linear(x, weight), head_linear_reference(x, weight))
+
+
 def test_linear_of_no_rows_is_empty() -> None:
     assert linear(normal(0, 64), normal(10, 64)).shape == (0, 10)
 
@@ -127,6 +144,21 @@ def test_groups_list_every_pair_once_in_the_order_of_experts() -> None:
     assert sorted(order.tolist()) == list(range(120))
     assert expert.flatten()[order].tolist() == sorted(expert.flatten().tolist())
     assert counts.tolist() == [int((expert == e).sum()) for e in range(6)]
+
+
+@pytest.mark.parametrize(("tokens", "num_experts", "tile_rows"), [(0, 3, 4), (1, 8, 16), (40, 6, 4), (65, 3, 64)])
+def test_tiles_cover_the_rows_of_each_expert(tokens: int, num_experts: int, tile_rows: int) -> None:
+    expert = torch.randint(0, num_experts, (tokens, 3), dtype=torch.int32, device=DEVICE)
+    groups = group(expert, num_experts, tile_rows)
+    order, counts = group_by_expert(expert, num_experts)
+    starts = [0, *counts.cumsum(0).tolist()]
+    tiles = [(e, row) for e in range(num_experts) for row in range(starts[e], starts[e + 1], tile_rows)]
+    assert groups.order_R.tolist() == order.tolist()
+    assert groups.starts_E1.tolist() == starts
+    assert groups.num_tiles_1.tolist() == [len(tiles)]
+    unused = len(groups.tiles_N2) - len(tiles)
+    assert [(e, row) for e, row in groups.tiles_N2.tolist()] == tiles + [(-1, -1)] * unused
+    assert 0 <= unused <= num_experts
 
 
 @pytest.mark.parametrize("dtype", WEIGHTS)
@@ -170,7 +202,7 @@ def test_large_gates_do_not_overflow() -> None:
     one = torch.ones(2, 1, device=DEVICE)
     chosen = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
     ours = experts(x, one, chosen, w_gate_up[None], w_down[None])
-    assert torch.allclose(ours, dense_swiglu(x, w_gate_up, w_down))
+    assert torch.allclose(ours, dense_glu(x, w_gate_up, w_down))
     assert ours[0, 0] == 300.0
     assert ours[1, 1].abs() < 1e-6
 
@@ -196,23 +228,55 @@ def paged(
 
 
 @pytest.mark.parametrize("window", [None, 1, 37])
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 16), (8, 2, 64), (5, 1, 48), (6, 2, 144), (4, 2, 10)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"), [(4, 4, 16), (8, 2, 64), (5, 1, 48), (6, 2, 144), (4, 1, 256), (4, 2, 10)]
+)
 @pytest.mark.parametrize("places", [16, 5])
-def test_paged_attention(heads: int, kv_heads: int, width: int, places: int, window: int | None) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_paged_attention(
+    heads: int, kv_heads: int, width: int, places: int, window: int | None, with_sinks: bool
+) -> None:
     queries, contexts = [1, 1, 7, 130, 40], [1, 300, 7, 150, 290]
     inputs = paged(queries, contexts, heads, kv_heads, width, places)
-    ours = paged_attention(*inputs, width**-0.5, window, max_query=130, max_context=300)
-    assert close(ours, paged_attention_reference(*inputs, width**-0.5, window), 2e-5)
+    sinks = normal(heads, scale=3) if with_sinks else None
+    ours = paged_attention(*inputs, width**-0.5, window, sinks, max_query=130, max_context=300)
+    assert close(ours, paged_attention_reference(*inputs, width**-0.5, window, sinks), 2e-5)
+
+
+def test_a_sink_takes_its_share_of_the_softmax_and_adds_nothing() -> None:
+    inputs = paged([1], [1], 4, 2, 16, 4)
+    value = inputs[2][inputs[5][0, 0], :, 0].repeat_interleave(2, dim=0)
+    score = (inputs[0][0] * inputs[1][inputs[5][0, 0], :, 0].repeat_interleave(2, dim=0)).sum(-1)
+    sinks = normal(4)
+    ours = paged_attention(*inputs, 1.0, None, sinks, max_query=1, max_context=1)
+    assert close(ours[0], value * torch.sigmoid(score - sinks)[:, None])
 
 
 @pytest.mark.parametrize("num_decode", [0, 2])
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize("workspace", [1, 1 << 30])
-def test_paged_attention_through_torchs_own(num_decode: int, window: int | None, workspace: int) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_paged_attention_through_torchs_own(
+    num_decode: int, window: int | None, workspace: int, with_sinks: bool
+) -> None:
     inputs = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], 8, 2, 64, 16)
+    sinks = normal(8, scale=3) if with_sinks else None
     longest = {"num_decode": num_decode, "max_query": 130, "max_context": 300}
-    ours = paged_attention_batched(*inputs, 0.125, window, **longest, workspace_bytes=workspace)
-    assert close(ours, paged_attention_reference(*inputs, 0.125, window), 2e-5)
+    ours = paged_attention_batched(*inputs, 0.125, window, sinks, **longest, workspace_bytes=workspace)
+    assert close(ours, paged_attention_reference(*inputs, 0.125, window, sinks), 2e-5)
+
+
+@pytest.mark.parametrize(("heads", "latent", "rotated"), [(1, 32, 16), (16, 48, 16), (128, 64, 32), (3, 20, 10)])
+@pytest.mark.parametrize("places", [16, 5])
+def test_mla_attention(heads: int, latent: int, rotated: int, places: int) -> None:
+    q, cache, _, *sequences = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], heads, 1, latent + rotated, places)
+    inputs = q, cache[:, 0], latent, *sequences, 0.2
+    expected = mla_attention_reference(*inputs)
+    assert expected.shape == (179, heads, latent)
+    assert close(mla_attention(*inputs, max_query=130, max_context=300), expected, 2e-5)
+    longest = {"num_decode": 2, "max_query": 130, "max_context": 300}
+    values = cache[..., :latent]
+    assert close(paged_attention_batched(q, cache, values, *sequences, 0.2, None, None, **longest), expected, 2e-5)
 
 
 def test_experts_through_torchs_grouped_product() -> None:
@@ -230,6 +294,13 @@ def test_paged_attention_survives_large_scores() -> None:
     assert close(ours, paged_attention_reference(q * 300, *rest, 1.0), 1e-3)
 
 
+def test_what_float8_has_no_number_for_is_stored_as_its_greatest() -> None:
+    caches = [torch.zeros(2, 1, 4, 8, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2)]
+    rows = torch.tensor([3.0, 1e4, -1e9], device=DEVICE)[:, None, None].expand(3, 1, 8)
+    kv_store(rows, -rows, *caches, torch.tensor([1, 6, 0], device=DEVICE))
+    assert [cache.float()[[0, 1, 0], 0, [1, 2, 0], 0].tolist() for cache in caches] == [[3, 448, -448], [-3, -448, 448]]
+
+
 @pytest.mark.parametrize("norm", ["none", "head", "full"])
 @pytest.mark.parametrize("clip", [None, 0.7])
 @pytest.mark.parametrize(("width", "pairs"), [(32, 16), (64, 20), (20, 10)])
@@ -239,6 +310,7 @@ def test_attention_input(norm: str, clip: float | None, width: int, pairs: int) 
     angles = normal(500, pairs)
     positions = torch.randint(0, 500, (tokens,), device=DEVICE)
     slots = torch.randperm(10 * places, device=DEVICE)[:tokens]
+    slots[5::9] = -1  # tokens that belong to nobody
     norms = {"none": (None, None), "head": (normal(width), normal(width))}
     q_norm, k_norm = norms.get(norm, (normal(heads * width), normal(kv_heads * width)))
     plan = AttentionInputPlan(q_norm, k_norm, 1e-6, clip)
@@ -249,6 +321,42 @@ def test_attention_input(norm: str, clip: float | None, width: int, pairs: int) 
     assert close(ours, expected)
     assert close(caches[2], caches[0])
     assert close(caches[3], caches[1])
+    assert int((caches[3] != 7.0).any(dim=3).any(dim=1).sum()) == int((slots >= 0).sum())
+
+
+@pytest.mark.parametrize("with_query_norm", [False, True])
+@pytest.mark.parametrize(("latent", "pairs", "query"), [(64, 16, 48), (512, 8, 96), (20, 5, 12)])
+def test_latent_input(latent: int, pairs: int, query: int, with_query_norm: bool) -> None:
+    tokens, places = 37, 8
+    x, angles = normal(tokens, query + latent + 2 * pairs), normal(500, pairs)
+    positions = torch.randint(0, 500, (tokens,), device=DEVICE)
+    slots = torch.randperm(10 * places, device=DEVICE)[:tokens]
+    slots[30:] = -1
+    plan = LatentInputPlan(normal(latent), normal(query) if with_query_norm else None, 1e-6)
+    cache = torch.full((10, places, latent + 2 * pairs), 7.0, device=DEVICE)
+    tables = angles.cos(), angles.sin(), positions
+    expected = latent_reference.latent_input(x.clone(), plan, *tables, cache, slots)
+    rows = cache.flatten(0, 1)
+    assert close(rows[slots[:30], :latent], rms_norm_reference(x[:30, query : query + latent], plan.latent_norm, 1e-6))
+    assert (rows == 7.0).all(dim=1).sum() == 80 - 30
+    ours = torch.full_like(cache, 7.0)
+    assert close(latent_input(x.clone(), plan, *tables, ours, slots), expected)
+    assert close(ours, cache)
+    latent_input(x, plan, *tables, ours, torch.full_like(slots, -1))
+    assert close(ours, cache)
+
+
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize(
+    ("rows", "heads", "latent", "plain", "pairs"), [(1, 16, 512, 128, 32), (70, 3, 40, 16, 5), (9, 2, 48, 32, 8)]
+)
+@pytest.mark.usefixtures("arithmetic")
+def test_latent_queries(rows: int, heads: int, latent: int, plain: int, pairs: int, dtype: torch.dtype) -> None:
+    q = normal(rows, heads * (plain + 2 * pairs) + 16).bfloat16().float()[:, :-16]  # the rest of a row is the cache's
+    q_THd = q.as_strided((rows, heads, plain + 2 * pairs), (q.stride(0), plain + 2 * pairs, 1))
+    key_up, angles = normal(heads, latent, plain, scale=plain**-0.5).to(dtype), normal(50, pairs)
+    inputs = key_up, angles.cos(), angles.sin(), torch.randint(0, 50, (rows,), device=DEVICE)
+    assert close(latent_queries(q_THd, *inputs), latent_reference.latent_queries(q_THd, *inputs))
 
 
 def test_rope_leaves_lengths_and_the_rest_of_a_head_as_they_are() -> None:
@@ -268,3 +376,7 @@ def test_a_wrong_shape_is_named() -> None:
     with pytest.raises(KernelInputError, match="query heads must be a multiple"):
         inputs = paged([1], [4], 4, 2, 16, 4)
         paged_attention(inputs[0][:, :3], *inputs[1:], 1.0, max_query=1, max_context=4)
+    with pytest.raises(KernelInputError, match=r"sinks has shape \(3,\)"):
+        paged_attention(*inputs, 1.0, None, normal(3), max_query=1, max_context=4)
+    with pytest.raises(KernelInputError, match="value_width"):
+        mla_attention(inputs[0], inputs[1][:, 0], 17, *inputs[3:], 1.0, max_query=1, max_context=4)

@@ -44,7 +44,28 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 1024,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5, 3.0, 4.0],
+    "long_factor": [2.0, 3.0, 5.0, 9.0, 14.0, 20.0, 30.0, 48.0],
+    "short_mscale": 1.1,
+    "long_mscale": 1.3,
+}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+
+LATENT: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+}
 
 # name: (family, what its configuration says beyond SMALL)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -74,8 +95,97 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "olmoe",
         MIXTURE | {"intermediate_size": 48, "clip_qkv": 0.6, "norm_topk_prob": True, "rope_parameters": LINEAR_ROPE},
     ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        MIXTURE
+        | {
+            "num_hidden_layers": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+            "intermediate_size": 96,
+        }
+        | {"mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 40},
+    ),
+    "granitemoe": (
+        "granitemoe",
+        {"num_hidden_layers": 2}
+        | {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "tie_word_embeddings": True}
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+    ),
+    "phimoe": (
+        "phimoe",
+        {"num_hidden_layers": 2}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48, "router_jitter_noise": 0.1}
+        | {"attention_bias": True, "lm_head_bias": True, "rope_parameters": LONG_ROPE},
+    ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {"num_hidden_layers": 2}
+        | {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 16}
+        | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "use_bias": False},
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {"num_hidden_layers": 2}
+        | {
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        }
+        | {"moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 32, "use_qk_norm": True}
+        | {"attention_bias": True, "first_k_dense_replace": 1},
+    ),
+    "dots1": (
+        "dots1",
+        {"num_hidden_layers": 2, "n_routed_experts": 16, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+        | {"moe_intermediate_size": 32, "intermediate_size": 96, "n_shared_experts": 2, "first_k_dense_replace": 1}
+        | {"norm_topk_prob": True, "routed_scaling_factor": 1.5, "sliding_window": 40, "max_window_layers": 1}
+        | {"head_dim": 32, "attention_bias": True},
+    ),
     "qwen3, tied": ("qwen3", {"head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True}),
     "llama, llama3 rope": ("llama", {"intermediate_size": 96, "rope_parameters": LLAMA3_ROPE}),
+    "gemma3": (
+        "gemma3_text",
+        {"num_hidden_layers": 2, "head_dim": 32, "intermediate_size": 96, "query_pre_attn_scalar": 48}
+        | {"sliding_window": 40}
+        | {"layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 4.0}
+        | {"rope_parameters": {"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type": "default"}}},
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        LATENT
+        | {"q_lora_rank": None, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2}
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        LATENT
+        | {
+            "q_lora_rank": 48,
+            "qk_rope_head_dim": 32,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+        }
+        | {"attention_bias": True, "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {"num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}
+        | {"head_dim": 32, "sliding_window": 40, "rope_parameters": YARN_ROPE | {"truncate": False}},
+    ),
+    "mistral, sliding window": (
+        "mistral",
+        {"num_hidden_layers": 1, "intermediate_size": 96, "head_dim": 32, "sliding_window": 40},
+    ),
+    "qwen2, windows in the upper layers": (
+        "qwen2",
+        {"num_hidden_layers": 2, "intermediate_size": 96, "use_sliding_window": True}
+        | {"sliding_window": 50, "max_window_layers": 1},
+    ),
     "llama, biases, odd widths": (
         "llama",
         {
@@ -87,6 +197,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "mlp_bias": True,
         },
+    ),
+}
+
+
+# of use in some test only
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3, as wide as blocks": (
+        "deepseek_v3",
+        VARIANTS["deepseek_v3"][1] | {"q_lora_rank": 64, "moe_intermediate_size": 32, "intermediate_size": 96},
+    ),
+    "gpt_oss, experts as wide as blocks": (
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "head_dim": 16},
     ),
 }
 
@@ -107,18 +230,20 @@ class Checkpoint:
 def write_checkpoint(folder: Path, variant: str, *, dtype: torch.dtype = torch.float32) -> Checkpoint:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    family, more = VARIANTS[variant]
+    family, more = (VARIANTS | OTHERS)[variant]
     torch.manual_seed(sum(map(ord, variant)))
     config = AutoConfig.for_model(family, **(SMALL | more))
     oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
     with torch.no_grad():
-        for name, parameter in oracle.named_parameters():
+        for name, parameter in itertools.chain(oracle.named_parameters(), oracle.named_buffers()):
             if "norm" in name:
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
     oracle.save_pretrained(folder)
-    return Checkpoint(folder, oracle.float(), config.vocab_size)
+    if dtype is not torch.float32:  # read anew, for rotary frequencies were narrowed with the weights
+        oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return Checkpoint(folder, oracle, config.vocab_size)
 
 
 @pytest.fixture(scope="session", params=list(VARIANTS))
@@ -147,8 +272,8 @@ class Driver:
         self.model, self.block_size = model, block_size
         self.kv = model.allocate_kv(num_blocks, block_size)
         for layer in self.kv.layers:
-            layer.k_NGPd.fill_(float("nan"))
-            layer.v_NGPd.fill_(float("nan"))
+            for part in layer.parts:
+                part.fill_(float("nan"))
         generator = torch.Generator().manual_seed(0)
         self.free = torch.randperm(num_blocks, generator=generator).tolist()
 
@@ -213,8 +338,16 @@ class Driver:
 
 @pytest.fixture
 def make_driver() -> Any:
-    def make(folder: Path, device: str = "cpu", dtype: str = "float32", **sizes: int) -> Driver:
-        return Driver(load_model(folder, device=device, dtype=dtype), **sizes)
+    def make(
+        folder: Path,
+        device: str = "cpu",
+        dtype: str = "float32",
+        quantization: str = "auto",
+        moe_kernel: str = "auto",
+        **sizes: int,
+    ) -> Driver:
+        model = load_model(folder, device=device, dtype=dtype, quantization=quantization, moe_kernel=moe_kernel)
+        return Driver(model, **sizes)
 
     return make
 

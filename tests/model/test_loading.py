@@ -43,7 +43,7 @@ def agrees(checkpoint: Any, make_driver: Any, make_sequence: Any) -> bool:
 
 def test_an_unknown_family_is_refused_with_the_known_ones(mixture: Any) -> None:
     edit_config(mixture.folder, model_type="mamba")
-    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*llama, mixtral, olmoe, qwen3, qwen3_moe"):
+    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*llama, mistral, mixtral"):
         load_model(mixture.folder, device="cpu", dtype="auto")
 
 
@@ -56,6 +56,12 @@ def test_a_configuration_that_lacks_a_key_is_refused_by_name(mixture: Any) -> No
     edit_config(mixture.folder, moe_intermediate_size=...)
     with pytest.raises(ConfigError, match="'moe_intermediate_size'"):
         read_spec(mixture.folder)
+
+
+@pytest.mark.parametrize(("variant", "said"), [("qwen3, tied", "needs a GPU"), ("deepseek_v2", "latent attention")])
+def test_a_cache_in_fp8_is_refused_where_there_cannot_be_one(make_checkpoint: Any, variant: str, said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        load_model(make_checkpoint(variant).folder, device="cpu", dtype="float32", kv_dtype="fp8")
 
 
 def test_a_folder_without_weights_is_refused(mixture: Any) -> None:
@@ -101,20 +107,49 @@ def test_shards_are_read_and_progress_reaches_the_whole(mixture: Any, make_drive
     assert agrees(mixture, make_driver, make_sequence)
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "variant",
+    ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "granitemoe", "phimoe", "ernie4_5_moe", "glm4_moe", "dots1"],
+)
 def test_experts_may_be_stacked_and_fused(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str
 ) -> None:
     checkpoint = make_checkpoint(variant)
-    state = {name: tensor.contiguous() for name, tensor in checkpoint.oracle.state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in checkpoint.oracle.state_dict().items()}
     assert any(name.endswith("experts.gate_up_proj") for name in state)
     save_file(state, checkpoint.folder / "model.safetensors")
     assert agrees(checkpoint, make_driver, make_sequence)
 
 
-def test_mixtral_is_written_with_names_of_its_own(make_checkpoint: Any) -> None:
-    checkpoint = make_checkpoint("mixtral")
-    assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in load_file(checkpoint.folder / "model.safetensors")
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        ("mixtral", "block_sparse_moe.experts.0.w1.weight"),
+        ("phimoe", "block_sparse_moe.experts.0.w1.weight"),
+        ("granitemoe", "block_sparse_moe.input_linear.weight"),
+        ("ernie4_5_moe", "mlp.moe_statics.e_score_correction_bias"),
+    ],
+)
+def test_some_families_are_written_with_names_of_their_own(make_checkpoint: Any, variant: str, name: str) -> None:
+    assert f"model.layers.1.{name}" in load_file(make_checkpoint(variant).folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("variant", "drafting", "unknown"),
+    [
+        ("glm4_moe", "model.layers.2.eh_proj.weight", "model.layers.3.eh_proj.weight"),
+        ("ernie4_5_moe", "model.mtp_linear_proj.0.weight", "model.mtq_linear_proj.0.weight"),
+    ],
+)
+def test_layers_that_draft_tokens_are_left_on_disk(
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str, drafting: str, unknown: str
+) -> None:
+    checkpoint = make_checkpoint(variant)
+    edit_weights(checkpoint.folder, lambda tensors: tensors.update({drafting: torch.ones(2)}))
+    assert agrees(checkpoint, make_driver, make_sequence)
+    edit_weights(checkpoint.folder, lambda tensors: tensors.update({unknown: torch.ones(2)}))
+    with pytest.raises(WeightsError, match=rf"unexpected {re.escape(unknown)}"):
+        load_model(checkpoint.folder, device="cpu", dtype="auto")
 
 
 def test_keys_of_the_original_releases_mean_the_same(mixture: Any, make_driver: Any, make_sequence: Any) -> None:
@@ -163,10 +198,14 @@ def test_what_a_configuration_says_is_read() -> None:
     assert spec.checkpoint_dtype == "bfloat16"
     rope = spec.layers[0].attention.rope
     assert (rope.theta, rope.rotary_width, rope.scaling) == (500.0, 16, Llama3Scaling(8.0, 1.0, 4.0, 512))
-    with pytest.raises(UnsupportedModelError, match="'longrope'"):
-        spec_from_config(config | {"rope_scaling": {"type": "longrope"}})
+    with pytest.raises(UnsupportedModelError, match="'spiral'"):
+        spec_from_config(config | {"rope_scaling": {"type": "spiral"}})
     with pytest.raises(ConfigError, match="num_experts_per_tok 9"):
         spec_from_config(config | {"num_experts_per_tok": 9})
+    with pytest.raises(UnsupportedModelError, match="'relu2' is not supported; known: silu, gelu_pytorch_tanh"):
+        spec_from_config(config | {"hidden_act": "relu2"})
+    with pytest.raises(ConfigError, match="experts must divide into groups"):
+        spec_from_config(config | {"model_type": "glm4_moe", "first_k_dense_replace": 0, "n_group": 3})
 
 
 def test_expert_use_is_counted_when_asked_for(mixture: Any, make_driver: Any, make_sequence: Any) -> None:
@@ -183,9 +222,27 @@ def test_expert_use_is_counted_when_asked_for(mixture: Any, make_driver: Any, ma
     assert counter.take().sum() == 0
 
 
-def test_cache_bytes_are_what_the_cache_takes(mixture: Any) -> None:
-    model = load_model(mixture.folder, device="cpu", dtype="bfloat16")
+@pytest.mark.parametrize("kernel", ["triton", "reference"])
+def test_experts_are_computed_by_what_was_asked_for(
+    kernel: str, mixture: Any, make_driver: Any, make_sequence: Any
+) -> None:
+    auto, asked = make_driver(mixture.folder), make_driver(mixture.folder, moe_kernel=kernel)
+    sequences = [make_sequence(PROMPT[:9]) for _ in range(2)]
+    ours, theirs = asked.prefill(sequences[0], 8), auto.prefill(sequences[1], 8)
+    assert (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max() < 1e-4
+
+
+def test_what_cannot_compute_experts_here_is_refused_with_the_reason(mixture: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"--moe-kernel grouped .* bfloat16, and activations are float32"):
+        load_model(mixture.folder, device="cpu", dtype="bfloat16", moe_kernel="grouped")
+    with pytest.raises(UnsupportedModelError, match="'cutlass' is not known; choose one of auto, triton, grouped"):
+        load_model(mixture.folder, device="cpu", dtype="auto", moe_kernel="cutlass")
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "deepseek_v3"])
+def test_cache_bytes_are_what_the_cache_takes(make_checkpoint: Any, variant: str) -> None:
+    model = load_model(make_checkpoint(variant).folder, device="cpu", dtype="bfloat16")
     assert model.dtype is torch.bfloat16
     cache = model.allocate_kv(7, 16)
-    taken = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.k_NGPd, layer.v_NGPd))
+    taken = sum(t.numel() * t.element_size() for layer in cache.layers for t in layer.parts)
     assert taken == 7 * model.kv_bytes_per_block(16)

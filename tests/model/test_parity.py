@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from moiety_engine.model.checkpoint import load
+from moiety_engine.model.transformer import Transformer
+
 TOLERANCE = 1e-4
 PROMPT_TOKENS = 300
+ATTENDING_OTHERWISE = ["deepseek_v2", "deepseek_v3", "gemma3", "gpt_oss"]
+DENSE = ["llama, llama3 rope", "mistral, sliding window", "qwen2, windows in the upper layers", "qwen3, tied"]
+ROUTED_OTHERWISE = ["dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "phimoe", "qwen2_moe"]
 
 
 def tokens(vocab_size: int, count: int, seed: int) -> list[int]:
@@ -27,6 +33,20 @@ def test_logprobs_of_a_prompt_agree_with_the_oracle_for_every_chunk_size(
     prompt = tokens(checkpoint.vocab_size, PROMPT_TOKENS, seed=1)
     logits = make_driver(checkpoint.folder, device).prefill(make_sequence(prompt), chunk)
     assert largest_difference(logits, checkpoint.logprobs(prompt)) <= TOLERANCE
+
+
+def test_a_cache_in_fp8_is_a_quarter_of_float32s_and_changes_little(
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any
+) -> None:
+    checkpoint = make_checkpoint("qwen3, tied")
+    prompt = tokens(checkpoint.vocab_size, 100, seed=1)
+    driver = make_driver(checkpoint.folder)
+    spec = driver.model.spec
+    weights = load(checkpoint.folder, spec, device=torch.device("cpu"), dtype=torch.float32)
+    model = Transformer(spec, weights, kv_dtype=torch.float8_e4m3fn)
+    assert 4 * model.kv_bytes_per_block(16) == driver.model.kv_bytes_per_block(16)
+    logprobs = type(driver)(model).prefill(make_sequence(prompt), 7).log_softmax(-1)
+    assert TOLERANCE < (logprobs - checkpoint.logprobs(prompt)).abs().mean() < 0.1  # most are between -4 and -9
 
 
 def greedy(driver: Any, sequence: Any, count: int, logits: Tensor) -> list[int]:
@@ -94,7 +114,10 @@ def test_any_block_size_gives_the_same_logprobs(
     assert largest_difference(driver.prefill(make_sequence(prompt), 33), checkpoint.logprobs(prompt)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral, sliding window", "olmoe", "llama, llama3 rope"])
+@pytest.mark.parametrize(
+    "variant",
+    ["qwen3_moe", "mixtral, sliding window", "olmoe", "llama, llama3 rope", *ROUTED_OTHERWISE, *ATTENDING_OTHERWISE],
+)
 def test_on_a_cpu_a_row_is_bit_for_bit_the_same_whatever_is_beside_it(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str
 ) -> None:
@@ -109,7 +132,17 @@ def test_on_a_cpu_a_row_is_bit_for_bit_the_same_whatever_is_beside_it(
         assert torch.equal(a, c)
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "qwen3_moe, dense layers, biases, yarn", "llama, biases, odd widths"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "qwen3_moe",
+        "qwen3_moe, dense layers, biases, yarn",
+        "llama, biases, odd widths",
+        "deepseek_v3",
+        "gemma3",
+        "gpt_oss",
+    ],
+)
 def test_decode_steps_stay_right_when_sequences_come_and_go_and_tables_grow(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str
 ) -> None:
@@ -127,7 +160,10 @@ def test_decode_steps_stay_right_when_sequences_come_and_go_and_tables_grow(
         assert largest_difference(torch.cat(some), checkpoint.logprobs(prompt)[-len(some) :]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral", "olmoe", "qwen3, tied", "llama, llama3 rope"])
+@pytest.mark.parametrize(
+    "variant",
+    ["qwen3_moe", "mixtral", "olmoe", *DENSE, *ROUTED_OTHERWISE, *ATTENDING_OTHERWISE],
+)
 def test_bfloat16_is_at_most_half_again_as_far_from_float32_as_the_oracles_bfloat16(
     make_checkpoint: Any, device: str, make_driver: Any, make_sequence: Any, variant: str
 ) -> None:

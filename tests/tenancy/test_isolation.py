@@ -75,6 +75,7 @@ EVERYBODY = "200 200   200 200   200 200   200 200   200 200"
 OWN_ONLY = "200 200   200 200   200 404   200 200   200 404"
 ALL_READERS = "200 200   200 200   403 403   200 200   403 403"
 OPERATORS = "200 200   200 200   403 403   403 403   403 403"
+OPERATORS_FIND_NONE = "404 404   404 404   403 403   403 403   403 403"
 OPERATORS_MAKE = "201 201   201 201   403 403   403 403   403 403"
 WRITERS = "200 200   200 200   200 404   403 403   403 403"
 WRITERS_MAKE = "201 201   201 201   201 404   403 403   403 403"
@@ -128,6 +129,8 @@ ASKS = [
     Ask("GET /engines", ALL_READERS),
     Ask("GET /traces", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
     Ask("GET /traces/{trace_id}", OWN_ONLY),
+    Ask("POST /engines/{engine_id}/sleep", OPERATORS_FIND_NONE, path={"engine_id": "none"}),
+    Ask("POST /engines/{engine_id}/wake", OPERATORS_FIND_NONE, path={"engine_id": "none"}),
     Ask("GET /webhooks", OPERATORS),
     Ask("POST /webhooks", OPERATORS_MAKE, body={"url": "https://example.com/{new}"}),
     Ask("DELETE /webhooks/{webhook_id}", OPERATORS),

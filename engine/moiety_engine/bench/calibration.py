@@ -20,7 +20,7 @@ import torch
 
 from moiety_engine.bench.engine import make_request
 from moiety_engine.bench.lengths import Lengths
-from moiety_engine.config import Batching, EngineConfig
+from moiety_engine.config import Batching, EngineConfig, Overlap, PolicyName
 from moiety_engine.errors import EngineError
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.model.spec import MoeSpec
@@ -68,7 +68,9 @@ def calibrate(
 ) -> Device:
     """Load the model, run trials of growing size for about `limit_s`, and fit. Raises EngineError where too few ran to
     tell the coefficients apart."""
-    plain = msgspec.structs.replace(config, batching=Batching.CONTINUOUS, policy="fcfs", prefix_caching=False)
+    plain = msgspec.structs.replace(
+        config, batching=Batching.CONTINUOUS, policy=PolicyName.FCFS, prefix_caching=False, overlap=Overlap.OFF
+    )
     loop = load_loop(plain, progress=on_load)
     loop.warm_up()
     bench = _Bench(loop, random.Random(seed))

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from moiety_engine.bench.lengths import Lengths, fixed_lengths, trace_lengths
 from moiety_engine.bench.scheduler import Load, measure_scheduler
 from moiety_engine.checkpoint import resolve_checkpoint
-from moiety_engine.config import Batching, EngineConfig
+from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap
 from moiety_engine.errors import EngineError
 
 
@@ -28,10 +28,18 @@ def bench_engine(
     scale: Annotated[float, typer.Option(min=0.0001, help="multiplies the trace's lengths")] = 1.0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
+    quantization: Annotated[str, typer.Option(help="auto, none, int8 or int4")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="auto or fp8")] = "auto",
+    moe_kernel: Annotated[MoeKernel, typer.Option(help="who computes experts")] = MoeKernel.AUTO,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="token budget of a step")] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="requests in the batch")] = None,
     static_batch_size: Annotated[int, typer.Option(min=1, help="batch of static, dynamic and padded")] = 8,
+    load_format: Annotated[LoadFormat, typer.Option(help="dummy: weights at random, without files")] = LoadFormat.AUTO,
+    overlap: Annotated[
+        Overlap, typer.Option(help="launch a step while the last one runs; auto: on a GPU")
+    ] = Overlap.AUTO,
+    cuda_graphs: Annotated[bool, typer.Option(help="replay decode steps, on a GPU")] = True,
     calibrate: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="instead, measure steps of many shapes for moiety simulate"),
@@ -57,11 +65,17 @@ def bench_engine(
             name=folder.name,
             device=device,
             dtype=dtype,
+            quantization=quantization,
+            kv_dtype=kv_dtype,
+            moe_kernel=moe_kernel,
             batching=batching,
             num_threads=threads,
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
             static_batch_size=static_batch_size,
+            load_format=load_format,
+            overlap=overlap,
+            cuda_graphs=cuda_graphs,
         )
         with Progress(console=console, disable=not console.is_terminal) as progress:
             loading = progress.add_task("loading", total=None)

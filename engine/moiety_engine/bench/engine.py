@@ -13,10 +13,10 @@ import torch
 
 from moiety_engine.bench.lengths import Lengths
 from moiety_engine.config import EngineConfig
-from moiety_engine.environment import describe_environment
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
+from moiety_kernels.environment import describe_environment
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 
@@ -53,19 +53,7 @@ def measure(
     input_tokens = sum(one.input_tokens for one in lengths)
     return {
         "environment": environment(loop),
-        "settings": {
-            "model": config.name,
-            "batching": str(config.batching),
-            "num_prompts": len(lengths),
-            "input_tokens_mean": input_tokens / len(lengths),
-            "output_tokens_mean": output_tokens / len(lengths),
-            "max_batch_tokens": loop.scheduler.limits.max_batch_tokens,
-            "max_running": loop.scheduler.limits.max_running,
-            "static_batch_size": config.static_batch_size,
-            "block_size": loop.block_size,
-            "kv_blocks": loop.scheduler.kv.pool.num_blocks,
-            "seed": seed,
-        },
+        "settings": _settings(loop, config, lengths, output_tokens) | {"seed": seed},
         "ready_s": ready_s,
         "wall_s": wall_s,
         "steps": loop.steps_total,
@@ -74,6 +62,25 @@ def measure(
         "ttft_ms": percentiles([(r.token_times_s[0] - r.submitted_s) * 1e3 for r in results.values()]),
         "tpot_ms": percentiles([gap for r in results.values() if (gap := _tpot_ms(r)) is not None]),
         "kv_waste_fraction": waste.fraction,
+    }
+
+
+def _settings(loop: EngineLoop, config: EngineConfig, lengths: list[Lengths], output_tokens: int) -> dict[str, Any]:
+    return {
+        "model": config.name,
+        "batching": str(config.batching),
+        "num_prompts": len(lengths),
+        "input_tokens_mean": sum(one.input_tokens for one in lengths) / len(lengths),
+        "output_tokens_mean": output_tokens / len(lengths),
+        "max_batch_tokens": loop.scheduler.limits.max_batch_tokens,
+        "max_running": loop.scheduler.limits.max_running,
+        "static_batch_size": config.static_batch_size,
+        "block_size": loop.block_size,
+        "kv_blocks": loop.scheduler.kv.pool.num_blocks,
+        "quantization": config.quantization,
+        "load_format": str(config.load_format),
+        "overlap": loop.overlaps,
+        "cuda_graphs": loop.replays,
     }
 
 

@@ -21,7 +21,6 @@ import msgspec
 
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.config import Batching
-from moiety_engine.environment import describe_environment
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.scheduling.kv import KvLedger
@@ -30,6 +29,7 @@ from moiety_engine.scheduling.policies import POLICIES
 from moiety_engine.scheduling.scheduler import Limits, Scheduler
 from moiety_engine.scheduling.steptime import StepTimeModel
 from moiety_engine.scheduling.strategies import STRATEGIES
+from moiety_kernels.environment import describe_environment
 from moiety_wire.classes import SHIPPED, OverloadAction, ServiceClass
 from moiety_wire.messages import Sampling
 

@@ -98,6 +98,16 @@ class BlockPool:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
 
+    def forget(self) -> None:
+        """All contents are lost; no block is used."""
+        assert self.num_used == 0, f"{self.num_used} blocks are used"
+        self._hash_of = [None] * self.num_blocks
+        self._block_of.clear()
+        self._blank = list(reversed(range(self.num_blocks)))
+        self._cached.clear()
+        self._entries = [0] * self.num_blocks
+        self.num_cached = 0
+
     def _evict(self, count: int) -> list[int]:
         """The least recently used cached blocks, which are hit no more."""
         cached, entries, references = self._cached, self._entries, self._references

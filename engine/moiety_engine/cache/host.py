@@ -105,6 +105,11 @@ class HostTier:
         if before is not None:
             self._pool.free([before])
 
+    def forget(self) -> None:
+        """All contents are lost; no block is used, and no copy is queued."""
+        self._pool.forget()
+        self._out_to, self._in_to = {}, {}
+
     def take_copies(self) -> Copies:
         """The queued copies, once. They must have run, in order, before those of the next call."""
         copies = Copies(

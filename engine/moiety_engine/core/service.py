@@ -9,11 +9,14 @@ import structlog
 
 from moiety_engine.config import Batching, EngineConfig
 from moiety_engine.core.link import IDLE_WAIT_MS, FrontLink
+from moiety_engine.errors import OutOfMemory
 from moiety_engine.loop import MAX_NUM_LOGPROBS, EngineLoop, load_loop
 from moiety_engine.messages import (
     CoreAbort,
     CoreExtend,
     CoreHello,
+    CoreRest,
+    CoreRested,
     CoreShutdown,
     CoreState,
     CoreStep,
@@ -51,8 +54,11 @@ def serve(link: FrontLink, config: EngineConfig) -> None:
         for command in link.receive(wait_ms=wait_ms):
             if isinstance(command, CoreShutdown):
                 return
+            if isinstance(command, CoreRest):
+                link.send(_rest(loop, link, asleep=command.asleep))
+                continue
             _obey(loop, command)
-        stepped = loop.step()
+        stepped = not loop.asleep and loop.step()
         outputs = loop.take_outputs()
         if outputs is not None:
             link.send(outputs)
@@ -70,6 +76,23 @@ def _obey(loop: EngineLoop, command: ToCore) -> None:
             loop.extend(command.key, command.credit_tokens, last=command.last)
         case CoreAbort():
             loop.abort(command.key, command.reason)
+
+
+def _rest(loop: EngineLoop, link: FrontLink, *, asleep: bool) -> CoreRested:
+    """Fall asleep or wake, and say of both how long it took."""
+    log = structlog.get_logger()
+    begin_s = time.monotonic()
+    try:
+        if asleep and not loop.asleep:
+            freed_bytes = loop.sleep(lambda: link.beat(loop.load))
+            log.info("core_asleep", freed_bytes=freed_bytes, took_s=round(time.monotonic() - begin_s, 3))
+        elif loop.asleep and not asleep:
+            loop.wake(lambda: link.beat(loop.load))
+            log.info("core_awake", took_s=round(time.monotonic() - begin_s, 3))
+    except OutOfMemory as exc:
+        log.warning("core_cannot_rest", asleep=asleep, reason=str(exc))
+        return CoreRested(loop.asleep, str(exc))
+    return CoreRested(loop.asleep)
 
 
 class _Progress:

@@ -6,7 +6,7 @@ import time
 
 from moiety_engine.messages import CoreHello, CoreLoad
 from moiety_text.folder import TextModel
-from moiety_wire.messages import Card, Load
+from moiety_wire.messages import Card, Load, SleepState
 
 
 def make_load(
@@ -15,6 +15,8 @@ def make_load(
     load: CoreLoad,
     *,
     draining: bool,
+    sleep: SleepState,
+    sleep_problem: str,
     running_for_s: float,
     unsettled_replicas: list[str],
 ) -> Load:
@@ -39,7 +41,10 @@ def make_load(
         swapped_out_blocks_total=load.swapped_out_blocks_total,
         swapped_in_blocks_total=load.swapped_in_blocks_total,
         classes=load.classes,
+        overshot_tokens_total=load.overshot_tokens_total,
         running_for_s=running_for_s,
+        sleep=sleep,
+        sleep_problem=sleep_problem,
         unsettled_replicas=unsettled_replicas,
     )
 

@@ -42,6 +42,7 @@ class RequestDesk:
     ) -> None:
         self.limits: ModelLimits | None = None  # None until the core is ready
         self.is_draining = False
+        self.is_awake = True
         self._tokenizer = tokenizer
         self._table = TokenTable(tokenizer)
         self._post = post
@@ -95,6 +96,11 @@ class RequestDesk:
             return None
         if self.is_draining:
             return FailureCode.DRAINING, "the engine is shutting down; send the request to another one"
+        if not self.is_awake:
+            return (
+                FailureCode.DRAINING,
+                "the engine sleeps or is about to; wake it, or send the request to another one",
+            )
         if submit.bill and not session.gateway_id:
             return FailureCode.ENGINE_FAILED, "this connection was given up meanwhile; say Hello, and send it again"
         if submit.request_id in session.open_keys:

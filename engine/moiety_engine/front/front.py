@@ -20,13 +20,14 @@ from moiety_engine.front.announcements import make_card, make_load
 from moiety_engine.front.core_link import CoreLink
 from moiety_engine.front.desk import RequestDesk
 from moiety_engine.front.meter import Meter
+from moiety_engine.front.rest import RestKeeper
 from moiety_engine.front.sessions import GatewaySession, Sessions
 from moiety_engine.front.settings import FrontSettings
 from moiety_engine.front.unsettled_log import FLUSH_S, UnsettledLog
 from moiety_engine.front.usage_journal import UsageJournal
 from moiety_engine.front.validation import ModelLimits
 from moiety_engine.front.zmq_reader import ZmqReader
-from moiety_engine.messages import CoreHello, CoreLoad, CoreState, CoreStep, ToFront
+from moiety_engine.messages import CoreHello, CoreLoad, CoreRested, CoreState, CoreStep, ToCore, ToFront
 from moiety_text.folder import TextModel
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.codec import decode_to_engine
@@ -39,7 +40,9 @@ from moiety_wire.messages import (
     FailureCode,
     Heartbeat,
     Hello,
+    Rest,
     Settled,
+    SleepState,
     Submit,
     ToEngine,
     ToGateway,
@@ -93,6 +96,8 @@ class Front:
         self._meter = Meter(clock, self._journal, unsettled)
         tokenizer = Tokenizer.from_json(text.tokenizer_json)
         self._desk = RequestDesk(tokenizer, self._post, self._meter)
+        self._rest = RestKeeper()
+        self._sleep = SleepState.AWAKE  # as gateways were told
         self._num_tellings = 0
         self._load = LOADING
         self._refusal = ""
@@ -190,6 +195,9 @@ class Front:
                 self._desk.abort(session, message)
             case Hello():
                 self._greet(session, message)
+            case Rest():
+                log.info("engine_rest_asked", asleep=message.asleep, num_open=self.num_open)
+                self._rest.ask(asleep=message.asleep)
             case Settled():
                 self._meter.settle(message.replica_id, message.request_ids)
             case Heartbeat():
@@ -218,6 +226,9 @@ class Front:
             case CoreStep():
                 self._load = message.load
                 self._desk.take_step(message)
+            case CoreRested():
+                log.info("core_rested", asleep=message.asleep, problem=message.problem)
+                self._rest.done(message)
             case CoreHello(state=CoreState.READY):
                 self._become_ready(message)
             case CoreHello(state=CoreState.REFUSED):
@@ -259,6 +270,8 @@ class Front:
         for session in self._sessions.take_gone():
             self._desk.abort_session(session)
         commands = self._desk.take_commands()
+        if self.card is not None:
+            commands += self._keep_rest()
         if commands:
             self._core.send(commands)
         if self._reader is not None:
@@ -268,6 +281,17 @@ class Front:
             self._loop.call_later(OUTBOX_RETRY_S, self._retry)
         if self._desk.is_draining and not self.num_open:
             self._end(Ending.DRAINED)
+
+    def _keep_rest(self) -> list[ToCore]:
+        """What the core must be told to sleep or wake as it is to; gateways are told how far it is."""
+        command = self._rest.next_command(self.num_open)
+        state = self._rest.state
+        self._desk.is_awake = state is SleepState.AWAKE
+        if state is not self._sleep:
+            self._sleep = state
+            self._send_loads()
+            self._sessions.flush()
+        return [] if command is None else [command]
 
     def _retry(self) -> None:
         self._retry_is_due = False
@@ -322,6 +346,8 @@ class Front:
             session.num_loads,
             self._load,
             draining=self._desk.is_draining,
+            sleep=self._rest.state,
+            sleep_problem=self._rest.problem,
             running_for_s=self._clock() - self._started_s,
             unsettled_replicas=sorted(self._meter.replicas | self._replicas_with_open()),
         )

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moiety_engine.config import Batching, PolicyName
+from moiety_engine.config import Batching, LoadFormat, MoeKernel, Overlap, PolicyName
 
 LISTENING = "Where it listens"
 MEMORY = "Batching and memory"
@@ -25,6 +25,18 @@ class Dtype(StrEnum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+class Quantization(StrEnum):
+    auto = "auto"
+    none = "none"
+    int8 = "int8"
+    int4 = "int4"
+
+
+class KvDtype(StrEnum):
+    auto = "auto"
+    fp8 = "fp8"
 
 
 ModelOption = Annotated[
@@ -75,8 +87,49 @@ CurveKeyFileOption = Annotated[
 ]
 DeviceOption = Annotated[Device, typer.Option(envvar="MOIETY_ENGINE_DEVICE", help="Where the model runs.")]
 DtypeOption = Annotated[Dtype, typer.Option(envvar="MOIETY_ENGINE_DTYPE", help="Type of the weights.")]
+QuantizationOption = Annotated[
+    Quantization,
+    typer.Option(
+        envvar="MOIETY_ENGINE_QUANTIZATION", help="How the weights of products are kept; auto: as they are stored."
+    ),
+]
+KvDtypeOption = Annotated[
+    KvDtype,
+    typer.Option(
+        envvar="MOIETY_ENGINE_KV_DTYPE",
+        rich_help_panel=MEMORY,
+        help="Type of cached keys and values; fp8, on a GPU, holds twice the tokens.",
+    ),
+]
+MoeKernelOption = Annotated[
+    MoeKernel,
+    typer.Option(envvar="MOIETY_ENGINE_MOE_KERNEL", help="Who computes experts; auto: the fastest that can."),
+]
 ThreadsOption = Annotated[
     int | None, typer.Option(envvar="MOIETY_ENGINE_THREADS", min=1, help="Processor threads of the model.")
+]
+LoadFormatOption = Annotated[
+    LoadFormat,
+    typer.Option(
+        envvar="MOIETY_ENGINE_LOAD_FORMAT",
+        help="Where weights come from; dummy: drawn at random, so that config.json and the tokenizer are enough.",
+    ),
+]
+OverlapOption = Annotated[
+    Overlap,
+    typer.Option(
+        envvar="MOIETY_ENGINE_OVERLAP",
+        rich_help_panel=MEMORY,
+        help="Plan and launch a step while the one before it runs; auto: on a GPU.",
+    ),
+]
+CudaGraphsOption = Annotated[
+    bool,
+    typer.Option(
+        envvar="MOIETY_ENGINE_CUDA_GRAPHS",
+        rich_help_panel=MEMORY,
+        help="Capture decode steps at the start and replay them, on a GPU.",
+    ),
 ]
 BatchingOption = Annotated[
     Batching,

@@ -1,7 +1,7 @@
 """What the runner hands to the model each step, and the paged cache that the model reads and writes.
 
 T tokens of the step (all sequences' chunks concatenated), S sequences, B blocks a row, L rows whose results are wanted,
-N blocks, G key-value heads, P places a block, d head width.
+N blocks, G key-value heads, P places a block, d head width, L width of a latent row.
 """
 
 from __future__ import annotations
@@ -36,11 +36,28 @@ class LayerCache:
     k_NGPd: Tensor
     v_NGPd: Tensor
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All tensors, the first dimension of each being the block."""
+        return self.k_NGPd, self.v_NGPd
+
+
+@dataclass(frozen=True, slots=True)
+class LatentCache:
+    """The share of a layer of latent attention: one row a position, latent part first. Otherwise as LayerCache."""
+
+    rows_NPL: Tensor
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All tensors, the first dimension of each being the block."""
+        return (self.rows_NPL,)
+
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
     """The paged cache of all layers; block b of every layer belongs together."""
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[LayerCache | LatentCache, ...]
     num_blocks: int
     block_size: int

@@ -1,6 +1,6 @@
 """Filling a decoder's weights from a checkpoint's safetensors files, memory-mapped; complaints name the tensors.
 
-`names` says which tensor on disk goes to which part of which weight.
+`names` says which tensor on disk goes to which part of which weight, `narrow` how one that is kept in few bits is read.
 """
 
 from __future__ import annotations
@@ -8,19 +8,24 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from moiety_engine.model.errors import WeightsError
-from moiety_engine.model.names import IGNORED_SUFFIXES, placements
+from moiety_engine.model.fewer_bits import FewerBits, products_among
+from moiety_engine.model.names import ignorable, placements
+from moiety_engine.model.narrow import sources
 from moiety_engine.model.weights import ModelWeights, allocate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
-    import torch
+    from torch import Tensor
 
+    from moiety_engine.model.names.place import Place, Shares
     from moiety_engine.model.spec import ModelSpec
+    from moiety_kernels.quantization import WeightFormat
 
 MAX_NAMES_SHOWN = 8
 
@@ -31,44 +36,72 @@ def load(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    form: WeightFormat | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
-    """Read the checkpoint's safetensors, memory-mapped, into freshly allocated weights.
+    """Read the checkpoint's safetensors, memory-mapped, into freshly allocated weights, those of products in few bits
+    if a `form` says so.
 
     `progress` is called with (bytes read, bytes in all). Raises WeightsError, naming the tensors, when one is missing,
     unexpected or of another shape.
     """
-    shards = _shards(folder)
+    shards = shard_paths(folder)
     total = sum(path.stat().st_size for path in shards)
-    weights = allocate(spec, device=device, dtype=dtype)
-    present = set(_names(shards))
-    wanted = placements(spec, weights, present)
-    _complain("lacks", sorted(wanted.keys() - present), folder)
-    extra = sorted(name for name in present - wanted.keys() if not _ignorable(name, spec))
-    _complain("has unexpected", extra, folder)
+    weights = (
+        allocate(spec, device=device, dtype=dtype)
+        if form is None
+        else allocate(spec, device=torch.device("cpu"), dtype=dtype, product_dtype=torch.float32)
+    )
+    shard_of = {name: path for path in shards for name in _names(path)}
+    found = sources(set(shard_of), spec.fp8_block, spec.weight_format)
+    wanted = placements(spec, weights, set(found))
+    _complain("lacks", sorted(wanted.keys() - found.keys()), folder)
+    _complain("has unexpected", sorted(n for n in found.keys() - wanted.keys() if not ignorable(n, spec)), folder)
+    fewer_bits = None if form is None else FewerBits(weights, wanted, form, device)
+    starting_at = {found[name].names[0]: name for name in wanted}
     done = 0
     for path in shards:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                target = wanted.get(name)
-                if target is None:
+            for start in file.keys():  # noqa: SIM118 - not a mapping
+                name = starting_at.get(start)
+                if name is None:
                     continue
-                source = file.get_tensor(name)
-                if source.shape != target.shape:
-                    raise WeightsError(
-                        f"{name} in {path} has shape {tuple(source.shape)}, but config.json asks for "
-                        f"{tuple(target.shape)}; the weights and config.json belong to different models"
-                    )
-                target.copy_(source)
-                done += source.numel() * source.element_size()
+                parts = [file.get_tensor(start), *(_tensor(shard_of[other], other) for other in found[name].names[1:])]
+                _fill(wanted[name], found[name].make(*parts), f"{name} in {path}")
+                if fewer_bits is not None:
+                    fewer_bits.filled(wanted[name])
+                done += sum(part.numel() * part.element_size() for part in parts)
                 if progress is not None:
                     progress(min(done, total), total)
     if progress is not None:
         progress(total, total)
-    return weights
+    return weights if fewer_bits is None else fewer_bits.finish()
 
 
-def _shards(folder: Path) -> list[Path]:
+def product_names(folder: Path, spec: ModelSpec) -> set[str]:
+    """The tensors on disk that the large products are made of. Raises WeightsError."""
+    names = {name for path in shard_paths(folder) for name in _names(path)}
+    weights = allocate(spec, device=torch.device("cpu"), dtype=torch.bfloat16)  # untouched, so it takes no memory
+    return products_among(weights, placements(spec, weights, names)) & names
+
+
+def _fill(place: Place | Shares, source: Tensor, what: str) -> None:
+    if source.shape != place.shape:
+        raise WeightsError(
+            f"{what} has shape {tuple(source.shape)}, but config.json asks for {place.shape}; the weights and "
+            "config.json belong to different models"
+        )
+    place.fill(source)
+
+
+def _tensor(path: Path, name: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The safetensors files. Raises WeightsError."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -84,17 +117,12 @@ def _shards(folder: Path) -> list[Path]:
     return [single]
 
 
-def _names(shards: list[Path]) -> Iterator[str]:
-    for path in shards:
-        try:
-            with safe_open(path, framework="pt") as file:
-                yield from file.keys()
-        except SafetensorError as exc:
-            raise WeightsError(f"{path} is not a whole safetensors file ({exc}); fetch it again") from exc
-
-
-def _ignorable(name: str, spec: ModelSpec) -> bool:
-    return name.endswith(IGNORED_SUFFIXES) or (spec.tie_word_embeddings and name == "lm_head.weight")
+def _names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except SafetensorError as exc:
+        raise WeightsError(f"{path} is not a whole safetensors file ({exc}); fetch it again") from exc
 
 
 def _complain(how: str, names: list[str], folder: Path) -> None:

@@ -81,6 +81,10 @@ class DecodePrograms:
         self._times_seen[sequences] += 1
         return self._times_seen[sequences] > STEPS_TO_PAY
 
+    def forget(self) -> None:
+        """Weights or cache are about to move: what was recorded would read them where they were."""
+        self._cache, self._recorded = None, {}
+
     def run(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         """What the layers make of x; valid until the next run."""
         if kv is not self._cache:

@@ -7,22 +7,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from moiety_engine.model.spec import MoeSpec
-from moiety_engine.model.weights import DenseWeights, MoeWeights
+import torch
+
+from moiety_engine.model.batch import LayerCache
+from moiety_engine.model.latent_attention import LatentAttention
+from moiety_engine.model.spec import LatentAttentionSpec, MoeSpec
+from moiety_engine.model.weights import AttentionWeights, DenseWeights, LatentAttentionWeights, MoeWeights
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.linear import linear
-from moiety_kernels.moe import dense_swiglu, experts
+from moiety_kernels.moe import dense_glu, experts
 from moiety_kernels.paged_attention import paged_attention
-from moiety_kernels.route import route
+from moiety_kernels.route import RoutingSpec, route
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moiety_engine.model.batch import Batch, LayerCache
+    from moiety_engine.model.batch import Batch, LatentCache
     from moiety_engine.model.rotary import RotaryTable
-    from moiety_engine.model.spec import AttentionSpec, DenseSpec
-    from moiety_engine.model.weights import AttentionWeights
+    from moiety_engine.model.spec import AttentionSpec, DenseSpec, SharedSpec
+    from moiety_engine.model.weights import SharedWeights
     from moiety_engine.moe.load import ExpertCounter
+
+
+class Attention(Protocol):
+    """What comes first in a layer."""
+
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor: ...
 
 
 class FeedForward(Protocol):
@@ -38,7 +48,8 @@ class GroupedQueryAttention:
         self._spec, self._weights, self._rotary = spec, weights, rotary
         self._plan = AttentionInputPlan(weights.q_norm, weights.k_norm, norm_eps, spec.clip)
 
-    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor:
+        assert isinstance(cache, LayerCache)
         spec, weights = self._spec, self._weights
         qkv_TC = linear(x_TD, weights.qkv_CD, weights.qkv_bias_C)
         cos_PR, sin_PR = self._rotary.upto(batch.max_context)
@@ -54,6 +65,7 @@ class GroupedQueryAttention:
             batch.block_table_SB,
             spec.scale,
             spec.window,
+            weights.sinks_H,
             num_decode=batch.num_decode,
             max_query=batch.max_query,
             max_context=batch.max_context,
@@ -62,35 +74,88 @@ class GroupedQueryAttention:
 
 
 class DenseFeedForward:
-    """SwiGLU for every token."""
+    """A gated feed-forward for every token."""
 
-    def __init__(self, weights: DenseWeights) -> None:
-        self._weights = weights
+    def __init__(self, spec: DenseSpec, weights: DenseWeights) -> None:
+        self._activation, self._weights = spec.activation, weights
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         w = self._weights
-        return dense_swiglu(x_TD, w.gate_up_2FD, w.down_DF, w.gate_up_bias_2F, w.down_bias_D)
+        biases = w.gate_up_bias_2F, w.down_bias_D
+        return dense_glu(x_TD, w.gate_up_2FD, w.down_DF, *biases, activation=self._activation)
+
+
+class SharedExperts:
+    """Experts that serve every token. Where they have a gate, its sigmoid is the score of a router for them alone."""
+
+    _ROUTING = RoutingSpec(num_experts=1, top_k=1, renormalize=False, scoring="sigmoid")
+
+    def __init__(self, spec: SharedSpec, weights: SharedWeights) -> None:
+        self._activation, self._weights = spec.dense.activation, weights
+
+    def added_to(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
+        """What the routed experts gave, which may be overwritten, plus what these make of x."""
+        w, gate_1D = self._weights.dense, self._weights.gate_1D
+        return dense_glu(
+            x_TD,
+            w.gate_up_2FD,
+            w.down_DF,
+            w.gate_up_bias_2F,
+            w.down_bias_D,
+            activation=self._activation,
+            weight_T1=None if gate_1D is None else route(linear(x_TD, gate_1D), self._ROUTING)[0],
+            onto_TD=routed_TD,
+        )
 
 
 class MixtureOfExperts:
-    """Router, then the chosen experts of each token, weighted and summed."""
+    """Router, then the chosen experts of each token, weighted and summed; then the shared ones, if there are any."""
 
-    def __init__(self, spec: MoeSpec, weights: MoeWeights, layer: int, counter: ExpertCounter) -> None:
+    def __init__(self, spec: MoeSpec, weights: MoeWeights, layer: int, counter: ExpertCounter, kernel: str) -> None:
         self._spec, self._weights, self._layer, self._counter = spec, weights, layer, counter
+        self._kernel = kernel
+        self._shared = SharedExperts(spec.shared, weights.shared) if spec.shared and weights.shared else None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        weights = self._weights
-        weight_TK, expert_TK = route(linear(x_TD, weights.router_ED), self._spec.routing)
+        spec, weights = self._spec, self._weights
+        widen = spec.exact_router and x_TD.dtype is not torch.float32
+        logits_TE = linear(x_TD.float() if widen else x_TD, weights.router_ED, weights.router_bias_E)
+        weight_TK, expert_TK = route(logits_TE, spec.routing, weights.selection_bias_E)
         self._counter.add(self._layer, expert_TK)
-        return experts(x_TD, weight_TK, expert_TK, weights.gate_up_E2FD, weights.down_EDF)
+        routed_TD = experts(
+            x_TD,
+            weight_TK,
+            expert_TK,
+            weights.gate_up_E2FD,
+            weights.down_EDF,
+            activation=spec.activation,
+            gate_up_bias_E2F=weights.gate_up_bias_E2F,
+            down_bias_ED=weights.down_bias_ED,
+            kernel=self._kernel,
+        )
+        return routed_TD if self._shared is None else self._shared.added_to(routed_TD, x_TD)
+
+
+def attention(
+    spec: AttentionSpec | LatentAttentionSpec,
+    weights: AttentionWeights | LatentAttentionWeights,
+    rotary: RotaryTable,
+    norm_eps: float,
+) -> Attention:
+    """The attention that the spec describes."""
+    if isinstance(spec, LatentAttentionSpec):
+        assert isinstance(weights, LatentAttentionWeights)
+        return LatentAttention(spec, weights, rotary)
+    assert isinstance(weights, AttentionWeights)
+    return GroupedQueryAttention(spec, weights, rotary, norm_eps)
 
 
 def feed_forward(
-    spec: DenseSpec | MoeSpec, weights: DenseWeights | MoeWeights, layer: int, counter: ExpertCounter
+    spec: DenseSpec | MoeSpec, weights: DenseWeights | MoeWeights, layer: int, counter: ExpertCounter, kernel: str
 ) -> FeedForward:
-    """The feed-forward that the spec describes."""
+    """The feed-forward that the spec describes; `kernel` computes its experts if it has any."""
     if isinstance(spec, MoeSpec):
         assert isinstance(weights, MoeWeights)
-        return MixtureOfExperts(spec, weights, layer, counter)
+        return MixtureOfExperts(spec, weights, layer, counter, kernel)
     assert isinstance(weights, DenseWeights)
-    return DenseFeedForward(weights)
+    return DenseFeedForward(spec, weights)

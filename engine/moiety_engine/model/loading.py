@@ -4,17 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import structlog
 import torch
 
+from moiety_engine.config import LoadFormat
+from moiety_engine.memory import device_memory
 from moiety_engine.model.checkpoint import load
+from moiety_engine.model.dummy import fill_at_random
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
+from moiety_engine.model.fewer_bits import bytes_in
+from moiety_engine.model.residence import require_fit, weight_bytes
+from moiety_engine.model.spec import LatentAttentionSpec
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.model.weights import allocate
+from moiety_kernels.moe import MOE_KERNELS, unavailable
+from moiety_kernels.quantization import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from moiety_engine.model.spec import ModelSpec
+    from moiety_kernels.quantization import WeightFormat
+
+log = structlog.get_logger()
+
+FP8_CAPABILITY = (8, 9)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -23,14 +39,22 @@ def load_model(
     *,
     device: str,
     dtype: str,
+    quantization: str = "auto",
+    kv_dtype: str = "auto",
+    moe_kernel: str = "auto",
     num_threads: int | None = None,
+    load_format: LoadFormat = LoadFormat.AUTO,
     progress: Callable[[int, int], None] | None = None,
 ) -> Transformer:
-    """Read the checkpoint in `folder` and return the model on `device` ("cpu", "cuda", "cuda:1").
+    """Read the checkpoint in `folder` and return the model on `device` ("cpu", "cuda", "cuda:1"). With dummy weights
+    only its config.json is read.
 
     `dtype` is "float32", "bfloat16", or "auto": bfloat16 for a checkpoint in 16 bits, else float32. On a CPU bfloat16
-    means that the weights are kept so; activations and the cache are float32. `num_threads` sets the compute threads of
-    the process. `progress` is called with (bytes read, bytes in all). Raises ModelError.
+    means that the weights are kept so; activations and the cache are float32. `quantization` is "none", "int8" or
+    "int4", how the weights of products are kept, or "auto": as the checkpoint has them. `kv_dtype` is "auto", the
+    activations', or "fp8", on a GPU only. `moe_kernel` computes the experts; "auto" takes the fastest that can.
+    `num_threads` sets the compute threads of the process. `progress` is called with (bytes read, bytes in all). Raises
+    ModelError, and OutOfMemory with the figures where the weights do not fit.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -39,5 +63,59 @@ def load_model(
         dtype = "float32" if spec.checkpoint_dtype == "float32" else "bfloat16"
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
-    weights = load(folder, spec, device=torch.device(device), dtype=DTYPES[dtype], progress=progress)
-    return Transformer(spec, weights)
+    where, form = torch.device(device), _form(quantization, spec)
+    cached_in = None if kv_dtype == "auto" else _fp8(spec, where)
+    num_bytes = weight_bytes(spec, DTYPES[dtype]) if form is None else bytes_in(form, spec, DTYPES[dtype])
+    _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
+    require_fit(num_bytes, device_memory(where), where)
+    if load_format is LoadFormat.DUMMY:
+        if form is not None:
+            raise UnsupportedModelError("random weights are not quantized; leave out --load-format or --quantization")
+        weights = allocate(spec, device=where, dtype=DTYPES[dtype])
+        fill_at_random(weights)
+    else:
+        weights = load(folder, spec, device=where, dtype=DTYPES[dtype], form=form, progress=progress)
+    return Transformer(spec, weights, kv_dtype=cached_in, moe_kernel=moe_kernel)
+
+
+def _check_moe_kernel(
+    asked: str, spec: ModelSpec, where: torch.device, dtype: torch.dtype, form: WeightFormat | None
+) -> None:
+    """Raise if experts are to be computed by what cannot; warn if the best for a GPU cannot be taken."""
+    activations = torch.float32 if where.type == "cpu" else dtype
+    if asked not in MOE_KERNELS:
+        raise UnsupportedModelError(f"moe_kernel {asked!r} is not known; choose one of {', '.join(MOE_KERNELS)}")
+    if not spec.moe_layers:
+        return
+    if asked != "auto":
+        reason = unavailable(asked, where, activations, form)
+        if reason is not None:
+            raise UnsupportedModelError(f"--moe-kernel {asked} cannot be had: {reason}; choose auto or reference")
+    elif where.type == "cuda":
+        reason = unavailable("triton", where, activations, form)
+        if reason is not None:
+            fallback = "reference" if unavailable("grouped", where, activations, form) else "grouped"
+            log.warning("moe_kernel_unavailable", kernel="triton", reason=reason, instead=fallback)
+
+
+def _form(quantization: str, spec: ModelSpec) -> WeightFormat | None:
+    if quantization == "auto":
+        stored = spec.weight_format
+        return stored if stored is not None and stored.is_kept else None
+    if quantization == "none":
+        return None
+    if quantization not in FORMATS:
+        known = ", ".join(("auto", "none", *FORMATS))
+        raise UnsupportedModelError(f"quantization {quantization!r} is not supported; choose one of {known}")
+    return FORMATS[quantization]
+
+
+def _fp8(spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """The type of a cache in fp8. Raises UnsupportedModelError where there cannot be one."""
+    if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
+        raise UnsupportedModelError("latent attention's cache cannot be fp8: leave --kv-dtype out")
+    if device.type != "cuda":
+        raise UnsupportedModelError("a cache in fp8 needs a GPU: leave --kv-dtype out, or run with --device cuda")
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise UnsupportedModelError("this GPU has no fp8, which came with compute capability 8.9: leave --kv-dtype out")
+    return torch.float8_e4m3fn

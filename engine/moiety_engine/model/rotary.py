@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from moiety_engine.model.spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from moiety_engine.model.spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
 
 
 class RotaryTable:
@@ -32,7 +32,10 @@ class RotaryTable:
 
 
 def inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
-    """(radians a position for each rotated pair, what cosines and sines are multiplied by)."""
+    """(radians a position for each rotated pair, what cosines and sines are multiplied by).
+
+    In the order of operations of transformers: at 100,000 positions a last bit of a frequency shows in the third digit.
+    """
     exponent_R = torch.arange(0, spec.rotary_width, 2, dtype=torch.float32) / spec.rotary_width
     plain_R = 1.0 / (spec.theta**exponent_R)
     match spec.scaling:
@@ -43,18 +46,20 @@ def inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
         case Llama3Scaling() as scaling:
             return _llama3(plain_R, scaling), 1.0
         case YarnScaling() as scaling:
-            return _yarn(plain_R, spec, scaling), scaling.attention_factor
+            return _yarn(plain_R, exponent_R, spec, scaling), scaling.attention_factor
+        case LongRopeScaling(factors, attention_factor):
+            return 1.0 / (torch.tensor(factors) * spec.theta**exponent_R), attention_factor
 
 
 def _llama3(plain_R: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Blend from 1/factor at long wavelengths to 1 at short ones; linear in the number of turns in the old context."""
-    turns_R = scaling.original_max_positions * plain_R / (2 * math.pi)
+    turns_R = scaling.original_max_positions / (2 * math.pi / plain_R)
     kept_R = (turns_R - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept_R = kept_R.clamp(0, 1)
     return (1 - kept_R) * plain_R / scaling.factor + kept_R * plain_R
 
 
-def _yarn(plain_R: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
+def _yarn(plain_R: Tensor, exponent_R: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
     """Pairs that turn often in the old context keep their frequency, those that turn rarely are slowed down."""
 
     def pair_that_turns(turns: float) -> float:
@@ -67,5 +72,6 @@ def _yarn(plain_R: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
     low, high = max(low, 0), min(high, spec.rotary_width - 1)
     if low == high:
         high += 0.001
-    slowed_R = ((torch.arange(len(plain_R), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    return plain_R / scaling.factor * slowed_R + plain_R * (1 - slowed_R)
+    kept_R = 1 - ((torch.arange(len(plain_R), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    slowed_R = 1.0 / (scaling.factor * spec.theta**exponent_R)
+    return slowed_R * (1 - kept_R) + plain_R * kept_R

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moiety_kernels.moe.activation import SILU, Activation
+from moiety_kernels.quantization.weight import WeightFormat
 from moiety_kernels.route.spec import RoutingSpec
 
 
@@ -41,36 +43,47 @@ class YarnScaling:
     truncate: bool
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024): each rotated pair's frequency divided by a factor of its own; `attention_factor`
+    multiplies cosines and sines."""
+
+    factors: tuple[float, ...]
+    attention_factor: float
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding of the first `rotary_width` entries of each head."""
+    """Rotary embedding of the first `rotary_width` entries of each head. The pairs that turn together are the entries i
+    and i + rotary_width / 2; if `interleaved`, the checkpoint has them side by side, and its rows are put in order when
+    they are loaded."""
 
     theta: float
     rotary_width: int
     scaling: RopeScaling | None = None
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Grouped-query attention. `qk_norm`: RMS normalisation of each head, or of all heads' width at once."""
+    """Grouped-query attention. `scale`: what scores are multiplied by before the softmax. `qk_norm`: RMS normalisation
+    of each head, or of all heads' width at once. `sinks`: each head has a score that takes its share of the softmax and
+    adds nothing."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: RopeSpec
+    scale: float
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: Literal["none", "head", "full"] = "none"
     clip: float | None = None
     window: int | None = None
-
-    @property
-    def scale(self) -> float:
-        """What scores are multiplied by before the softmax."""
-        return float(self.head_dim**-0.5)
+    sinks: bool = False
 
     @property
     def q_width(self) -> int:
@@ -82,43 +95,120 @@ class AttentionSpec:
         """Width of all key heads, and of all value heads."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def cached_values(self) -> int:
+        """Values that a position takes in the cache."""
+        return 2 * self.kv_width
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads come from one latent row a position,
+    beside which one rotated key part is shared by all heads. `query_rank`: queries, too, come from a latent row."""
+
+    num_heads: int
+    query_rank: int | None
+    latent_width: int
+    nope_width: int  # of the part of a head's key that is not rotated
+    value_width: int
+    rope: RopeSpec
+    scale: float
+    input_bias: bool = False  # of the projections into latent rows
+    output_bias: bool = False
+    norm_eps: float = 1e-6  # whatever the other norms' is
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query or key of one head."""
+        return self.nope_width + self.rope.rotary_width
+
+    @property
+    def query_input_width(self) -> int:
+        """What the first projection gives of the queries: their latent row, or all heads."""
+        return self.num_heads * self.head_dim if self.query_rank is None else self.query_rank
+
+    @property
+    def cached_values(self) -> int:
+        """Values that a position takes in the cache."""
+        return self.latent_width + self.rope.rotary_width
+
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """One SwiGLU feed-forward for every token."""
+    """One gated feed-forward for every token."""
 
     width: int
     bias: bool = False
+    activation: Activation = SILU
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSpec:
+    """Experts that serve every token beside the routed ones, as one dense feed-forward of their whole width. `gated`:
+    what they give is multiplied by a sigmoid of a projection of the token."""
+
+    dense: DenseSpec
+    gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """Routed SwiGLU experts."""
+    """Routed gated experts. `bias`: of the experts' products; `router_bias`: added to the logits; `selection_bias`:
+    added only for choosing; `exact_router`: the router's weights and the logits are float32."""
 
     width: int
     routing: RoutingSpec
+    activation: Activation = SILU
+    bias: bool = False
+    router_bias: bool = False
+    selection_bias: bool = False
+    exact_router: bool = False
+    shared: SharedSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """How a residual stream of some width is normalised: by its root mean square, or by mean and variance with a bias
+    beside the weight ("layer", Ba et al. 2016). `weight_offset` is what the weights lack on disk."""
+
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    weight_offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer: norm → attention → add → norm → feed-forward → add."""
+    """One decoder layer: norm → attention → add → norm → feed-forward → add. `post_norms`: what attention and the
+    feed-forward give is normalised, too, before it is added."""
 
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     ffn: DenseSpec | MoeSpec
+    post_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A whole decoder."""
+    """A whole decoder. The multipliers are of the embeddings, of what a layer's halves add to the residual stream, and
+    of the logits. `logit_softcap`: logits are bent to stay within it. `fp8_block`: rows and columns that share a scale
+    in a checkpoint of eight bits. `weight_format`: of one whose weights are packed whole numbers. `ignored_prefixes`:
+    of tensors in the checkpoint that are for something else than decoding."""
 
     family: str
     vocab_size: int
     hidden_size: int
-    norm_eps: float
+    norm: NormSpec
     tie_word_embeddings: bool
     max_context_tokens: int
     checkpoint_dtype: str
     layers: tuple[LayerSpec, ...]
+    head_bias: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
+    logit_softcap: float | None = None
+    fp8_block: tuple[int, int] | None = None
+    weight_format: WeightFormat | None = None
+    ignored_prefixes: tuple[str, ...] = ()
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -5,64 +5,93 @@ T tokens of the step, D model width, L rows whose results are wanted, V vocabula
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moiety_engine.model.batch import Batch, KvCache, LayerCache
-from moiety_engine.model.layers import GroupedQueryAttention, feed_forward
+from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
+from moiety_engine.model.layers import attention, feed_forward
+from moiety_engine.model.norms import make_norm
+from moiety_engine.model.residence import Residence
 from moiety_engine.model.rotary import RotaryTable
-from moiety_engine.model.spec import ModelSpec, MoeSpec
+from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.weights import ModelWeights
 from moiety_engine.moe.load import ExpertCounter
 from moiety_kernels.linear import linear
-from moiety_kernels.rms_norm import add_rms_norm, rms_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moiety_engine.model.decode_programs import DecodePrograms
+    from moiety_engine.model.weights import NormWeights
 
 
 class Transformer:
     """One decoder with its weights. `expert_counter` counts expert use once enabled."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        *,
+        kv_dtype: torch.dtype | None = None,
+        moe_kernel: str = "auto",
+    ) -> None:
+        """`kv_dtype`: of the cache; None for the activations' own. `moe_kernel` computes experts."""
         self.spec = spec
         self.device = weights.embedding_VD.device
         self.dtype = weights.embedding_VD.dtype
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
-        self.kv_dtype = self.activation_dtype
+        self.kv_dtype = kv_dtype or self.activation_dtype
         experts = (layer.ffn.routing.num_experts for layer in spec.layers if isinstance(layer.ffn, MoeSpec))
         self.expert_counter = ExpertCounter(spec.moe_layers, max(experts, default=0), self.device)
         rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in spec.layers}
         self._weights = weights
-        self._programs = _decode_programs(self._layers) if self.device.type == "cpu" else None
+        self._residence = Residence(weights)
+        on_cpu_alone = self.device.type == "cpu" and self.kv_dtype is torch.float32  # no torch in any layer
+        self._programs = _decode_programs(self._layers) if on_cpu_alone else None
         self._attentions = [
-            GroupedQueryAttention(one.attention, w.attention, rotaries[one.attention.rope], spec.norm_eps)
-            for one, w in zip(spec.layers, weights.layers, strict=True)
+            self._normed(attention(one, w.attention, rotaries[one.rope], spec.norm.eps), w.attention_post_norm)
+            for one, w in zip((layer.attention for layer in spec.layers), weights.layers, strict=True)
         ]
+        self._norms = [
+            (make_norm(spec.norm, w.attention_norm), make_norm(spec.norm, w.ffn_norm)) for w in weights.layers
+        ]
+        self._final_norm = make_norm(spec.norm, weights.final_norm)
         self._ffns = [
-            feed_forward(one.ffn, w.ffn, index, self.expert_counter)
+            self._normed(feed_forward(one.ffn, w.ffn, index, self.expert_counter, moe_kernel), w.ffn_post_norm)
             for index, (one, w) in enumerate(zip(spec.layers, weights.layers, strict=True))
         ]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes that one block of `block_size` tokens takes over all layers."""
-        values = sum(2 * layer.attention.kv_width for layer in self.spec.layers)
+        values = sum(layer.attention.cached_values for layer in self.spec.layers)
         return values * block_size * self.kv_dtype.itemsize
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KvCache:
-        """A cache for the model: float32 on a CPU, the model's dtype on a GPU. Its content is undefined."""
+        """A cache for the model, in its `kv_dtype`. Its content is undefined."""
 
-        def layer(heads: int, width: int) -> LayerCache:
-            both = torch.empty(2, num_blocks, heads, block_size, width, dtype=self.kv_dtype, device=self.device)
+        def layer(one: AttentionSpec | LatentAttentionSpec) -> LayerCache | LatentCache:
+            if isinstance(one, LatentAttentionSpec):
+                return LatentCache(empty(num_blocks, block_size, one.cached_values))
+            both = empty(2, num_blocks, one.num_kv_heads, block_size, one.head_dim)
             return LayerCache(both[0], both[1])
 
-        layers = tuple(layer(one.attention.num_kv_heads, one.attention.head_dim) for one in self.spec.layers)
-        return KvCache(layers, num_blocks, block_size)
+        empty = partial(torch.empty, dtype=self.kv_dtype, device=self.device)
+        return KvCache(tuple(layer(one.attention) for one in self.spec.layers), num_blocks, block_size)
+
+    def leave(self, on_progress: Callable[[], None]) -> int:
+        """The weights go to host memory; returns the bytes that are free thereby. Raises OutOfMemory."""
+        if self._programs is not None:
+            self._programs.forget()
+        return self._residence.leave(on_progress)
+
+    def come_back(self, on_progress: Callable[[], None]) -> None:
+        """The weights are on the device again. Raises OutOfMemory."""
+        self._residence.come_back(on_progress)
 
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return logits_LV, float32, of the rows that are wanted."""
@@ -72,31 +101,44 @@ class Transformer:
     def hidden(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the rows that are
         wanted."""
-        weights = self._weights
-        x_TD = functional.embedding(batch.token_ids_T, weights.embedding_VD).to(self.activation_dtype)
+        x_TD = functional.embedding(batch.token_ids_T, self._weights.embedding_VD).to(self.activation_dtype)
+        x_TD = _times(self.spec.embedding_multiplier, x_TD)
         programs = self._programs
         if programs is not None and programs.takes(batch) and not self.expert_counter.enabled:
             normed_TD = programs.run(x_TD, batch, kv)
         else:
             normed_TD = self._layers(x_TD, batch, kv)
-        return normed_TD[batch.wanted_rows_L]
+        return normed_TD.index_select(0, batch.wanted_rows_L)
 
     @torch.inference_mode()
     def logits(self, hidden_LD: Tensor) -> Tensor:
         """logits_LV, float32, of hidden states after the final norm."""
-        return linear(hidden_LD, self._weights.head_VD).float()
+        logits_LV = linear(hidden_LD, self._weights.head_VD, self._weights.head_bias_V).float()
+        logits_LV, cap = _times(self.spec.logits_multiplier, logits_LV), self.spec.logit_softcap
+        return logits_LV if cap is None else cap * torch.tanh(logits_LV / cap)
+
+    def _normed(self, half: Callable[..., Tensor], weights: NormWeights | None) -> Callable[..., Tensor]:
+        """Half a layer with the norm that may follow it."""
+        if weights is None:
+            return half
+        norm = make_norm(self.spec.norm, weights)
+        return lambda *args: norm(half(*args))
 
     def _layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         """All layers and the final norm."""
-        weights, eps = self._weights, self.spec.norm_eps
-        normed_TD = rms_norm(x_TD, weights.layers[0].attention_norm_D, eps)
-        next_norms = [layer.attention_norm_D for layer in weights.layers[1:]] + [weights.final_norm_D]
-        for attention, ffn, layer, cache, next_norm_D in zip(
-            self._attentions, self._ffns, weights.layers, kv.layers, next_norms, strict=True
+        normed_TD = self._norms[0][0](x_TD)
+        next_norms = [attention_norm for attention_norm, _ in self._norms[1:]] + [self._final_norm]
+        share = self.spec.residual_multiplier
+        for attend, feed, (_, ffn_norm), cache, next_norm in zip(
+            self._attentions, self._ffns, self._norms, kv.layers, next_norms, strict=True
         ):
-            x_TD, normed_TD = add_rms_norm(x_TD, attention(normed_TD, batch, cache), layer.ffn_norm_D, eps)
-            x_TD, normed_TD = add_rms_norm(x_TD, ffn(normed_TD), next_norm_D, eps)
+            x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attend(normed_TD, batch, cache)))
+            x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, feed(normed_TD)))
         return normed_TD
+
+
+def _times(factor: float, values: Tensor) -> Tensor:
+    return values if factor == 1.0 else values * factor
 
 
 def _decode_programs(layers: Callable[[Tensor, Batch, KvCache], Tensor]) -> DecodePrograms:

@@ -13,96 +13,193 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoeSpec
+from moiety_engine.model.spec import (
+    AttentionSpec,
+    DenseSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    ModelSpec,
+    MoeSpec,
+    SharedSpec,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.quantization import Weight
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    qkv_CD: Tensor
-    output_DC: Tensor
+    qkv_CD: Weight
+    output_DC: Weight
     qkv_bias_C: Tensor | None
     output_bias_D: Tensor | None
     q_norm: Tensor | None  # float32, head width or width of all heads
     k_norm: Tensor | None
+    sinks_H: Tensor | None  # float32
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionWeights:
+    input_CD: Tensor  # to the queries or their latent row, then the latent row, then the rotated part of keys
+    input_bias_C: Tensor | None
+    query_norm: Tensor | None  # float32
+    query_up: Weight | None  # from the queries' latent row to all heads
+    latent_norm_L: Tensor  # float32
+    key_up_HLd: Tensor  # from the unrotated part of a head's query into the latent space
+    value_up_HdL: Tensor
+    output_DC: Weight
+    output_bias_D: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class DenseWeights:
-    gate_up_2FD: Tensor
-    down_DF: Tensor
+    gate_up_2FD: Weight
+    down_DF: Weight
     gate_up_bias_2F: Tensor | None
     down_bias_D: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
+class SharedWeights:
+    dense: DenseWeights
+    gate_1D: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class MoeWeights:
-    router_ED: Tensor
-    gate_up_E2FD: Tensor
-    down_EDF: Tensor
+    router_ED: Tensor  # float32 if the router is exact
+    gate_up_E2FD: Weight
+    down_EDF: Weight
+    router_bias_E: Tensor | None  # all biases are float32
+    selection_bias_E: Tensor | None
+    gate_up_bias_E2F: Tensor | None
+    down_bias_ED: Tensor | None
+    shared: SharedWeights | None
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    weight_D: Tensor  # float32, as is the bias
+    bias_D: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    attention_norm_D: Tensor  # float32
-    attention: AttentionWeights
-    ffn_norm_D: Tensor  # float32
+    attention_norm: NormWeights
+    attention: AttentionWeights | LatentAttentionWeights
+    ffn_norm: NormWeights
     ffn: DenseWeights | MoeWeights
+    attention_post_norm: NormWeights | None
+    ffn_post_norm: NormWeights | None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     embedding_VD: Tensor
     layers: tuple[LayerWeights, ...]
-    final_norm_D: Tensor  # float32
+    final_norm: NormWeights
     head_VD: Tensor  # the embedding itself where they are tied
+    head_bias_V: Tensor | None
 
 
-def allocate(spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> ModelWeights:
-    """Uninitialised tensors for every weight of the spec."""
-
-    def matrix(*shape: int) -> Tensor:
-        return torch.empty(shape, device=device, dtype=dtype)
-
-    def vector(size: int) -> Tensor:
-        return torch.empty(size, device=device, dtype=torch.float32)
-
-    def attention(a: AttentionSpec) -> AttentionWeights:
-        full, fused = a.qk_norm == "full", a.q_width + 2 * a.kv_width
-        return AttentionWeights(
-            qkv_CD=matrix(fused, spec.hidden_size),
-            output_DC=matrix(spec.hidden_size, a.q_width),
-            qkv_bias_C=vector(fused) if a.qkv_bias else None,
-            output_bias_D=vector(spec.hidden_size) if a.output_bias else None,
-            q_norm=None if a.qk_norm == "none" else vector(a.q_width if full else a.head_dim),
-            k_norm=None if a.qk_norm == "none" else vector(a.kv_width if full else a.head_dim),
-        )
-
-    def ffn(f: DenseSpec | MoeSpec) -> DenseWeights | MoeWeights:
-        if isinstance(f, MoeSpec):
-            experts = f.routing.num_experts
-            return MoeWeights(
-                router_ED=matrix(experts, spec.hidden_size),
-                gate_up_E2FD=matrix(experts, 2 * f.width, spec.hidden_size),
-                down_EDF=matrix(experts, spec.hidden_size, f.width),
-            )
-        return DenseWeights(
-            gate_up_2FD=matrix(2 * f.width, spec.hidden_size),
-            down_DF=matrix(spec.hidden_size, f.width),
-            gate_up_bias_2F=vector(2 * f.width) if f.bias else None,
-            down_bias_D=vector(spec.hidden_size) if f.bias else None,
-        )
-
-    def layer(one: LayerSpec) -> LayerWeights:
-        norms = vector(spec.hidden_size), vector(spec.hidden_size)
-        return LayerWeights(norms[0], attention(one.attention), norms[1], ffn(one.ffn))
-
-    embedding = matrix(spec.vocab_size, spec.hidden_size)
+def allocate(
+    spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, product_dtype: torch.dtype | None = None
+) -> ModelWeights:
+    """Uninitialised tensors for every weight of the spec; those of the large products may have a type of their own."""
+    new = _Allocator(spec, device, dtype, product_dtype or dtype)
+    embedding = new.matrix(spec.vocab_size, spec.hidden_size)
     return ModelWeights(
         embedding_VD=embedding,
-        layers=tuple(layer(one) for one in spec.layers),
-        final_norm_D=vector(spec.hidden_size),
-        head_VD=embedding if spec.tie_word_embeddings else matrix(spec.vocab_size, spec.hidden_size),
+        layers=tuple(new.layer(one) for one in spec.layers),
+        final_norm=new.norm(),
+        head_VD=embedding if spec.tie_word_embeddings else new.matrix(spec.vocab_size, spec.hidden_size),
+        head_bias_V=new.vector(spec.vocab_size) if spec.head_bias else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Allocator:
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+    product_dtype: torch.dtype
+
+    def product(self, *shape: int) -> Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.product_dtype)
+
+    def matrix(self, *shape: int) -> Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def vector(self, *shape: int) -> Tensor:
+        return torch.empty(shape, device=self.device, dtype=torch.float32)
+
+    def norm(self) -> NormWeights:
+        size = self.spec.hidden_size
+        return NormWeights(self.vector(size), self.vector(size) if self.spec.norm.kind == "layer" else None)
+
+    def layer(self, one: LayerSpec) -> LayerWeights:
+        ffn = self.experts(one.ffn) if isinstance(one.ffn, MoeSpec) else self.dense(one.ffn)
+        return LayerWeights(
+            attention_norm=self.norm(),
+            attention=self.attention(one.attention),
+            ffn_norm=self.norm(),
+            ffn=ffn,
+            attention_post_norm=self.norm() if one.post_norms else None,
+            ffn_post_norm=self.norm() if one.post_norms else None,
+        )
+
+    def attention(self, a: AttentionSpec | LatentAttentionSpec) -> AttentionWeights | LatentAttentionWeights:
+        return self.latent(a) if isinstance(a, LatentAttentionSpec) else self.grouped(a)
+
+    def latent(self, a: LatentAttentionSpec) -> LatentAttentionWeights:
+        fused, size = a.query_input_width + a.cached_values, self.spec.hidden_size
+        return LatentAttentionWeights(
+            input_CD=self.product(fused, size),
+            input_bias_C=self.vector(fused) if a.input_bias else None,
+            query_norm=None if a.query_rank is None else self.vector(a.query_rank),
+            query_up=None if a.query_rank is None else self.product(a.num_heads * a.head_dim, a.query_rank),
+            latent_norm_L=self.vector(a.latent_width),
+            key_up_HLd=self.matrix(a.num_heads, a.latent_width, a.nope_width),
+            value_up_HdL=self.matrix(a.num_heads, a.value_width, a.latent_width),
+            output_DC=self.product(size, a.num_heads * a.value_width),
+            output_bias_D=self.vector(size) if a.output_bias else None,
+        )
+
+    def grouped(self, a: AttentionSpec) -> AttentionWeights:
+        full, fused, size = a.qk_norm == "full", a.q_width + 2 * a.kv_width, self.spec.hidden_size
+        return AttentionWeights(
+            qkv_CD=self.product(fused, size),
+            output_DC=self.product(size, a.q_width),
+            qkv_bias_C=self.vector(fused) if a.qkv_bias else None,
+            output_bias_D=self.vector(size) if a.output_bias else None,
+            q_norm=None if a.qk_norm == "none" else self.vector(a.q_width if full else a.head_dim),
+            k_norm=None if a.qk_norm == "none" else self.vector(a.kv_width if full else a.head_dim),
+            sinks_H=self.vector(a.num_heads) if a.sinks else None,
+        )
+
+    def dense(self, f: DenseSpec) -> DenseWeights:
+        size = self.spec.hidden_size
+        return DenseWeights(
+            gate_up_2FD=self.product(2 * f.width, size),
+            down_DF=self.product(size, f.width),
+            gate_up_bias_2F=self.vector(2 * f.width) if f.bias else None,
+            down_bias_D=self.vector(size) if f.bias else None,
+        )
+
+    def shared(self, s: SharedSpec) -> SharedWeights:
+        return SharedWeights(self.dense(s.dense), self.matrix(1, self.spec.hidden_size) if s.gated else None)
+
+    def experts(self, f: MoeSpec) -> MoeWeights:
+        experts, size = f.routing.num_experts, self.spec.hidden_size
+        return MoeWeights(
+            router_ED=self.vector(experts, size) if f.exact_router else self.matrix(experts, size),
+            gate_up_E2FD=self.product(experts, 2 * f.width, size),
+            down_EDF=self.product(experts, size, f.width),
+            router_bias_E=self.vector(experts) if f.router_bias else None,
+            selection_bias_E=self.vector(experts) if f.selection_bias else None,
+            gate_up_bias_E2F=self.vector(experts, 2 * f.width) if f.bias else None,
+            down_bias_ED=self.vector(experts, size) if f.bias else None,
+            shared=None if f.shared is None else self.shared(f.shared),
+        )

@@ -18,7 +18,8 @@ class ExpertCounter:
         """Count one layer's choices; `layer` is the model's layer index."""
         if self.enabled:
             row_E = self._counts_ME[self._row_of_layer[layer]]
-            row_E += torch.bincount(expert_TK.flatten(), minlength=row_E.shape[0])
+            chosen_R = expert_TK.flatten().long()
+            row_E.index_add_(0, chosen_R, torch.ones_like(chosen_R))  # where a count by bins would wait for the device
 
     def take(self) -> Tensor:
         """The counts so far, int64 [moe layers, experts]; counting starts over."""

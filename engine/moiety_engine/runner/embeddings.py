@@ -9,7 +9,11 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def embeddings(hidden_ED: Tensor) -> list[bytes]:
-    """The hidden states of the prompts' last tokens, after the final norm, as unit vectors of little-endian float32."""
-    unit_ED = functional.normalize(hidden_ED.float(), dim=-1).cpu().numpy().astype("<f4", copy=False)
-    return [row_D.tobytes() for row_D in unit_ED]
+def unit_vectors(hidden_ED: Tensor) -> Tensor:
+    """The hidden states of the prompts' last tokens, after the final norm, as unit vectors, float32."""
+    return functional.normalize(hidden_ED.float(), dim=-1)
+
+
+def as_bytes(unit_ED: Tensor) -> list[bytes]:
+    """Vectors in host memory as little-endian float32."""
+    return [row_D.tobytes() for row_D in unit_ED.numpy().astype("<f4", copy=False)]

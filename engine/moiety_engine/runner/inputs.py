@@ -1,64 +1,141 @@
-"""A plan as the tensors that the model wants."""
+"""A plan as the arrays, and then the tensors, that the model wants.
+
+T tokens of the step, S sequences, B blocks a row, L rows whose results are wanted, P tokens that the running step
+samples.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from moiety_engine.model.batch import Batch
+from moiety_engine.runner.tables import BlockTables
 from moiety_engine.scheduling.plan import Chunk, Plan
+from moiety_engine.sequence import PENDING
+from moiety_engine.staging import Staging
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A step's inputs in host memory, as `Batch` has them on the device. Tokens that only the device knows are 0 here:
+    those in the rows `pending_rows_P` are the tokens `sampled_rows_P` of what the running step samples."""
+
+    token_ids_T: np.ndarray
+    positions_T: np.ndarray
+    slots_T: np.ndarray
+    query_start_S1: np.ndarray
+    context_len_S: np.ndarray
+    block_table_SB: np.ndarray
+    wanted_rows_L: np.ndarray
+    pending_rows_P: np.ndarray
+    sampled_rows_P: np.ndarray
+    num_decode: int
+    max_context: int
+    max_query: int
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether every row decodes one token, and is wanted."""
+        return len(self.token_ids_T) == self.num_decode == len(self.wanted_rows_L)
 
 
 class BatchBuilder:
-    """Builds Batch tensors on the device; pad rows take token 0 and the positions after their sequence's."""
+    """Builds batches; pad rows take token 0 and the positions after their sequence's."""
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    def __init__(self, block_size: int, device: torch.device, staging: Staging | None = None) -> None:
         self._block_size = block_size
-        self._device = device
+        self._staging = staging or Staging(device)
+        self._tables = BlockTables()
 
-    def build(self, plan: Plan) -> Batch:
+    def build(self, plan: Plan, sampled_L: Tensor | None = None) -> Batch:
+        """The plan on the device. `sampled_L`: what the running step samples."""
+        return self.upload(self.arrange(plan), sampled_L)
+
+    def arrange(self, plan: Plan) -> HostBatch:
         """`wanted_rows` are those of the chunks that sample, then of those that embed, each in the plan's order."""
         chunks = plan.chunks
-        lengths = [chunk.num_tokens + chunk.num_pad for chunk in chunks]
-        starts = np.zeros(len(chunks) + 1, dtype=np.int32)
+        sequences = [chunk.sequence for chunk in chunks]
+        count = len(chunks)
+        lengths = np.fromiter((chunk.num_tokens + chunk.num_pad for chunk in chunks), np.int32, count)
+        firsts = np.fromiter((sequence.num_computed for sequence in sequences), np.int64, count)
+        starts = np.zeros(count + 1, dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
-        num_rows = int(starts[-1])
-        token_ids = np.zeros(num_rows, dtype=np.int64)
-        positions = np.empty(num_rows, dtype=np.int64)
-        slots = np.empty(num_rows, dtype=np.int64)
-        contexts = np.empty(len(chunks), dtype=np.int32)
-        width = max(len(chunk.sequence.blocks) for chunk in chunks)
-        tables = np.zeros((len(chunks), width), dtype=np.int32)
-        for s, chunk in enumerate(chunks):
-            sequence, begin, end = chunk.sequence, starts[s], starts[s + 1]
-            first = sequence.num_computed
-            tables[s, : len(sequence.blocks)] = sequence.blocks
-            token_ids[begin : begin + chunk.num_tokens] = sequence.tokens[first : first + chunk.num_tokens]
-            row_positions = np.arange(first, first + lengths[s])
-            positions[begin:end] = row_positions
-            in_block, offset = np.divmod(row_positions, self._block_size)
-            slots[begin:end] = tables[s, in_block].astype(np.int64) * self._block_size + offset
-            contexts[s] = first + lengths[s]
+        tables = np.zeros((count, max(len(sequence.blocks) for sequence in sequences)), dtype=np.int32)
+        for s, sequence in enumerate(sequences):
+            tables[s, : len(sequence.blocks)] = self._tables.of(sequence)
+        self._tables.keep_only(sequences)
+        sequence_T = np.repeat(np.arange(count), lengths)
+        positions = np.arange(starts[-1]) + (firsts - starts[:-1])[sequence_T]
+        in_block, offset = np.divmod(positions, self._block_size)
+        token_ids = _tokens(chunks, starts)
+        pending = np.flatnonzero(token_ids == PENDING)
+        token_ids[pending] = 0
+        ends = starts[:-1] + np.fromiter((chunk.num_tokens - 1 for chunk in chunks), np.int64, count)
         wanted = [s for s, chunk in enumerate(chunks) if chunk.samples]
         wanted += [s for s, chunk in enumerate(chunks) if chunk.embeds]
-        rows = [int(starts[s]) + chunks[s].num_tokens - 1 for s in wanted]
-        return Batch(
-            token_ids_T=self._to_device(token_ids),
-            positions_T=self._to_device(positions),
-            slots_T=self._to_device(slots),
-            query_start_S1=self._to_device(starts),
-            context_len_S=self._to_device(contexts),
-            block_table_SB=self._to_device(tables),
-            wanted_rows_L=self._to_device(np.asarray(rows, dtype=np.int64)),
+        contexts = (firsts + lengths).astype(np.int32)
+        return HostBatch(
+            token_ids_T=token_ids,
+            positions_T=positions,
+            slots_T=tables[sequence_T, in_block].astype(np.int64) * self._block_size + offset,
+            query_start_S1=starts,
+            context_len_S=contexts,
+            block_table_SB=tables,
+            wanted_rows_L=ends[wanted],
+            pending_rows_P=pending,
+            sampled_rows_P=np.array([sequences[s].pending_row for s in sequence_T[pending]], dtype=np.int64),
             num_decode=plan.num_decode,
             max_context=int(contexts.max()),
-            max_query=max(lengths),
+            max_query=int(lengths.max()),
         )
 
-    def _to_device(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
+    def upload(self, host: HostBatch, sampled_L: Tensor | None = None) -> Batch:
+        """To the device, tokens that only it knows put in their places."""
+        upload = self._staging.upload
+        token_ids_T = upload(host.token_ids_T)
+        put_pending(token_ids_T, host, sampled_L, self._staging)
+        return Batch(
+            token_ids_T=token_ids_T,
+            positions_T=upload(host.positions_T),
+            slots_T=upload(host.slots_T),
+            query_start_S1=upload(host.query_start_S1),
+            context_len_S=upload(host.context_len_S),
+            block_table_SB=upload(host.block_table_SB),
+            wanted_rows_L=upload(host.wanted_rows_L),
+            num_decode=host.num_decode,
+            max_context=host.max_context,
+            max_query=host.max_query,
+        )
+
+
+def put_pending(token_ids_T: Tensor, host: HostBatch, sampled_L: Tensor | None, staging: Staging) -> None:
+    """Fill in the tokens that only the device knows."""
+    if len(host.pending_rows_P):
+        assert sampled_L is not None, "a token is pending, and no step runs"
+        tokens_P = sampled_L.index_select(0, staging.upload(host.sampled_rows_P))
+        token_ids_T.index_copy_(0, staging.upload(host.pending_rows_P), tokens_P)
 
 
 def sampled(plan: Plan) -> list[Chunk]:
     """The chunks that get a token, in the order of `wanted_rows`."""
     return [chunk for chunk in plan.chunks if chunk.samples]
+
+
+def _tokens(chunks: list[Chunk], starts: np.ndarray) -> np.ndarray:
+    """The input tokens of all rows, PENDING where only the device knows them."""
+    token_ids = np.zeros(starts[-1], dtype=np.int64)
+    singles = []
+    for s, chunk in enumerate(chunks):
+        first, num_tokens = chunk.sequence.num_computed, chunk.num_tokens
+        if num_tokens == 1:
+            singles.append((starts[s], chunk.sequence.tokens[first]))
+        else:
+            token_ids[starts[s] : starts[s] + num_tokens] = chunk.sequence.tokens[first : first + num_tokens]
+    if singles:
+        rows, values = zip(*singles, strict=True)
+        token_ids[list(rows)] = values
+    return token_ids

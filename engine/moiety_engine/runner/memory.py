@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import psutil
 import torch
 
 from moiety_engine.errors import OutOfMemory
+from moiety_engine.memory import Memory
 
-CGROUPS = Path("/sys/fs/cgroup")
 CPU_FRACTION = 0.4  # of the memory that is available once the weights are loaded; the rest is the machine's
-CUDA_FRACTION = 0.85  # of the free device memory, less the workspace; the rest is for activations
+RESERVE_FRACTION = 0.02  # of a GPU's memory: what fragments, and captured graphs
+RESERVE_BYTES = 512 << 20  # and kernels that are loaded later
 HOST_FRACTION = 0.25  # of the available memory beside a GPU, for the host tier
 HOST_PER_DEVICE = 2  # but no more than so many times the device's KV cache
-CUDA_WORKSPACE_BYTES = 2 << 30  # what gathered attention may take, with some room
 
 
-def kv_budget_bytes(device: torch.device, wanted_bytes: int | None) -> int:
-    """Bytes for the KV cache: what the configuration says, else a share of what is free now."""
-    if wanted_bytes is not None:
-        return wanted_bytes
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return max(free // 2, int(free * CUDA_FRACTION) - CUDA_WORKSPACE_BYTES)
-    return int(available_bytes() * CPU_FRACTION)
+def kv_budget_bytes(free: Memory, activation_bytes: int) -> int:
+    """Bytes for the KV cache beside a GPU's free memory, of which a step takes `activation_bytes` at its peak. Raises
+    OutOfMemory where no memory is left."""
+    reserve = RESERVE_BYTES + int(free.total_bytes * RESERVE_FRACTION)
+    budget = free.free_bytes - activation_bytes - reserve
+    if budget <= 0:
+        raise OutOfMemory(
+            f"no memory is left for the KV cache: of {gib(free.total_bytes)} the weights and other programs leave "
+            f"{gib(free.free_bytes)}, a step takes up to {gib(activation_bytes)} and {gib(reserve)} stay in reserve; "
+            "lower --max-batch-tokens or --max-running, choose a smaller model, or end what else uses the GPU"
+        )
+    return budget
 
 
-def available_bytes(cgroups: Path = CGROUPS) -> int:
-    """Memory that this process may still take: the machine's, or what is left of its container's limit if less."""
-    left = [psutil.virtual_memory().available]
-    for limit_name, used_name in (
-        ("memory.max", "memory.current"),  # version 2
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
-    ):
-        limit_file, used_file = cgroups / limit_name, cgroups / used_name
-        if limit_file.exists() and used_file.exists() and (limit := limit_file.read_text().strip()) != "max":
-            left.append(max(0, int(limit) - int(used_file.read_text())))
-    return min(left)
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def num_kv_blocks(*, budget_bytes: int, block_bytes: int, block_size: int, max_running: int, max_context: int) -> int:

@@ -4,7 +4,7 @@ Owns the host memory (page-locked beside a GPU) and a small staging buffer on th
 stands together in one row, so that a block moves in one piece however many layers there are. Which block goes where is
 `cache.host`'s business.
 
-n blocks of a copy, E elements of a block over all layers (K and V), H host blocks of a slab.
+n blocks of a copy, E elements of a block over all layers, H host blocks of a slab.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class HostKv:
     def __init__(
         self, kv: KvCache, num_blocks: int, *, slab_bytes: int = SLAB_BYTES, staging_bytes: int | None = None
     ) -> None:
-        first = kv.layers[0].k_NGPd
+        first = kv.layers[0].parts[0]
         self._kv = kv
-        self._views = [part.flatten(1) for layer in kv.layers for part in (layer.k_NGPd, layer.v_NGPd)]
+        self._views = [part.flatten(1) for layer in kv.layers for part in layer.parts]
         width = sum(view.shape[1] for view in self._views)
         on_cuda = first.device.type == "cuda"
         self.num_blocks = num_blocks
@@ -90,7 +90,7 @@ class HostKv:
 
     def _gather(self, device_ids: list[int]) -> None:
         """Device blocks into the first rows of the staging buffer."""
-        ids_n = torch.tensor(device_ids, device=self._device)
+        ids_n = self._on_device(device_ids)
         begin = 0
         for view in self._views:
             end = begin + view.shape[1]
@@ -99,12 +99,16 @@ class HostKv:
 
     def _scatter(self, device_ids: list[int]) -> None:
         """The first rows of the staging buffer into device blocks."""
-        ids_n = torch.tensor(device_ids, device=self._device)
+        ids_n = self._on_device(device_ids)
         begin = 0
         for view in self._views:
             end = begin + view.shape[1]
             view.index_copy_(0, ids_n, self._staging_nE[: len(device_ids), begin:end])
             begin = end
+
+    def _on_device(self, ids: list[int]) -> Tensor:
+        locked = torch.tensor(ids, pin_memory=self._stream is not None)  # from other memory the copy would wait
+        return locked.to(self._device, non_blocking=True)
 
     def _runs(self, host_ids: list[int]) -> Iterator[tuple[Tensor, int, int, int]]:
         """Consecutive host blocks as (slab, its first row, first staging row, count): one copy each."""

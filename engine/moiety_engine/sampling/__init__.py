@@ -1,5 +1,5 @@
 """From logits to tokens: penalties, filters, one reproducible draw a row, log-probabilities."""
 
-from moiety_engine.sampling.sampler import Sampler
+from moiety_engine.sampling.sampler import Drawn, Sampler
 
-__all__ = ["Sampler"]
+__all__ = ["Drawn", "Sampler"]

@@ -1,4 +1,4 @@
-"""One uniform number for a seed and an output position, and nothing else: so the same seed gives the same tokens
+"""A uniform number for a seed and an output position, and nothing else: so the same seed gives the same tokens
 whatever else is in the batch, after a preemption, and on another replica.
 
 SplitMix64's finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014).
@@ -6,17 +6,24 @@ SplitMix64's finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number 
 
 from __future__ import annotations
 
+import numpy as np
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def _mix(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
+def uniforms(seeds: list[int], positions: list[int]) -> np.ndarray:
+    """For each pair a number in [0, 1), float64, of 53 random bits. `positions` count output tokens from 0."""
+    golden = np.uint64(_GOLDEN)
+    seed = np.array([seed & _MASK for seed in seeds], dtype=np.uint64)
+    place = np.array(positions, dtype=np.uint64) + np.uint64(1)
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is what is meant
+        mixed = _mix(_mix(seed + golden) + place * golden)
+    return (mixed >> np.uint64(11)).astype(np.float64) / float(1 << 53)
 
 
-def uniform(seed: int, position: int) -> float:
-    """In [0, 1), 53 random bits. `position` counts output tokens from 0."""
-    stream = _mix((seed + _GOLDEN) & _MASK)
-    return (_mix((stream + (position + 1) * _GOLDEN) & _MASK) >> 11) / (1 << 53)
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = z ^ (z >> np.uint64(31))
+    return mixed

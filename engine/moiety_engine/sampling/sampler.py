@@ -1,132 +1,183 @@
-"""Draws the next token of every row of a step that wants one.
+"""Draws the next token of every row of a step that wants one, on the device and without waiting for it.
 
-Legend: L rows, V vocabulary. Order of operations, a row: logit bias and the ban of stop tokens below min_tokens →
-repetition, presence and frequency penalties → temperature → top-k → top-p → min-p → draw. Reported log-probabilities
-are those of the model itself (log-softmax of the untouched logits), as OpenAI's are.
+Legend: L rows, V vocabulary, K columns. Order of operations, a row: what `adjusting` does → temperature → top-k → top-p
+→ min-p → draw. Reported log-probabilities are those of the model itself (log-softmax of the untouched logits), as
+OpenAI's are.
 
 The draw inverts the cumulative distribution at one uniform number that depends on seed and position only.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moiety_engine.messages import CoreLogprob
-from moiety_engine.sampling.randomness import uniform
+from moiety_engine.sampling.adjusting import adjust, is_adjusted
+from moiety_engine.sampling.randomness import uniforms
 from moiety_engine.sequence import Sequence
+from moiety_engine.staging import Staging, Upload
+from moiety_kernels.sample import Draws
+from moiety_kernels.sample import sample as draw_on_device
 from moiety_wire.messages import Sampling
 
 _PRESELECT = 1024  # top-p seldom needs more of the vocabulary than this; where it does, the whole row is sorted
+_MOST_TOP_K = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of the rows that want them: the chosen token's, and the likeliest tokens with theirs."""
+
+    chosen_L: Tensor
+    value_LK: Tensor
+    id_LK: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One token a row, on the device or, after `download`, in host memory."""
+
+    token_L: Tensor  # int64
+    logprobs: Logprobs | None
+    counts: list[int | None]  # how many likeliest tokens each row wants; None for no log-probabilities
+
+    def download(self, staging: Staging) -> Drawn:
+        """The same in host memory, once a mark that is set after this has been passed."""
+        found = self.logprobs
+        if found is not None:
+            found = Logprobs(*(staging.download(part) for part in (found.chosen_L, found.value_LK, found.id_LK)))
+        return Drawn(staging.download(self.token_L), found, self.counts)
+
+    def unpack(self) -> tuple[list[int], list[CoreLogprob | None]]:
+        """What is in host memory, as messages have it."""
+        token_ids: list[int] = self.token_L.tolist()
+        logprobs: list[CoreLogprob | None] = [None] * len(token_ids)
+        if self.logprobs is not None:
+            chosen, values, ids = (
+                part.tolist() for part in (self.logprobs.chosen_L, self.logprobs.value_LK, self.logprobs.id_LK)
+            )
+            wanting = [i for i, count in enumerate(self.counts) if count is not None]
+            for place, i in enumerate(wanting):
+                count = self.counts[i]
+                logprobs[i] = CoreLogprob(chosen[place], ids[place][:count], values[place][:count])
+        return token_ids, logprobs
 
 
 class Sampler:
-    """Stateless but for the vocabulary's size and the device."""
+    """Stateless but for the vocabulary's size and the way to the device."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, staging: Staging | None = None) -> None:
         self._vocab_size = vocab_size
-        self._device = device
+        self._on_cpu = device.type == "cpu"
+        self._staging = staging or Staging(device)
 
-    def sample(self, logits_LV: Tensor, rows: Rows[Sequence]) -> tuple[list[int], list[CoreLogprob | None]]:
-        """One token a row. `logits_LV` float32, row i belongs to rows[i]; it may be overwritten."""
-        wants_logprobs = [i for i, row in enumerate(rows) if row.submit.sampling.num_logprobs is not None]
-        raw_LV = logits_LV[wants_logprobs].clone() if wants_logprobs else None
-        for i, row in enumerate(rows):
-            if _is_adjusted(row):
-                self._adjust(logits_LV[i], row)
-        token_ids = torch.argmax(logits_LV, dim=-1).tolist()
-        for i, token_id in self._draw(logits_LV, rows).items():
-            token_ids[i] = token_id
-        logprobs: list[CoreLogprob | None] = [None] * len(rows)
+    def sample(self, logits_LV: Tensor, rows: Rows[Sequence], sampled_L: Tensor | None = None) -> Drawn:
+        """One token a row. `logits_LV` float32, row i belongs to rows[i]; it may be overwritten. `sampled_L`: what the
+        running step samples."""
+        counts = [row.submit.sampling.num_logprobs for row in rows]
+        wanting = [i for i, count in enumerate(counts) if count is not None]
+        raw_LV = self._pick(logits_LV, wanting).clone() if wanting else None
+        if any(map(is_adjusted, rows)):
+            adjust(logits_LV, rows, sampled_L, self._staging.upload)
+        if self._on_cpu or all(row.submit.sampling.temperature <= 0 for row in rows):
+            token_L = logits_LV.argmax(dim=-1)
+            self._draw(logits_LV, rows, token_L)
+        else:
+            token_L = draw_on_device(logits_LV, draws(rows, self._staging.upload))
+        logprobs = None
         if raw_LV is not None:
-            chosen = [token_ids[i] for i in wants_logprobs]
-            counts = [rows[i].submit.sampling.num_logprobs or 0 for i in wants_logprobs]
-            for i, logprob in zip(wants_logprobs, _logprobs(raw_LV, chosen, counts), strict=True):
-                logprobs[i] = logprob
-        return token_ids, logprobs
+            logprobs = _logprobs(raw_LV, self._pick(token_L, wanting), max(count or 0 for count in counts))
+        return Drawn(token_L, logprobs, counts)
 
-    def _adjust(self, logits_V: Tensor, row: Sequence) -> None:
-        """Bias, bans and penalties, in place."""
-        sampling = row.submit.sampling
-        if sampling.logit_bias:
-            ids = torch.tensor(list(sampling.logit_bias), device=self._device)
-            logits_V[ids] += torch.tensor(list(sampling.logit_bias.values()), device=self._device)
-        if row.num_output < row.submit.min_tokens and row.submit.stop_token_ids:
-            logits_V[torch.tensor(row.submit.stop_token_ids, device=self._device)] = -torch.inf
-        if sampling.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(set(row.tokens)), device=self._device)
-            values = logits_V[seen]
-            penalty = sampling.repetition_penalty
-            logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
-        if (sampling.presence_penalty or sampling.frequency_penalty) and row.num_output:
-            counts = Counter(row.tokens[row.num_prompt :])
-            seen = torch.tensor(list(counts), device=self._device)
-            times = torch.tensor(list(counts.values()), device=self._device)
-            logits_V[seen] -= sampling.presence_penalty + sampling.frequency_penalty * times
-
-    def _draw(self, logits_LV: Tensor, rows: Rows[Sequence]) -> dict[int, int]:
-        """Tokens of the rows with a temperature; rows with the same kind of filter are drawn together."""
+    def _draw(self, logits_LV: Tensor, rows: Rows[Sequence], token_L: Tensor) -> None:
+        """On a CPU, tokens of the rows with a temperature, into token_L; rows with the same kind of filter are drawn
+        together."""
         plain: list[int] = []
-        filtered: list[int] = []
+        few: list[int] = []
+        many: list[int] = []  # rows whose filter may leave more than is preselected
         for i, row in enumerate(rows):
             sampling = row.submit.sampling
             if sampling.temperature > 0:
-                (filtered if sampling.top_k or sampling.top_p < 1 or sampling.min_p else plain).append(i)
-        drawn: dict[int, int] = {}
-        if plain:
-            probs_LV = self._probabilities(logits_LV, plain, rows)
-            drawn.update(zip(plain, _invert(probs_LV, self._uniforms(plain, rows)).tolist(), strict=True))
-        if filtered:
-            drawn.update(self._draw_filtered(self._probabilities(logits_LV, filtered, rows), filtered, rows))
-        return drawn
+                if 0 < sampling.top_k <= _PRESELECT:
+                    few.append(i)
+                else:
+                    (many if sampling.top_p < 1 or sampling.min_p or sampling.top_k else plain).append(i)
+        for picked, draw in ((plain, self._draw_plain), (few, self._draw_few), (many, self._draw_many)):
+            if picked:
+                settings = [rows[i].submit.sampling for i in picked]
+                temperatures = np.array([max(s.temperature, 1e-5) for s in settings], dtype=np.float32)
+                scaled_LV = self._pick(logits_LV, picked) / self._staging.upload(temperatures[:, None])
+                drawn_L = draw(scaled_LV.softmax(dim=-1), settings, self._uniforms(picked, rows))
+                token_L.index_copy_(0, self._staging.upload(np.array(picked)), drawn_L)
 
-    def _draw_filtered(self, probs_LV: Tensor, picked: list[int], rows: Rows[Sequence]) -> dict[int, int]:
-        """Draws among the best tokens only. Most rows need few of them: those are preselected."""
-        settings = [rows[i].submit.sampling for i in picked]
-        uniform_L = self._uniforms(picked, rows)
+    def _draw_plain(self, probs_LV: Tensor, settings: list[Sampling], uniform_L: Tensor) -> Tensor:
+        return _invert(probs_LV, uniform_L)
+
+    def _draw_few(self, probs_LV: Tensor, settings: list[Sampling], uniform_L: Tensor) -> Tensor:
+        """Rows that keep no more than is preselected."""
         best_LK, ids_LK = probs_LV.topk(min(_PRESELECT, self._vocab_size), dim=-1)
-        kept_LK, enough_L = _filter(best_LK, settings, self._vocab_size)
+        kept_LK, _ = self._filter(best_LK, settings)
+        return ids_LK.gather(1, _invert(kept_LK, uniform_L)[:, None])[:, 0]
+
+    def _draw_many(self, probs_LV: Tensor, settings: list[Sampling], uniform_L: Tensor) -> Tensor:
+        """Most rows keep few tokens of many: those are preselected, and only the rest sorted."""
+        best_LK, ids_LK = probs_LV.topk(min(_PRESELECT, self._vocab_size), dim=-1)
+        kept_LK, enough_L = self._filter(best_LK, settings)
         token_L = ids_LK.gather(1, _invert(kept_LK, uniform_L)[:, None])[:, 0]
         if not bool(enough_L.all()):  # these rows alone, so that no row's draw depends on its neighbours
             rest = (~enough_L).nonzero()[:, 0]
-            best_LK, ids_LK = probs_LV[rest].sort(dim=-1, descending=True, stable=True)
-            kept_LK, _ = _filter(best_LK, [settings[i] for i in rest.tolist()], self._vocab_size)
-            token_L[rest] = ids_LK.gather(1, _invert(kept_LK, uniform_L[rest])[:, None])[:, 0]
-        return dict(zip(picked, token_L.tolist(), strict=True))
+            token_L[rest] = self._draw_sorted(probs_LV[rest], [settings[i] for i in rest.tolist()], uniform_L[rest])
+        return token_L
 
-    def _probabilities(self, logits_LV: Tensor, picked: list[int], rows: Rows[Sequence]) -> Tensor:
-        temperatures = torch.tensor([rows[i].submit.sampling.temperature for i in picked], device=self._device)
-        scaled_LV = logits_LV[picked] / temperatures[:, None].clamp_min(1e-5)
-        return scaled_LV.softmax(dim=-1)
+    def _draw_sorted(self, probs_LV: Tensor, settings: list[Sampling], uniform_L: Tensor) -> Tensor:
+        best_LV, ids_LV = probs_LV.sort(dim=-1, descending=True, stable=True)
+        kept_LV, _ = self._filter(best_LV, settings)
+        return ids_LV.gather(1, _invert(kept_LV, uniform_L)[:, None])[:, 0]
+
+    def _filter(self, best_LK: Tensor, settings: list[Sampling]) -> tuple[Tensor, Tensor]:
+        upload, vocabulary = self._staging.upload, self._vocab_size
+        return _filter(
+            best_LK,
+            upload(np.array([min(s.top_k or vocabulary, vocabulary) for s in settings])),
+            upload(np.array([s.top_p for s in settings], dtype=np.float64)),
+            upload(np.array([s.min_p for s in settings], dtype=np.float32)),
+            vocabulary,
+        )
+
+    def _pick(self, values: Tensor, picked: list[int]) -> Tensor:
+        """Some rows of a tensor; itself if that is all."""
+        if len(picked) == values.shape[0]:
+            return values
+        return values.index_select(0, self._staging.upload(np.array(picked)))
 
     def _uniforms(self, picked: list[int], rows: Rows[Sequence]) -> Tensor:
-        values = [uniform(rows[i].seed, rows[i].num_output) for i in picked]
-        return torch.tensor(values, dtype=torch.float64, device=self._device)
+        return self._staging.upload(uniforms([rows[i].seed for i in picked], [rows[i].num_output for i in picked]))
 
 
-def _is_adjusted(row: Sequence) -> bool:
-    sampling = row.submit.sampling
-    return bool(
-        sampling.logit_bias
-        or row.num_output < row.submit.min_tokens
-        or sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty
-        or sampling.frequency_penalty
+def draws(rows: Rows[Sequence], upload: Upload) -> Draws:
+    """What the rows ask of their draws, on the device."""
+    asked = [row.submit.sampling for row in rows]
+    return Draws(
+        upload(np.array([one.temperature for one in asked], dtype=np.float32)),
+        upload(np.array([min(one.top_k, _MOST_TOP_K) for one in asked], dtype=np.int32)),
+        upload(np.array([one.top_p for one in asked], dtype=np.float64)),
+        upload(np.array([one.min_p for one in asked], dtype=np.float32)),
+        upload(uniforms([row.seed for row in rows], [row.num_output for row in rows])),
     )
 
 
-def _filter(best_LK: Tensor, settings: list[Sampling], vocab_size: int) -> tuple[Tensor, Tensor]:
+def _filter(
+    best_LK: Tensor, top_k_L: Tensor, top_p_L: Tensor, min_p_L: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
     """Zero what top-k, top-p and min-p exclude from probabilities sorted downwards. Also says of each row whether the
     K columns were enough to decide, that is whether the rest of the vocabulary would be excluded anyway."""
-    device = best_LK.device
     num_columns = best_LK.shape[1]
-    top_k_L = torch.tensor([min(s.top_k or vocab_size, vocab_size) for s in settings], device=device)
-    top_p_L = torch.tensor([s.top_p for s in settings], dtype=torch.float64, device=device)
-    min_p_L = torch.tensor([s.min_p for s in settings], device=device)
-    in_k_LK = torch.arange(num_columns, device=device)[None, :] < top_k_L[:, None]
+    in_k_LK = torch.arange(num_columns, device=best_LK.device)[None, :] < top_k_L[:, None]
     mass_LK = (best_LK * in_k_LK).cumsum(dim=-1, dtype=torch.float64)
     whole_L = torch.where(top_k_L == vocab_size, 1.0, mass_LK[:, -1])
     before_LK = mass_LK - best_LK * in_k_LK
@@ -148,12 +199,7 @@ def _invert(weights_LK: Tensor, uniform_L: Tensor) -> Tensor:
     return torch.minimum(place_L, last_L)
 
 
-def _logprobs(raw_LV: Tensor, chosen: list[int], counts: list[int]) -> list[CoreLogprob]:
+def _logprobs(raw_LV: Tensor, token_L: Tensor, count: int) -> Logprobs:
     logprobs_LV = raw_LV.log_softmax(dim=-1)
-    picked = logprobs_LV.gather(1, torch.tensor(chosen, device=raw_LV.device)[:, None])[:, 0].tolist()
-    values, ids = logprobs_LV.topk(min(max(counts), raw_LV.shape[1]), dim=-1)
-    values_list, ids_list = values.tolist(), ids.tolist()
-    return [
-        CoreLogprob(logprob, row_ids[:count], row_values[:count])
-        for logprob, count, row_ids, row_values in zip(picked, counts, ids_list, values_list, strict=True)
-    ]
+    values_LK, ids_LK = logprobs_LV.topk(min(count, raw_LV.shape[1]), dim=-1)
+    return Logprobs(logprobs_LV.gather(1, token_L[:, None])[:, 0], values_LK, ids_LK)

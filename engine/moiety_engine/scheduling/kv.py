@@ -122,6 +122,12 @@ class KvLedger:
         sequence.num_sealed = 0
         sequence.num_computed = 0
 
+    def forget(self) -> None:
+        """The cache's contents are lost, on the device and on the host. No sequence holds any."""
+        self.pool.forget()
+        if self.host is not None:
+            self.host.forget()
+
     # ── the host tier ──
 
     def can_swap_out(self, sequence: Sequence) -> bool:

@@ -2,7 +2,8 @@
 
 *Waiting*: never started. *Running*: in the batch, with credit (or a ghost of the padded strategy). *Parked*: without
 credit; it keeps its blocks while nobody needs them, and no place in the batch. *Returning*: was running and will again,
-after a preemption or with new credit; it, too, keeps its blocks while nobody needs them.
+after a preemption or with new credit; it, too, keeps its blocks while nobody needs them. *Finishing*: the running step
+is its last; it has no blocks, and only its result is waited for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from moiety_engine.scheduling.plan import Chunk
 from moiety_engine.sequence import Place, Sequence
 
 by_arrival = attrgetter("order")
-_due_s, _num_computed, _predicted_output = map(attrgetter, ("due_s", "num_computed", "predicted_output"))
+_due_s, _num_computed, _predicted_output = map(attrgetter, ("next_due_s", "num_computed", "predicted_output"))
 
 
 class Places:
@@ -62,7 +63,7 @@ class Places:
         still owes in time, tokens whose KV they read)."""
         if len(decoding) == len(self.decoding):
             return self._sums_of_all()
-        due_s = min([chunk.sequence.due_s for chunk in decoding], default=math.inf)
+        due_s = min([chunk.sequence.next_due_s for chunk in decoding], default=math.inf)
         return due_s, sum([chunk.sequence.num_computed for chunk in decoding])
 
     def predicted_output(self) -> float:
@@ -73,9 +74,13 @@ class Places:
 
     def stepped(self) -> None:
         """All that run have been told what the step gave them. They are summed up at once, while they are at hand."""
-        self._decode_sums = self._predicted_output = None
+        self.moved_on()
         self._sums_of_all()
         self.predicted_output()
+
+    def moved_on(self) -> None:
+        """What was summed up of those that run does not hold any more."""
+        self._decode_sums = self._predicted_output = None
 
     def run(self, sequence: Sequence) -> None:
         """From waiting or returning into the batch."""
@@ -121,6 +126,11 @@ class Places:
             self.parked.remove(sequence)
         insort(self.returning, sequence, key=by_arrival)
         sequence.place = Place.RETURNING
+
+    def finish(self, sequence: Sequence) -> None:
+        """Out of the batch, for its last step runs."""
+        self._run_no_more(sequence)
+        sequence.place = Place.FINISHING
 
     def end(self, sequence: Sequence) -> None:
         """Nothing is kept of it."""

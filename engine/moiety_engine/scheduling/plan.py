@@ -34,3 +34,4 @@ class Plan:
     shape: StepShape = field(default_factory=StepShape)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    planned_ns: int = 0

@@ -94,7 +94,7 @@ class Planner:
         ends = end == len(sequence.tokens)
         pad = min(max(sequence.num_padded - end, 0), self.rows_left - num_tokens) if ends else 0
         pad = min(pad, len(sequence.blocks) * self._kv.block_size - end)
-        self._unhashed.append((sequence, end))
+        self._unhashed.append((sequence, min(end, sequence.num_known)))
         embeds = ends and sequence.submit.embed
         self._prefills[sequence] = Chunk(sequence, num_tokens, ends and not embeds, pad, embeds)
         self.num_rows += num_tokens + pad
@@ -109,7 +109,7 @@ class Planner:
             self._decoding = {chunk.sequence for chunk in self._decodes}
         return sequence in self._decoding
 
-    def finish(self, preempted: list[Sequence]) -> Plan:
+    def finish(self, preempted: list[Sequence], planned_ns: int) -> Plan:
         copies = self._kv.take_copies()
         return Plan(
             chunks=[*self._decodes, *self._prefills.values()],
@@ -119,4 +119,5 @@ class Planner:
             shape=self.shape,
             swap_out=copies.outs,
             swap_in=copies.ins,
+            planned_ns=planned_ns,
         )

@@ -1,5 +1,10 @@
 """The scheduler: owns every sequence, plans a step and takes in its result.
 
+The next step may be planned while one runs. What a step does whatever it samples is taken into account when it is
+launched: tokens are computed, a pending token counts against credit and lengths, and who has had all leaves the batch.
+What hangs on the tokens comes with them. So only a sequence that ends by itself, or is ended, may be in one more step
+than it needs; what that brings is thrown away, and counted.
+
 Decodes first, then prefill in the order of the policy. Who needs blocks takes them from sequences that are out of the
 batch, then from victims that the policy names; they go on later, in their old place, without repeating a token. It
 knows no tensors and no clock: times are handed in.
@@ -7,11 +12,11 @@ knows no tensors and no clock: times are handed in.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
+from moiety_engine.scheduling.entrance import Entrance
 from moiety_engine.scheduling.filling import Filling
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.lengths import OutputPredictor
@@ -20,13 +25,16 @@ from moiety_engine.scheduling.places import Places
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.planner import Planner
 from moiety_engine.scheduling.policies import make_policy
-from moiety_engine.scheduling.policy import BatchView, Policy, PolicyContext, Verdict
+from moiety_engine.scheduling.policy import BatchView, Policy, PolicyContext
 from moiety_engine.scheduling.room import Room, SwapCost
 from moiety_engine.scheduling.steptime import StepTimeModel
 from moiety_engine.scheduling.strategies import QueueView, Strategy
 from moiety_engine.scheduling.tally import Tally
+from moiety_engine.scheduling.watch import StepWatch
 from moiety_engine.sequence import Place, Sequence
-from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason
+from moiety_wire.messages import ClassLoad, FinishReason
+
+_QUEUED = (Place.WAITING, Place.RETURNING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,8 @@ class Limits:
 
 
 class Scheduler:
-    """Single-threaded; `plan` and `commit` alternate, the other methods are called between steps."""
+    """Single-threaded. A step is planned, launched and committed; the next may be planned before the one that runs is
+    committed, and is launched after. The other methods are called between steps."""
 
     def __init__(
         self,
@@ -79,49 +88,24 @@ class Scheduler:
         self._room = Room(kv, self.places, self.policy, self.step_time, self.tally, swap or SwapCost())
         self._filling = Filling(kv, self.places, self.policy, self._room, self.tally)
         self._padded = PaddedFilling(kv, self.policy, self._room, self._filling)
-        self._num_seen = 0
-        self._planned_ns = 0
-        self._admissions: list[CoreAdmission] = []
-        self._failures: list[CoreFailure] = []
+        self._entrance = Entrance(kv, self.places, self.policy, self.tally, limits.max_waiting, self._drop)
+        self._running: Plan | None = None  # launched, and not committed
+        self._watch = StepWatch(self.step_time)
         self.output_tokens_total = 0
         self.recomputed_tokens_total = 0
+        self.overshot_tokens_total = 0  # sampled for sequences that had ended by then
 
     # ── requests come and go ──
 
     def add(self, submit: CoreSubmit, *, seed: int, now_ns: int) -> None:
         """Queue a request, or turn it away (see `take_verdicts`). The caller has seen to it that prompt and output fit
         the pool."""
-        sequence = Sequence(submit, order=self._num_seen, seed=seed, queued_unix_ns=now_ns)
-        self._num_seen += 1
-        sequence.num_uncached = len(sequence.tokens) - len(self.kv.find_prefix(sequence)) * self.kv.block_size
-        sequence.set_deadlines()
-        verdict = self._judge(sequence, now_ns / 1e9)
-        service = verdict.service
-        if service is not None and len(self.places.waiting) >= self.limits.max_waiting and not self._shed(service.rank):
-            service, verdict = None, self.policy.overflow(sequence)
-        if service is None:
-            self.tally.rejected(submit.service.name, verdict.reason)
-            self._failures.append(_refusal(submit.key, verdict.reason, verdict.retry_after_s))
-            return
-        if service is not sequence.service:
-            sequence.service = service
-            sequence.set_deadlines()
-            sequence.note(now_ns, EventKind.DOWNGRADED, verdict.reason)
-            self.tally.of(submit.service.name).downgraded += 1
-        sequence.note(now_ns, EventKind.ADMITTED, verdict.reason)
-        tally = self.tally.of(service.name)
-        tally.admitted += 1
-        tally.num_waiting += 1
-        self._admissions.append(CoreAdmission(submit.key, service.name, verdict.reason, verdict.predicted_ttft_s))
-        self.places.add(sequence)
-        self.policy.arrived(sequence, now_ns / 1e9)
-        if sequence.has_credit:
-            self.policy.push(sequence, now_ns / 1e9)
+        self._entrance.add(submit, seed=seed, now_ns=now_ns)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:
         """Raise a request's credit; ends it if this was the last and is used up."""
         sequence = self.places.by_key.get(key)
-        if sequence is None or sequence.ghost:
+        if sequence is None or sequence.ghost or sequence.place is Place.FINISHING:
             return None
         had_credit = sequence.has_credit
         sequence.credit_tokens = max(sequence.credit_tokens, credit_tokens)
@@ -133,7 +117,7 @@ class Scheduler:
                 self.policy.push(sequence, now_ns / 1e9)
             elif not had_credit:
                 self.policy.push(sequence, now_ns / 1e9)
-        elif sequence.credit_last:
+        elif sequence.credit_last and not sequence.pending:
             return CoreOutput(key, [], None, self._end(sequence, FinishReason.LENGTH, "credit_refused", now_ns))
         return None
 
@@ -142,7 +126,7 @@ class Scheduler:
         sequence = self.places.by_key.get(key)
         if sequence is None:
             return None
-        if sequence.ghost:
+        if sequence.ghost and not sequence.pending:
             self._drop(sequence)
             return None
         sequence.num_reserved = 0  # an aborted row is not kept as a ghost
@@ -154,22 +138,49 @@ class Scheduler:
 
     def take_verdicts(self) -> tuple[list[CoreAdmission], list[CoreFailure]]:
         """Who was let in and who was turned away since the last call."""
-        taken = self._admissions, self._failures
-        self._admissions, self._failures = [], []
-        return taken
+        return self._entrance.take_verdicts()
 
     # ── a step ──
 
     def plan(self, now_ns: int) -> Plan:
-        """Decide the next step. Empty only if nothing has credit, or a request waits for company."""
+        """Decide the next step. Empty only if nothing has credit, a request waits for company, or all that can go on
+        waits for the step that runs."""
         fixed = None if self.policy.sizes_chunks else self.limits.chunk_tokens
         planner = Planner(self.kv, fixed or self.limits.max_batch_tokens, self.step_time)
         self._room.preempted = []
-        self._planned_ns = now_ns
         self._plan_into(planner, now_ns)
-        while planner.empty and self._room.break_deadlock(now_ns):
+        while planner.empty and self._running is None and self._room.break_deadlock(now_ns):
             self._plan_into(planner, now_ns)
-        return planner.finish(self._room.preempted)
+        return planner.finish(self._room.preempted, now_ns)
+
+    def launched(self, plan: Plan) -> None:
+        """The step runs, or will before anything that is planned from now on; the one before has been committed. Blocks
+        that it reads may be given away at once, since whoever writes to them runs later."""
+        assert self._running is None, "a step was launched before the one that runs was committed"
+        self._running = plan
+        self._watch.launched(plan)
+        row = -1
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            row += chunk.samples
+            if sequence.place is Place.ENDED or (sequence.ghost and chunk.num_tokens):
+                continue  # it ended after this step was planned
+            self._computed(sequence, chunk.num_tokens)
+            if chunk.samples:
+                sequence.expect_token(row)
+                num_output = len(sequence.tokens) - sequence.num_prompt
+                if num_output >= sequence.submit.max_tokens:
+                    self._finishing(sequence)
+                elif num_output >= sequence.credit_tokens:
+                    self.places.park(sequence)
+                    self.tally.of(sequence.service.name).num_running -= 1
+            elif chunk.embeds:
+                self._finishing(sequence)
+        for chunk in plan.chunks[plan.num_decode :]:
+            if self.places.computed(chunk.sequence):
+                self.policy.discard(chunk.sequence)  # it wants no more prefill
+        self._retire_ghosts()
+        self.places.moved_on()
 
     def commit(
         self,
@@ -180,50 +191,37 @@ class Scheduler:
         embeddings: Iterable[bytes] = (),
     ) -> list[CoreOutput]:
         """Take in the step's result: one token for each chunk that samples and one vector for each that embeds, in the
-        plan's order."""
+        plan's order. A step that was not launched is launched first: nothing is planned while it runs."""
+        if self._running is None:
+            self.launched(plan)
+        assert self._running is plan, "a step was committed while another ran"
+        self._running = None
         outputs = []
-        now_s = now_ns / 1e9
         sampled = iter(zip(token_ids, logprobs, strict=True))
         embedded = iter(embeddings)
         got_token = []
         for chunk in plan.chunks:
             sequence = chunk.sequence
-            self._computed(sequence, chunk.num_tokens)
             if chunk.samples:
                 token_id, logprob = next(sampled)
-                sequence.tokens.append(token_id)
-                sequence.token_came(now_s)
+                if sequence.pending_row < 0:
+                    self.overshot_tokens_total += 1
+                    continue
                 got_token.append(sequence)
-                num_cached = 0
-                if sequence.first_token_unix_ns == 0:
-                    sequence.first_token_unix_ns, num_cached = now_ns, sequence.num_cached
-                finish = None
-                num_output, submit = len(sequence.tokens) - sequence.num_prompt, sequence.submit
-                if (
-                    num_output >= submit.max_tokens
-                    or num_output >= sequence.credit_tokens
-                    or token_id in submit.stop_token_ids
-                ):
-                    finish = self._finish_after(sequence, token_id, now_ns)
-                    if finish is None and not sequence.has_credit:
-                        self.places.park(sequence)
-                        self.tally.of(sequence.service.name).num_running -= 1
-                row_logprobs = None if logprob is None else [logprob]
-                outputs.append(CoreOutput(submit.key, [token_id], row_logprobs, finish, num_cached))
+                outputs.append(self._take_token(sequence, token_id, logprob, now_ns))
             elif chunk.embeds:
-                finish = self._end(sequence, FinishReason.STOP, "", now_ns, next(embedded))
-                outputs.append(CoreOutput(sequence.key, [], None, finish))
-        for chunk in plan.chunks[plan.num_decode :]:
-            if self.places.computed(chunk.sequence):
-                self.policy.discard(chunk.sequence)  # it wants no more prefill
+                vector = next(embedded)
+                if sequence.place is not Place.ENDED:
+                    finish = self._end(sequence, FinishReason.STOP, "", now_ns, vector)
+                    outputs.append(CoreOutput(sequence.key, [], None, finish))
         self.output_tokens_total += len(got_token)
         self.policy.decoded(got_token)
         self._retire_ghosts()
         self.places.stepped()
-        if plan.chunks and now_ns > self._planned_ns:
-            seconds = (now_ns - self._planned_ns) / 1e9
+        seconds = self._watch.committed(plan, now_ns)
+        if plan.chunks and seconds > 0:
             self.step_time.observe(plan.shape, seconds)
-            self.policy.stepped(seconds, plan.shape, now_s)
+            self.policy.stepped(seconds, plan.shape, now_ns / 1e9)
         return outputs
 
     # ── what is there ──
@@ -263,12 +261,6 @@ class Scheduler:
 
     # ── within ──
 
-    def _judge(self, sequence: Sequence, now_s: float) -> Verdict:
-        """Whom another engine has admitted is let in: a promise to a client is not judged twice."""
-        if sequence.submit.resumed_ids is not None:
-            return Verdict(sequence.service, Reason.FAILED_OVER)
-        return self.policy.admit(sequence, now_s)
-
     def _plan_into(self, planner: Planner, now_ns: int) -> None:
         """Decodes, then as much prefill as may join them."""
         decoding = self._room.secure_decodes(now_ns)
@@ -278,7 +270,7 @@ class Scheduler:
             pool = self.kv.pool
             view = BatchView(
                 planner.shape,
-                due_s - now_ns / 1e9,
+                due_s - self._watch.free_s(now_ns),
                 self.places.running,
                 self.places.worst_rank_running,
                 pool.num_free,
@@ -298,16 +290,26 @@ class Scheduler:
     def _joinable(self, now_ns: int) -> int:
         """How many may join the batch, by the strategy."""
         limits = self.limits
-        return self._strategy.joinable(
-            QueueView(
-                num_running=self.num_running,
-                num_waiting=self.num_waiting,
-                oldest_wait_ms=lambda: (now_ns - self.places.oldest_unix_ns(now_ns)) / 1e6,
-                max_running=limits.max_running,
-                batch_size=limits.batch_size,
-                batch_timeout_ms=limits.batch_timeout_ms,
-            )
+        view = QueueView(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            oldest_wait_ms=lambda: (now_ns - self.places.oldest_unix_ns(now_ns)) / 1e6,
+            max_running=limits.max_running,
+            batch_size=limits.batch_size,
+            batch_timeout_ms=limits.batch_timeout_ms,
         )
+        return self._strategy.joinable(view)
+
+    def _take_token(self, sequence: Sequence, token_id: int, logprob: CoreLogprob | None, now_ns: int) -> CoreOutput:
+        sequence.token_came(token_id, now_ns / 1e9)
+        num_cached = 0
+        if sequence.first_token_unix_ns == 0:
+            sequence.first_token_unix_ns, num_cached = now_ns, sequence.num_cached
+        finish = None
+        num_output, submit = len(sequence.tokens) - sequence.num_prompt, sequence.submit
+        if num_output >= submit.max_tokens or num_output >= sequence.credit_tokens or token_id in submit.stop_token_ids:
+            finish = self._finish_after(sequence, token_id, now_ns)
+        return CoreOutput(submit.key, [token_id], None if logprob is None else [logprob], finish, num_cached)
 
     def _computed(self, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed
@@ -325,16 +327,6 @@ class Scheduler:
             self.kv.seal(sequence)
             self.places.filled[sequence] = None
 
-    def _shed(self, rank: int) -> bool:
-        """Drop the newest of the least critical waiting requests for one of this rank. False: none is less critical."""
-        victim = self.places.newest_of_worst_rank()
-        if victim is None or victim.service.rank <= rank:
-            return False
-        self.tally.rejected(victim.service.name, Reason.SHED)
-        self._failures.append(_refusal(victim.key, Reason.SHED, self.policy.overflow(victim).retry_after_s))
-        self._drop(victim)
-        return True
-
     # ── endings ──
 
     def _finish_after(self, sequence: Sequence, token_id: int, now_ns: int) -> CoreFinish | None:
@@ -351,10 +343,12 @@ class Scheduler:
         self, sequence: Sequence, reason: FinishReason, detail: str, now_ns: int, embedding: bytes = b""
     ) -> CoreFinish:
         sequence.finished_unix_ns = now_ns
+        sequence.forgo_token()
         if reason is not FinishReason.ABORT and detail != "credit_refused":
             self.lengths.learn(sequence.tenant, sequence.num_output)
         if sequence.num_reserved and sequence.num_output and sequence.place is Place.RUNNING:  # its batch goes on
-            self.places.haunt(sequence)
+            if not sequence.ghost:
+                self.places.haunt(sequence)
         else:
             self._drop(sequence)
         return CoreFinish(
@@ -375,7 +369,7 @@ class Scheduler:
         tally = self.tally.of(sequence.service.name)
         if sequence.place is Place.RUNNING:
             tally.num_running -= 1
-        elif sequence.place is not Place.PARKED:
+        elif sequence.place in _QUEUED:
             tally.num_waiting -= 1
         self.policy.discard(sequence)
         self.policy.ended(sequence, sequence.finished_unix_ns / 1e9)
@@ -387,10 +381,17 @@ class Scheduler:
         running = self.places.running
         if running and running[0].ghost and all(sequence.ghost for sequence in running):
             for sequence in list(running):
-                self._drop(sequence)
+                (self._leave_batch if sequence.pending else self._drop)(sequence)
 
+    def _finishing(self, sequence: Sequence) -> None:
+        """The running step is its last."""
+        if sequence.num_reserved and not sequence.submit.embed:
+            self.places.haunt(sequence)
+        else:
+            self._leave_batch(sequence)
 
-def _refusal(key: int, reason: Reason, retry_after_s: float | None) -> CoreFailure:
-    when = "later" if retry_after_s is None else f"in {math.ceil(retry_after_s)} s"
-    message = f"the engine is at its limit for this class ({reason.value}); try again {when}"
-    return CoreFailure(key, FailureCode.OVERLOADED, message, 0, reason, retry_after_s)
+    def _leave_batch(self, sequence: Sequence) -> None:
+        self.policy.discard(sequence)
+        self.tally.of(sequence.service.name).num_running -= 1
+        self.places.finish(sequence)
+        self.kv.release(sequence)

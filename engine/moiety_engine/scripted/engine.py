@@ -21,6 +21,8 @@ from moiety_engine.messages import (
     CoreHello,
     CoreLoad,
     CoreOutput,
+    CoreRest,
+    CoreRested,
     CoreShutdown,
     CoreState,
     CoreStep,
@@ -45,6 +47,7 @@ class ScriptedEngine:
         self._admissions: list[CoreAdmission] = []
         self._ended: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
+        self._rested: list[CoreRested] = []
         self._blocks_used = 0
         self._counters = {"steps": 0, "prompt": 0, "output": 0, "requests": 0}
         self._classes: defaultdict[str, ClassCounters] = defaultdict(ClassCounters)
@@ -74,8 +77,15 @@ class ScriptedEngine:
                     request = self._find(command.key)
                     if request is not None:
                         self._ended.append(CoreOutput(command.key, [], None, self._end(request, command.reason, "")))
+                case CoreRest():
+                    self._rested.append(CoreRested(command.asleep))
                 case CoreShutdown():
                     pass
+
+    def take_rested(self) -> list[CoreRested]:
+        """What it says to having been told to sleep or wake, which it does at once."""
+        rested, self._rested = self._rested, []
+        return rested
 
     @property
     def has_work(self) -> bool:

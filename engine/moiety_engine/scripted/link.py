@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from moiety_engine.front.core_link import CoreEvents
-from moiety_engine.messages import CoreShutdown, CoreStep, ToCore
+from moiety_engine.messages import CoreShutdown, CoreStep, ToCore, ToFront
 from moiety_engine.scripted.engine import ScriptedEngine
 from moiety_engine.scripted.script import Script
 
@@ -28,6 +28,8 @@ class ScriptedCore:
         self.engine.obey(commands)
         if any(isinstance(command, CoreShutdown) for command in commands):
             self._events = None
+        for rested in self.engine.take_rested():
+            asyncio.get_running_loop().call_soon(self._tell, rested)
         self._step_soon()
         if not self._step_is_due:
             asyncio.get_running_loop().call_soon(self._tell_load)
@@ -47,8 +49,11 @@ class ScriptedCore:
             loop.call_soon(self._step)
 
     def _tell_load(self) -> None:
+        self._tell(CoreStep([], [], self.engine.load()))
+
+    def _tell(self, message: ToFront) -> None:
         if self._events is not None:
-            self._events.on_message(CoreStep([], [], self.engine.load()))
+            self._events.on_message(message)
 
     def _step(self) -> None:
         self._step_is_due = False

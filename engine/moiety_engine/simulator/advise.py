@@ -12,7 +12,6 @@ import msgspec
 import typer
 from rich.console import Console
 
-from moiety_engine.environment import describe_environment
 from moiety_engine.errors import EngineError, InvalidConfig
 from moiety_engine.simulator.advice import KV_FULL, KV_ROOM, SAFE_SHARE, Advice, Advisor
 from moiety_engine.simulator.bounds import KEPT, ClassBounds
@@ -22,6 +21,7 @@ from moiety_engine.simulator.options import AsJson, ClassShares, ClassTargets, D
 from moiety_engine.simulator.replica import check_policy
 from moiety_engine.simulator.usage_rows import read_usage
 from moiety_engine.simulator.work import WorkModel
+from moiety_kernels.environment import describe_environment
 from moiety_wire.classes import SHIPPED
 from moiety_workload.errors import WorkloadError
 from moiety_workload.readers import load_workload

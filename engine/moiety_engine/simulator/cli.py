@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from moiety_engine.environment import describe_environment
 from moiety_engine.errors import EngineError, InvalidConfig
 from moiety_engine.simulator.comparison import Comparison, Scenario, compare, read_classes
 from moiety_engine.simulator.devices import find_device
 from moiety_engine.simulator.options import AsJson, ClassShares, ClassTargets, DeviceName, Seed, TraceFile
 from moiety_engine.simulator.plots import check_plot, draw
+from moiety_kernels.environment import describe_environment
 from moiety_wire.classes import SHIPPED
 from moiety_workload.errors import WorkloadError
 from moiety_workload.tenants import parse_shares

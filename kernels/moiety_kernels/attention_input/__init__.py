@@ -24,6 +24,13 @@ def _cpu() -> ModuleType:
     return cpu
 
 
+@functools.cache
+def _kernel() -> ModuleType:
+    from moiety_kernels.attention_input import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
+
+    return kernel
+
+
 def attention_input(
     qkv_TC: Tensor,
     plan: AttentionInputPlan,
@@ -36,8 +43,8 @@ def attention_input(
 ) -> Tensor:
     """Normalise, clip and rotate queries and keys, store keys and values in their slots, return the queries q_THd.
 
-    A row holds all query heads, then all key heads, then all value heads; a slot is block · P + place. qkv may be
-    overwritten. positions_T and slots_T are int64, cos and sin float32.
+    A row holds all query heads, then all key heads, then all value heads; a slot is block · P + place, and a negative
+    one keeps nothing of its token. qkv may be overwritten. positions_T and slots_T are int64, cos and sin float32.
     """
     require_shape("slots", slots_T, (qkv_TC.shape[0],))
     require_shape("positions", positions_T, (qkv_TC.shape[0],))
@@ -48,4 +55,9 @@ def attention_input(
             qkv_TC, plan, cos_PR, sin_PR, positions_T, k_cache_NGPd, v_cache_NGPd, slots_T
         )
         return fast
+    if qkv_TC.is_cuda and _kernel().fits(qkv_TC, cos_PR) and _kernel().fits_plan(plan):
+        on_gpu: Tensor = _kernel().attention_input(
+            qkv_TC, plan, cos_PR, sin_PR, positions_T, k_cache_NGPd, v_cache_NGPd, slots_T
+        )
+        return on_gpu
     return reference.attention_input(qkv_TC, plan, cos_PR, sin_PR, positions_T, k_cache_NGPd, v_cache_NGPd, slots_T)

@@ -14,8 +14,9 @@ import torch
 from moiety_kernels.cpu.compiling import jit, task_address
 from moiety_kernels.cpu.emitter import LANES
 from moiety_kernels.cpu.memory import load_f32, load_f64, load_i64, store_f32
+from moiety_kernels.cpu.rotation import rotate_heads
 from moiety_kernels.cpu.team import team
-from moiety_kernels.cpu.vectors import copy_row, rotate_row, sum_squares, weigh_row
+from moiety_kernels.cpu.vectors import copy_row, sum_squares, weigh_row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,20 +90,6 @@ def _normalize(row: int, count: int, weight: int, width: int, eps: float) -> Non
         weigh_row(start, width, factor, weight, start)
 
 
-@jit
-def _rotate(row: int, heads: int, width: int, pairs: int, cos: int, sin: int) -> None:
-    for head in range(heads):
-        start = row + 4 * head * width
-        if pairs % LANES == 0:
-            rotate_row(start, pairs, cos, sin)
-            continue
-        for i in range(pairs):
-            a, b = load_f32(start, i), load_f32(start, i + pairs)
-            c, s = load_f32(cos, i), load_f32(sin, i)
-            store_f32(start, i, a * c - b * s)
-            store_f32(start, i + pairs, b * c + a * s)
-
-
 def _task(args: int, task: int, scratch: int) -> None:
     qkv, k_cache, v_cache = load_i64(args, 0), load_i64(args, 1), load_i64(args, 2)
     positions, slots, cos, sin = load_i64(args, 3), load_i64(args, 4), load_i64(args, 5), load_i64(args, 6)
@@ -121,8 +108,10 @@ def _task(args: int, task: int, scratch: int) -> None:
             for i in range(fused):
                 store_f32(q, i, min(max(load_f32(q, i), -clip), clip))
         at = 4 * pairs * load_i64(positions, t)
-        _rotate(q, heads + kv_heads, width, pairs, cos + at, sin + at)
+        rotate_heads(q, heads + kv_heads, width, pairs, cos + at, sin + at)
         slot = load_i64(slots, t)
+        if slot < 0:
+            continue
         place = (slot // places * kv_heads * places + slot % places) * width
         for head in range(kv_heads):
             source, target = k + 4 * head * width, 4 * (place + head * places * width)

@@ -55,6 +55,9 @@ class Emitter:
     def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
+    def smaller(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.builder.select(self.builder.fcmp_ordered("<", a, b), a, b)
+
     def pointer(self, address: ir.Value, offset: ir.Value | int = 0) -> ir.Value:
         offset = I64(offset) if isinstance(offset, int) else offset
         return self.builder.inttoptr(self.builder.add(address, offset), PTR)

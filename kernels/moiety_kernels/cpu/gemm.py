@@ -15,7 +15,7 @@ import torch
 from moiety_kernels.cpu import tiles
 from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32, store_i64
-from moiety_kernels.cpu.team import team
+from moiety_kernels.cpu.team import SCRATCH_BYTES, team
 from moiety_kernels.cpu.tiles import (
     ROWS,
     SUMS_BYTES,
@@ -33,7 +33,9 @@ from moiety_kernels.cpu.tiles import (
     sums_2_2_fetching_rest,
     unpack,
 )
+from moiety_kernels.cpu.unpacking import PLAIN, UNPACKED_BYTES, is_unpackable, unpack_rows
 from moiety_kernels.cpu.vectors import TILE_COLS, TILE_ROWS, dot_tile, dot_tiles, widen_row
+from moiety_kernels.quantization.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,17 +67,29 @@ WIDE_AT = 16 << 10  # a panel of widened weight rows, at least TILE_COLS of them
 AREA_AT = WIDE_AT + TILE_COLS * (4 * MAX_WIDTH + PANEL_PAD)  # the tiles' sums of two products
 AREA_BYTES = 2 * 4 * TILES_ROWS * TILES_MOST_COLUMNS
 TEMP_AT = AREA_AT + AREA_BYTES
+UNPACKED_AT = SCRATCH_BYTES - UNPACKED_BYTES  # rows of a weight that is kept in few bits
 
 _wide_tile, _narrow_tile = dot_tiles(TILE_COLS, widen=False), dot_tiles(TILE_COLS, widen=True)
 _wide_single = dot_tile(1, 1, widen=False)
 _narrow_single = dot_tile(1, 1, widen=True)
 
 
-def product_kind(weight: Tensor) -> int:
-    """How a weight of K columns, its last dimension, is multiplied on this machine."""
-    if weight.dtype is torch.float32:
+def product_kind(weight: Tensor | QuantizedWeight) -> int:
+    """How a weight of K columns, its last dimension, is multiplied on this machine; one in few bits, once it is
+    unpacked."""
+    if not isinstance(weight, QuantizedWeight) and weight.dtype is torch.float32:
         return FLOAT32
     return BFLOAT16_TILES if weight.shape[-1] % tiles.DEPTH == 0 and tiles.usable() else BFLOAT16
+
+
+def is_multipliable(*weights: Tensor | QuantizedWeight) -> bool:
+    """Whether `weight_rows` and `multiply` take these weights, which must be of one kind."""
+    first = weights[0]
+    if isinstance(first, QuantizedWeight):
+        return all(isinstance(w, QuantizedWeight) and w.format == first.format and is_unpackable(w) for w in weights)
+    return first.dtype in (torch.bfloat16, torch.float32) and all(
+        not isinstance(w, QuantizedWeight) and w.dtype is first.dtype and w.is_contiguous() for w in weights
+    )
 
 
 @jit
@@ -274,6 +288,18 @@ def multiply_both(
         return
     multiply(rows, m, w, kind, n, k, out, stride, scratch)
     multiply(rows, m, other_w, kind, n, k, other_out, stride, scratch)
+
+
+@jit
+def weight_rows(
+    values: int, scales: int, bits: int, shift: int, kind: int, first: int, num_rows: int, k: int, unpacked: int
+) -> int:
+    """The address of `num_rows` rows of a weight from row `first` on, in the form that `multiply` takes: where they
+    lie, or unpacked first."""
+    if bits == PLAIN:
+        return values + first * k * (4 if kind == FLOAT32 else 2)
+    unpack_rows(values, scales, bits, shift, first, num_rows, k, unpacked)
+    return unpacked
 
 
 @jit

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 # places in the shared state: int64 indices, in different cache lines where different threads write
 TICKET, DONE, FUNCTION, ARGS = 0, 8, 16, 17
 STATE_SIZE = 32
-SCRATCH_BYTES = 5 << 20  # a thread; kernels size their blocks by it
+SCRATCH_BYTES = 7 << 20  # a thread; kernels size their blocks by it
 ARGS_SIZE = 48
 CACHE_LINE = 64
 SPINS_BEFORE_YIELD = 2_000

@@ -30,8 +30,8 @@ SUMS_BYTES = 4 * ROWS * ROWS  # of one tile
 
 _NEEDED = {"+amx-tile", "+amx-bf16", "+avx512f", "+avx512bf16"}
 _COMPILED_FOR = cpu_target.target_context.codegen().magic_tuple()[2].split(",")  # numba's settings may say less than
-_IN_HARDWARE = WIDE and {*_COMPILED_FOR} >= _NEEDED  # the processor has
-if _IN_HARDWARE:
+IN_HARDWARE = WIDE and {*_COMPILED_FOR} >= _NEEDED  # the processor has
+if IN_HARDWARE:
     llvm.initialize_native_asmparser()  # for the one instruction that has no portable intrinsic
 _SUMS, _PANELS, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
 
@@ -39,7 +39,7 @@ _SUMS, _PANELS, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
 @functools.cache
 def usable() -> bool:
     """Whether the processor has the tiles and the system lets this process use them."""
-    return _IN_HARDWARE and bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
+    return IN_HARDWARE and bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
 
 
 def _lanes(values: Sequence[int]) -> ir.Constant:
@@ -62,7 +62,7 @@ def _transpose(e: Emitter, rows: Sequence[ir.Value]) -> list[ir.Value]:
     return current
 
 
-def _narrowed(e: Emitter, low: ir.Value, high: ir.Value) -> ir.Value:
+def narrowed(e: Emitter, low: ir.Value, high: ir.Value) -> ir.Value:
     """The nearest bfloat16 of 32 floats, ties to even, as 16 pairs (by AVX512-BF16, which comes with tiles)."""
     kind = ir.FunctionType(VI32, [VF, VF])
     return e.builder.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [low, high], side_effect=False)
@@ -80,7 +80,7 @@ def _pack(e: Emitter, rows: int) -> None:
         pairs = []
         for start in starts:
             low, high = e.load(start, offset), e.load(start, builder.add(offset, I64(4 * LANES)))
-            pairs.append(_narrowed(e, low, high))
+            pairs.append(narrowed(e, low, high))
         target = builder.mul(i, I64(2 * ROWS))
         for pair, vector in enumerate(_transpose(e, [*pairs, *[_lanes([0] * LANES)] * (ROWS - rows)])):
             e.store(vector, panel, builder.add(target, I64(4 * ROWS * pair)))
@@ -171,7 +171,7 @@ def _release(e: Emitter) -> None:
 
 def _tile_function(name: str, num_arguments: int, emit: Callable[[Emitter], None]) -> Any:
     """Code of nothing where the processor has no tiles: it cannot even be compiled there, and is never called."""
-    return function(f"moiety_tiles_{name}", [I64] * num_arguments, emit if _IN_HARDWARE else lambda _: None)
+    return function(f"moiety_tiles_{name}", [I64] * num_arguments, emit if IN_HARDWARE else lambda _: None)
 
 
 pack_one, pack_four, pack_eight, pack_all = (

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
 
 from moiety_kernels.cpu.emitter import F32, I32, I64, LANES, VOID, WIDE, Emitter, constant, emit_once, function
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 TILE_ROWS = 6 if WIDE else 3  # rows of the largest dot tile: TILE_ROWS × TILE_COLS accumulators fill the registers
 TILE_COLS = 4
@@ -85,20 +88,45 @@ def _widen(e: Emitter) -> None:
     e.loop(count, LANES, [], body)
 
 
-def _swiglu(e: Emitter) -> None:
-    """out[i] = silu(gate[i]) · up[i]; arguments: gate, up, count, out."""
-    gate, up, count, out = e.function.args
+def _over_one_plus_exp(e: Emitter, numerator: ir.Value, x: ir.Value) -> ir.Value:
+    """numerator / (1 + e^-x): numerator · sigmoid(x)."""
+    negated = e.builder.fsub(constant(0.0), x)
+    capped = e.builder.select(e.builder.fcmp_ordered("<", negated, constant(88.0)), negated, constant(88.0))
+    return e.builder.fdiv(numerator, e.builder.fadd(constant(1.0), e.exp(capped)))
+
+
+def _gated(e: Emitter, combine: Callable[..., ir.Value]) -> None:
+    """out[i] = combine(gate[i], up[i], *further); arguments: gate, up, count, out, and what `combine` takes further."""
+    gate, up, count, out, *further = e.function.args
+    values = [e.splat(value) for value in further]
 
     def body(i: ir.Value) -> list[ir.Value]:
         offset = e.builder.mul(i, I64(4))
-        g = e.load(gate, offset)
-        negated = e.builder.fsub(constant(0.0), g)
-        capped = e.builder.select(e.builder.fcmp_ordered("<", negated, constant(88.0)), negated, constant(88.0))
-        silu = e.builder.fdiv(g, e.builder.fadd(constant(1.0), e.exp(capped)))
-        e.store(e.builder.fmul(silu, e.load(up, offset)), out, offset)
+        e.store(combine(e, e.load(gate, offset), e.load(up, offset), *values), out, offset)
         return []
 
     e.loop(count, LANES, [], body)
+
+
+def _swiglu(e: Emitter, gate: ir.Value, up: ir.Value) -> ir.Value:
+    """silu(gate) · up."""
+    return e.builder.fmul(_over_one_plus_exp(e, gate, gate), up)
+
+
+def _geglu(e: Emitter, gate: ir.Value, up: ir.Value) -> ir.Value:
+    """gelu(gate) · up by tanh: (1 + tanh(x)) / 2 is sigmoid(2 · x)."""
+    cubic = e.builder.fmul(e.builder.fmul(gate, gate), gate)
+    inner = e.fma(cubic, constant(0.044715), gate)
+    gelu = _over_one_plus_exp(e, gate, e.builder.fmul(inner, constant(2 * math.sqrt(2 / math.pi))))
+    return e.builder.fmul(gelu, up)
+
+
+def _clipped(e: Emitter, gate: ir.Value, up: ir.Value, limit: ir.Value, alpha: ir.Value) -> ir.Value:
+    """(up + 1) · gate · sigmoid(alpha · gate), gate at most limit, up within ± limit."""
+    gate = e.smaller(gate, limit)
+    up = e.larger(e.smaller(up, limit), e.builder.fsub(constant(0.0), limit))
+    glu = _over_one_plus_exp(e, gate, e.builder.fmul(gate, alpha))
+    return e.builder.fmul(e.builder.fadd(up, constant(1.0)), glu)
 
 
 def _softmax(e: Emitter) -> None:
@@ -256,7 +284,9 @@ def axpy_tile(rows: int, vectors: int) -> Any:
 
 
 widen_row = function("moiety_widen", [I64] * 3, _widen)
-swiglu_row = function("moiety_swiglu", [I64] * 4, _swiglu)
+swiglu_row = function("moiety_swiglu", [I64] * 4, partial(_gated, combine=_swiglu))
+geglu_row = function("moiety_geglu", [I64] * 4, partial(_gated, combine=_geglu))
+clipped_row = function("moiety_clipped", [*[I64] * 4, F32, F32], partial(_gated, combine=_clipped))
 softmax_step = function("moiety_softmax", [I64] * 3, _softmax, F32)
 scale_row = function("moiety_scale", [I64, I64, F32], _scale)
 sum_squares = function("moiety_sum_squares", [I64] * 2, _sum_squares, F32)

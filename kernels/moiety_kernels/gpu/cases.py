@@ -18,4 +18,5 @@ class CompileCase:
     num_warps: int = 4
     num_stages: int = 3
     only: tuple[str, ...] = ()  # names of targets it is meant for; empty: all
+    least_shared_bytes: int = 0  # that its loads take on NVIDIA's, if the compiler lets them run ahead as it should
     unaligned: frozenset[str] = field(default_factory=frozenset)  # arguments that need not be multiples of 16

@@ -61,7 +61,13 @@ def compile_case(case: CompileCase, target: Target) -> Resources:
         )
     except Exception as exc:  # whatever the compiler raises, of which there is no common root
         raise CompilationError(f"{case.name} does not compile for {target.name}: {exc}") from exc
-    return _hip_resources(built) if target.backend == "hip" else _cuda_resources(built, target)
+    if target.backend == "hip":
+        return _hip_resources(built)
+    taken = _cuda_resources(built, target)
+    if taken.shared_bytes < case.least_shared_bytes:
+        wanted = f"{taken.shared_bytes} bytes of shared memory and not {case.least_shared_bytes}"
+        raise CompilationError(f"{case.name} takes {wanted} on {target.name}: some of its loads wait where they stand")
+    return taken
 
 
 def _cuda_resources(built: Any, target: Target) -> Resources:

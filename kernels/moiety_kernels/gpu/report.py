@@ -9,7 +9,8 @@ import json
 import os
 import pkgutil
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from importlib import import_module
 from multiprocessing import get_context
@@ -43,10 +44,15 @@ def rows(target: str, operation: str) -> list[Row]:
     return found
 
 
-def table(targets: list[str], names: list[str]) -> list[Row]:
-    """Rows of all `names` on all `targets`, compiled in as many processes as there are cores."""
+def table(targets: list[str], names: list[str], on_done: Callable[[], None] | None = None) -> list[Row]:
+    """Rows of all `names` on all `targets`, compiled in as many processes as there are cores; `on_done` is called after
+    each operation on each target."""
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         jobs = [pool.submit(rows, target, name) for target in targets for name in names]
+        for job in as_completed(jobs):
+            job.result()
+            if on_done is not None:
+                on_done()
         return [row for job in jobs for row in job.result()]
 
 

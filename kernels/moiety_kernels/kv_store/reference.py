@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
 
 def kv_store(k_TGd: Tensor, v_TGd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, slots_T: Tensor) -> None:
-    """Write token t's key and value to slot slots_T[t] = block · P + place."""
+    """Write token t's key and value to slot slots_T[t] = block · P + place, nowhere if it is negative; what float8 has
+    no number for becomes its greatest."""
     places = k_cache_NGPd.shape[2]
-    block_T, place_T = slots_T // places, slots_T % places
-    k_cache_NGPd[block_T, :, place_T] = k_TGd.to(k_cache_NGPd.dtype)
-    v_cache_NGPd[block_T, :, place_T] = v_TGd.to(v_cache_NGPd.dtype)
+    kept_T = slots_T >= 0
+    block_t, place_t = slots_T[kept_T] // places, slots_T[kept_T] % places
+    for rows_TGd, cache_NGPd in ((k_TGd[kept_T], k_cache_NGPd), (v_TGd[kept_T], v_cache_NGPd)):
+        if cache_NGPd.dtype is torch.float8_e4m3fn:
+            rows_TGd = rows_TGd.clamp(-FLOAT8_MAX, FLOAT8_MAX)  # noqa: PLW2901 - narrowed, not another
+        cache_NGPd[block_t, :, place_t] = rows_TGd.to(cache_NGPd.dtype)

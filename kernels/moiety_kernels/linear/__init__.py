@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moiety_kernels.quantization.weight import QuantizedWeight
+
 
 @functools.cache
 def _cpu() -> ModuleType:
@@ -21,7 +23,7 @@ def _cpu() -> ModuleType:
     return cpu
 
 
-def linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def linear(x_TD: Tensor, weight_ND: Tensor | QuantizedWeight, bias_N: Tensor | None = None) -> Tensor:
     """x · weightᵀ + bias, in x's dtype. Where the processor has matrix tiles, float32 rows are rounded to a bfloat16
     weight's dtype first, and what is too small for a normal number counts as zero; products and sums are float32."""
     require_shape("weight", weight_ND, (-1, x_TD.shape[-1]))

@@ -13,36 +13,41 @@ from moiety_kernels.cpu.gemm import (
     FLOAT32,
     MAX_WIDTH,
     ROWS_AT,
+    UNPACKED_AT,
     chunk_rows,
+    is_multipliable,
     multiply,
     point_rows,
     product_kind,
     row_block,
+    weight_rows,
 )
 from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32
 from moiety_kernels.cpu.team import team
+from moiety_kernels.cpu.unpacking import format_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LAYOUT = struct.Struct("12q")
+    from moiety_kernels.quantization.weight import QuantizedWeight
+
+_LAYOUT = struct.Struct("15q")
 
 
-def fits(x_MK: Tensor, weight_NK: Tensor) -> bool:
+def fits(x_MK: Tensor, weight_NK: Tensor | QuantizedWeight) -> bool:
     """Whether `linear` takes these tensors."""
     width = x_MK.shape[-1]
     return (
         x_MK.dtype is torch.float32
-        and weight_NK.dtype in (torch.bfloat16, torch.float32)
         and width % LANES == 0
         and 0 < width <= MAX_WIDTH
         and x_MK.dim() == 2
-        and weight_NK.is_contiguous()
         and x_MK.stride(1) == 1
+        and is_multipliable(weight_NK)
     )
 
 
-def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+def linear(x_MK: Tensor, weight_NK: Tensor | QuantizedWeight, bias_N: Tensor | None) -> Tensor:
     """x · weightᵀ + bias."""
     m, k = x_MK.shape
     n = weight_NK.shape[0]
@@ -51,15 +56,16 @@ def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         return out_MN
     kind = product_kind(weight_NK)
     block = row_block(kind, k)
-    chunk = chunk_rows(kind, k, k * weight_NK.element_size(), n, m, -(-m // block))
+    chunk = chunk_rows(kind, k, k * (4 if kind == FLOAT32 else 2), n, m, -(-m // block))
     tasks = -(-m // block) * -(-n // chunk)
     bias = 0 if bias_N is None else bias_N.data_ptr()
+    values, scales, bits, shift = format_of(weight_NK)
     team().run(
         task_address(_task),
         tasks,
         _LAYOUT,
         x_MK.data_ptr(),
-        weight_NK.data_ptr(),
+        values,
         bias,
         out_MN.data_ptr(),
         m,
@@ -70,6 +76,9 @@ def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         chunk,
         -(-n // chunk),
         block,
+        scales,
+        bits,
+        shift,
     )
     return out_MN
 
@@ -82,7 +91,10 @@ def _task(args: int, task: int, scratch: int) -> None:
     num_rows, num_columns = min(block, m - row), min(chunk, n - column)
     rows = scratch + ROWS_AT
     point_rows(rows, load_i64(args, 0) + row * x_stride, x_stride, num_rows)
-    w = load_i64(args, 1) + column * k * (4 if kind == FLOAT32 else 2)
+    w = weight_rows(
+        load_i64(args, 1), load_i64(args, 12), load_i64(args, 13), load_i64(args, 14), kind, column, num_columns, k,
+        scratch + UNPACKED_AT,
+    )  # fmt: skip
     out = load_i64(args, 3) + 4 * (row * n + column)
     multiply(rows, num_rows, w, kind, num_columns, k, out, 4 * n, scratch)
     bias = load_i64(args, 2)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import grouped, reference
+from moiety_kernels.moe.activation import GELU_TANH, SILU, Activation
+from moiety_kernels.moe.choice import MOE_KERNELS, unavailable
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from torch import Tensor
+    from moiety_kernels.quantization import Weight
+
+__all__ = ["GELU_TANH", "MOE_KERNELS", "SILU", "Activation", "dense_glu", "experts", "unavailable"]
 
 
 @functools.cache
@@ -22,26 +28,110 @@ def _cpu() -> ModuleType:
     return cpu
 
 
-def experts(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w_gate_up_E2FD: Tensor, w_down_EDF: Tensor) -> Tensor:
-    """Σ_k weight · expert(x) for each token; deterministic, no capacity limit, no dropped token."""
+@functools.cache
+def _triton() -> ModuleType:
+    from moiety_kernels.grouped_gemm import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
+
+    return kernel
+
+
+def experts(
+    x_TD: Tensor,
+    weight_TK: Tensor,
+    expert_TK: Tensor,
+    w_gate_up_E2FD: Weight,
+    w_down_EDF: Weight,
+    *,
+    activation: Activation = SILU,
+    gate_up_bias_E2F: Tensor | None = None,
+    down_bias_ED: Tensor | None = None,
+    kernel: str = "auto",
+    invariant: bool = False,
+) -> Tensor:
+    """Σ_k weight · expert(x) for each token; deterministic, no capacity limit, no dropped token. Of the rows of
+    w_gate_up the first half are the gate's, the second the up's; so are the biases', which are float32.
+
+    `kernel` is who computes it: "auto" takes the fastest that takes these tensors; another that does not is an error.
+    With `invariant`, a token's bits do not depend on what other tokens are there; on a GPU only Triton's can do that.
+    """
     num_experts, width, hidden = w_down_EDF.shape
-    require_shape("w_gate_up", w_gate_up_E2FD, (num_experts, 2 * hidden, width))
+    require(
+        w_gate_up_E2FD.shape == (num_experts, 2 * hidden, width), "w_gate_up must be [E, 2F, D], as w_down [E, D, F]"
+    )
     require_shape("x", x_TD, (expert_TK.shape[0], width))
     require(weight_TK.shape == expert_TK.shape, "weight and expert must have one shape")
-    if x_TD.is_cuda and grouped.fits(x_TD, w_down_EDF):
-        return grouped.experts(x_TD, weight_TK, expert_TK, w_gate_up_E2FD, w_down_EDF)
-    if x_TD.is_cpu and _cpu().fits(x_TD, expert_TK, w_gate_up_E2FD, w_down_EDF):
-        fast: Tensor = _cpu().experts(x_TD, weight_TK, expert_TK, w_gate_up_E2FD, w_down_EDF)
+    require(kernel in MOE_KERNELS, "kernel must be auto, triton, grouped or reference")
+    biases = gate_up_bias_E2F, down_bias_ED
+    if gate_up_bias_E2F is not None:
+        require_shape("gate_up_bias", gate_up_bias_E2F, (num_experts, 2 * hidden))
+    if down_bias_ED is not None:
+        require_shape("down_bias", down_bias_ED, (num_experts, width))
+    routed, up, down = (x_TD, weight_TK, expert_TK), w_gate_up_E2FD, w_down_EDF
+    if kernel == "auto" and x_TD.is_cpu and _cpu().fits(x_TD, expert_TK, up, down, *biases):
+        fast: Tensor = _cpu().experts(*routed, up, down, activation, *biases)
         return fast
-    return reference.experts(x_TD, weight_TK, expert_TK, w_gate_up_E2FD, w_down_EDF)
+    options: dict[str, Any] = {"activation": activation, "gate_up_bias_E2F": biases[0], "down_bias_ED": biases[1]}
+    if kernel == "triton" or (kernel == "auto" and x_TD.is_cuda):
+        on_gpu = _by_triton(*routed, up, down, **options, invariant=invariant)
+        if isinstance(on_gpu, Tensor):
+            return on_gpu
+        require(kernel == "auto", f"the Triton kernels do not take this: {on_gpu}; ask for another or for auto")
+    require(not invariant, "invariant results need the Triton kernels, which do not compute this")
+    if kernel == "grouped" or (kernel == "auto" and x_TD.is_cuda):
+        if isinstance(up, Tensor) and isinstance(down, Tensor) and grouped.fits(x_TD, down):
+            return grouped.experts(*routed, up, down, **options)
+        require(kernel == "auto", "torch's grouped product takes bfloat16 in rows of whole 16 bytes; ask for auto")
+    return reference.experts(*routed, up, down, **options)
 
 
-def dense_swiglu(
+def _by_triton(
+    x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, up: Weight, down: Weight, **options: Any
+) -> Tensor | str:
+    """The result, or why the kernels do not take this."""
+    (up_values, up_scale), (down_values, down_scale) = _values_and_scales(up), _values_and_scales(down)
+    reason: str | None = unavailable("triton", x_TD.device, x_TD.dtype)
+    reason = reason or _triton().unfit(x_TD, expert_TK, up_values, down_values, up_scale, down_scale)
+    if reason is not None:
+        return reason
+    scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
+    computed: Tensor = _triton().experts(x_TD, weight_TK, expert_TK, up_values, down_values, **scales, **options)
+    return computed
+
+
+def _values_and_scales(weight: Weight) -> tuple[Tensor, Tensor | None]:
+    """As the Triton kernels take them: the scales of rows without the dimension of groups."""
+    if isinstance(weight, Tensor):
+        return weight, None
+    scales = weight.scales_NG
+    return weight.values_NK, scales.squeeze(-1) if scales.shape[-1] == 1 else scales
+
+
+def dense_glu(
     x_TD: Tensor,
-    w_gate_up_2FD: Tensor,
-    w_down_DF: Tensor,
+    w_gate_up_2FD: Weight,
+    w_down_DF: Weight,
     gate_up_bias_2F: Tensor | None = None,
     down_bias_D: Tensor | None = None,
+    *,
+    activation: Activation = SILU,
+    weight_T1: Tensor | None = None,
+    onto_TD: Tensor | None = None,
 ) -> Tensor:
-    """down(silu(gate(x)) · up(x)), the feed-forward of a layer without experts."""
-    return linear(reference.swiglu(linear(x_TD, w_gate_up_2FD, gate_up_bias_2F)), w_down_DF, down_bias_D)
+    """down(act(gate(x), up(x))), the feed-forward of a layer without experts, and of experts that serve every token:
+    times `weight`, float32, and added to `onto`, where they are given; `onto` may be overwritten."""
+    biases = gate_up_bias_2F, down_bias_D
+    if weight_T1 is not None:
+        require_shape("weight", weight_T1, (x_TD.shape[0], 1))
+    if onto_TD is not None:
+        require_shape("onto", onto_TD, (x_TD.shape[0], w_down_DF.shape[0]))
+    if x_TD.is_cpu and (onto_TD is None or onto_TD.is_contiguous()):
+        as_experts = w_gate_up_2FD.unsqueeze(0), w_down_DF.unsqueeze(0)
+        if _cpu().fits(x_TD, None, *as_experts, *biases):
+            fast: Tensor = _cpu().experts(x_TD, weight_T1, None, *as_experts, activation, *biases, onto_TD)
+            return fast
+    out_TD = linear(
+        reference.activate(linear(x_TD, w_gate_up_2FD, gate_up_bias_2F), activation), w_down_DF, down_bias_D
+    )
+    if weight_T1 is not None:
+        out_TD = out_TD * weight_T1.to(x_TD.dtype)
+    return out_TD if onto_TD is None else onto_TD + out_TD

@@ -1,4 +1,4 @@
-"""The expert layer on a CPU: pairs grouped by expert, gate and up products with SwiGLU, down products, weighted sum.
+"""The expert layer on a CPU: pairs grouped by expert, gate and up products, activation, down products, weighted sum.
 
 T tokens, K experts a token, R = T · K routed rows in the order of their experts, E experts, D model and F expert width.
 An item is one expert with up to ROW_BLOCK of its rows; a task is an item and a chunk of the expert's weight rows.
@@ -18,21 +18,30 @@ from moiety_kernels.cpu.gemm import (
     MAX_WIDTH,
     ROW_BLOCK,
     TEMP_AT,
+    UNPACKED_AT,
     chunk_rows,
+    is_multipliable,
     multiply,
     multiply_both,
     product_kind,
+    weight_rows,
 )
-from moiety_kernels.cpu.memory import load_f32, load_i32, load_i64, store_f32, store_i64
-from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, parallel, team
-from moiety_kernels.cpu.vectors import add_scaled_row, swiglu_row
+from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, store_f32, store_i64
+from moiety_kernels.cpu.team import MAX_TASKS, parallel, team
+from moiety_kernels.cpu.unpacking import format_of
+from moiety_kernels.cpu.vectors import add_scaled_row, clipped_row, geglu_row, swiglu_row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LAYOUT = struct.Struct("26q")
+    from moiety_kernels.moe.activation import Activation
+    from moiety_kernels.quantization.weight import QuantizedWeight
+
+_LAYOUT = struct.Struct("30q2d6q")
+_SILU, _GELU_TANH, _CLIPPED = range(3)
+_KINDS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "clipped": _CLIPPED}
 _COMBINE_BLOCK = 16  # tokens a task
-_MAX_CHUNK = (SCRATCH_BYTES - TEMP_AT) // (2 * 4 * ROW_BLOCK) // 16 * 16
+_MAX_CHUNK = (UNPACKED_AT - TEMP_AT) // (2 * 4 * ROW_BLOCK) // 16 * 16
 
 # arguments
 X, WEIGHT, CHOSEN, GATE_UP, DOWN, OUT = 0, 1, 2, 3, 4, 5
@@ -41,37 +50,58 @@ UP_KIND, DOWN_KIND, UP_CHUNK, DOWN_CHUNK = 12, 13, 14, 15
 INNER, RESULT = 16, 17  # float32 workspace [R, F] and [R, D]
 STARTS, PLACE, X_ROWS, INNER_ROWS, ITEMS = 18, 19, 20, 21, 22  # int64 workspace
 UP_TASK, DOWN_TASK, COMBINE_TASK = 23, 24, 25
+ACTIVATION, UP_BIAS, DOWN_BIAS, ONTO, LIMIT, ALPHA = 26, 27, 28, 29, 30, 31
+UP_SCALES, UP_BITS, UP_SHIFT, DOWN_SCALES, DOWN_BITS, DOWN_SHIFT = 32, 33, 34, 35, 36, 37
 
 
-def fits(x_TD: Tensor, expert_TK: Tensor, w_gate_up_E2FD: Tensor, w_down_EDF: Tensor) -> bool:
+def fits(
+    x_TD: Tensor,
+    expert_TK: Tensor | None,
+    w_gate_up_E2FD: Tensor | QuantizedWeight,
+    w_down_EDF: Tensor | QuantizedWeight,
+    gate_up_bias_E2F: Tensor | None,
+    down_bias_ED: Tensor | None,
+) -> bool:
     """Whether `experts` takes these tensors."""
     _, width, hidden = w_down_EDF.shape
+    rows = x_TD.shape[0] if expert_TK is None else expert_TK.numel()
+    biases = [bias for bias in (gate_up_bias_E2F, down_bias_ED) if bias is not None]
     return (
         x_TD.dtype is torch.float32
-        and w_down_EDF.dtype in (torch.bfloat16, torch.float32)
-        and w_gate_up_E2FD.dtype is w_down_EDF.dtype
-        and expert_TK.dtype is torch.int32
+        and is_multipliable(w_down_EDF, w_gate_up_E2FD)
+        and (expert_TK is None or (expert_TK.dtype is torch.int32 and expert_TK.is_contiguous()))
         and width % LANES == 0
         and hidden % LANES == 0
         and max(width, hidden) <= MAX_WIDTH
-        and 0 < expert_TK.numel() * max(1, max(width, hidden) // 16) < MAX_TASKS * ROW_BLOCK // 2
+        and 0 < rows * max(1, max(width, hidden) // 16) < MAX_TASKS * ROW_BLOCK // 2
         and x_TD.stride(1) == 1
-        and all(t.is_contiguous() for t in (expert_TK, w_gate_up_E2FD, w_down_EDF))
+        and all(bias.dtype is torch.float32 for bias in biases)
+        and all(bias.is_contiguous() for bias in biases)
     )
 
 
-def experts(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w_gate_up_E2FD: Tensor, w_down_EDF: Tensor) -> Tensor:
-    """Σ_k weight · expert(x) for each token."""
-    tokens, top_k = expert_TK.shape
+def experts(
+    x_TD: Tensor,
+    weight_TK: Tensor | None,
+    expert_TK: Tensor | None,
+    w_gate_up_E2FD: Tensor | QuantizedWeight,
+    w_down_EDF: Tensor | QuantizedWeight,
+    activation: Activation,
+    gate_up_bias_E2F: Tensor | None,
+    down_bias_ED: Tensor | None,
+    onto_TD: Tensor | None = None,
+) -> Tensor:
+    """Σ_k weight · expert(x) for each token; without experts the first one once, without weights unweighted. `onto` is
+    added to and returned, if it is given."""
+    tokens, top_k = (x_TD.shape[0], 1) if expert_TK is None else expert_TK.shape
     num_experts, width, hidden = w_down_EDF.shape
-    rows, size = tokens * top_k, w_down_EDF.element_size()
-    up_kind, down_kind = product_kind(w_gate_up_E2FD), product_kind(w_down_EDF)
-    items = min(num_experts, rows)
+    rows = tokens * top_k
+    up, *up_format = format_of(w_gate_up_E2FD)
+    down, *down_format = format_of(w_down_EDF)
     floats = torch.empty(rows * (hidden + width))
-    max_items = num_experts + rows // ROW_BLOCK
-    sizes = (num_experts + 1, rows, rows, rows, 3 * max_items)
+    sizes = (num_experts + 1, rows, rows, rows, 3 * (num_experts + rows // ROW_BLOCK))
     integers = torch.empty(sum(sizes), dtype=torch.int64)
-    out_TD = torch.empty(tokens, width)
+    out_TD = torch.empty(tokens, width) if onto_TD is None else onto_TD
     starts = integers.data_ptr()
     place = starts + 8 * sizes[0]
     team().drive(
@@ -79,34 +109,35 @@ def experts(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w_gate_up_E2FD: 
         _LAYOUT,
         0,
         2,
-        x_TD.data_ptr(),
-        weight_TK.data_ptr(),
-        expert_TK.data_ptr(),
-        w_gate_up_E2FD.data_ptr(),
-        w_down_EDF.data_ptr(),
-        out_TD.data_ptr(),
-        tokens,
-        top_k,
-        num_experts,
-        width,
-        hidden,
-        4 * x_TD.stride(0),
-        up_kind,
-        down_kind,
-        min(chunk_rows(up_kind, width, 2 * width * size, hidden, rows // num_experts, items), _MAX_CHUNK),
-        chunk_rows(down_kind, hidden, hidden * size, width, rows // num_experts, items),
-        floats.data_ptr(),
-        floats.data_ptr() + 4 * rows * hidden,
-        starts,
-        place,
-        place + 8 * rows,
-        place + 16 * rows,
-        place + 24 * rows,
-        task_address(_up_task),
-        task_address(_down_task),
-        task_address(_combine_task),
+        *(*map(_address, (x_TD, weight_TK, expert_TK)), up, down, out_TD.data_ptr()),
+        *(tokens, top_k, num_experts, width, hidden, 4 * x_TD.stride(0)),
+        *_kinds_and_chunks(w_gate_up_E2FD, w_down_EDF, rows),
+        *(floats.data_ptr(), floats.data_ptr() + 4 * rows * hidden),
+        *(starts, place, place + 8 * rows, place + 16 * rows, place + 24 * rows),
+        *map(task_address, (_up_task, _down_task, _combine_task)),
+        _KINDS[activation.kind],
+        *(_address(gate_up_bias_E2F), _address(down_bias_ED), onto_TD is not None),
+        *(activation.limit, activation.alpha),
+        *(*up_format, *down_format),
     )
     return out_TD
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _kinds_and_chunks(
+    w_gate_up_E2FD: Tensor | QuantizedWeight, w_down_EDF: Tensor | QuantizedWeight, rows: int
+) -> tuple[int, int, int, int]:
+    """How both products are multiplied, and how many weight rows a task of each takes."""
+    num_experts, width, hidden = w_down_EDF.shape
+    up_kind, down_kind = product_kind(w_gate_up_E2FD), product_kind(w_down_EDF)
+    size = 4 if down_kind == FLOAT32 else 2
+    items = min(num_experts, rows)
+    up_chunk = chunk_rows(up_kind, width, 2 * width * size, hidden, rows // num_experts, items)
+    down_chunk = chunk_rows(down_kind, hidden, hidden * size, width, rows // num_experts, items)
+    return up_kind, down_kind, min(up_chunk, _MAX_CHUNK), down_chunk
 
 
 @jit
@@ -135,7 +166,7 @@ def _group(args: int) -> int:
     for e in range(experts + 1):
         store_i64(starts, e, 0)
     for pair in range(rows):
-        e = load_i32(chosen, pair)
+        e = load_i32(chosen, pair) if chosen else 0
         store_i64(starts, e + 1, load_i64(starts, e + 1) + 1)
     num_items = 0
     for e in range(experts):
@@ -149,7 +180,7 @@ def _group(args: int) -> int:
     x, x_stride, x_rows = load_i64(args, X), load_i64(args, X_STRIDE), load_i64(args, X_ROWS)
     inner, inner_rows, hidden = load_i64(args, INNER), load_i64(args, INNER_ROWS), load_i64(args, HIDDEN)
     for pair in range(rows):
-        e = load_i32(chosen, pair)
+        e = load_i32(chosen, pair) if chosen else 0
         row = load_i64(starts, e)
         store_i64(starts, e, row + 1)
         store_i64(place, pair, row)
@@ -166,17 +197,45 @@ def _up_task(args: int, task: int, scratch: int) -> None:
     expert, first, num_rows = load_i64(item, 0), load_i64(item, 1), load_i64(item, 2)
     column = task % num_chunks * chunk
     num_columns = min(chunk, hidden - column)
-    row_bytes = width * (4 if kind == FLOAT32 else 2)
-    gate_w = load_i64(args, GATE_UP) + (expert * 2 * hidden + column) * row_bytes
+    gate_w = _weight(args, GATE_UP, UP_SCALES, kind, expert * 2 * hidden + column, num_columns, width, scratch, 0)
     rows = load_i64(args, X_ROWS) + 8 * first
     gate, up = scratch + TEMP_AT, scratch + TEMP_AT + 4 * num_rows * num_columns
-    up_w = gate_w + hidden * row_bytes
+    up_w = _weight(
+        args, GATE_UP, UP_SCALES, kind, expert * 2 * hidden + hidden + column, num_columns, width, scratch, num_columns
+    )
     multiply_both(rows, num_rows, gate_w, up_w, kind, num_columns, width, gate, up, 4 * num_columns, scratch)
+    bias = load_i64(args, UP_BIAS)
+    gate_bias = bias + 4 * (expert * 2 * hidden + column)
     for i in range(num_rows):
         offset = 4 * i * num_columns
-        swiglu_row(
-            gate + offset, up + offset, num_columns, load_i64(load_i64(args, INNER_ROWS), first + i) + 4 * column
+        if bias:
+            add_scaled_row(gate + offset, gate_bias, num_columns, 1.0, gate + offset)
+            add_scaled_row(up + offset, gate_bias + 4 * hidden, num_columns, 1.0, up + offset)
+        _activate(
+            args, gate + offset, up + offset, num_columns, load_i64(load_i64(args, INNER_ROWS), first + i), column
         )
+
+
+@jit
+def _weight(
+    args: int, at: int, scales_at: int, kind: int, first: int, num_rows: int, k: int, scratch: int, after: int
+) -> int:
+    """The address of rows that `multiply` takes; those that are unpacked go `after` so many others."""
+    return weight_rows(
+        load_i64(args, at), load_i64(args, scales_at), load_i64(args, scales_at + 1), load_i64(args, scales_at + 2),
+        kind, first, num_rows, k, scratch + UNPACKED_AT + 2 * after * k,
+    )  # fmt: skip
+
+
+@jit
+def _activate(args: int, gate: int, up: int, num_columns: int, inner_row: int, column: int) -> None:
+    kind, out = load_i64(args, ACTIVATION), inner_row + 4 * column
+    if kind == _SILU:
+        swiglu_row(gate, up, num_columns, out)
+    elif kind == _GELU_TANH:
+        geglu_row(gate, up, num_columns, out)
+    else:
+        clipped_row(gate, up, num_columns, out, load_f64(args, LIMIT), load_f64(args, ALPHA))
 
 
 def _down_task(args: int, task: int, scratch: int) -> None:
@@ -186,10 +245,16 @@ def _down_task(args: int, task: int, scratch: int) -> None:
     item = load_i64(args, ITEMS) + 24 * (task // num_chunks)
     expert, first, num_rows = load_i64(item, 0), load_i64(item, 1), load_i64(item, 2)
     column = task % num_chunks * chunk
-    w = load_i64(args, DOWN) + (expert * width + column) * hidden * (4 if kind == FLOAT32 else 2)
+    num_columns = min(chunk, width - column)
+    w = _weight(args, DOWN, DOWN_SCALES, kind, expert * width + column, num_columns, hidden, scratch, 0)
     out = load_i64(args, RESULT) + 4 * (first * width + column)
     rows = load_i64(args, INNER_ROWS) + 8 * first
-    multiply(rows, num_rows, w, kind, min(chunk, width - column), hidden, out, 4 * width, scratch)
+    multiply(rows, num_rows, w, kind, num_columns, hidden, out, 4 * width, scratch)
+    bias = load_i64(args, DOWN_BIAS)
+    if bias:
+        for i in range(num_rows):
+            row = out + 4 * width * i
+            add_scaled_row(row, bias + 4 * (expert * width + column), num_columns, 1.0, row)
 
 
 def _combine_task(args: int, task: int, scratch: int) -> None:
@@ -197,8 +262,9 @@ def _combine_task(args: int, task: int, scratch: int) -> None:
     weights, place = load_i64(args, WEIGHT), load_i64(args, PLACE)
     for t in range(task * _COMBINE_BLOCK, min(tokens, (task + 1) * _COMBINE_BLOCK)):
         out = load_i64(args, OUT) + 4 * t * width
-        for i in range(width):
-            store_f32(out, i, 0.0)
+        if not load_i64(args, ONTO):
+            for i in range(width):
+                store_f32(out, i, 0.0)
         for pair in range(t * top_k, (t + 1) * top_k):
             row = load_i64(args, RESULT) + 4 * width * load_i64(place, pair)
-            add_scaled_row(out, row, width, load_f32(weights, pair), out)
+            add_scaled_row(out, row, width, load_f32(weights, pair) if weights else 1.0, out)

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from moiety_kernels.moe.reference import swiglu
+from moiety_kernels.moe.activation import SILU
+from moiety_kernels.moe.reference import activate
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from moiety_kernels.moe.activation import Activation
 
 _ALIGNMENT = 8  # elements of 16 bits that fill the 16 bytes which the product asks rows to be aligned to
 
@@ -31,16 +34,31 @@ def fits(x_TD: Tensor, w_down_EDF: Tensor) -> bool:
     )
 
 
-def experts(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w_gate_up_E2FD: Tensor, w_down_EDF: Tensor) -> Tensor:
+def experts(
+    x_TD: Tensor,
+    weight_TK: Tensor,
+    expert_TK: Tensor,
+    w_gate_up_E2FD: Tensor,
+    w_down_EDF: Tensor,
+    *,
+    activation: Activation = SILU,
+    gate_up_bias_E2F: Tensor | None = None,
+    down_bias_ED: Tensor | None = None,
+) -> Tensor:
     """Σ_k weight · expert(x) for each token, summed in the order of k."""
     tokens, top_k = expert_TK.shape
     chosen_R = expert_TK.flatten()
     order_R = torch.argsort(chosen_R, stable=True)
+    sorted_R = chosen_R[order_R]
     ends_E = torch.searchsorted(
-        chosen_R[order_R], torch.arange(w_down_EDF.shape[0], device=x_TD.device, dtype=chosen_R.dtype), right=True
+        sorted_R, torch.arange(w_down_EDF.shape[0], device=x_TD.device, dtype=chosen_R.dtype), right=True
     ).to(torch.int32)
-    inner_R2F = functional.grouped_mm(x_TD[order_R // top_k], w_gate_up_E2FD.transpose(1, 2), offs=ends_E)
-    down_RD = functional.grouped_mm(swiglu(inner_R2F), w_down_EDF.transpose(1, 2), offs=ends_E)
+    gate_up_R2F = functional.grouped_mm(x_TD[order_R // top_k], w_gate_up_E2FD.transpose(1, 2), offs=ends_E)
+    if gate_up_bias_E2F is not None:
+        gate_up_R2F = (gate_up_R2F + gate_up_bias_E2F[sorted_R]).to(x_TD.dtype)
+    down_RD = functional.grouped_mm(activate(gate_up_R2F, activation), w_down_EDF.transpose(1, 2), offs=ends_E)
+    if down_bias_ED is not None:
+        down_RD = (down_RD + down_bias_ED[sorted_R]).to(x_TD.dtype)
     y_RD = torch.empty_like(down_RD)
     y_RD[order_R] = down_RD
     y_TKD = y_RD.view(tokens, top_k, -1) * weight_TK.unsqueeze(-1).to(x_TD.dtype)

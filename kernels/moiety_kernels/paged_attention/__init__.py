@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+import torch
+
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.paged_attention import batched, reference
 
@@ -13,12 +15,21 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)  # what a cache may be kept in, whatever the queries are
+
 
 @functools.cache
 def _cpu() -> ModuleType:
     from moiety_kernels.paged_attention import cpu  # noqa: PLC0415 - numba, which a GPU has no use for
 
     return cpu
+
+
+@functools.cache
+def _kernel() -> ModuleType:
+    from moiety_kernels.paged_attention import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
+
+    return kernel
 
 
 def paged_attention(
@@ -30,6 +41,9 @@ def paged_attention(
     block_table_SB: Tensor,
     scale: float,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
+    k_scale_G: Tensor | None = None,
+    v_scale_G: Tensor | None = None,
     *,
     num_decode: int = 0,
     max_query: int,
@@ -39,30 +53,59 @@ def paged_attention(
 
     query_start_S1, context_len_S and block_table_SB are int32. Of the sequences the first `num_decode` have one query
     each; `max_query` and `max_context` bound the queries and the context of any sequence, so nothing has to ask the
-    device. `window`: a query sees so many positions, itself included. Slots beyond a sequence's context are never read.
+    device. `window`: a query sees so many positions, itself included. `sinks_H`, float32: a score for each query head
+    that takes its share of the softmax and adds nothing. Slots beyond a sequence's context are never read. A cache of 8
+    bits (float8_e4m3fn, int8) has what is to be multiplied by `k_scale_G` and `v_scale_G`, float32, both or none.
     """
-    require(q_THd.shape[1] % k_cache_NGPd.shape[1] == 0, "query heads must be a multiple of key-value heads")
-    require(k_cache_NGPd.shape == v_cache_NGPd.shape, "the key and the value cache must have one shape")
     require_shape("query_start", query_start_S1, (context_len_S.shape[0] + 1,))
-    if q_THd.is_cpu and _cpu().fits(q_THd, k_cache_NGPd, block_table_SB):
-        fast: Tensor = _cpu().paged_attention(
-            q_THd, k_cache_NGPd, v_cache_NGPd, query_start_S1, context_len_S, block_table_SB, scale, window
-        )
+    require(scale > 0, "scale must be positive")
+    _require_agreement(q_THd, k_cache_NGPd, v_cache_NGPd, sinks_H, k_scale_G, v_scale_G)
+    tensors = q_THd, k_cache_NGPd, v_cache_NGPd, query_start_S1, context_len_S, block_table_SB
+    scales = k_scale_G, v_scale_G
+    if q_THd.is_cpu and k_scale_G is None and _cpu().fits(q_THd, k_cache_NGPd, v_cache_NGPd, block_table_SB):
+        fast: Tensor = _cpu().paged_attention(*tensors, scale, window, sinks_H)
         return fast
+    if q_THd.is_cuda and _kernel().fits(q_THd, k_cache_NGPd, v_cache_NGPd):
+        on_gpu: Tensor = _kernel().paged_attention(
+            *tensors, scale, window, sinks_H, *scales, num_decode=num_decode, max_context=max_context
+        )
+        return on_gpu
     if q_THd.is_cuda:
         return batched.paged_attention(
-            q_THd,
-            k_cache_NGPd,
-            v_cache_NGPd,
-            query_start_S1,
-            context_len_S,
-            block_table_SB,
+            *tensors,
             scale,
             window,
+            sinks_H,
+            *scales,
             num_decode=num_decode,
             max_query=max_query,
             max_context=max_context,
         )
-    return reference.paged_attention(
-        q_THd, k_cache_NGPd, v_cache_NGPd, query_start_S1, context_len_S, block_table_SB, scale, window
+    return reference.paged_attention(*tensors, scale, window, sinks_H, *scales)
+
+
+def _require_agreement(
+    q_THd: Tensor,
+    k_cache_NGPd: Tensor,
+    v_cache_NGPd: Tensor,
+    sinks_H: Tensor | None,
+    k_scale_G: Tensor | None,
+    v_scale_G: Tensor | None,
+) -> None:
+    dtype, num_heads, num_kv_heads = k_cache_NGPd.dtype, q_THd.shape[1], k_cache_NGPd.shape[1]
+    require(num_heads % num_kv_heads == 0, "query heads must be a multiple of key-value heads")
+    require(k_cache_NGPd.shape == v_cache_NGPd.shape, "the key and the value cache must have one shape")
+    require(v_cache_NGPd.dtype is dtype, "the key and the value cache must have one dtype")
+    require(
+        dtype is q_THd.dtype or dtype in EIGHT_BITS, "the cache must have the queries' dtype, float8_e4m3fn or int8"
     )
+    require((k_scale_G is None) == (v_scale_G is None), "give scales of keys and of values, or neither")
+    require(dtype is not torch.int8 or k_scale_G is not None, "an int8 cache needs the scales of keys and values")
+    for name, given, count in (
+        ("sinks", sinks_H, num_heads),
+        ("k_scale", k_scale_G, num_kv_heads),
+        ("v_scale", v_scale_G, num_kv_heads),
+    ):
+        if given is not None:
+            require_shape(name, given, (count,))
+            require(given.dtype is torch.float32, "sinks and scales must be float32")

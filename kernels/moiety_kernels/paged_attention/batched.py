@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 WORKSPACE_BYTES = 1 << 30  # for gathered keys and values; the engine leaves room for it beside the cache
 COPIES = 2  # gathering and masking
+SINK_WIDTH = 8  # entries that a sink adds to a head: one would leave the rows of heads unaligned
 
 
 def paged_attention(
@@ -27,6 +28,9 @@ def paged_attention(
     block_table_SB: Tensor,
     scale: float,
     window: int | None,
+    sinks_H: Tensor | None,
+    k_scale_G: Tensor | None = None,
+    v_scale_G: Tensor | None = None,
     *,
     num_decode: int,
     max_query: int,
@@ -37,13 +41,15 @@ def paged_attention(
     sequences at a time is gathered, so that `workspace_bytes` bounds the copies however long the longest context is."""
     num_sequences, num_places = context_len_S.shape[0], k_cache_NGPd.shape[2]
     width = -(-max_context // num_places)
-    bytes_each = 2 * k_cache_NGPd[0].numel() * width * k_cache_NGPd.itemsize * COPIES
+    copies = COPIES if sinks_H is None else COPIES + 1
+    bytes_an_entry = copies * q_THd.itemsize + (k_cache_NGPd.itemsize if k_cache_NGPd.dtype is not q_THd.dtype else 0)
+    bytes_each = 2 * k_cache_NGPd[0].numel() * width * bytes_an_entry
     group = max(1, workspace_bytes // bytes_each)
     parts = [(begin, min(begin + group, num_decode), 1) for begin in range(0, num_decode, group)]
     parts += [
         (begin, min(begin + group, num_sequences), max_query) for begin in range(num_decode, num_sequences, group)
     ]
-    out_THd = torch.empty_like(q_THd)
+    out_THd = q_THd.new_empty(*q_THd.shape[:2], v_cache_NGPd.shape[3])
     for begin, end, longest in parts:
         _attend(
             out_THd,
@@ -55,6 +61,9 @@ def paged_attention(
             block_table_SB[begin:end, :width],
             scale,
             window,
+            sinks_H,
+            k_scale_G,
+            v_scale_G,
             longest,
         )
     return out_THd
@@ -70,6 +79,9 @@ def _attend(
     block_table_SB: Tensor,
     scale: float,
     window: int | None,
+    sinks_H: Tensor | None,
+    k_scale_G: Tensor | None,
+    v_scale_G: Tensor | None,
     max_query: int,
 ) -> None:
     """Write the rows of these sequences, each padded to `max_query` queries; no padded row is written."""
@@ -84,10 +96,18 @@ def _attend(
         seen_SQC &= key_C > position_SQ[..., None] - window
     stored_S1C1 = (key_C < context_S1)[:, None, :, None]
     k_SGCd, v_SGCd = (
-        cache[block_table_SB.long()].transpose(1, 2).flatten(2, 3).masked_fill(~stored_S1C1, 0)
+        cache[block_table_SB.long()].transpose(1, 2).flatten(2, 3).to(q_THd.dtype).masked_fill(~stored_S1C1, 0)
         for cache in (k_cache_NGPd, v_cache_NGPd)
     )
+    if k_scale_G is not None and v_scale_G is not None:
+        k_SGCd, v_SGCd = (
+            (rows * scale_G[:, None, None]).to(q_THd.dtype)
+            for rows, scale_G in ((k_SGCd, k_scale_G), (v_SGCd, v_scale_G))
+        )
     q_SHQd = q_THd[row_SQ.clamp(max=num_tokens - 1)].transpose(1, 2)
+    if sinks_H is not None:
+        q_SHQd, k_SGCd, v_SGCd = _with_sinks(q_SHQd, k_SGCd, v_SGCd, sinks_H / scale)
+        seen_SQC = functional.pad(seen_SQC, (0, 1), value=True)
     out_SHQd = functional.scaled_dot_product_attention(
         q_SHQd, k_SGCd, v_SGCd, seen_SQC[:, None], scale=scale, enable_gqa=True
     )
@@ -99,3 +119,14 @@ def _attend(
     place_T = (token_T - start_S1[sequence_T]).clamp(0, max_query - 1)
     ours_T = (token_T >= start_S1[0]) & (token_T < start_S1[-1])
     out_THd.copy_(torch.where(ours_T[:, None, None], out_SHQd[sequence_T, :, place_T], out_THd))
+
+
+def _with_sinks(q_SHQd: Tensor, k_SGCd: Tensor, v_SGCd: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values with one more key, whose product with a query of head h is sinks_H[h] and whose value is
+    nothing: a query carries its sink in an entry that is 1 in that key and 0 in all others."""
+    width = q_SHQd.shape[3]
+    q_SHQd = functional.pad(q_SHQd, (0, SINK_WIDTH))
+    q_SHQd[..., width] = sinks_H[:, None]
+    k_SGCd = functional.pad(k_SGCd, (0, SINK_WIDTH, 0, 1))
+    k_SGCd[..., -1, width] = 1
+    return q_SHQd, k_SGCd, functional.pad(v_SGCd, (0, 0, 0, 1))

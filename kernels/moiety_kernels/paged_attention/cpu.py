@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 48
 CHUNK = 128  # positions
-_LAYOUT = struct.Struct("18qd")
+_LAYOUT = struct.Struct("21qd")
 _AXPY_VECTORS = 4
 _FETCH_AHEAD = 2  # blocks: each lies by itself, so the processor does not foresee the next
 _MAX_SHARING = 256  # query heads a key-value head
@@ -35,13 +35,13 @@ _MAX_SHARING = 256  # query heads a key-value head
 # arguments
 Q, K_CACHE, V_CACHE, OUT, QUERY_START, CONTEXT_LEN, TABLE = 0, 1, 2, 3, 4, 5, 6
 SEQUENCES, TABLE_WIDTH, HEADS, KV_HEADS, WIDTH, PLACES, Q_STRIDE, WINDOW = 7, 8, 9, 10, 11, 12, 13, 14
-ITEMS, TOKENS_AT_ONCE, TASK, SCALE = 15, 16, 17, 18
+ITEMS, TOKENS_AT_ONCE, TASK, SINKS, VALUE_WIDTH, VALUE_STRIDE, SCALE = 15, 16, 17, 18, 19, 20, 21
 
 _axpy_many_wide, _axpy_many_one = axpy_tile(AXPY_ROWS, _AXPY_VECTORS), axpy_tile(AXPY_ROWS, 1)
 _axpy_one_wide, _axpy_one_one = axpy_tile(1, _AXPY_VECTORS), axpy_tile(1, 1)
 
 
-def fits(q_THd: Tensor, k_cache_NGPd: Tensor, block_table_SB: Tensor) -> bool:
+def fits(q_THd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, block_table_SB: Tensor) -> bool:
     """Whether `paged_attention` takes these tensors."""
     tokens, heads, width = q_THd.shape
     sharing = heads // k_cache_NGPd.shape[1]
@@ -51,6 +51,7 @@ def fits(q_THd: Tensor, k_cache_NGPd: Tensor, block_table_SB: Tensor) -> bool:
         and k_cache_NGPd.dtype is torch.float32
         and block_table_SB.dtype is torch.int32
         and width % LANES == 0
+        and v_cache_NGPd.shape[3] % LANES == 0
         and sharing <= _MAX_SHARING
         and TEMP_AT + 4 * rows * (CHUNK + width + 2) <= SCRATCH_BYTES
         and 0 < tokens * heads <= MAX_TASKS
@@ -58,7 +59,16 @@ def fits(q_THd: Tensor, k_cache_NGPd: Tensor, block_table_SB: Tensor) -> bool:
         and q_THd.stride(1) == width
         and block_table_SB.stride(1) == 1
         and k_cache_NGPd.is_contiguous()
+        and _is_packed(v_cache_NGPd)
     )
+
+
+def _is_packed(cache_NGPd: Tensor) -> bool:
+    """Whether places, heads and blocks follow each other at even distances; places may lie further apart than they are
+    wide."""
+    _, heads, places, _ = cache_NGPd.shape
+    row = cache_NGPd.stride(2)
+    return cache_NGPd.stride() == (heads * places * row, places * row, row, 1)
 
 
 def paged_attention(
@@ -70,13 +80,15 @@ def paged_attention(
     block_table_SB: Tensor,
     scale: float,
     window: int | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """out_THd, contiguous."""
+    """out_THd, contiguous, as wide as a value."""
     tokens, heads, width = q_THd.shape
     _, kv_heads, places, _ = k_cache_NGPd.shape
     sequences = context_len_S.shape[0]
     at_once = max(1, ROWS_AT_ONCE // (heads // kv_heads))
-    out_THd = torch.empty(tokens, heads, width)
+    value_width = v_cache_NGPd.shape[3]
+    out_THd = torch.empty(tokens, heads, value_width)
     items = torch.empty(3 * (sequences + tokens // at_once), dtype=torch.int64)
     team().drive(
         _drive,
@@ -101,6 +113,9 @@ def paged_attention(
         items.data_ptr(),
         at_once,
         task_address(_task),
+        0 if sinks_H is None else sinks_H.data_ptr(),
+        value_width,
+        4 * v_cache_NGPd.stride(2),
         scale,
     )
     return out_THd
@@ -126,17 +141,18 @@ def _drive(state: int, scratch: int, function: int, args: int, num_tasks: int) -
 def _scores(args: int, table: int, head: int, start: int, count: int, num_rows: int, rows: int, scores: int) -> None:
     """scores[row, j] = q_row · k[start + j] for j < count. Their values, wanted next, are asked for meanwhile."""
     places, width, kv_heads = load_i64(args, PLACES), load_i64(args, WIDTH), load_i64(args, KV_HEADS)
-    cache, values, stride = load_i64(args, K_CACHE), load_i64(args, V_CACHE), 4 * width
+    cache, values = load_i64(args, K_CACHE), load_i64(args, V_CACHE)
+    stride, value_stride = 4 * width, load_i64(args, VALUE_STRIDE)
     j = 0
     while j < count:
         block, place = (start + j) // places, (start + j) % places
         run = min(places - place, count - j)
-        at = ((load_i32(table, block) * kv_heads + head) * places + place) * stride
-        key = cache + at
+        slot = (load_i32(table, block) * kv_heads + head) * places + place
+        key = cache + slot * stride
         if j + _FETCH_AHEAD * places < count:
             ahead = (load_i32(table, block + _FETCH_AHEAD) * kv_heads + head) * places * stride
             fetch(cache + ahead, places * stride)
-        fetch(values + at, run * stride)
+        fetch(values + slot * value_stride, run * value_stride)
         multiply_wide(rows, num_rows, key, stride, run, width, scores + 4 * j, 4 * CHUNK)
         j += run
 
@@ -146,8 +162,8 @@ def _accumulate(
     args: int, table: int, head: int, start: int, count: int, num_rows: int, scores: int, sums: int
 ) -> None:
     """sums[row] += Σ_j weight[row, j] · v[start + j] for j < count."""
-    places, width, kv_heads = load_i64(args, PLACES), load_i64(args, WIDTH), load_i64(args, KV_HEADS)
-    cache, stride = load_i64(args, V_CACHE), 4 * width
+    places, width, kv_heads = load_i64(args, PLACES), load_i64(args, VALUE_WIDTH), load_i64(args, KV_HEADS)
+    cache, stride, row_bytes = load_i64(args, V_CACHE), load_i64(args, VALUE_STRIDE), 4 * width
     vectors = width // LANES
     j = 0
     while j < count:
@@ -157,21 +173,21 @@ def _accumulate(
         i = 0
         while i < num_rows:
             many = num_rows - i >= AXPY_ROWS
-            weight, target = scores + 4 * (i * CHUNK + j), sums + i * stride
+            weight, target = scores + 4 * (i * CHUNK + j), sums + i * row_bytes
             n = 0
             while n < vectors:
                 at = 4 * LANES * n
                 if vectors - n >= _AXPY_VECTORS:
                     if many:
-                        _axpy_many_wide(weight, 4 * CHUNK, value + at, stride, run, target + at, stride)
+                        _axpy_many_wide(weight, 4 * CHUNK, value + at, stride, run, target + at, row_bytes)
                     else:
-                        _axpy_one_wide(weight, 4 * CHUNK, value + at, stride, run, target + at, stride)
+                        _axpy_one_wide(weight, 4 * CHUNK, value + at, stride, run, target + at, row_bytes)
                     n += _AXPY_VECTORS
                 else:
                     if many:
-                        _axpy_many_one(weight, 4 * CHUNK, value + at, stride, run, target + at, stride)
+                        _axpy_many_one(weight, 4 * CHUNK, value + at, stride, run, target + at, row_bytes)
                     else:
-                        _axpy_one_one(weight, 4 * CHUNK, value + at, stride, run, target + at, stride)
+                        _axpy_one_one(weight, 4 * CHUNK, value + at, stride, run, target + at, row_bytes)
                     n += 1
             i += AXPY_ROWS if many else 1
         j += run
@@ -199,15 +215,15 @@ def _task(args: int, task: int, scratch: int) -> None:
     table = load_i64(args, TABLE) + 4 * s * load_i64(args, TABLE_WIDTH)
     num_rows, rows = queries * sharing, scratch + ROWS_AT
     scores = scratch + TEMP_AT
-    sums = scores + 4 * CHUNK * num_rows
-    states = sums + 4 * width * num_rows
-    token_bytes = load_i64(args, Q_STRIDE)
+    sums, value_width = scores + 4 * CHUNK * num_rows, load_i64(args, VALUE_WIDTH)
+    states = sums + 4 * value_width * num_rows
+    token_bytes, sinks = load_i64(args, Q_STRIDE), load_i64(args, SINKS)
     for i in range(num_rows):
         token, shared = first + begin + i // sharing, head * sharing + i % sharing
         store_i64(rows, i, load_i64(args, Q) + token * token_bytes + 4 * shared * width)
-        store_f32(states, 2 * i, -math.inf)
-        store_f32(states, 2 * i + 1, 0.0)
-    for i in range(num_rows * width):
+        store_f32(states, 2 * i, load_f32(sinks, shared) if sinks else -math.inf)  # as if it had been seen already
+        store_f32(states, 2 * i + 1, 1.0 if sinks else 0.0)
+    for i in range(num_rows * value_width):
         store_f32(sums, i, 0.0)
     window = load_i64(args, WINDOW)
     lowest = max(0, position - window + 1) if window else 0
@@ -220,11 +236,11 @@ def _task(args: int, task: int, scratch: int) -> None:
             _mask(args, position + i // sharing, start, count, padded, row)
             shrink = softmax_step(row, padded, states + 8 * i)
             if shrink != 1.0:
-                scale_row(sums + 4 * width * i, width, shrink)
+                scale_row(sums + 4 * value_width * i, value_width, shrink)
         _accumulate(args, table, head, start, count, num_rows, scores, sums)
     for i in range(num_rows):
         token, shared = first + begin + i // sharing, head * sharing + i % sharing
-        out = load_i64(args, OUT) + 4 * (token * heads + shared) * width
-        scale_row(sums + 4 * width * i, width, 1.0 / load_f32(states, 2 * i + 1))
-        for j in range(width):
-            store_f32(out, j, load_f32(sums, i * width + j))
+        out = load_i64(args, OUT) + 4 * (token * heads + shared) * value_width
+        scale_row(sums + 4 * value_width * i, value_width, 1.0 / load_f32(states, 2 * i + 1))
+        for j in range(value_width):
+            store_f32(out, j, load_f32(sums, i * value_width + j))

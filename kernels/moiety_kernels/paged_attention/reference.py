@@ -22,12 +22,17 @@ def paged_attention(
     block_table_SB: Tensor,
     scale: float,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
+    k_scale_G: Tensor | None = None,
+    v_scale_G: Tensor | None = None,
 ) -> Tensor:
     """Each sequence's queries are its last tokens in the cache; query i sees its own position and those before it, of
-    these only the last `window` if that is set. Slots beyond a sequence's context are never read."""
-    _, num_kv_heads, places, width = k_cache_NGPd.shape
+    these only the last `window` if that is set. A head's sink is a score whose share of the softmax goes nowhere. Slots
+    beyond a sequence's context are never read. A value may be narrower than a key; the output is as wide as a value. A
+    cache of few bits holds keys and values divided by their heads' scales."""
+    num_kv_heads, places = k_cache_NGPd.shape[1:3]
     repeat = q_THd.shape[1] // num_kv_heads
-    out_THd = torch.empty_like(q_THd)
+    out_THd = q_THd.new_empty(*q_THd.shape[:2], v_cache_NGPd.shape[3])
     starts = query_start_S1.tolist()
     for s, context in enumerate(context_len_S.tolist()):
         begin, end = starts[s], starts[s + 1]
@@ -35,13 +40,13 @@ def paged_attention(
             continue
         blocks = block_table_SB[s, : -(-context // places)].long()
         k, v = (
-            cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, width)[:context].float()
+            cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, cache.shape[3])[:context].float()
             for cache in (k_cache_NGPd, v_cache_NGPd)
         )
+        k = k if k_scale_G is None else k * k_scale_G[:, None]
+        v = v if v_scale_G is None else v * v_scale_G[:, None]
         scores = (
-            torch.einsum(
-                "qgrd,kgd->grqk", q_THd[begin:end].float().reshape(end - begin, num_kv_heads, repeat, width), k
-            )
+            torch.einsum("qgrd,kgd->grqk", q_THd[begin:end].float().reshape(end - begin, num_kv_heads, repeat, -1), k)
             * scale
         )
         key_at = torch.arange(context, device=q_THd.device)
@@ -49,6 +54,10 @@ def paged_attention(
         hidden = key_at > query_at
         if window is not None:
             hidden |= key_at <= query_at - window
-        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks_H is not None:
+            sinks = sinks_H.float().view(num_kv_heads, repeat, 1, 1).expand(-1, -1, end - begin, 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., :context]
         out_THd[begin:end] = torch.einsum("grqk,kgd->qgrd", weights, v).flatten(1, 2).to(q_THd.dtype)
     return out_THd

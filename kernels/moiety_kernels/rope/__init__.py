@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.rope import reference
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torch import Tensor
+
+
+@functools.cache
+def _kernel() -> ModuleType:
+    from moiety_kernels.attention_input import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
+
+    return kernel
 
 
 def rope(x_THd: Tensor, cos_PR: Tensor, sin_PR: Tensor, positions_T: Tensor) -> Tensor:
     """Rotate the pairs (i, i + R) of each head by the angles of the token's position; the rest of a head stays."""
     require_shape("positions", positions_T, (x_THd.shape[0],))
     require(2 * cos_PR.shape[1] <= x_THd.shape[-1], "the rotated width is larger than the head width")
+    if x_THd.is_cuda and _kernel().fits(x_THd, cos_PR):
+        on_gpu: Tensor = _kernel().rope(x_THd, cos_PR, sin_PR, positions_T)
+        return on_gpu
     return reference.rope(x_THd, cos_PR, sin_PR, positions_T)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from moiety_kernels.checks import require_shape
+import torch
+
+from moiety_kernels.checks import require, require_shape
 from moiety_kernels.route import reference
+from moiety_kernels.route.groups import Groups
 from moiety_kernels.route.spec import RoutingSpec
 
 if TYPE_CHECKING:
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["RoutingSpec", "group_by_expert", "route"]
+__all__ = ["Groups", "RoutingSpec", "group", "group_by_expert", "route", "route_and_group"]
 
 
 @functools.cache
@@ -24,15 +27,64 @@ def _cpu() -> ModuleType:
     return cpu
 
 
-def route(logits_TE: Tensor, spec: RoutingSpec) -> tuple[Tensor, Tensor]:
-    """(weight_TK float32, expert_TK int32), the best expert first."""
-    require_shape("logits", logits_TE, (-1, spec.num_experts))
-    if logits_TE.is_cpu and _cpu().fits(logits_TE):
-        fast: tuple[Tensor, Tensor] = _cpu().route(logits_TE, spec)
+@functools.cache
+def _grouping() -> ModuleType:
+    from moiety_kernels.route.kernels import grouping  # noqa: PLC0415 - likewise
+
+    return grouping
+
+
+@functools.cache
+def _kernel() -> ModuleType:
+    from moiety_kernels.route import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
+
+    return kernel
+
+
+def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(weight_TK float32, expert_TK int32), the best expert first. `bias_E`, float32, has a say in which experts are
+    chosen, and none in their weights; only scores by softmax and sigmoid take one."""
+    _check(logits_TE, spec, bias_E)
+    if logits_TE.is_cpu and _cpu().fits(logits_TE, spec, bias_E):
+        fast: tuple[Tensor, Tensor] = _cpu().route(logits_TE, spec, bias_E)
         return fast
-    return reference.route(logits_TE, spec)
+    if logits_TE.is_cuda and _kernel().fits(logits_TE):
+        on_gpu: tuple[Tensor, Tensor] = _kernel().route(logits_TE, spec, bias_E)
+        return on_gpu
+    return reference.route(logits_TE, spec, bias_E)
+
+
+def route_and_group(
+    logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None, tile_rows: int
+) -> tuple[Tensor, Tensor, Groups]:
+    """What `route` and `group` return, which for few tokens on a GPU takes one launch."""
+    if logits_TE.is_cuda and _kernel().groups_too(logits_TE, spec):
+        _check(logits_TE, spec, bias_E)
+        on_gpu: tuple[Tensor, Tensor, Groups] = _kernel().route_and_group(logits_TE, spec, bias_E, tile_rows)
+        return on_gpu
+    weight_TK, expert_TK = route(logits_TE, spec, bias_E)
+    return weight_TK, expert_TK, group(expert_TK, spec.num_experts, tile_rows)
 
 
 def group_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """(order_R, counts_E), both int64: the pairs t · K + k expert by expert, and each expert's number of pairs."""
     return reference.group_by_expert(expert_TK, num_experts)
+
+
+def group(expert_TK: Tensor, num_experts: int, tile_rows: int) -> Groups:
+    """The pairs grouped by expert, and the tiles of `tile_rows` rows in which a grouped product takes them. Every id
+    must be an expert's."""
+    require_shape("expert", expert_TK, (-1, -1))
+    require(tile_rows > 0, "a tile must have rows")
+    if expert_TK.is_cuda and _grouping().fits(expert_TK, num_experts):
+        on_gpu: Groups = _grouping().group(expert_TK, num_experts, tile_rows)
+        return on_gpu
+    return reference.group(expert_TK, num_experts, tile_rows)
+
+
+def _check(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None) -> None:
+    require_shape("logits", logits_TE, (-1, spec.num_experts))
+    if bias_E is not None:
+        require_shape("bias", bias_E, (spec.num_experts,))
+        require(bias_E.dtype is torch.float32, "the bias must be float32")
+        require(spec.scoring in ("softmax", "sigmoid"), "only scores by softmax and sigmoid take a bias")

@@ -1,4 +1,8 @@
-"""Top-k routing on a CPU. T tokens, E experts, K experts a token."""
+"""Top-k routing on a CPU. T tokens, E experts, K experts a token.
+
+Each thread keeps a token's scores, the ranks by which experts are chosen (the scores where there is no bias) and its
+groups' scores in scratch memory. A rank of minus infinity is an expert that may not be chosen, or was.
+"""
 
 from __future__ import annotations
 
@@ -8,60 +12,162 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_kernels.cpu.compiling import task_address
-from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32, store_i32
+from moiety_kernels.cpu.compiling import jit, task_address
+from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, store_f32, store_i32
 from moiety_kernels.cpu.team import SCRATCH_BYTES, team
+from moiety_kernels.route.reference import TINY
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_kernels.route.spec import RoutingSpec
 
-_LAYOUT = struct.Struct("7q")
+_LAYOUT = struct.Struct("12q3d")
 _BLOCK = 64  # tokens a task
+_SOFTMAX, _SIGMOID, _SOFTMAX_CHOSEN, _SPARSE_MIXER = range(4)
+_SCORINGS = {
+    "softmax": _SOFTMAX,
+    "sigmoid": _SIGMOID,
+    "softmax_chosen": _SOFTMAX_CHOSEN,
+    "sparse_mixer": _SPARSE_MIXER,
+}
+
+# arguments
+LOGITS, WEIGHTS, CHOSEN, BIAS, TOKENS, EXPERTS, TOP_K, SCORING, RENORMALIZE = 0, 1, 2, 3, 4, 5, 6, 7, 8
+NUM_GROUPS, TOP_GROUPS, BEST_TWO, LEAST_SUM, SCALE, JITTER = 9, 10, 11, 12, 13, 14
 
 
-def fits(logits_TE: Tensor) -> bool:
+def fits(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None) -> bool:
     """Whether `route` takes these logits."""
-    tokens, experts = logits_TE.shape
-    return logits_TE.dtype is torch.float32 and logits_TE.is_contiguous() and tokens > 0 and 4 * experts < SCRATCH_BYTES
+    return (
+        logits_TE.dtype is torch.float32
+        and logits_TE.is_contiguous()
+        and logits_TE.shape[0] > 0
+        and (bias_E is None or bias_E.is_contiguous())
+        and 4 * (2 * spec.num_experts + spec.num_groups) < SCRATCH_BYTES
+    )
 
 
-def route(logits_TE: Tensor, spec: RoutingSpec) -> tuple[Tensor, Tensor]:
+def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
     """(weight_TK, expert_TK); of equal scores the lower expert comes first."""
     tokens = logits_TE.shape[0]
     weight_TK = torch.empty(tokens, spec.top_k)
     expert_TK = torch.empty(tokens, spec.top_k, dtype=torch.int32)
-    pointers = logits_TE.data_ptr(), weight_TK.data_ptr(), expert_TK.data_ptr()
-    numbers = tokens, spec.num_experts, spec.top_k, spec.renormalize
-    team().run(task_address(_task), -(-tokens // _BLOCK), _LAYOUT, *pointers, *numbers)
+    team().run(
+        task_address(_task),
+        -(-tokens // _BLOCK),
+        _LAYOUT,
+        logits_TE.data_ptr(),
+        weight_TK.data_ptr(),
+        expert_TK.data_ptr(),
+        0 if bias_E is None else bias_E.data_ptr(),
+        tokens,
+        spec.num_experts,
+        spec.top_k,
+        _SCORINGS[spec.scoring],
+        spec.renormalize,
+        spec.num_groups,
+        spec.top_groups,
+        spec.group_score == "best_two",
+        spec.least_sum,
+        spec.scale,
+        spec.jitter,
+    )
     return weight_TK, expert_TK
 
 
 def _task(args: int, task: int, scratch: int) -> None:
-    logits, weights, chosen = load_i64(args, 0), load_i64(args, 1), load_i64(args, 2)
-    tokens, experts, top_k, renormalize = load_i64(args, 3), load_i64(args, 4), load_i64(args, 5), load_i64(args, 6)
+    tokens, experts, top_k = load_i64(args, TOKENS), load_i64(args, EXPERTS), load_i64(args, TOP_K)
+    groups, scores = load_i64(args, NUM_GROUPS), scratch + 4 * experts
     for t in range(task * _BLOCK, min(tokens, (task + 1) * _BLOCK)):
-        row = logits + 4 * experts * t
-        largest = load_f32(row, 0)
+        row = load_i64(args, LOGITS) + 4 * experts * t
+        weights, chosen = load_i64(args, WEIGHTS) + 4 * top_k * t, load_i64(args, CHOSEN) + 4 * top_k * t
+        total = _score(args, row, experts, scratch, scores)
+        if groups > 1:
+            _keep_best_groups(args, experts // groups, groups, scratch, scores + 4 * experts)
+        taken = _take(args, row, experts, scratch, scores, weights, chosen)
+        if load_i64(args, SCORING) == _SOFTMAX_CHOSEN:
+            factor = 1.0 / taken
+        elif load_i64(args, RENORMALIZE):
+            factor = 1.0 / max(taken / total + TINY, load_f64(args, LEAST_SUM)) / total
+        else:
+            factor = 1.0 / total
+        for k in range(top_k):
+            store_f32(weights, k, load_f32(weights, k) * factor * load_f64(args, SCALE))
+
+
+@jit
+def _score(args: int, row: int, experts: int, ranks: int, scores: int) -> float:
+    """Write each expert's score and rank; returns by what scores are to be divided, which are none before that."""
+    scoring, bias, total = load_i64(args, SCORING), load_i64(args, BIAS), 1.0
+    if scoring == _SOFTMAX:
+        largest, total = load_f32(row, 0), 0.0
         for e in range(1, experts):
             largest = max(largest, load_f32(row, e))
-        total = 0.0
         for e in range(experts):
             score = math.exp(load_f32(row, e) - largest)
             total += score
-            store_f32(scratch, e, score)
-        taken = 0.0
-        for k in range(top_k):
-            best = 0
-            for e in range(1, experts):
-                if load_f32(scratch, e) > load_f32(scratch, best):
-                    best = e
-            score = load_f32(scratch, best)
-            taken += score
-            store_f32(weights, t * top_k + k, score / total)
-            store_i32(chosen, t * top_k + k, best)
-            store_f32(scratch, best, -1.0)
-        if renormalize:
-            for k in range(top_k):
-                store_f32(weights, t * top_k + k, load_f32(weights, t * top_k + k) * (total / taken))
+            store_f32(scores, e, score)
+    else:
+        for e in range(experts):
+            logit = load_f32(row, e)
+            store_f32(scores, e, 1.0 / (1.0 + math.exp(-logit)) if scoring == _SIGMOID else logit)
+    for e in range(experts):
+        score = load_f32(scores, e)
+        store_f32(ranks, e, score / total + load_f32(bias, e) if bias else score)
+    return total
+
+
+@jit
+def _keep_best_groups(args: int, size: int, groups: int, ranks: int, group_scores: int) -> None:
+    """Forbid the experts of all groups that `top_groups` others are better than; of equals the lower counts more."""
+    top_groups, best_two = load_i64(args, TOP_GROUPS), load_i64(args, BEST_TWO)
+    for g in range(groups):
+        first = second = -math.inf
+        for e in range(g * size, (g + 1) * size):
+            rank = load_f32(ranks, e)
+            if rank > first:
+                first, second = rank, first
+            elif rank > second:
+                second = rank
+        store_f32(group_scores, g, first + second if best_two else first)
+    for g in range(groups):
+        mine, better = load_f32(group_scores, g), 0
+        for other in range(groups):
+            score = load_f32(group_scores, other)
+            better += score > mine or (score == mine and other < g)
+        if better >= top_groups:
+            for e in range(g * size, (g + 1) * size):
+                store_f32(ranks, e, -math.inf)
+
+
+@jit
+def _take(args: int, row: int, experts: int, ranks: int, scores: int, weights: int, chosen: int) -> float:
+    """Choose the best experts; returns the sum of their weights, which are still to be divided."""
+    scoring, taken = load_i64(args, SCORING), 0.0
+    for k in range(load_i64(args, TOP_K)):
+        best = 0
+        for e in range(1, experts):
+            if load_f32(ranks, e) > load_f32(ranks, best):
+                best = e
+        weight = load_f32(scores, best)
+        store_i32(chosen, k, best)
+        if scoring == _SOFTMAX_CHOSEN:
+            weight = math.exp(weight - load_f32(scores, load_i32(chosen, 0)))
+        elif scoring == _SPARSE_MIXER:
+            weight = _share_among_near(row, experts, ranks, best, 2 * load_f64(args, JITTER))
+        taken += weight
+        store_f32(weights, k, weight)
+        store_f32(ranks, best, -math.inf)
+    return taken
+
+
+@jit
+def _share_among_near(row: int, experts: int, ranks: int, best: int, distance: float) -> float:
+    """The softmax weight of the best expert among those not chosen yet whose logits lie near its own."""
+    top, total = load_f32(row, best), 0.0
+    for e in range(experts):
+        logit = load_f32(row, e)
+        if not (top - logit) / max(abs(logit), top) > distance:
+            total += math.exp(load_f32(ranks, e) - top)
+    return 1.0 / total

@@ -40,6 +40,7 @@ class Action(StrEnum):
     READ_PRICES = "prices.read"
     WRITE_PRICES = "prices.write"
     READ_ENGINES = "engines.read"
+    REST_ENGINES = "engines.rest"
     ERASE_KEPT_ANSWERS = "kept_answers.erase"
     READ_WEBHOOKS = "webhooks.read"
     WRITE_WEBHOOKS = "webhooks.write"
@@ -83,6 +84,7 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
         Action.READ_PRICES: Rule(anyone=_READERS, own=_OWN_READERS),
         Action.WRITE_PRICES: Rule(anyone=_OPERATORS),
         Action.READ_ENGINES: Rule(anyone=_READERS),
+        Action.REST_ENGINES: Rule(anyone=_OPERATORS),
         Action.ERASE_KEPT_ANSWERS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
         Action.READ_WEBHOOKS: Rule(anyone=_OPERATORS),  # an address may have a secret of its receiver in it
         Action.WRITE_WEBHOOKS: Rule(anyone=_OPERATORS),

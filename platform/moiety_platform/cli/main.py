@@ -38,6 +38,7 @@ SUMMARIES = {
     "dashboard": "Run the dashboard alone.",
     "simulate": "Run the real scheduler under virtual time, on a trace or on drawn arrivals.",
     "advise": "Say what one replica can carry, what to set, and how many replicas the traffic needs.",
+    "kernels": "Report what the GPU kernels take, and tune them for this GPU.",
     "demo": "Train and evaluate the bundled demo model, or print examples of its tasks.",
 }
 ORDER = [
@@ -60,6 +61,7 @@ ORDER = [
     "bench",
     "simulate",
     "advise",
+    "kernels",
     "demo",
 ]
 BENCHES = {
@@ -69,6 +71,7 @@ BENCHES = {
 BENCH_SUMMARIES = {
     "engine": "Measure the engine's throughput, offline and in this process.",
     "scheduler": "Measure what a scheduling decision costs with very many waiting.",
+    "kernels": "Measure the kernels against their rivals and the device's roofline.",
 }
 
 

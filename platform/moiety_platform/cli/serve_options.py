@@ -19,10 +19,23 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class Quantization(StrEnum):
+    none = "none"
+    int8 = "int8"
+    int4 = "int4"
+
+
 class Dtype(StrEnum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+class MoeKernel(StrEnum):
+    auto = "auto"
+    triton = "triton"
+    grouped = "grouped"
+    reference = "reference"
 
 
 class Batching(StrEnum):
@@ -31,6 +44,11 @@ class Batching(StrEnum):
     dynamic = "dynamic"
     padded = "padded"
     continuous = "continuous"
+
+
+class LoadFormat(StrEnum):
+    auto = "auto"
+    dummy = "dummy"
 
 
 MoreArgument = Annotated[
@@ -68,6 +86,18 @@ DeviceOption = Annotated[
 ]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(rich_help_panel=ENGINE, help="Type of the weights; auto if not given.")
+]
+QuantizationOption = Annotated[
+    Quantization | None,
+    typer.Option(rich_help_panel=ENGINE, help="How the weights of products are kept; as they are stored if not given."),
+]
+LoadFormatOption = Annotated[
+    LoadFormat | None,
+    typer.Option(rich_help_panel=ENGINE, help="dummy: weights drawn at random, without files; for measurements."),
+]
+MoeKernelOption = Annotated[
+    MoeKernel | None,
+    typer.Option(rich_help_panel=ENGINE, help="Who computes experts; auto, the fastest that can, if not given."),
 ]
 BatchingOption = Annotated[
     Batching | None,

@@ -10,7 +10,7 @@ import msgspec
 
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import EngineStream
-from moiety_wire.messages import Card, ClassLoad, Load, Submit
+from moiety_wire.messages import Card, ClassLoad, Load, SleepState, Submit
 
 Connection = tuple[str, int]  # an engine's address, and the number of the connection to it
 
@@ -36,6 +36,15 @@ class EngineState(msgspec.Struct, frozen=True):
     def connection(self) -> Connection:
         """Which engine this is: one that was restarted, or lost for a while, has another."""
         return self.address, self.num_connections
+
+    @property
+    def can_take(self) -> bool:
+        """Whether it takes new requests."""
+        return self.healthy and not self.draining and self.sleep is SleepState.AWAKE
+
+    @property
+    def sleep(self) -> SleepState:
+        return SleepState.AWAKE if self.load is None else self.load.sleep
 
     @property
     def draining(self) -> bool:
@@ -79,6 +88,11 @@ class EngineClient(Protocol):
     def settled(self, request_id: str) -> None:
         """What that request used, under the id that it was submitted by, is stored: the engine need not remember it.
         Told before long, and never raises."""
+        ...
+
+    def rest(self, *, asleep: bool) -> None:
+        """Tell the engine to sleep once its open requests have ended, or to wake. How far it is its loads will say.
+        Raises Unavailable when it is not there, Conflict where this kind of engine cannot sleep."""
         ...
 
     async def start(self) -> None: ...

@@ -30,6 +30,7 @@ from moiety_wire.messages import (
     Load,
     Phases,
     Reason,
+    SleepState,
     Submit,
     TokenLogprob,
     Tokens,
@@ -110,6 +111,7 @@ class FakeEngineClient:
         self._running: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._alive = False
+        self._sleep = SleepState.AWAKE
         self._num_connections = 0
         self._on_change: Callable[[], None] = lambda: None
         self._num_output_tokens = 0
@@ -138,6 +140,12 @@ class FakeEngineClient:
 
     def settled(self, request_id: str) -> None:
         self.settled_ids.append(request_id)
+
+    def rest(self, *, asleep: bool) -> None:
+        """At once: what runs goes on."""
+        if not self._alive:
+            raise Unavailable(f"the engine at {self.address} is not there; try again shortly", retry_after_s=1)
+        self._sleep = SleepState.ASLEEP if asleep else SleepState.AWAKE
 
     async def start(self) -> None:
         self._alive = True
@@ -311,6 +319,7 @@ class FakeEngineClient:
             output_tokens_total=self._num_output_tokens,
             requests_total=len(self.submits),
             classes=self.class_loads,
+            sleep=self._sleep,
         )
 
 

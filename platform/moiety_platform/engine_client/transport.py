@@ -34,6 +34,7 @@ from moiety_wire.messages import (
     Hello,
     Load,
     Metered,
+    Rest,
     Settled,
     Submit,
     ToEngine,
@@ -118,6 +119,12 @@ class ZmqEngineClient:
 
     def settled(self, request_id: str) -> None:
         self._note_settled(self._replica_id, [request_id])
+
+    def rest(self, *, asleep: bool) -> None:
+        session = self._session
+        if session is None or not self.state.healthy:
+            raise Unavailable(f"the engine at {self._address} is not there; try again shortly", retry_after_s=1)
+        session.send(Rest(asleep))
 
     async def start(self) -> None:
         self._keeper = asyncio.create_task(self._keep_connected(), name=f"engine link {self._address}")

@@ -13,10 +13,11 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import NotFound, Unavailable
 from moiety_platform.routing.affinity import weight
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import Card
+from moiety_wire.messages import Card, SleepState
 
 MODEL_NOT_FOUND = "model_not_found"
 WAIT_GRAIN = 0.25  # of the promised wait: predictions that differ by less are the same
+SLEEP_S = 30  # after which it may be worth asking again for a model whose engines sleep
 SPARE_REQUESTS = 4  # so many requests more than the least loaded engine has …
 SPARE_SHARE = 0.25  # … or such a part more is worth a prefix hit
 
@@ -80,7 +81,11 @@ def _able(engines: Sequence[EngineState], model: str) -> list[EngineState]:
         if not served:
             raise Unavailable("no engine is ready yet; try again shortly", code="no_engine", retry_after_s=1)
         raise NotFound(model_not_found(model, served), code=MODEL_NOT_FOUND, param="model")
-    able = [engine for engine in candidates if engine.healthy and not engine.draining]
+    able = [engine for engine in candidates if engine.can_take]
+    if not able and all(engine.sleep is not SleepState.AWAKE for engine in candidates):
+        raise Unavailable(
+            f"all engines for {model!r} sleep; an administrator can wake them", code="no_engine", retry_after_s=SLEEP_S
+        )
     if not able:
         raise Unavailable(
             f"no engine for {model!r} can take a request now; try again shortly", code="no_engine", retry_after_s=1

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import msgspec
-from litestar import get
+from litestar import get, post
+from litestar.di import NamedDependency
 from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath
 
 from moiety_platform.access.table import Action, needs
+from moiety_platform.audit.trail import AuditedStore, Change, note
 from moiety_platform.engine_client.base import EngineState
+from moiety_platform.openapi.described import fails
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import Load
 
@@ -53,7 +57,39 @@ def engine_routes(replicas: Replicas) -> list[HTTPRouteHandler]:
         """All engines, and how they fare."""
         return EngineViews([_describe(state) for state in replicas.states()])
 
-    return [list_engines]
+    @post(
+        "/engines/{engine_id:str}/sleep",
+        status_code=202,
+        name="sleep_engine",
+        tags=["engines"],
+        opt=needs(Action.REST_ENGINES) | fails(404, 409, 503),
+    )
+    async def sleep_engine(store: NamedDependency[AuditedStore], engine_id: FromPath[str]) -> EngineView:
+        """Have an engine free its device's memory once its open requests have ended. It takes no new ones: they go to
+        other engines of the model, or are answered with 503. `load.sleep` says how far it is."""
+        return await _rest(store, engine_id, asleep=True)
+
+    @post(
+        "/engines/{engine_id:str}/wake",
+        status_code=202,
+        name="wake_engine",
+        tags=["engines"],
+        opt=needs(Action.REST_ENGINES) | fails(404, 409, 503),
+    )
+    async def wake_engine(store: NamedDependency[AuditedStore], engine_id: FromPath[str]) -> EngineView:
+        """Have an engine that sleeps load its weights again. `load.sleep` says how far it is."""
+        return await _rest(store, engine_id, asleep=False)
+
+    async def _rest(store: AuditedStore, engine_id: str, *, asleep: bool) -> EngineView:
+        async with store.write() as session:
+            before = replicas.rest(engine_id, asleep=asleep)
+            note(
+                session,
+                Change("change", "engines", engine_id, {"sleep": before.sleep.value}, {"asked_to_sleep": asleep}),
+            )
+        return _describe(before)
+
+    return [list_engines, sleep_engine, wake_engine]
 
 
 def _describe(state: EngineState) -> EngineView:

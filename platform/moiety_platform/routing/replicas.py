@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
+from moiety_platform.errors import NotFound
 from moiety_platform.routing.choose import card_of, cards_of, choose
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Card
@@ -101,13 +102,28 @@ class Replicas:
     def why_not_ready(self) -> list[str]:
         """Empty if at least one engine can take a request, else a reason an engine."""
         states = self.states()
-        if any(state.healthy and not state.draining for state in states):
+        if any(state.can_take for state in states):
             return []
         if not states and not self.missing:
             return ["no engine is configured; set MOIETY_ENGINES to the address of an engine front"]
-        reasons = [f"engine {state.address}: {state.reason or 'draining'}" for state in states]
+        reasons = [f"engine {state.address}: {state.reason or _why_not(state)}" for state in states]
         return reasons + [f"engines {name}: {why}" for name, why in self.missing.items()]
+
+    def rest(self, engine_id: str, *, asleep: bool) -> EngineState:
+        """Tell an engine to sleep or to wake; returns its state before. Raises NotFound, Unavailable or Conflict."""
+        for client in self._clients.values():
+            state = client.state
+            if state.card is not None and state.card.engine_id == engine_id:
+                client.rest(asleep=asleep)
+                return state
+        raise NotFound(
+            f"there is no engine {engine_id[:256]!r}; GET /admin/v1/engines lists them by their card's engine_id"
+        )
 
     def _note_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _why_not(state: EngineState) -> str:
+    return "draining" if state.draining else state.sleep.value.replace("_", " ")

@@ -10,24 +10,60 @@ import json
 from typing import TYPE_CHECKING
 
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
-from moiety_engine.model.families.config import Config, first
+from moiety_engine.model.families.config import Config, Features, checkpoint_dtype
+from moiety_engine.model.families.deepseek import deepseek_features, deepseek_v2, deepseek_v3
+from moiety_engine.model.families.dots import dots1
+from moiety_engine.model.families.ernie import ernie4_5_moe, ernie_features
+from moiety_engine.model.families.gemma import gemma3, gemma3_config, gemma3_features
+from moiety_engine.model.families.glm import glm4_moe, glm_features
+from moiety_engine.model.families.gpt_oss import gpt_oss
+from moiety_engine.model.families.granite import granite_features, granitemoe
 from moiety_engine.model.families.llama import llama
+from moiety_engine.model.families.mistral import mistral
 from moiety_engine.model.families.mixtral import mixtral
 from moiety_engine.model.families.olmoe import olmoe
-from moiety_engine.model.families.qwen import qwen3, qwen3_moe
-from moiety_engine.model.spec import LayerSpec, ModelSpec
+from moiety_engine.model.families.phimoe import phimoe, phimoe_features
+from moiety_engine.model.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
+from moiety_engine.model.narrow import fp8_block, packed_format
+from moiety_engine.model.spec import LayerSpec, ModelSpec, NormSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "dots1": dots1,
+    "ernie4_5_moe": ernie4_5_moe,
+    "gemma3": gemma3,
+    "gemma3_text": gemma3,
+    "glm4_moe": glm4_moe,
+    "gpt_oss": gpt_oss,
+    "granitemoe": granitemoe,
     "llama": llama,
+    "mistral": mistral,
     "mixtral": mixtral,
     "olmoe": olmoe,
+    "phimoe": phimoe,
+    "qwen2": qwen2,
+    "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
 }
+# What is unusual in the rest of the model, outside its layers.
+WHOLE: dict[str, Callable[[Config], Features]] = {
+    "deepseek_v2": deepseek_features,
+    "deepseek_v3": deepseek_features,
+    "ernie4_5_moe": ernie_features,
+    "gemma3": gemma3_features,
+    "gemma3_text": gemma3_features,
+    "glm4_moe": glm_features,
+    "granitemoe": granite_features,
+    "phimoe": phimoe_features,
+}
+# A configuration with what the family's own class adds to it, or with what stands deeper in it.
+COMPLETE: dict[str, Callable[[Config], Config]] = {"gemma3": gemma3_config, "gemma3_text": gemma3_config}
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -50,20 +86,24 @@ def spec_from_config(config: Config) -> ModelSpec:
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(f"model family {family!r} is not supported; the known families are: {known}")
-    if config.get("quantization_config"):
-        raise UnsupportedModelError("quantized checkpoints are not supported; use the unquantized one")
-    if config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModelError(f"hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
+    read_layer = FAMILIES[family]
+    if family in COMPLETE:
+        config = COMPLETE[family](config)
     try:
+        usual: Features = {
+            "norm": NormSpec(config.get("rms_norm_eps", 1e-6)),
+            "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        }
         return ModelSpec(
             family=family,
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
-            norm_eps=config.get("rms_norm_eps", 1e-6),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             max_context_tokens=config["max_position_embeddings"],
-            checkpoint_dtype=str(first(config, "dtype", "torch_dtype", default="float32")).removeprefix("torch."),
-            layers=tuple(FAMILIES[family](config, index) for index in range(config["num_hidden_layers"])),
+            checkpoint_dtype=checkpoint_dtype(config),
+            layers=tuple(read_layer(config, index) for index in range(config["num_hidden_layers"])),
+            fp8_block=fp8_block(config.get("quantization_config") or {}),
+            weight_format=packed_format(config.get("quantization_config") or {}),
+            **(usual | WHOLE[family](config) if family in WHOLE else usual),
         )
     except KeyError as exc:
         raise ConfigError(f"config.json of a {family} model lacks the key {exc.args[0]!r}") from exc

@@ -8,18 +8,27 @@ from typing import TYPE_CHECKING, Any
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.spec import (
     AttentionSpec,
+    DenseSpec,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
+    MoeSpec,
     RopeScaling,
     RopeSpec,
+    SharedSpec,
     YarnScaling,
 )
+from moiety_kernels.checks import KernelInputError
+from moiety_kernels.moe.activation import GELU_TANH, SILU, Activation
 from moiety_kernels.route.spec import RoutingSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Config = dict[str, Any]
+Features = dict[str, Any]  # fields of a ModelSpec that a family does not have from the usual keys
+
+ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
 
 def first(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
@@ -36,9 +45,21 @@ def need(config: Mapping[str, Any], *keys: str) -> Any:
 
 
 def read_rope(config: Config, head_dim: int) -> RopeSpec:
-    parameters = first(config, "rope_parameters", "rope_scaling", default={})
+    """The rotary embedding of `head_dim` entries of each head, the same in all layers."""
+    parameters = rope_parameters(config)
     if any(isinstance(value, dict) for value in parameters.values()):
         raise UnsupportedModelError("rotary parameters by layer type are not supported")
+    return rope_from(config, parameters, head_dim)
+
+
+def rope_parameters(config: Config) -> dict[str, Any]:
+    """What the configuration says of the rotary embedding beside its base."""
+    parameters: dict[str, Any] = first(config, "rope_parameters", "rope_scaling", default={})
+    return parameters
+
+
+def rope_from(config: Config, parameters: Mapping[str, Any], head_dim: int) -> RopeSpec:
+    """The rotary embedding that one set of parameters describes; what they lack stands in the configuration."""
     theta = float(first(parameters, "rope_theta", default=first(config, "rope_theta", default=10_000.0)))
     partial = first(parameters, "partial_rotary_factor", default=first(config, "partial_rotary_factor", default=1.0))
     return RopeSpec(theta, int(head_dim * partial), _rope_scaling(config, parameters))
@@ -46,16 +67,21 @@ def read_rope(config: Config, head_dim: int) -> RopeSpec:
 
 def _rope_scaling(config: Config, parameters: Mapping[str, Any]) -> RopeScaling | None:
     kind = first(parameters, "rope_type", "type", default="default")
-    original = first(parameters, "original_max_position_embeddings", default=config["max_position_embeddings"])
-    if kind == "default":
+    if kind in ("default", "dynamic"):  # dynamic: it changes nothing before max_position_embeddings, where we end
         return None
     if kind == "linear":
         return LinearScaling(float(parameters["factor"]))
+    most = config["max_position_embeddings"]
+    original = first(config, "original_max_position_embeddings") or first(
+        parameters, "original_max_position_embeddings", default=most
+    )
+    factor = float(first(parameters, "factor", default=most / original))
     if kind == "llama3":
         low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
-        return Llama3Scaling(float(parameters["factor"]), low, high, original)
+        return Llama3Scaling(factor, low, high, original)
+    if kind in ("longrope", "su"):
+        return _long_rope(parameters, factor, original, most)
     if kind == "yarn":
-        factor = float(first(parameters, "factor", default=config["max_position_embeddings"] / original))
         return YarnScaling(
             factor=factor,
             beta_fast=float(parameters.get("beta_fast") or 32),
@@ -64,7 +90,17 @@ def _rope_scaling(config: Config, parameters: Mapping[str, Any]) -> RopeScaling 
             attention_factor=_yarn_attention_factor(parameters, factor),
             truncate=bool(parameters.get("truncate", True)),
         )
-    raise UnsupportedModelError(f"rope type {kind!r} is not supported; known: default, linear, llama3, yarn")
+    known = "default, dynamic, linear, llama3, longrope, yarn"
+    raise UnsupportedModelError(f"rope type {kind!r} is not supported; known: {known}")
+
+
+def _long_rope(parameters: Mapping[str, Any], factor: float, original: int, most: int) -> LongRopeScaling:
+    """LongRoPE has factors for contexts up to the original length and others for longer ones. Keys stay in the cache
+    and are shared, so one set has to serve a model's every context: that of the longest it takes."""
+    length = "long" if most > original else "short"
+    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    attention_factor = first(parameters, f"{length}_mscale", "attention_factor", default=default)
+    return LongRopeScaling(tuple(map(float, parameters[f"{length}_factor"])), float(attention_factor))
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
@@ -72,25 +108,74 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
     if given is not None:
         return float(given)
 
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
+    if mscale and mscale_all:
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all)
+    return yarn_magnitude(factor, 1.0)
+
+
+def yarn_magnitude(factor: float, weight: float) -> float:
+    """YaRN's growth of scores with the factor by which contexts grew."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def checkpoint_dtype(config: Config) -> str:
+    """The type of the weights on disk, by name; of what is kept in few bits, the type that it stands for."""
+    unsaid = "bfloat16" if config.get("quantization_config") else "float32"
+    return str(first(config, "dtype", "torch_dtype", default=unsaid)).removeprefix("torch.")
+
+
+def draft_prefixes(config: Config) -> tuple[str, ...]:
+    """Of the tensors of layers after the last, which draft tokens."""
+    last, drafting = config["num_hidden_layers"], first(config, "num_nextn_predict_layers", "num_mtp_layers", default=0)
+    return tuple(f"model.layers.{last + index}." for index in range(drafting))
+
+
+def read_activation(config: Config) -> Activation:
+    name = first(config, "hidden_act", "hidden_activation", default="silu")
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(f"hidden_act {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
 
 
 def read_attention(config: Config, *, default_head_dim: int | None = None, **features: Any) -> AttentionSpec:
+    """The attention; `features` override what follows from the heads, such as `scale`."""
     heads = config["num_attention_heads"]
     head_dim = first(config, "head_dim", default=default_head_dim or config["hidden_size"] // heads)
     kv_heads = first(config, "num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    return AttentionSpec(heads, kv_heads, head_dim, read_rope(config, head_dim), **features)
+    if "rope" not in features:
+        features["rope"] = read_rope(config, head_dim)
+    return AttentionSpec(heads, kv_heads, head_dim, **({"scale": head_dim**-0.5} | features))
 
 
-def read_routing(config: Config, *, renormalize: bool) -> RoutingSpec:
-    experts = need(config, "num_experts", "num_local_experts")
-    top_k = config["num_experts_per_tok"]
+def read_routing(config: Config, *, renormalize: bool, **features: Any) -> RoutingSpec:
+    experts = need(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    top_k = need(config, "num_experts_per_tok", "moe_k")
     if not 0 < top_k <= experts:
         raise ConfigError(f"num_experts_per_tok {top_k} must be between 1 and num_experts {experts}")
-    return RoutingSpec(experts, top_k, renormalize)
+    try:
+        return RoutingSpec(experts, top_k, renormalize, **features)
+    except KernelInputError as exc:
+        raise ConfigError(f"config.json asks for a routing that cannot be: {exc}") from exc
+
+
+def read_sigmoid_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:
+    """The feed-forwards of DeepSeek-V3 as other families have them: experts scored by a sigmoid, chosen from the best
+    groups with a bias, beside shared ones; the first layers are dense. Without keys, nothing of it is there."""
+    activation = read_activation(config)
+    if index < first(config, "first_k_dense_replace", default=0):
+        return DenseSpec(config["intermediate_size"], activation=activation)
+    routing = read_routing(
+        config,
+        renormalize=bool(config.get("norm_topk_prob", False)),
+        scoring="sigmoid",
+        num_groups=first(config, "n_group", default=1),
+        top_groups=first(config, "topk_group", default=1),
+        group_score="best_two",
+        scale=float(first(config, "routed_scaling_factor", default=1.0)),
+    )
+    width, num_shared = config["moe_intermediate_size"], first(config, "n_shared_experts", default=0)
+    shared = SharedSpec(DenseSpec(num_shared * width, activation=activation)) if num_shared else None
+    return MoeSpec(width, routing, activation, selection_bias=True, exact_router=True, shared=shared)

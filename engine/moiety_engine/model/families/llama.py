@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moiety_engine.model.families.config import Config, read_attention
+from moiety_engine.model.families.config import Config, read_activation, read_attention
 from moiety_engine.model.spec import DenseSpec, LayerSpec
 
 
@@ -10,4 +10,5 @@ def llama(config: Config, _index: int) -> LayerSpec:
     """The layer `_index` of a Llama model."""
     bias = bool(config.get("attention_bias", False))
     attention = read_attention(config, qkv_bias=bias, output_bias=bias)
-    return LayerSpec(attention, DenseSpec(config["intermediate_size"], bool(config.get("mlp_bias", False))))
+    mlp_bias = bool(config.get("mlp_bias", False))
+    return LayerSpec(attention, DenseSpec(config["intermediate_size"], mlp_bias, read_activation(config)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moiety_engine.model.families.config import Config, read_attention, read_routing
+from moiety_engine.model.families.config import Config, read_activation, read_attention, read_routing
 from moiety_engine.model.spec import LayerSpec, MoeSpec
 
 
@@ -10,4 +10,4 @@ def olmoe(config: Config, _index: int) -> LayerSpec:
     bias = bool(config.get("attention_bias", False))
     attention = read_attention(config, qkv_bias=bias, output_bias=bias, qk_norm="full", clip=config.get("clip_qkv"))
     routing = read_routing(config, renormalize=bool(config.get("norm_topk_prob", False)))
-    return LayerSpec(attention, MoeSpec(config["intermediate_size"], routing))
+    return LayerSpec(attention, MoeSpec(config["intermediate_size"], routing, read_activation(config)))

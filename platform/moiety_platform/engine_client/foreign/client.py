@@ -29,7 +29,7 @@ from moiety_platform.engine_client.foreign.probe import Prober, Silent, Unwell
 from moiety_platform.engine_client.foreign.waiting import Ends, class_loads
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import EngineStream
-from moiety_platform.errors import BadRequest, EngineFailed, Unavailable
+from moiety_platform.errors import BadRequest, Conflict, EngineFailed, Unavailable
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import SILENCE_LIMIT_S, Abort, Card, Extend, Load, Submit
 
@@ -114,6 +114,11 @@ class ForeignEngineClient:
 
     def settled(self, request_id: str) -> None:
         """Such a server remembers nothing."""
+
+    def rest(self, *, asleep: bool) -> None:
+        raise Conflict(
+            f"the server at {self.address} is not an engine of ours and cannot be told to sleep; stop it there"
+        )
 
     async def start(self) -> None:
         self._watcher = asyncio.create_task(self._keep_watch(), name=f"engine watch {self.address}")

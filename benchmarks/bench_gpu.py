@@ -1,0 +1,146 @@
+"""`make bench-gpu`: everything that only a GPU can show, checked and measured in one command of under 8 minutes.
+
+    make bench-gpu                                     # on a machine with a GPU
+    make bench-gpu ARGS="--output DIR --revision REV"  # results elsewhere than in the checkout; sources without git
+    make bench-gpu ARGS=--rehearse                     # without a GPU: whether every stage would start; writes nothing
+
+Runs under the interpreter that it is started with: no virtual environment, no network; torch, Triton and pytest have to
+be there, everything else is taken where it is. Each stage is a process with a time limit, and what becomes of one is
+nothing to the others. Leaves kernels-DATE.json, kernels-DATE.md and kernels-DATE.log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gpu_plan import on_gpu, rehearsal
+from gpu_stages import ROOT, Outcome, Stage, environment_of, not_run, read_result, run_stage
+from gpu_summary import render
+
+RESULTS = ROOT / "benchmarks" / "results"
+LIMIT_S = 460.0
+LEAST_S = 5.0  # that a stage is begun with
+PROBE = """
+import json, sys, torch, triton
+found = {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__}
+found["cuda"] = torch.version.cuda
+if torch.cuda.is_available():
+    properties = torch.cuda.get_device_properties(0)
+    found |= {"device": properties.name, "sms": properties.multi_processor_count, "l2_bytes": properties.L2_cache_size}
+    found |= {"memory_bytes": properties.total_memory, "arch": "sm_%d%d" % torch.cuda.get_device_capability(0)}
+print(json.dumps(found))
+"""
+
+
+def main() -> None:
+    options = parse()
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
+        sys.exit(bench(options, Path(folder)))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=None, help="folder of the results [benchmarks/results]")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of all stages together")
+    parser.add_argument("--only", default="", help="stages, with commas between them [all]")
+    parser.add_argument("--revision", default=None, help="of the sources, where git cannot say")
+    parser.add_argument("--rehearse", action="store_true", help="every stage as far as it goes without a GPU")
+    return parser.parse_args()
+
+
+def bench(options: argparse.Namespace, scratch: Path) -> int:
+    """The exit code: 0 where every stage passed that was run."""
+    end = time.monotonic() + options.limit_s
+    environment = environment_of(scratch)
+    machine = probe(environment)
+    if "device" not in machine and not options.rehearse:
+        say("bench-gpu: torch sees no GPU here. On a machine without one, try: make bench-gpu ARGS=--rehearse")
+        return 1
+    say(f"{machine.get('device', 'no GPU')}: python {machine['python']}, torch {machine['torch']}")
+    stages = rehearsal(scratch) if options.rehearse else on_gpu(scratch, machine["arch"])
+    chosen = [name for name in options.only.split(",") if name]
+    outcomes: list[Outcome] = []
+    log = scratch / "all.log"
+    report: dict[str, Any] = {}
+    for stage in stages:
+        if chosen and stage.name not in chosen:
+            continue
+        outcomes.append(run_one(stage, scratch, environment, end - time.monotonic(), log))
+        report = assemble(options, machine, outcomes, stages)
+        if not options.rehearse:
+            store(options.output or RESULTS, report, log)
+    if options.rehearse:
+        say(render(report))
+    return 0 if all(outcome.passed or not outcome.was_run for outcome in outcomes) else 1
+
+
+def probe(environment: dict[str, str]) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        sys.exit(f"bench-gpu: {sys.executable} needs torch and triton: {done.stderr.strip().splitlines()[-1]}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def run_one(stage: Stage, scratch: Path, environment: dict[str, str], left_s: float, log: Path) -> Outcome:
+    limit_s = min(stage.limit_s, left_s)
+    obstacle = stage.obstacle() or ("no time was left for it" if limit_s < LEAST_S else "")
+    if obstacle:
+        outcome = not_run(stage, obstacle)
+    else:
+        say(f"{stage.name} …")
+        own = scratch / f"{stage.name}.log"
+        outcome = run_stage(stage, python=sys.executable, limit_s=limit_s, environment=environment, log=own)
+        with log.open("ab") as all_logs:
+            all_logs.write(f"\n===== {stage.name}: {outcome.command}\n".encode() + own.read_bytes())
+    say(f"{stage.name}: {'passed' if outcome.passed else outcome.why} ({outcome.seconds:.0f} s)")
+    if not outcome.passed:
+        say("\n".join(f"    {line}" for line in outcome.tail[-8:]))
+    return outcome
+
+
+def assemble(
+    options: argparse.Namespace, machine: dict[str, Any], outcomes: list[Outcome], stages: list[Stage]
+) -> dict[str, Any]:
+    found = {stage.name: read_result(stage.result) for stage in stages if stage.result is not None}
+    layers, others = found.get("moe_layer", {}), found.get("kernels", {})
+    inner = layers.get("environment") or others.get("environment") or {}
+    revision = {} if options.revision is None else {"git_revision": options.revision}
+    return {
+        "environment": inner | machine | revision,
+        "settings": {"command": "make bench-gpu", "arguments": sys.argv[1:], "limit_s": options.limit_s},
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "stages": [asdict(outcome) for outcome in outcomes],
+        "roofline": layers.get("roofline") or others.get("roofline"),
+        "rows": [*layers.get("rows", []), *others.get("rows", [])],
+        "failed": [*layers.get("failed", []), *others.get("failed", [])],
+        "skipped": [*layers.get("skipped", []), *others.get("skipped", [])],
+        "engine": found.get("engine") or None,
+    }
+
+
+def store(folder: Path, report: dict[str, Any], log: Path) -> None:
+    """After every stage, so that a machine that is taken away leaves what it had."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"kernels-{report['date']}"
+    (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(render(report), encoding="utf-8")
+    if log.exists():
+        (folder / f"{name}.log").write_bytes(log.read_bytes())
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""Checks and measures the whole engine on a GPU, with random weights in the shape of Qwen3-30B-A3B.
+
+    python benchmarks/gpu_engine.py [--layers 48] [--time-budget 220] [--output engine.json]
+    python benchmarks/gpu_engine.py --rehearse     # on a processor, tiny: that the script works
+
+The result is written anew after each part, so that what ran out of time has not cost what came before. Ends with 1 if a
+check failed. Parts, in this order: checks on a small model (replayed steps against launched ones, steps that overlap,
+steps that wait for the device, sleep), decode steps at 1, 64 and 256 streams against what memory allows, and batching
+strategies on the output lengths of Azure's conversations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_watch import Watch, copy_bandwidth, step_bytes
+
+from moiety_engine.bench.engine import environment, make_request, percentiles
+from moiety_engine.bench.lengths import Lengths
+from moiety_engine.config import Batching, EngineConfig, LoadFormat, Overlap
+from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.model.transformer import Transformer
+from moiety_engine.offline import Result, run_all
+from moiety_engine.runner.graphs import DecodeGraphs, padded
+from moiety_engine.runner.inputs import BatchBuilder
+from moiety_engine.runner.resident import free_cached_memory
+from moiety_engine.scheduling.plan import Chunk, Plan
+from moiety_engine.sequence import Sequence
+from moiety_wire.classes import BATCH
+from moiety_wire.messages import Sampling
+
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "torch_dtype": "bfloat16",
+    "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 16384,
+    "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+}  # fmt: skip
+TINY = QWEN3_30B_A3B | {
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+# Sixteenths of the distribution, from the Azure LLM inference trace 2023, conversations (CC-BY-4.0).
+AZURE_INPUTS = [2, 194, 235, 383, 396, 405, 428, 966, 1020, 1052, 1083, 1120, 1189, 1335, 2309, 4079, 14050]
+AZURE_OUTPUTS = [7, 45, 60, 75, 85, 92, 99, 110, 129, 157, 195, 377, 395, 402, 416, 440, 1000]
+STEP_TARGET, STRATEGY_TARGETS = 1.3, {"static": 2.3, "none": 9.3}
+CONTEXT = 512
+
+
+@dataclass
+class Report:
+    """What is found, on disk as soon as it is there."""
+
+    path: Path | None
+    begun_s: float = field(default_factory=time.monotonic)
+    found: dict[str, Any] = field(default_factory=lambda: {"checks": {}, "figures": {}, "errors": {}})
+
+    def check(self, name: str, passed: bool, **more: Any) -> None:
+        self.found["checks"][name] = {"passed": bool(passed), **more}
+        print(f"{'ok  ' if passed else 'FAIL'} {name} {more or ''}", flush=True)
+        self.save()
+
+    def figure(self, name: str, value: Any) -> None:
+        self.found["figures"][name] = value
+        print(f"     {name}: {value}", flush=True)
+        self.save()
+
+    def save(self) -> None:
+        self.found["took_s"] = self.elapsed_s
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.found, indent=1))
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.begun_s
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """One that fails does not keep the others from being seen."""
+        begin_s = time.monotonic()
+        try:
+            yield
+        except Exception as exc:
+            traceback.print_exc()
+            self.found["errors"][name] = f"{type(exc).__name__}: {exc}"
+            self.check(name, False, error=str(exc)[:300])
+        self.figure(f"{name}_took_s", round(time.monotonic() - begin_s, 2))
+
+    @property
+    def passed(self) -> bool:
+        return all(one["passed"] for one in self.found["checks"].values())
+
+
+class Bench:
+    """One shape, whose weights are drawn once; loops over them with what settings each part wants."""
+
+    def __init__(self, shape: dict[str, Any], device: str, folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps(shape))
+        self.config = EngineConfig(
+            model=str(folder), name="random", device=device, dtype="bfloat16", load_format=LoadFormat.DUMMY
+        )
+        self._folder = folder
+        self.model: Transformer | None = None
+
+    def loop(self, **settings: Any) -> EngineLoop:
+        if self.model is not None:
+            free_cached_memory(self.model.device)  # what the loop before this one had is needed again
+        config = EngineConfig(**{name: getattr(self.config, name) for name in self.config.__struct_fields__} | settings)
+        if self.model is None:
+            loop = load_loop(config)
+            self.model = loop.model
+        else:
+            loop = EngineLoop(self.model, config)
+        loop.warm_up()
+        return loop
+
+
+def requests(loop: EngineLoop, lengths: list[Lengths]) -> list[CoreSubmit]:
+    draw = random.Random(0)
+    return [make_request(loop, key, one, draw) for key, one in enumerate(lengths)]
+
+
+def tokens(results: dict[int, Result]) -> dict[int, list[int]]:
+    return {key: result.token_ids for key, result in results.items()}
+
+
+# ── checks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_replay(report: Report, bench: Bench) -> None:
+    """Bits of a replayed step against those of the same batch launched, at sizes that are padded and that are not."""
+    loop = bench.loop(max_running=16, max_batch_tokens=256, kv_memory_bytes=256 << 20)
+    report.check("decode steps are captured", loop.replays)
+    model, resident = loop.model, loop._resident
+    assert resident is not None
+    graphs = resident.runner.graphs
+    if not isinstance(graphs, DecodeGraphs):
+        return
+    builder = BatchBuilder(loop.block_size, model.device, resident.runner.staging)
+    differs = []
+    for count in (1, 3, 8, 11, 16):
+        plan = decode_plan(count, loop.block_size)
+        host = builder.arrange(plan)
+        size, _ = graphs._key(host)
+        whole = padded(host, size, loop.sizes.num_blocks, loop.block_size)
+        with torch.inference_mode():
+            launched = model.hidden(builder.upload(whole), resident.kv).clone()
+            replayed = graphs.run(host, None).clone()
+        differs += [] if torch.equal(launched, replayed) else [count]
+    report.check("a replayed step gives the bits of the launched one", not differs, sizes_that_differ=differs)
+
+
+def decode_plan(count: int, block_size: int) -> Plan:
+    """Sequences of different lengths over blocks of their own; what the cache holds does not matter."""
+    chunks, first = [], 0
+    for i in range(count):
+        length = 5 + 3 * i
+        sequence = Sequence(CoreSubmit(i, "t", BATCH, [7] * length, Sampling(), 9, 0, [], 9, b"", 0), order=i, seed=0)
+        num_blocks = -(-(length + 1) // block_size)
+        sequence.blocks = list(range(first, first + num_blocks))
+        first += num_blocks
+        sequence.num_computed = length
+        sequence.tokens.append(11 + i)
+        chunks.append(Chunk(sequence, 1, samples=True))
+    return Plan(chunks, count, count, [])
+
+
+def check_overlap(report: Report, bench: Bench) -> None:
+    """All requests of one length, so that every decode step has as many rows as a graph and nothing is padded."""
+    lengths = [Lengths(16, 24)] * 16
+    found = {}
+    for graphs in (False, True):
+        for overlap in (Overlap.OFF, Overlap.ON):
+            loop = bench.loop(
+                max_running=16, max_batch_tokens=256, kv_memory_bytes=256 << 20, cuda_graphs=graphs, overlap=overlap
+            )
+            found[f"graphs={graphs} overlap={overlap}"] = tokens(run_all(loop, requests(loop, lengths)))
+    first = next(iter(found.values()))
+    report.check(
+        "outputs with graphs and overlap are those without",
+        all(one == first for one in found.values()),
+        differ=[name for name, one in found.items() if one != first],
+    )
+
+
+def check_waiting(report: Report, bench: Bench) -> None:
+    """No step waits for the device, whatever is sampled."""
+    loop = bench.loop(max_running=16, max_batch_tokens=256, kv_memory_bytes=256 << 20)
+    kinds: list[dict[str, Any]] = [
+        {}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 9}, {"temperature": 1.0, "top_p": 0.9},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.5}, {"num_logprobs": 3}, {"logit_bias": {7: 2.0}},
+    ]  # fmt: skip
+    submits = [
+        CoreSubmit(
+            key, "t", BATCH, [7 + key] * 9, Sampling(**({"temperature": 0.0} | kind)), 8, 0, [], 8, b"%d" % key, 0
+        )
+        for key, kind in enumerate(kinds)
+    ]
+    run_all(loop, submits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run_all(loop, submits)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    report.check("no step waits for the device", True)
+
+
+def check_sleep(report: Report, bench: Bench) -> None:
+    loop = bench.loop(max_running=16, max_batch_tokens=256, kv_memory_bytes=256 << 20)
+    submits = requests(loop, [Lengths(16, 12)] * 4)
+    before = tokens(run_all(loop, submits))
+    free_before = free_bytes()
+    begin_s = time.perf_counter()
+    promised = loop.sleep()
+    asleep_s = time.perf_counter() - begin_s
+    freed = free_bytes() - free_before
+    begin_s = time.perf_counter()
+    loop.wake()
+    awake_s = time.perf_counter() - begin_s
+    report.figure("sleep", {"freed_bytes": freed, "promised_bytes": promised, "sleep_s": asleep_s, "wake_s": awake_s})
+    report.check("sleep gives the device's memory back", not torch.cuda.is_available() or freed >= 0.95 * promised)
+    report.check("what was woken answers as before", tokens(run_all(loop, submits)) == before)
+
+
+def free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+# ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_decode(report: Report, bench: Bench, streams: list[int], outputs: int) -> None:
+    loop = bench.loop(max_running=max(streams))
+    report.found["environment"] = environment(loop)
+    report.figure("kv_blocks", loop.sizes.num_blocks)
+    report.figure("replays", loop.replays)
+    bandwidth = copy_bandwidth() if torch.cuda.is_available() else None
+    report.figure("copy_gb_per_s", None if bandwidth is None else round(bandwidth / 1e9))
+    watch = Watch(loop)
+    for count in streams:
+        watch.steps.clear()
+        watch.run(requests(loop, [Lengths(CONTEXT, outputs)] * count))
+        found: dict[str, Any] = watch.decode_steps(count)
+        if bandwidth is not None and found:
+            floor_ms = step_bytes(loop.model, count, CONTEXT + outputs // 2) / bandwidth * 1e3
+            found |= {"memory_floor_ms": floor_ms, "times_the_floor": found["step_ms"] / floor_ms}
+            passed = found["times_the_floor"] <= STEP_TARGET and found["device_idle_us"] <= 300
+            if count > 1:
+                report.check(f"decode_{count}_streams", passed, target_times_the_floor=STEP_TARGET, **found)
+        report.figure(f"decode_{count}_streams", found)
+
+
+def azure_lengths(count: int, scale: float) -> list[Lengths]:
+    rng = np.random.default_rng(1)
+    at = np.linspace(0, 1, len(AZURE_INPUTS))
+    inputs = np.interp(rng.random(count), at, AZURE_INPUTS) * scale
+    outputs = np.interp(rng.random(count), at, AZURE_OUTPUTS) * scale
+    return [Lengths(max(1, int(i)), max(1, int(o))) for i, o in zip(inputs, outputs, strict=True)]
+
+
+def measure_strategy(bench: Bench, batching: Batching, lengths: list[Lengths]) -> dict[str, Any]:
+    loop = bench.loop(batching=batching, max_running=64, static_batch_size=64, prefix_caching=False)
+    slots: list[tuple[int, int]] = []
+    begin_s = time.perf_counter()
+    results = run_all(loop, requests(loop, lengths), on_step=lambda _: slots.append(loop.scheduler.kv_slots()))
+    wall_s = time.perf_counter() - begin_s
+    most = max(allocated for allocated, _ in slots)
+    full = [(allocated, filled) for allocated, filled in slots if allocated >= most / 2]
+    return {
+        "prompts": len(lengths),
+        "output_tokens_per_s": sum(len(result.token_ids) for result in results.values()) / wall_s,
+        "kv_waste_fraction": 1 - sum(filled for _, filled in full) / sum(allocated for allocated, _ in full),
+        "ttft_ms": percentiles([(r.token_times_s[0] - r.submitted_s) * 1e3 for r in results.values()]),
+    }
+
+
+def measure_strategies(
+    report: Report, bench: Bench, left_s: Callable[[], float], num_prompts: int, scale: float
+) -> None:
+    found: dict[str, dict[str, Any]] = {}
+    for batching, count in ((Batching.CONTINUOUS, num_prompts), (Batching.NONE, 3), (Batching.STATIC, num_prompts)):
+        if left_s() < 15:
+            report.figure("strategies_left_out", f"{batching} and what follows: no time")
+            break
+        found[batching.value] = measure_strategy(bench, batching, azure_lengths(count, scale))
+        report.figure("strategies", found)
+    continuous = found.get("continuous")
+    for name, target in STRATEGY_TARGETS.items():
+        if continuous and name in found and torch.cuda.is_available():
+            ratio = continuous["output_tokens_per_s"] / found[name]["output_tokens_per_s"]
+            report.check(f"continuous against {name}", ratio >= target, ratio=ratio, target=target)
+    if continuous and torch.cuda.is_available():
+        report.check("KV waste", continuous["kv_waste_fraction"] < 0.05, fraction=continuous["kv_waste_fraction"])
+    held = [one.input_tokens + one.output_tokens / 2 for one in azure_lengths(1000, scale)]
+    report.figure("concurrent_against_preallocation", 16384 * scale / float(np.mean(held)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=48, help="of the large model; fewer where time is short")
+    parser.add_argument("--time-budget", type=float, default=100.0, help="seconds after which no new part begins")
+    parser.add_argument("--prompts", type=int, default=192, help="for the batching strategies")
+    parser.add_argument("--output", type=Path, help="file of JSON, written anew after each part")
+    parser.add_argument("--rehearse", action="store_true", help="on a processor, with a tiny model")
+    args = parser.parse_args()
+    if not args.rehearse and not torch.cuda.is_available():
+        sys.exit("gpu_engine: torch sees no CUDA device; --rehearse runs what can be run on a processor")
+    device = "cpu" if args.rehearse else "cuda"
+    report = Report(args.output)
+    large = TINY if args.rehearse else QWEN3_30B_A3B | {"num_hidden_layers": args.layers}
+    report.found["settings"] = {"shape": large, "context": CONTEXT, "rehearsal": args.rehearse}
+    small = TINY if args.rehearse else QWEN3_30B_A3B | {"num_hidden_layers": 2}
+
+    def left_s() -> float:
+        return float(args.time_budget - report.elapsed_s)
+
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        bench = Bench(small, device, Path(one))
+        on_gpu = [("replay", check_replay), ("waiting", check_waiting)] if not args.rehearse else []
+        for name, check in [*on_gpu, ("overlap", check_overlap), ("sleep", check_sleep)]:
+            with report.part(name):
+                check(report, bench)
+        del bench
+        if not args.rehearse:
+            torch.cuda.empty_cache()
+        bench = Bench(large, device, Path(other))
+        streams, outputs, prompts, scale = (
+            ([1, 4], 8, 6, 0.02) if args.rehearse else ([64, 256, 1], 48, args.prompts, 1.0)
+        )
+        with report.part("decode"):
+            measure_decode(report, bench, streams, outputs)
+        with report.part("strategies"):
+            measure_strategies(report, bench, left_s, prompts, scale)
+    report.save()
+    return 0 if report.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Which stages `make bench-gpu` has, in the order of what would be missed most, and what each may take."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+from gpu_stages import ROOT, Stage, pytest_command
+
+KERNEL_TESTS = ("tests/kernels/triton", "tests/kernels/test_against_reference.py")
+NOT_TESTS = "tests/kernels/triton/test_compiling.py"  # which needs no GPU
+ENGINE_TESTS = ("tests/engine/test_graphs.py", "tests/engine/test_host_tier.py")  # those with parts for GPUs only
+MODEL_TESTS = "tests/model"
+NO_MUTANTS = "not mutant"  # they are faulty on purpose, and a process whose GPU they have confused has lost it
+# First those that targets are set by, so that a budget that is spent early was spent on them.
+LAYERS = "Qwen3-30B-A3B,E128-2816x704,Mixtral-8x7B,DeepSeek-V3,Qwen3-235B,gpt-oss-20b,OLMoE,GLM-4.5-Air"
+OTHERS = "paged_attention_decode,paged_attention_prefill,rms_norm,add_rms_norm,route,sample"
+OTHERS_OF = "Qwen3-30B-A3B,gpt-oss-20b"
+SANITIZERS = ("memcheck", "racecheck")
+KERNELS = ("-m", "moiety_kernels")
+
+
+def on_gpu(scratch: Path, arch: str) -> list[Stage]:
+    bench = [*KERNELS, "bench", "--device", "cuda", "--time-budget"]
+    kernel_tests = [*KERNEL_TESTS, "--ignore", NOT_TESTS, "-k", NO_MUTANTS]
+    engine_tests = [path for path in ENGINE_TESTS if (ROOT / path).exists()]
+    at_once = ["-n", "auto"] if importlib.util.find_spec("xdist") else []  # tests spend their time compiling
+    tool = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+    return [
+        Stage("tests", pytest_command(scratch, *at_once, *kernel_tests), 120.0),
+        Stage("tune", [*KERNELS, "tune", "--shapes", LAYERS], 80.0),
+        _measuring("moe_layer", [*bench, "100", "--kernels", "moe_layer", "--shapes", LAYERS], 130.0, scratch),
+        _measuring("kernels", [*bench, "25", "--kernels", OTHERS, "--shapes", OTHERS_OF], 45.0, scratch),
+        _measuring("engine", [str(ROOT / "benchmarks" / "gpu_engine.py")], 120.0, scratch, needs=("msgspec",)),
+        Stage("engine_tests", pytest_command(scratch, *engine_tests), 45.0, needs=("msgspec",)),
+        Stage("model_tests", pytest_command(scratch, *at_once, MODEL_TESTS, "-k", "cuda"), 60.0, needs=("msgspec",)),
+        *(_sanitized(name, scratch, kernel_tests, tool) for name in SANITIZERS),
+        Stage("report", [*KERNELS, "report", "--target", arch], 90.0),
+    ]
+
+
+def rehearsal(scratch: Path) -> list[Stage]:
+    """The same stages as far as they go without a GPU, each in its smallest form."""
+    bench = [*KERNELS, "bench", "--device", "cpu", "--time-budget", "20"]
+    small = ["--shapes", "moiety-demo", "--tokens", "1", "--routing", "uniform", "--kernels"]
+    tests = [f"{KERNEL_TESTS[0]}/test_rms_norm.py", "-k", NO_MUTANTS]
+    engine = [str(ROOT / "benchmarks" / "gpu_engine.py"), "--rehearse"]
+    return [
+        Stage("tests", pytest_command(scratch, *tests), 120.0),
+        Stage("tune", [*KERNELS, "tune", "--help"], 30.0),
+        _measuring("moe_layer", [*bench, *small, "moe_layer"], 120.0, scratch),
+        _measuring("kernels", [*bench, *small, "rms_norm"], 60.0, scratch),
+        _measuring("engine", engine, 120.0, scratch, needs=("msgspec",)),
+        Stage("smallest_tests", pytest_command(scratch, "-p", "gpu_smallest", *tests), 60.0),
+        Stage("report", [*KERNELS, "report", "rms_norm"], 90.0),
+    ]
+
+
+def _measuring(name: str, command: list[str], limit_s: float, scratch: Path, *, needs: tuple[str, ...] = ()) -> Stage:
+    result = scratch / f"{name}.json"
+    return Stage(name, [*command, "--output", str(result)], limit_s, result=result, needs=needs)
+
+
+def _sanitized(name: str, scratch: Path, tests: list[str], tool: str | None) -> Stage:
+    """Few tests, with every tensor in an allocation of its own, so that what overruns one is seen."""
+    flags = ["--tool", name, "--error-exitcode", "99", "--target-processes", "application-only"]
+    before = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", tool or "compute-sanitizer", *flags]
+    command = pytest_command(scratch, "-x", "-p", "gpu_smallest", *tests)
+    return Stage(name, command, 60.0, before=before, lacks="" if tool else "compute-sanitizer is not installed")

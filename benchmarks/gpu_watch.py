@@ -1,0 +1,114 @@
+"""What `gpu_engine.py` measures with: when host and device are busy with a step, and how few bytes it could read."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from moiety_engine.loop import EngineLoop
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.model.residence import named_tensors
+from moiety_engine.model.spec import MoeSpec
+from moiety_engine.model.transformer import Transformer
+from moiety_engine.scheduling.plan import Plan
+
+
+class Watch:
+    """Notes of each step when the host was busy with it and when the device was."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        assert loop._resident is not None
+        self._runner = loop._resident.runner
+        self._loop = loop
+        self.steps: list[dict[str, Any]] = []
+        launch, collect = self._runner.launch, self._runner.collect
+        self._waited_s = 0.0
+
+        def watched_launch(plan: Plan) -> Any:
+            begin, end = self._event(), self._event()
+            rows = plan.num_rows if plan.num_decode == plan.num_rows else 0
+            _record(begin)
+            flight = launch(plan)
+            _record(end)
+            self.steps.append({"rows": rows, "begin": begin, "end": end, "done_s": 0.0})
+            return flight
+
+        def watched_collect(flight: Any) -> Any:
+            begin_s = time.perf_counter()
+            flight.done.wait()
+            self._waited_s += time.perf_counter() - begin_s
+            return collect(flight)
+
+        self._runner.launch, self._runner.collect = watched_launch, watched_collect  # type: ignore[method-assign]
+
+    def run(self, submits: list[CoreSubmit]) -> None:
+        """Submit all and step to the end, noting when each step was over and how long the host worked for it."""
+        for submit in submits:
+            self._loop.submit(submit)
+        while not self._loop.scheduler.idle:
+            begin_s, waited_s = time.perf_counter(), self._waited_s
+            self._loop.step()
+            self._loop.take_outputs()
+            now_s = time.perf_counter()
+            if self.steps:
+                self.steps[-1]["host_s"] = now_s - begin_s - (self._waited_s - waited_s)
+                self.steps[-1]["done_s"] = now_s
+
+    def decode_steps(self, rows: int) -> dict[str, float]:
+        """Medians over the steps in which so many sequences decoded and nothing else was done."""
+        pairs = [
+            (a, b) for a, b in zip(self.steps, self.steps[1:], strict=False) if a["rows"] == b["rows"] == rows
+        ]  # both, so that neither has a neighbour of another kind
+        if len(pairs) < 3:
+            return {}
+        found = {
+            "steps": len(pairs),
+            "step_ms": statistics.median((b["done_s"] - a["done_s"]) * 1e3 for a, b in pairs),
+            "host_work_us": statistics.median(b["host_s"] * 1e6 for _, b in pairs),
+        }
+        if pairs[0][0]["begin"] is not None:
+            found["device_idle_us"] = statistics.median(
+                max(0.0, a["end"].elapsed_time(b["begin"])) * 1e3 for a, b in pairs
+            )
+        return found
+
+    def _event(self) -> Any:
+        return torch.cuda.Event(enable_timing=True) if torch.cuda.is_available() else None
+
+
+def _record(event: Any) -> None:
+    if event is not None:
+        event.record()
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second that a large copy on the device reads and writes."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(12):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return 2 * source.nbytes / statistics.median(times)
+
+
+def step_bytes(model: Transformer, streams: int, context: int) -> float:
+    """The fewest bytes that a decode step reads: each weight once, of the experts those that uniform routing is
+    expected to choose, and all KV."""
+    total = 0.0
+    for layer, weights in zip(model.spec.layers, model._weights.layers, strict=True):
+        for name, tensor in named_tensors(weights):
+            chosen = 1.0
+            if isinstance(layer.ffn, MoeSpec) and tensor.dim() == 3:
+                routing = layer.ffn.routing
+                chosen = 1 - (1 - routing.top_k / routing.num_experts) ** streams
+            total += tensor.nbytes * chosen if name else 0
+    total += model._weights.head_VD.nbytes
+    return total + streams * context * model.kv_bytes_per_block(16) / 16

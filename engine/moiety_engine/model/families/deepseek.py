@@ -1,0 +1,94 @@
+"""DeepSeek-V2 and DeepSeek-V3, and what is built like them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moiety_engine.model.errors import UnsupportedModelError
+from moiety_engine.model.families.config import (
+    Config,
+    Features,
+    draft_prefixes,
+    first,
+    read_activation,
+    read_rope,
+    read_routing,
+    read_sigmoid_mixture,
+    rope_parameters,
+    yarn_magnitude,
+)
+from moiety_engine.model.spec import DenseSpec, LatentAttentionSpec, LayerSpec, MoeSpec, SharedSpec
+
+# what a configuration leaves out if it is as in the family's own class
+V3_DEFAULTS: Config = {
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+
+
+def deepseek_v2(config: Config, index: int) -> LayerSpec:
+    return LayerSpec(_attention(config, interleaved=True), _softmax_mixture(config, index))
+
+
+def deepseek_v3(config: Config, index: int) -> LayerSpec:
+    attention = _attention(config, interleaved=bool(config.get("rope_interleave", True)))
+    return LayerSpec(attention, read_sigmoid_mixture(V3_DEFAULTS | config, index))
+
+
+def deepseek_features(config: Config) -> Features:
+    """The layers after the last, which draft tokens, are left on disk."""
+    return {"ignored_prefixes": draft_prefixes(config)}
+
+
+def _softmax_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:
+    """The feed-forwards of DeepSeek-V2."""
+    activation, bias = read_activation(config), bool(config.get("mlp_bias", False))
+    if index < config.get("first_k_dense_replace", 0):
+        return DenseSpec(config["intermediate_size"], bias, activation)
+    method = config.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModelError(f"topk_method {method!r} is not supported; known: greedy, group_limited_greedy")
+    if config.get("norm_topk_prob"):
+        raise UnsupportedModelError("norm_topk_prob is not supported in deepseek_v2, where no released model has it")
+    limited = method == "group_limited_greedy"
+    routing = read_routing(
+        config,
+        renormalize=False,
+        num_groups=config["n_group"] if limited else 1,
+        top_groups=config["topk_group"] if limited else 1,
+        scale=float(config.get("routed_scaling_factor", 1.0)),
+    )
+    width, num_shared = config["moe_intermediate_size"], config.get("n_shared_experts", 2)
+    shared = SharedSpec(DenseSpec(num_shared * width, bias, activation)) if num_shared else None
+    return MoeSpec(width, routing, activation, exact_router=True, shared=shared)
+
+
+def _attention(config: Config, *, interleaved: bool) -> LatentAttentionSpec:
+    nope_width, rotary_width = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    bias = bool(config.get("attention_bias", False))
+    if bias and config.get("q_lora_rank") is None:
+        raise UnsupportedModelError("attention_bias without a q_lora_rank is not supported; no released model has that")
+    return LatentAttentionSpec(
+        num_heads=config["num_attention_heads"],
+        query_rank=config.get("q_lora_rank"),
+        latent_width=config["kv_lora_rank"],
+        nope_width=nope_width,
+        value_width=config["v_head_dim"],
+        rope=replace(read_rope(config, rotary_width), interleaved=interleaved),
+        scale=(nope_width + rotary_width) ** -0.5 * _score_growth(config) ** 2,
+        input_bias=bias,
+        output_bias=bias,
+    )
+
+
+def _score_growth(config: Config) -> float:
+    """What YaRN makes of queries and of keys by `mscale_all_dim`, apart from cosines and sines."""
+    parameters = rope_parameters(config)
+    weight = parameters.get("mscale_all_dim")
+    if first(parameters, "rope_type", "type", default="default") == "default" or not weight:
+        return 1.0
+    return yarn_magnitude(float(parameters["factor"]), float(weight))

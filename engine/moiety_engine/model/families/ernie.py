@@ -1,0 +1,53 @@
+"""ERNIE 4.5's mixtures of text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moiety_engine.model.errors import UnsupportedModelError
+from moiety_engine.model.families.config import (
+    Config,
+    Features,
+    read_activation,
+    read_attention,
+    read_routing,
+)
+from moiety_engine.model.spec import DenseSpec, LayerSpec, MoeSpec, SharedSpec
+
+_THETA = 500_000.0  # where the configuration has none
+
+
+def ernie4_5_moe(config: Config, index: int) -> LayerSpec:
+    bias, activation = bool(config.get("use_bias", False)), read_activation(config)
+    attention = read_attention({"rope_theta": _THETA, **config}, qkv_bias=bias, output_bias=bias)
+    if attention.rope.rotary_width != attention.head_dim:
+        raise UnsupportedModelError("partial_rotary_factor is not supported in ernie4_5_moe, where no model has it")
+    attention = replace(attention, rope=replace(attention.rope, interleaved=True))
+    if not _is_mixture(config, index):
+        return LayerSpec(attention, DenseSpec(config["intermediate_size"], bias, activation))
+    least = float(config.get("moe_norm_min", 1e-12))
+    width, num_shared = config["moe_intermediate_size"], config.get("moe_num_shared_experts", 2)
+    mixture = MoeSpec(
+        width,
+        read_routing(config, renormalize=True, least_sum=least),
+        activation,
+        selection_bias=True,
+        exact_router=True,
+        shared=SharedSpec(DenseSpec(num_shared * width, bias, activation)) if num_shared else None,
+    )
+    return LayerSpec(attention, mixture)
+
+
+def _is_mixture(config: Config, index: int) -> bool:
+    last = config.get("moe_layer_end_index", -1)
+    last = config["num_hidden_layers"] - 1 if last == -1 else last
+    within = config.get("moe_layer_start_index", 1) <= index <= last
+    return bool(within and (index + 1) % config.get("moe_layer_interval", 1) == 0)
+
+
+def ernie_features(config: Config) -> Features:
+    """Head and embedding are one unless it says otherwise; the layers that draft tokens are left on disk."""
+    return {
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", True)),
+        "ignored_prefixes": ("model.mtp_",),
+    }

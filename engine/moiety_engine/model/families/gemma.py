@@ -1,0 +1,93 @@
+"""Gemma 3: the text models, and the text part of those that also see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moiety_engine.model.errors import UnsupportedModelError
+from moiety_engine.model.families.config import (
+    Config,
+    Features,
+    checkpoint_dtype,
+    first,
+    read_activation,
+    read_attention,
+    rope_from,
+)
+from moiety_engine.model.spec import DenseSpec, LayerSpec, NormSpec, RopeSpec
+
+# what config.json leaves out if it is as in the family's own config class
+DEFAULTS: Config = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+# "sliding_attention" and "full_attention" layers turn by angles of their own
+THETAS = {"sliding_attention": ("rope_local_base_freq", 10_000.0), "full_attention": ("rope_theta", 1_000_000.0)}
+NOT_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+def gemma3_config(config: Config) -> Config:
+    """The text model's configuration, with what it leaves out."""
+    around = {key: config[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if key in config}
+    text: Config = config.get("text_config", config)
+    return DEFAULTS | around | text
+
+
+def gemma3(config: Config, index: int) -> LayerSpec:
+    kinds = config.get("layer_types")
+    if kinds is None:
+        local = (index + 1) % config["sliding_window_pattern"]
+        kind = "sliding_attention" if local else "full_attention"
+    else:
+        kind = kinds[index]
+    bias = bool(config.get("attention_bias", False))
+    attention = read_attention(
+        config,
+        rope=_rope(config, kind),
+        scale=config["query_pre_attn_scalar"] ** -0.5,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm="head",
+        window=config["sliding_window"] if kind == "sliding_attention" else None,
+    )
+    return LayerSpec(attention, DenseSpec(config["intermediate_size"], activation=read_activation(config)), True)
+
+
+def _rope(config: Config, kind: str) -> RopeSpec:
+    by_kind = config.get("rope_parameters")
+    if by_kind is not None and kind in by_kind:
+        parameters: dict[str, Any] = by_kind[kind]
+    else:  # as first released: what scales is of the layers that see everything
+        parameters = first(config, "rope_scaling", default={}) if kind == "full_attention" else {}
+    key, theta = THETAS[kind]
+    return rope_from(config, {"rope_theta": first(config, key, default=theta)} | parameters, config["head_dim"])
+
+
+def gemma3_features(config: Config) -> Features:
+    """Scaled embeddings, norms whose weights are kept less one, bounded logits."""
+    for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if config.get(key):
+            raise UnsupportedModelError(f"{key} is not supported, which no released model of this family has")
+    scale = torch.tensor(config["hidden_size"] ** 0.5)
+    if checkpoint_dtype(config) == "bfloat16":
+        scale = scale.bfloat16()  # as rounded as it was in training
+    return {
+        "norm": NormSpec(config["rms_norm_eps"], weight_offset=1.0),
+        "embedding_multiplier": scale.item(),
+        "logit_softcap": config.get("final_logit_softcapping"),
+        "ignored_prefixes": NOT_TEXT,
+    }

@@ -1,0 +1,25 @@
+"""gpt-oss."""
+
+from __future__ import annotations
+
+from moiety_engine.model.families.config import Config, read_attention, read_routing
+from moiety_engine.model.spec import LayerSpec, MoeSpec
+from moiety_kernels.moe.activation import Activation
+
+
+def gpt_oss(config: Config, index: int) -> LayerSpec:
+    kinds = config.get("layer_types")
+    local = index % 2 == 0 if kinds is None else kinds[index] == "sliding_attention"
+    bias = bool(config.get("attention_bias", True))
+    attention = read_attention(
+        config, qkv_bias=bias, output_bias=bias, sinks=True, window=config["sliding_window"] if local else None
+    )
+    limit, alpha = float(config.get("swiglu_limit", 7.0)), float(config.get("swiglu_alpha", 1.702))
+    mixture = MoeSpec(
+        config["intermediate_size"],
+        read_routing(config, renormalize=False, scoring="softmax_chosen"),
+        Activation("clipped", limit, alpha),
+        bias=True,
+        router_bias=True,
+    )
+    return LayerSpec(attention, mixture)

@@ -1,0 +1,29 @@
+"""Granite's mixtures."""
+
+from __future__ import annotations
+
+from moiety_engine.model.families.config import (
+    Config,
+    Features,
+    read_activation,
+    read_attention,
+    read_routing,
+)
+from moiety_engine.model.spec import LayerSpec, MoeSpec
+
+
+def granitemoe(config: Config, _index: int) -> LayerSpec:
+    bias = bool(config.get("attention_bias", False))
+    scale = float(config.get("attention_multiplier", 1.0))
+    attention = read_attention(config, qkv_bias=bias, output_bias=bias, scale=scale)
+    routing = read_routing(config, renormalize=False, scoring="softmax_chosen")
+    return LayerSpec(attention, MoeSpec(config["intermediate_size"], routing, read_activation(config)))
+
+
+def granite_features(config: Config) -> Features:
+    """What embeddings, the halves of layers and logits are multiplied by."""
+    return {
+        "embedding_multiplier": float(config.get("embedding_multiplier", 1.0)),
+        "residual_multiplier": float(config.get("residual_multiplier", 1.0)),
+        "logits_multiplier": 1 / float(config.get("logits_scaling", 1.0)),
+    }

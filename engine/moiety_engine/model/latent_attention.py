@@ -1,0 +1,59 @@
+"""Multi-head latent attention (DeepSeek-V2, 2405.04434) in its absorbed form, for prompts and decoding alike.
+
+A query's unrotated part is taken into the latent space, where one cached row a position is the key of all heads and
+its latent part the value; what attention gives is taken out of there again.
+
+T tokens, D model width, C width of the first projections, Q what of it is for queries, H query heads, d width of a
+query head, L width of a cache row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moiety_engine.model.batch import LatentCache
+from moiety_kernels.head_linear import head_linear
+from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_queries
+from moiety_kernels.linear import linear
+from moiety_kernels.mla_attention import mla_attention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moiety_engine.model.batch import Batch, LayerCache
+    from moiety_engine.model.rotary import RotaryTable
+    from moiety_engine.model.spec import LatentAttentionSpec
+    from moiety_engine.model.weights import LatentAttentionWeights
+
+
+class LatentAttention:
+    """Causal attention with a paged cache of latent rows."""
+
+    def __init__(self, spec: LatentAttentionSpec, weights: LatentAttentionWeights, rotary: RotaryTable) -> None:
+        self._spec, self._weights, self._rotary = spec, weights, rotary
+        self._plan = LatentInputPlan(weights.latent_norm_L, weights.query_norm, spec.norm_eps)
+
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor:
+        assert isinstance(cache, LatentCache)
+        spec, weights = self._spec, self._weights
+        tables = *self._rotary.upto(batch.max_context), batch.positions_T
+        input_TC = linear(x_TD, weights.input_CD, weights.input_bias_C)
+        query_TQ = latent_input(input_TC, self._plan, *tables, cache.rows_NPL, batch.slots_T)
+        if weights.query_up is not None:
+            query_TQ = linear(query_TQ, weights.query_up)
+        heads = (query_TQ.shape[0], spec.num_heads, spec.head_dim)
+        q_THd = query_TQ.as_strided(heads, (query_TQ.stride(0), spec.head_dim, 1))
+        out_THL = mla_attention(
+            latent_queries(q_THd, weights.key_up_HLd, *tables),
+            cache.rows_NPL,
+            spec.latent_width,
+            batch.query_start_S1,
+            batch.context_len_S,
+            batch.block_table_SB,
+            spec.scale,
+            num_decode=batch.num_decode,
+            max_query=batch.max_query,
+            max_context=batch.max_context,
+        )
+        values_THd = head_linear(out_THL, weights.value_up_HdL)
+        return linear(values_THd.view(heads[0], -1), weights.output_DC, weights.output_bias_D)

@@ -1,0 +1,71 @@
+"""Which tensor on disk goes to which part of which weight. Knows names and shapes; reads no file.
+
+Models for embeddings are often saved without their head, and then without `model.` before every name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moiety_engine.model.names.attention import attention_places
+from moiety_engine.model.names.feed_forward import feed_forward_places
+from moiety_engine.model.names.place import Place, Shares, raised, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from moiety_engine.model.names.place import Named
+    from moiety_engine.model.spec import LayerSpec, ModelSpec
+    from moiety_engine.model.weights import LayerWeights, ModelWeights, NormWeights
+
+__all__ = ["ignorable", "placements"]
+
+# Of models for embeddings, of the text part of models that also see as published and as transformers 5 names it.
+_ROOTS = ("model.", "", "language_model.model.", "model.language_model.")
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # tables that some old checkpoints carry
+
+
+def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dict[str, Place | Shares]:
+    """Name on disk → where it goes. Of several ways to name a thing the one that is `present` is taken."""
+    root = next((root for root in _ROOTS if f"{root}embed_tokens.weight" in present), "model.")
+    around = "language_model." if root == "language_model.model." else ""
+    found: dict[str, Place | Shares] = {f"{root}embed_tokens.weight": whole(weights.embedding_VD)}
+    found.update(_norm(f"{root}norm", weights.final_norm))
+    if not spec.tie_word_embeddings:
+        found[f"{around}lm_head.weight"] = whole(weights.head_VD)
+    if weights.head_bias_V is not None:
+        found[f"{around}lm_head.bias"] = whole(weights.head_bias_V)
+    for index, (layer_spec, layer) in enumerate(zip(spec.layers, weights.layers, strict=True)):
+        prefix = f"{root}layers.{index}."
+        local = {name.removeprefix(prefix) for name in present if name.startswith(prefix)}
+        found.update((prefix + name, place) for name, place in _layer(layer_spec, layer, local))
+    offset = spec.norm.weight_offset
+    return {name: _raised(name, place, offset) for name, place in found.items()} if offset else found
+
+
+def ignorable(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor that has no place may be in the checkpoint all the same."""
+    copied_head = spec.tie_word_embeddings and name in ("lm_head.weight", "language_model.lm_head.weight")
+    return copied_head or name.endswith(_IGNORED_SUFFIXES) or name.startswith(spec.ignored_prefixes)
+
+
+def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[Named]:
+    yield from _norm("input_layernorm", layer.attention_norm)
+    if layer.attention_post_norm is not None and layer.ffn_post_norm is not None:
+        yield from _norm("post_attention_layernorm", layer.attention_post_norm)
+        yield from _norm("pre_feedforward_layernorm", layer.ffn_norm)
+        yield from _norm("post_feedforward_layernorm", layer.ffn_post_norm)
+    else:
+        yield from _norm("post_attention_layernorm", layer.ffn_norm)
+    yield from attention_places(spec.attention, layer.attention)
+    yield from feed_forward_places(layer.ffn, present)
+
+
+def _raised(name: str, place: Place | Shares, offset: float) -> Place | Shares:
+    return raised(place, offset) if isinstance(place, Place) and name.endswith("norm.weight") else place
+
+
+def _norm(name: str, weights: NormWeights) -> Iterator[Named]:
+    yield f"{name}.weight", whole(weights.weight_D)
+    if weights.bias_D is not None:
+        yield f"{name}.bias", whole(weights.bias_D)

@@ -1,0 +1,98 @@
+"""The names of an attention's tensors. C the widths of all heads' queries, keys and values, d head width, H heads,
+L width of a latent row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.model.names.place import Place, Shares, plain, reshaped, whole
+from moiety_engine.model.spec import LatentAttentionSpec
+from moiety_engine.model.weights import AttentionWeights, LatentAttentionWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from moiety_engine.model.names.place import Named
+    from moiety_engine.model.spec import AttentionSpec
+
+
+def attention_places(
+    spec: AttentionSpec | LatentAttentionSpec, weights: AttentionWeights | LatentAttentionWeights
+) -> Iterator[Named]:
+    """Names relative to the layer's, and where the tensors go."""
+    if isinstance(spec, LatentAttentionSpec):
+        assert isinstance(weights, LatentAttentionWeights)
+        yield from _latent(spec, weights)
+    else:
+        assert isinstance(weights, AttentionWeights)
+        yield from _grouped(spec, weights)
+
+
+def _grouped(spec: AttentionSpec, weights: AttentionWeights) -> Iterator[Named]:
+    widths = [spec.q_width, spec.kv_width, spec.kv_width]
+    for fused_C, kind in ((plain(weights.qkv_CD), "weight"), (weights.qkv_bias_C, "bias")):
+        if fused_C is not None:
+            for name, view in zip("qkv", torch.split(fused_C, widths), strict=True):
+                turned = spec.rope.interleaved and name != "v"
+                yield f"self_attn.{name}_proj.{kind}", _from_neighbours(view, spec) if turned else whole(view)
+    yield "self_attn.o_proj.weight", whole(plain(weights.output_DC))
+    if weights.output_bias_D is not None:
+        yield "self_attn.o_proj.bias", whole(weights.output_bias_D)
+    if weights.q_norm is not None and weights.k_norm is not None:
+        yield "self_attn.q_norm.weight", whole(weights.q_norm)
+        yield "self_attn.k_norm.weight", whole(weights.k_norm)
+    if weights.sinks_H is not None:
+        yield "self_attn.sinks", whole(weights.sinks_H)
+
+
+def _from_neighbours(rows_C: Tensor, spec: AttentionSpec) -> Place:
+    """On disk the two rows of a rotated pair are neighbours; here each head has all first ones, then all second."""
+    split = rows_C.view(-1, 2, spec.head_dim // 2, *rows_C.shape[1:])
+    return reshaped(split.transpose(1, 2), tuple(rows_C.shape))
+
+
+def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Iterator[Named]:
+    widths = [spec.query_input_width, spec.cached_values]
+    names = "q_proj" if spec.query_rank is None else "q_a_proj", "kv_a_proj_with_mqa"
+    for fused_C, kind in ((plain(weights.input_CD), "weight"), (weights.input_bias_C, "bias")):
+        if fused_C is not None:
+            query, latent = torch.split(fused_C, widths)
+            heads = spec.num_heads if spec.query_rank is None else 0
+            yield f"self_attn.{names[0]}.{kind}", _with_rotated_ends(query, spec, heads)
+            yield f"self_attn.{names[1]}.{kind}", _with_rotated_ends(latent, spec, 1)
+    if weights.query_norm is not None and weights.query_up is not None:
+        yield "self_attn.q_a_layernorm.weight", whole(weights.query_norm)
+        yield "self_attn.q_b_proj.weight", _with_rotated_ends(plain(weights.query_up), spec, spec.num_heads)
+    yield "self_attn.kv_a_layernorm.weight", whole(weights.latent_norm_L)
+    yield "self_attn.kv_b_proj.weight", _up(spec, weights)
+    yield "self_attn.o_proj.weight", whole(plain(weights.output_DC))
+    if weights.output_bias_D is not None:
+        yield "self_attn.o_proj.bias", whole(weights.output_bias_D)
+
+
+def _with_rotated_ends(rows_C: Tensor, spec: LatentAttentionSpec, heads: int) -> Place:
+    """Each head's last rows are rotated; on disk the two rows of a pair may be neighbours, here all first ones come
+    before all second ones."""
+    if not spec.rope.interleaved or not heads:
+        return whole(rows_C)
+    width = rows_C.shape[0] // heads
+    still = width - spec.rope.rotary_width
+    one = torch.cat((torch.arange(still), torch.arange(still, width, 2), torch.arange(still + 1, width, 2)))
+    order_C = (torch.arange(heads)[:, None] * width + one).flatten()
+    return Place(rows_C, tuple(rows_C.shape), lambda source: source[order_C])
+
+
+def _up(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Shares:
+    """Out of the latent space to each head's key and value; the way of keys is kept as queries go it, inwards."""
+    height = spec.nope_width + spec.value_width
+
+    def parts(source: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = torch.split(source.view(spec.num_heads, height, -1), [spec.nope_width, spec.value_width], dim=1)
+        return key.mT, value
+
+    views = weights.key_up_HLd, weights.value_up_HdL
+    return Shares(views, (spec.num_heads * height, spec.latent_width), parts)

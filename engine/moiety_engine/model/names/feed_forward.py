@@ -1,0 +1,109 @@
+"""The names of a feed-forward's tensors, with experts and without.
+
+Experts are written in three ways: one matrix each as Qwen, OLMoE, DeepSeek and GLM publish them, Mixtral's and Phi's
+w1/w3/w2, and all of a layer stacked with gate and up fused, as Granite publishes them and as transformers 5 holds all
+of them in memory. gpt-oss stacks them in a way of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moiety_engine.model.names.place import Place, plain, reshaped, whole
+from moiety_engine.model.weights import MoeWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from moiety_engine.model.names.place import Named
+    from moiety_engine.model.weights import DenseWeights, SharedWeights
+
+_ROUTERS = ("gate.weight", "router.weight", "router.layer.weight")
+_STACKED = {"experts.gate_up_proj": "experts.down_proj", "input_linear.weight": "output_linear.weight"}
+_SINGLE = {
+    "experts.0.gate_proj.weight": ("gate_proj", "up_proj", "down_proj"),
+    "experts.0.w1.weight": ("w1", "w3", "w2"),
+}
+_SELECTION_BIASES = (
+    "gate.e_score_correction_bias",
+    "moe_statics.e_score_correction_bias",
+    "gate.moe_statics.e_score_correction_bias",
+)
+
+
+def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -> Iterator[Named]:
+    """Names relative to the layer's, and where the tensors go; `present` are the names that the checkpoint has."""
+    block = "mlp." if any(name.startswith("mlp.") for name in present) else "block_sparse_moe."
+    if not isinstance(weights, MoeWeights):
+        yield from _dense("mlp.", weights)
+        return
+    local = {name.removeprefix(block) for name in present if name.startswith(block)}
+    for name, place in _mixture(weights, local):
+        yield block + name, place
+
+
+def _dense(prefix: str, weights: DenseWeights) -> Iterator[Named]:
+    for fused, kind in ((plain(weights.gate_up_2FD), "weight"), (weights.gate_up_bias_2F, "bias")):
+        if fused is not None:
+            gate, up = fused.chunk(2)
+            yield f"{prefix}gate_proj.{kind}", whole(gate)
+            yield f"{prefix}up_proj.{kind}", whole(up)
+    yield f"{prefix}down_proj.weight", whole(plain(weights.down_DF))
+    if weights.down_bias_D is not None:
+        yield f"{prefix}down_proj.bias", whole(weights.down_bias_D)
+
+
+def _mixture(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
+    router = _which(_ROUTERS, present)
+    yield router, whole(weights.router_ED)
+    if weights.router_bias_E is not None:
+        yield router.replace("weight", "bias"), whole(weights.router_bias_E)
+    if weights.selection_bias_E is not None:
+        name = _which(_SELECTION_BIASES, present)
+        bias = weights.selection_bias_E
+        yield name, reshaped(bias, (1, *bias.shape)) if "moe_statics" in name else whole(bias)
+    yield from _experts(weights, present)
+    if weights.shared is not None:
+        yield from _shared(weights.shared, present)
+
+
+def _experts(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
+    gate_up_E2FD, down_EDF = plain(weights.gate_up_E2FD), plain(weights.down_EDF)
+    if weights.gate_up_bias_E2F is not None and weights.down_bias_ED is not None:
+        yield from _interwoven(gate_up_E2FD, weights.gate_up_bias_E2F)
+        yield "experts.down_proj", Place(down_EDF.mT, tuple(down_EDF.mT.shape))
+        yield "experts.down_proj_bias", whole(weights.down_bias_ED)
+        return
+    for gate_up_name, down_name in _STACKED.items():
+        if gate_up_name in present:
+            yield gate_up_name, whole(gate_up_E2FD)
+            yield down_name, whole(down_EDF)
+            return
+    gate_name, up_name, down_name = _SINGLE[_which(tuple(_SINGLE), present)]
+    for expert, (gate_up, down) in enumerate(zip(gate_up_E2FD, down_EDF, strict=True)):
+        gate, up = gate_up.chunk(2)
+        yield f"experts.{expert}.{gate_name}.weight", whole(gate)
+        yield f"experts.{expert}.{up_name}.weight", whole(up)
+        yield f"experts.{expert}.{down_name}.weight", whole(down)
+
+
+def _interwoven(gate_up_E2FD: Tensor, bias_E2F: Tensor) -> Iterator[Named]:
+    """As gpt-oss has them: inputs before outputs, and outputs that are by turns of the gate and of the up product."""
+    experts, both, width = gate_up_E2FD.shape
+    gate_up = gate_up_E2FD.view(experts, 2, both // 2, width).permute(0, 3, 2, 1)
+    yield "experts.gate_up_proj", reshaped(gate_up, (experts, width, both))
+    yield "experts.gate_up_proj_bias", reshaped(bias_E2F.view(experts, 2, both // 2).mT, (experts, both))
+
+
+def _shared(weights: SharedWeights, present: set[str]) -> Iterator[Named]:
+    prefix = "shared_expert." if "shared_expert.down_proj.weight" in present else "shared_experts."
+    yield from _dense(prefix, weights.dense)
+    if weights.gate_1D is not None:
+        yield "shared_expert_gate.weight", whole(weights.gate_1D)
+
+
+def _which(names: tuple[str, ...], present: set[str]) -> str:
+    """The name that is there; the first if none is, for the complaint that it lacks."""
+    return next((name for name in names if name in present), names[0])

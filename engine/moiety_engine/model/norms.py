@@ -1,0 +1,59 @@
+"""How the residual stream is normalised before each half of a layer. T tokens, D model width."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from moiety_kernels.layer_norm import add_layer_norm, layer_norm
+from moiety_kernels.rms_norm import add_rms_norm, rms_norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moiety_engine.model.spec import NormSpec
+    from moiety_engine.model.weights import NormWeights
+
+
+class Norm(Protocol):
+    """Normalises rows, alone or after the addition that comes before it."""
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """The normalised rows."""
+        ...
+
+    def after_adding(self, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + delta, its normalised rows). Both inputs may be overwritten."""
+        ...
+
+
+class RmsNorm:
+    """By the root mean square."""
+
+    def __init__(self, weight_D: Tensor, eps: float) -> None:
+        self._weight_D, self._eps = weight_D, eps
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return rms_norm(x_TD, self._weight_D, self._eps)
+
+    def after_adding(self, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x_TD, delta_TD, self._weight_D, self._eps)
+
+
+class LayerNorm:
+    """By mean and variance, with a bias."""
+
+    def __init__(self, weight_D: Tensor, bias_D: Tensor, eps: float) -> None:
+        self._weight_D, self._bias_D, self._eps = weight_D, bias_D, eps
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return layer_norm(x_TD, self._weight_D, self._bias_D, self._eps)
+
+    def after_adding(self, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return add_layer_norm(x_TD, delta_TD, self._weight_D, self._bias_D, self._eps)
+
+
+def make_norm(spec: NormSpec, weights: NormWeights) -> Norm:
+    """The normalisation that the spec describes."""
+    if weights.bias_D is None:
+        return RmsNorm(weights.weight_D, spec.eps)
+    return LayerNorm(weights.weight_D, weights.bias_D, spec.eps)

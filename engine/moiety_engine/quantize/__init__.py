@@ -1,0 +1,1 @@
+"""Writing a checkpoint anew in few bits, and what that costs in quality."""

@@ -1,0 +1,132 @@
+"""How good a model is: its perplexity on a text, and for the demo model how many held-out tasks it answers exactly.
+
+T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import tokenizers
+import torch
+
+from moiety_demo.domains import DOMAINS, Split, sample_tasks
+from moiety_demo.tokenizer import END_OF_TEXT, TURN_END, render_prompt, token_id
+from moiety_engine.loop import EngineLoop
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.model.batch import Batch
+from moiety_engine.offline import run_all
+from moiety_wire.classes import BATCH
+from moiety_wire.messages import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from moiety_engine.model.transformer import Transformer
+
+_BLOCK = 16
+_MAX_ANSWER_TOKENS = 48
+_SEED = 1234
+
+
+@dataclass(frozen=True, slots=True)
+class Exam:
+    """What a model is asked: texts whose tokens from a place on (at least 1) are to be foretold, and prompts with their
+    exact answers."""
+
+    texts: Sequence[tuple[list[int], int]]
+    questions: Sequence[tuple[list[int], list[int]]]
+    stop_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Grades:
+    """`accuracy` is None where there was nothing to answer."""
+
+    perplexity: float
+    accuracy: float | None
+
+
+def demo_exam(folder: Path, per_domain: int) -> Exam:
+    """Held-out tasks of all domains, as questions, and with their answers as texts."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stops = [token_id(tokenizer, name) for name in (TURN_END, END_OF_TEXT)]
+    tasks = [task for domain in DOMAINS for task in sample_tasks(domain, Split.HELD_OUT, per_domain, _SEED)]
+    questions = [
+        (tokenizer.encode(render_prompt([("user", task.prompt)])).ids, tokenizer.encode(task.answer).ids)
+        for task in tasks
+    ]
+    texts = [(prompt + answer + stops[:1], len(prompt)) for prompt, answer in questions]
+    return Exam(texts, questions, stops)
+
+
+def text_exam(folder: Path, text: str, context: int) -> Exam:
+    """A text in pieces of so many tokens."""
+    ids = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    return Exam([(ids[start : start + context], 1) for start in range(0, len(ids) - 1, context)], [], [])
+
+
+def examine(loop: EngineLoop, exam: Exam, progress: Callable[[int, int], None]) -> Grades:
+    """Ask it all. `progress` gets what is done and how much there is."""
+    total = len(exam.texts) + len(exam.questions)
+    surprise = num_tokens = 0.0
+    for number, (ids, first) in enumerate(exam.texts):
+        surprise += _surprise(loop.model, ids, first)
+        num_tokens += len(ids) - first
+        progress(number + 1, total)
+    perplexity = math.exp(surprise / num_tokens) if num_tokens else math.nan
+    if not exam.questions:
+        return Grades(perplexity, None)
+    results = run_all(
+        loop,
+        [_asked(key, prompt, exam.stop_ids) for key, (prompt, _) in enumerate(exam.questions)],
+        on_step=lambda done: progress(len(exam.texts) + done, total),
+    )
+    exact = sum(
+        [token for token in results[key].token_ids if token not in exam.stop_ids] == answer
+        for key, (_, answer) in enumerate(exam.questions)
+    )
+    return Grades(perplexity, exact / len(exam.questions))
+
+
+@torch.inference_mode()
+def _surprise(model: Transformer, ids: list[int], first: int) -> float:
+    """Σ -log p of each token from `first` on, given those before it."""
+    count = len(ids)
+    if count < 2:
+        return 0.0
+    num_blocks = -(-count // _BLOCK)
+    device = model.device
+    batch = Batch(
+        token_ids_T=torch.tensor(ids, device=device),
+        positions_T=torch.arange(count, device=device),
+        slots_T=torch.arange(count, device=device),
+        query_start_S1=torch.tensor([0, count], dtype=torch.int32, device=device),
+        context_len_S=torch.tensor([count], dtype=torch.int32, device=device),
+        block_table_SB=torch.arange(num_blocks, dtype=torch.int32, device=device)[None],
+        wanted_rows_L=torch.arange(first - 1, count - 1, device=device),
+        num_decode=0,
+        max_context=count,
+        max_query=count,
+    )
+    logprobs_TV = model.forward(batch, model.allocate_kv(num_blocks, _BLOCK)).log_softmax(-1)
+    return -float(logprobs_TV.gather(1, torch.tensor(ids[first:], device=device)[:, None]).sum())
+
+
+def _asked(key: int, prompt_ids: list[int], stop_ids: list[int]) -> CoreSubmit:
+    return CoreSubmit(
+        key=key,
+        tenant_id="quantize",
+        service=BATCH,
+        prompt_ids=prompt_ids,
+        sampling=Sampling(temperature=0.0),
+        max_tokens=_MAX_ANSWER_TOKENS,
+        min_tokens=0,
+        stop_token_ids=stop_ids,
+        credit_tokens=_MAX_ANSWER_TOKENS,
+        cache_salt=b"quantize",
+        arrival_unix_ns=0,
+    )

@@ -1,0 +1,63 @@
+"""A checkpoint written in few bits and examined beside the one that it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from moiety_engine.checkpoint import resolve_checkpoint
+from moiety_engine.config import EngineConfig
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.loop import load_loop
+from moiety_engine.quantize.quality import Exam, Grades, demo_exam, examine, text_exam
+from moiety_engine.quantize.writing import write_quantized
+from moiety_kernels.quantization import FORMATS
+
+TOKENIZER = "tokenizer.json"
+
+Note = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Grades are None where there was nothing to examine the models by."""
+
+    source: str
+    target: str
+    format: str
+    bytes_before: int
+    bytes_after: int
+    before: Grades | None
+    after: Grades | None
+
+
+def quantize_and_measure(
+    config: EngineConfig, target: Path, to: str, text: str | None, per_domain: int, context: int, note: Note
+) -> Report:
+    """Write the checkpoint of `config` to `target`. `note` gets the stage, what is done and how much there is. Raises
+    EngineError."""
+    if to not in FORMATS:
+        raise InvalidConfig(f"there is no format {to!r}; choose one of {', '.join(FORMATS)}")
+    source = Path(config.model)
+    exam = _exam(source, text, per_domain, context)
+    sizes = write_quantized(source, target, FORMATS[to], partial(note, "writing"))
+    grades: list[Grades | None] = [None, None]
+    if exam is not None:
+        plain = msgspec.structs.replace(config, quantization="none")
+        narrow = msgspec.structs.replace(config, model=str(target), quantization="auto")
+        grades = [
+            examine(load_loop(one), exam, partial(note, stage)) for one, stage in ((plain, "before"), (narrow, "after"))
+        ]
+    return Report(str(source), str(target), to, *sizes, *grades)
+
+
+def _exam(source: Path, text: str | None, per_domain: int, context: int) -> Exam | None:
+    if text is not None:
+        return text_exam(source, text, context)
+    own, demo = source / TOKENIZER, resolve_checkpoint("") / TOKENIZER
+    is_demo = own.is_file() and own.read_bytes() == demo.read_bytes()
+    return demo_exam(source, per_domain) if is_demo else None

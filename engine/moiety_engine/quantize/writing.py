@@ -1,0 +1,126 @@
+"""From a checkpoint to one whose large products are packed whole numbers, in the form of compressed-tensors'
+`pack-quantized`, which other engines read too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from moiety_engine.errors import CheckpointError
+from moiety_engine.model.checkpoint import product_names, shard_paths
+from moiety_engine.model.families import read_spec
+from moiety_engine.model.narrow import PACKED_FORMAT, PACKED_METHOD, to_packed
+from moiety_kernels.quantization.reference import round_to
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from moiety_kernels.quantization import WeightFormat
+
+_INDEX = "model.safetensors.index.json"
+_WEIGHT = ".weight"
+
+
+def write_quantized(
+    source: Path, target: Path, form: WeightFormat, progress: Callable[[int, int], None]
+) -> tuple[int, int]:
+    """Write `source` in few bits to the new folder `target`; (bytes of tensors before, after). `progress` gets bytes
+    done and bytes in all. Raises CheckpointError, or ModelError for what cannot be read; then there is no `target`."""
+    spec = read_spec(source)
+    if json.loads((source / "config.json").read_text(encoding="utf-8")).get("quantization_config"):
+        raise CheckpointError(f"{source} is quantized already; give the unquantized checkpoint")
+    if target.exists():
+        raise CheckpointError(f"{target} exists; name a folder that does not, so that nothing is overwritten")
+    shards = shard_paths(source)
+    chosen = product_names(source, spec)
+    stacked = sorted(name for name in chosen if not name.endswith(_WEIGHT))
+    if stacked:
+        raise CheckpointError(
+            f"{stacked[0]} holds all experts of a layer at once, for which the written form has no name; load such a "
+            f"checkpoint with --quantization {form.name} instead"
+        )
+    draft = target.with_name(target.name + ".part")
+    if draft.exists():
+        raise CheckpointError(f"{draft} is left of an earlier try; remove it first")
+    draft.mkdir(parents=True)
+    try:
+        sizes = _write(source, draft, shards, chosen, form, progress)
+        draft.rename(target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return sizes
+
+
+def _write(
+    source: Path, target: Path, shards: list[Path], chosen: set[str], form: WeightFormat,
+    progress: Callable[[int, int], None],
+) -> tuple[int, int]:  # fmt: skip
+    for path in source.iterdir():
+        if path.is_file() and path.suffix != ".safetensors" and path.name != _INDEX:
+            shutil.copyfile(path, target / path.name)
+    total, done, after = sum(path.stat().st_size for path in shards), 0, 0
+    shard_of: dict[str, str] = {}
+    kept: set[str] = set()
+    for path in shards:
+        written: dict[str, Tensor] = {}
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                tensor = file.get_tensor(name)
+                if name in chosen:
+                    written |= {name + end: part for end, part in _packed(tensor, form).items()}
+                else:
+                    written[name] = tensor
+                    kept.add(name)
+                done += tensor.numel() * tensor.element_size()
+                progress(min(done, total), total)
+        save_file(written, target / path.name, metadata={"format": "pt"})
+        shard_of |= dict.fromkeys(written, path.name)
+        after += sum(part.numel() * part.element_size() for part in written.values())
+    if len(shards) > 1 or shards[0].name != "model.safetensors":
+        index = {"metadata": {"total_size": after}, "weight_map": dict(sorted(shard_of.items()))}
+        (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    _describe(target / "config.json", form, kept)
+    return done, after
+
+
+def _packed(weight_NK: Tensor, form: WeightFormat) -> dict[str, Tensor]:
+    q_NK, scales_NG = round_to(weight_NK, form)
+    return to_packed(q_NK, scales_NG.to(torch.float32), form.bits)
+
+
+def _describe(path: Path, form: WeightFormat, kept: set[str]) -> None:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    weights: dict[str, Any] = {
+        "num_bits": form.bits,
+        "type": "int",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "channel" if form.group is None else "group",
+    }
+    if form.group is not None:
+        weights["group_size"] = form.group
+    linear = sorted(name.removesuffix(_WEIGHT) for name in kept if name.endswith(_WEIGHT))
+    config["quantization_config"] = {
+        "quant_method": PACKED_METHOD,
+        "format": PACKED_FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": None,
+                "output_activations": None,
+            }
+        },
+        "ignore": [name for name in linear if "norm" not in name and "embed" not in name],
+    }
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

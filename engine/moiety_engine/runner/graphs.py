@@ -1,0 +1,187 @@
+"""Replaying decode steps on a GPU without launching their kernels one by one.
+
+A step in which every sequence decodes one token is captured as a CUDA graph for a number of sequences, and replayed
+for as many or fewer: the batch is padded with rows that belong to nobody. Such a row has one token at position 0 of a
+block that no sequence has, reads that alone, and what comes of it is thrown away. Graphs are captured once, the largest
+first, and share one pool of memory, since only one runs at a time.
+
+S sequences, B blocks a row, D model width.
+"""
+
+from __future__ import annotations
+
+import bisect
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moiety_engine.model.batch import Batch, KvCache
+from moiety_engine.model.transformer import Transformer
+from moiety_engine.runner.inputs import HostBatch, put_pending
+from moiety_engine.staging import Staging
+
+FEWEST_CONTEXT = 4096  # tokens; graphs are made for the longest context, and for this where that is much longer
+_SMALL = (1, 2, 4)
+_STEP, _WIDE_STEP, _WIDE_FROM = 8, 32, 64
+
+
+def graph_sizes(max_running: int) -> list[int]:
+    """Numbers of sequences to capture: few rows apart where a step is short, so that little is padded."""
+    sizes = [*_SMALL, *range(_STEP, _WIDE_FROM, _STEP), *range(_WIDE_FROM, max_running, _WIDE_STEP), max_running]
+    return sorted({size for size in sizes if size <= max_running})
+
+
+def graph_contexts(max_context: int) -> list[int]:
+    """Bounds of the context to capture: a kernel that divides the context's work does so for the bound."""
+    return sorted({min(FEWEST_CONTEXT, max_context), max_context})
+
+
+def padded(host: HostBatch, num_sequences: int, scratch_block: int, block_size: int) -> HostBatch:
+    """A batch of decodes with rows that belong to nobody, so that it has so many. The rows that are wanted stay."""
+    more = num_sequences - host.num_decode
+    table_SB = np.zeros((num_sequences, host.block_table_SB.shape[1]), dtype=np.int32)
+    table_SB[: host.num_decode] = host.block_table_SB
+    table_SB[host.num_decode :, 0] = scratch_block
+
+    def longer(values: np.ndarray, filler: int) -> np.ndarray:
+        return np.concatenate((values, np.full(more, filler, dtype=values.dtype)))
+
+    return replace(
+        host,
+        token_ids_T=longer(host.token_ids_T, 0),
+        positions_T=longer(host.positions_T, 0),
+        slots_T=longer(host.slots_T, scratch_block * block_size),
+        query_start_S1=np.arange(num_sequences + 1, dtype=np.int32),
+        context_len_S=longer(host.context_len_S, 1),
+        block_table_SB=table_SB,
+        num_decode=num_sequences,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: Any  # torch.cuda.CUDAGraph
+    batch: Batch  # what it reads, at addresses that stay
+
+
+class DecodeGraphs:
+    """The graphs of one model over one cache. Used by the step loop's thread only."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        kv: KvCache,
+        staging: Staging,
+        *,
+        scratch_block: int,
+        max_running: int,
+        max_context: int,
+    ) -> None:
+        self._model, self._kv, self._staging = model, kv, staging
+        self._scratch_block = scratch_block
+        self._sizes = graph_sizes(max_running)
+        self._contexts = graph_contexts(max_context)
+        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._inputs = _static_inputs(self._sizes[-1], -(-max_context // kv.block_size), scratch_block, kv, model)
+        self._hidden_SD = torch.empty(
+            self._sizes[-1], model.spec.hidden_size, dtype=model.activation_dtype, device=model.device
+        )
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture all sizes, the largest first. Raises RuntimeError where the model waits for the device, which cannot
+        be captured."""
+        pool = torch.cuda.graph_pool_handle()
+        for context in reversed(self._contexts):
+            for size in reversed(self._sizes):
+                batch = self._batch(size, context)
+                self._rehearse(batch)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    self._hidden_SD[:size].copy_(self._model.hidden(batch, self._kv))
+                self._captured[size, context] = _Captured(graph, batch)
+
+    def takes(self, host: HostBatch) -> bool:
+        """Whether a graph was captured for this step."""
+        return host.decodes_only and self._key(host) in self._captured and not self._model.expert_counter.enabled
+
+    @torch.inference_mode()
+    def run(self, host: HostBatch, sampled_L: Tensor | None) -> Tensor:
+        """hidden_LD of the rows that are wanted; valid until the next run."""
+        size, context = self._key(host)
+        captured = self._captured[size, context]
+        whole = padded(host, size, self._scratch_block, self._kv.block_size)
+        own, into = captured.batch, self._staging.upload_into
+        into(own.token_ids_T, whole.token_ids_T)
+        put_pending(own.token_ids_T, whole, sampled_L, self._staging)
+        into(own.positions_T, whole.positions_T)
+        into(own.slots_T, whole.slots_T)
+        into(own.context_len_S, whole.context_len_S)
+        into(own.block_table_SB[:, : whole.block_table_SB.shape[1]], whole.block_table_SB)
+        captured.graph.replay()
+        return self._hidden_SD[: len(host.wanted_rows_L)]
+
+    def _key(self, host: HostBatch) -> tuple[int, int]:
+        """The size and context of the smallest graph that holds the step; (0, 0) if none does."""
+        size = bisect.bisect_left(self._sizes, host.num_decode)
+        context = bisect.bisect_left(self._contexts, host.max_context)
+        if size == len(self._sizes) or context == len(self._contexts):
+            return 0, 0
+        return self._sizes[size], self._contexts[context]
+
+    def _batch(self, size: int, context: int) -> Batch:
+        """The first rows of the inputs that all graphs share."""
+        whole = self._inputs
+        return replace(
+            whole,
+            token_ids_T=whole.token_ids_T[:size],
+            positions_T=whole.positions_T[:size],
+            slots_T=whole.slots_T[:size],
+            query_start_S1=whole.query_start_S1[: size + 1],
+            context_len_S=whole.context_len_S[:size],
+            block_table_SB=whole.block_table_SB[:size],
+            wanted_rows_L=whole.wanted_rows_L[:size],
+            num_decode=size,
+            max_context=context,
+        )
+
+    def _rehearse(self, batch: Batch) -> None:
+        """Run it once beside the others' work, as a capture needs it: kernels are compiled and tables grown, and what
+        waits for the device fails here with its name, not in the middle of a capture."""
+        before = torch.cuda.get_sync_debug_mode()
+        current = torch.cuda.current_stream(self._model.device)
+        side = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(current)
+        with torch.cuda.stream(side), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls the mode a prototype that does not find all
+            self._model.hidden(batch, self._kv)  # the first time may wait, for what is made once
+            try:
+                torch.cuda.set_sync_debug_mode("error")
+                self._model.hidden(batch, self._kv)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        current.wait_stream(side)
+
+
+def _static_inputs(rows: int, width: int, scratch_block: int, kv: KvCache, model: Transformer) -> Batch:
+    """Rows that belong to nobody, as many as the largest graph has."""
+
+    def full(*shape: int, value: int, dtype: torch.dtype) -> Tensor:
+        return torch.full(shape, value, dtype=dtype, device=model.device)
+
+    return Batch(
+        token_ids_T=full(rows, value=0, dtype=torch.int64),
+        positions_T=full(rows, value=0, dtype=torch.int64),
+        slots_T=full(rows, value=scratch_block * kv.block_size, dtype=torch.int64),
+        query_start_S1=torch.arange(rows + 1, dtype=torch.int32, device=model.device),
+        context_len_S=full(rows, value=1, dtype=torch.int32),
+        block_table_SB=full(rows, width, value=scratch_block, dtype=torch.int32),
+        wanted_rows_L=torch.arange(rows, dtype=torch.int64, device=model.device),
+        num_decode=rows,
+        max_context=1,
+        max_query=1,
+    )

@@ -1,0 +1,69 @@
+"""What a step takes of a GPU's memory at its peak, found by running the largest one."""
+
+from __future__ import annotations
+
+import torch
+
+from moiety_engine.memory import Memory, device_memory
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.model.transformer import Transformer
+from moiety_engine.runner.runner import Runner
+from moiety_engine.scheduling.plan import Chunk, Plan
+from moiety_engine.sequence import Sequence
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import Sampling
+
+_GREEDIEST = Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.1, num_logprobs=20)
+
+
+def measure(
+    model: Transformer, *, block_size: int, max_batch_tokens: int, max_running: int, max_context: int
+) -> tuple[Memory, int]:
+    """(memory that is free beside the weights, bytes that a step takes at its peak). On a CUDA device."""
+    free = device_memory(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    kv_bytes = largest_step(
+        model,
+        block_size=block_size,
+        max_batch_tokens=max_batch_tokens,
+        max_running=max_running,
+        max_context=max_context,
+    )
+    torch.cuda.synchronize(model.device)
+    peak = torch.cuda.max_memory_allocated(model.device)
+    return free, max(0, peak - before - kv_bytes)
+
+
+def largest_step(
+    model: Transformer, *, block_size: int, max_batch_tokens: int, max_running: int, max_context: int
+) -> int:
+    """Run a step of as many prompt tokens as a step may have, then one of as many decodes, over a cache that is
+    allocated for it and given up; all rows want the costliest sampling. Returns the cache's bytes."""
+    lengths = _prompt_lengths(max_batch_tokens, max_running, max_context - 1)
+    sequences = []
+    num_blocks = 0
+    for length in lengths:
+        sequence = Sequence(CoreSubmit(0, "", STANDARD, [0] * length, _GREEDIEST, 2, 0, [], 2, b"", 0), order=0, seed=0)
+        count = -(-(length + 1) // block_size)
+        sequence.blocks = list(range(num_blocks, num_blocks + count))
+        num_blocks += count
+        sequences.append(sequence)
+    runner = Runner(model, model.allocate_kv(num_blocks, block_size))
+    runner.collect(runner.launch(Plan([Chunk(s, len(s.tokens), samples=True) for s in sequences], 0, sum(lengths), [])))
+    many = [sequences[i % len(sequences)] for i in range(max_running)]  # what they compute does not matter
+    for sequence in sequences:
+        sequence.num_computed = len(sequence.tokens)
+        sequence.tokens.append(0)
+    runner.collect(runner.launch(Plan([Chunk(s, 1, samples=True) for s in many], max_running, max_running, [])))
+    return num_blocks * model.kv_bytes_per_block(block_size)
+
+
+def _prompt_lengths(max_batch_tokens: int, max_running: int, longest: int) -> list[int]:
+    """Prompts that fill a step, as few as the context allows."""
+    lengths: list[int] = []
+    left = max_batch_tokens
+    while left > 0 and len(lengths) < max_running:
+        lengths.append(min(left, longest))
+        left -= lengths[-1]
+    return lengths

@@ -1,0 +1,85 @@
+"""All that a replica has on its device beside the weights: the KV cache, the ways there and back, captured graphs. It
+is made as one, and given up as one when the replica sleeps."""
+
+from __future__ import annotations
+
+import gc
+
+import structlog
+import torch
+
+from moiety_engine.errors import OutOfMemory
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.model.transformer import Transformer
+from moiety_engine.runner.graphs import DecodeGraphs
+from moiety_engine.runner.runner import Runner
+from moiety_engine.runner.sizes import Sizes
+from moiety_engine.runner.swap import HostKv
+from moiety_engine.scheduling.plan import Chunk, Plan
+from moiety_engine.scheduling.room import SwapCost
+from moiety_engine.sequence import Sequence
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import Sampling
+
+log = structlog.get_logger()
+
+
+class Resident:
+    """Used by the step loop's thread only. Raises OutOfMemory, with what to do, where the device has no room."""
+
+    def __init__(self, model: Transformer, sizes: Sizes) -> None:
+        self._model, self._sizes = model, sizes
+        scratch = int(sizes.graphs)  # a block that no sequence gets
+        try:
+            self.kv = model.allocate_kv(sizes.num_blocks + scratch, sizes.block_size)
+            self.host_kv = HostKv(self.kv, sizes.num_host_blocks) if sizes.num_host_blocks else None
+        except torch.OutOfMemoryError as exc:
+            kv_gib = sizes.num_blocks * model.kv_bytes_per_block(sizes.block_size) / 2**30
+            raise OutOfMemory(
+                f"a KV cache of {kv_gib:.2f} GiB does not fit on {model.device}: lower --kv-memory-bytes, or leave it "
+                "out to have the free memory measured"
+            ) from exc
+        self.runner = Runner(model, self.kv)
+
+    def warm_up(self) -> SwapCost:
+        """Run a prefill and a decode that no request asked for, so that the first request does not pay for compiling
+        and lazy initialisation, and capture what is to be replayed. Leaves nothing behind; only before the first
+        request. Returns what swapping takes."""
+        cost = SwapCost()
+        if self.host_kv is not None:
+            cost = SwapCost(self.host_kv.block_bytes / self.host_kv.measure_bandwidth())
+        blank = CoreSubmit(0, "", STANDARD, [0] * 4, Sampling(), 1, 0, [], 1, b"", 0)
+        sequence = Sequence(blank, order=0, seed=0)
+        sequence.blocks = list(range(-(-5 // self._sizes.block_size)))
+        for num_tokens, num_decode in ((4, 0), (1, 1)):
+            plan = Plan([Chunk(sequence, num_tokens, samples=True)], num_decode, num_tokens, [])
+            self.runner.collect(self.runner.launch(plan))
+            sequence.num_computed += num_tokens
+            sequence.tokens.append(0)
+        if self._sizes.graphs:
+            self._capture()
+        return cost
+
+    def _capture(self) -> None:
+        sizes = self._sizes
+        graphs = DecodeGraphs(
+            self._model,
+            self.kv,
+            self.runner.staging,
+            scratch_block=sizes.num_blocks,
+            max_running=sizes.max_running,
+            max_context=sizes.max_context_tokens,
+        )
+        try:
+            graphs.capture()
+        except RuntimeError as exc:
+            log.warning("decode_steps_are_not_replayed", reason=str(exc), advice="--no-cuda-graphs says so on purpose")
+            return
+        self.runner.graphs = graphs
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """What nobody holds any more goes back from torch to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

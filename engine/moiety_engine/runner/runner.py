@@ -1,0 +1,78 @@
+"""One step on the device: inputs up, forward pass, sampling, results down, without waiting for any of it.
+
+`launch` returns as soon as all is queued; `collect` waits for the results. At most one step may be launched before the
+one before it has been collected. On a CPU `launch` computes.
+
+D model width, L tokens that a step samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moiety_engine.messages import CoreLogprob
+from moiety_engine.model.batch import KvCache
+from moiety_engine.model.transformer import Transformer
+from moiety_engine.runner.embeddings import as_bytes, unit_vectors
+from moiety_engine.runner.graphs import DecodeGraphs
+from moiety_engine.runner.inputs import BatchBuilder, sampled
+from moiety_engine.sampling import Drawn, Sampler
+from moiety_engine.scheduling.plan import Plan
+from moiety_engine.staging import Mark, Staging
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was launched. Its results are in host memory once the mark has been passed."""
+
+    plan: Plan
+    drawn: Drawn
+    unit_ED: Tensor | None
+    done: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a step brought: tokens for the chunks that sample, vectors for those that embed, in the plan's order."""
+
+    token_ids: list[int]
+    logprobs: list[CoreLogprob | None]
+    vectors: list[bytes]
+
+
+class Runner:
+    """Owns the ways to and from the device, and what the newest step samples. Used by the step loop's thread only."""
+
+    def __init__(self, model: Transformer, kv: KvCache) -> None:
+        self._model, self._kv = model, kv
+        self.staging = Staging(model.device)
+        self._builder = BatchBuilder(kv.block_size, model.device, self.staging)
+        self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
+        self._sampled_L: Tensor | None = None
+        self.graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Flight:
+        """Queue the step. A token that is pending in its sequences is one that the step launched before it samples."""
+        self.staging.turn()
+        host, before_L = self._builder.arrange(plan), self._sampled_L
+        if self.graphs is not None and self.graphs.takes(host):
+            hidden_LD = self.graphs.run(host, before_L)
+        else:
+            hidden_LD = self._model.hidden(self._builder.upload(host, before_L), self._kv)
+        rows = [chunk.sequence for chunk in sampled(plan)]
+        drawn = self._sampler.sample(self._model.logits(hidden_LD[: len(rows)]), rows, before_L)
+        self._sampled_L = drawn.token_L
+        unit_ED = None
+        if len(hidden_LD) > len(rows):
+            unit_ED = self.staging.download(unit_vectors(hidden_LD[len(rows) :]))
+        return Flight(plan, drawn.download(self.staging), unit_ED, self.staging.mark())
+
+    def collect(self, flight: Flight) -> Results:
+        """Wait for the step's results."""
+        flight.done.wait()
+        token_ids, logprobs = flight.drawn.unpack()
+        return Results(token_ids, logprobs, [] if flight.unit_ED is None else as_bytes(flight.unit_ED))

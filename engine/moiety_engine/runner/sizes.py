@@ -1,0 +1,69 @@
+"""How large everything is that a replica has on its device, from the configuration, the model and the memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moiety_engine.config import EngineConfig
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.memory import available_bytes
+from moiety_engine.model.transformer import Transformer
+from moiety_engine.runner.memory import CPU_FRACTION, kv_budget_bytes, num_host_blocks, num_kv_blocks
+from moiety_engine.runner.profiling import measure
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    block_size: int
+    max_batch_tokens: int
+    max_running: int
+    max_context_tokens: int
+    num_blocks: int
+    num_host_blocks: int
+    graphs: bool  # decode steps are captured and replayed
+
+
+def sizes_for(model: Transformer, config: EngineConfig) -> Sizes:
+    """What the configuration leaves open is chosen; a GPU's memory is measured with the largest step. Raises
+    InvalidConfig and OutOfMemory."""
+    on_cuda = model.device.type == "cuda"
+    block_size = config.block_size or (16 if on_cuda else 4)  # on a CPU small blocks cost next to nothing
+    max_batch_tokens = config.max_batch_tokens or max(8192 if on_cuda else 512, config.max_running or 0)
+    max_running = config.max_running or min(256 if on_cuda else 64, max_batch_tokens)
+    if max_batch_tokens < max_running:
+        raise InvalidConfig(
+            f"max_batch_tokens ({max_batch_tokens}) must be at least max_running ({max_running}): every running "
+            "request decodes one token a step; raise the one or lower the other"
+        )
+    context = min(config.max_context_tokens or model.spec.max_context_tokens, model.spec.max_context_tokens)
+    budget = config.kv_memory_bytes
+    if budget is None and on_cuda:
+        budget = kv_budget_bytes(
+            *measure(
+                model,
+                block_size=block_size,
+                max_batch_tokens=max_batch_tokens,
+                max_running=max_running,
+                max_context=context,
+            )
+        )
+    elif budget is None:
+        budget = int(available_bytes() * CPU_FRACTION)
+    block_bytes = model.kv_bytes_per_block(block_size)
+    num_blocks = num_kv_blocks(
+        budget_bytes=budget,
+        block_bytes=block_bytes,
+        block_size=block_size,
+        max_running=max_running,
+        max_context=context,
+    )
+    num_host = num_host_blocks(
+        device=model.device,
+        wanted_bytes=config.host_kv_memory_bytes,
+        kv_bytes=num_blocks * block_bytes,
+        block_bytes=block_bytes,
+        host_bytes=available_bytes(),
+    )
+    context = min(context, num_blocks * block_size)
+    graphs = on_cuda and config.cuda_graphs
+    return Sizes(block_size, max_batch_tokens, max_running, context, num_blocks, num_host, graphs)

@@ -1,0 +1,87 @@
+"""Between a step's Python values and the device, without waiting for it.
+
+Beside a GPU a copy is only queued if the host's memory is page-locked; from other memory it first waits for all work on
+the device. What a step uploads goes through memory that is locked once, two halves used in turn: a half is written
+anew when the step that used it has been collected, since at most two are on their way. On a CPU there is nothing to
+copy, and nothing is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+HALF_BYTES = 1 << 20  # grows where a step needs more
+_ALIGNMENT = 64
+
+Upload = Callable[[np.ndarray], Tensor]
+
+
+class Staging:
+    """Uploads, downloads and the mark that says when they are done. Used by the step loop's thread only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_cuda = device.type == "cuda"
+        self._halves = [_locked(HALF_BYTES), _locked(HALF_BYTES)] if self._on_cuda else []
+        self._half = 0
+        self._used = 0
+
+    def turn(self) -> None:
+        """A new step begins: what the step before the last one uploaded has arrived."""
+        self._half = 1 - self._half
+        self._used = 0
+
+    def upload(self, values: np.ndarray) -> Tensor:
+        """The values on the device, for work that is queued after this. The caller does not change them any more."""
+        if not self._on_cuda:
+            return torch.from_numpy(values)
+        return self._through_locked(values).to(self._device, non_blocking=True)
+
+    def upload_into(self, target: Tensor, values: np.ndarray) -> None:
+        """The values into a tensor of their shape, whose address stays."""
+        source = self._through_locked(values) if self._on_cuda else torch.from_numpy(values)
+        target.copy_(source, non_blocking=True)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """The tensor in host memory, there once a mark that is set after this has been passed."""
+        if not self._on_cuda:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # from torch's own pool of locked memory
+        return host.copy_(tensor, non_blocking=True)
+
+    def mark(self) -> Mark:
+        """Passed when all that has been queued so far is done."""
+        return Mark(torch.cuda.current_stream(self._device).record_event() if self._on_cuda else None)
+
+    def _through_locked(self, values: np.ndarray) -> Tensor:
+        begin = self._used
+        end = begin + values.nbytes
+        half = self._halves[self._half]
+        if end > half.numel():
+            half = self._halves[self._half] = _locked(2 * end)  # torch keeps the old one while copies read it
+            begin, end = 0, values.nbytes
+        self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
+        host = half[begin:end].view(torch.from_numpy(values[:0]).dtype).view(values.shape)
+        np.copyto(host.numpy(), values)
+        return host
+
+
+class Mark:
+    """A point in the device's work."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Until it has been passed; other threads may run meanwhile."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def _locked(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -1,0 +1,359 @@
+"""Queries, keys and values made ready for attention in Triton, in one launch: a program has some heads of a token.
+
+T tokens, C fused width, H query heads, G key-value heads, d head width, N blocks, P places a block, R rotated pairs.
+A head is held in three parts: the first of each rotated pair, the second, and what is not rotated.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moiety_kernels.gpu.cases import CompileCase
+
+if TYPE_CHECKING:
+    from moiety_kernels.attention_input.plan import AttentionInputPlan
+
+_VALUES = 1024  # of one program, whose two warps read 16 bytes a thread at once
+_MOST_VALUES = 32768  # that the registers of 16 warps hold
+_NONE, _OF_HEAD, _OF_ROW = "none", "head", "row"  # what is normalised at once
+
+
+def fits(x_THd: Tensor, cos_PR: Tensor) -> bool:
+    """Whether heads like these can be rotated by such a table."""
+    return x_THd.stride(-1) == 1 and cos_PR.is_contiguous() and triton.next_power_of_2(x_THd.shape[-1]) <= _MOST_VALUES
+
+
+def fits_plan(plan: AttentionInputPlan) -> bool:
+    """Whether the kernel takes what the plan normalises at once."""
+    return plan.q_norm is None or triton.next_power_of_2(plan.q_norm.shape[0]) <= _MOST_VALUES
+
+
+def attention_input(
+    qkv_TC: Tensor,
+    plan: AttentionInputPlan,
+    cos_PR: Tensor,
+    sin_PR: Tensor,
+    positions_T: Tensor,
+    k_cache_NGPd: Tensor,
+    v_cache_NGPd: Tensor,
+    slots_T: Tensor,
+) -> Tensor:
+    """Queries q_THd; keys and values go to their slots, and nowhere where the slot is negative."""
+    tokens, fused = qkv_TC.shape
+    num_kv_heads, width = k_cache_NGPd.shape[1], k_cache_NGPd.shape[3]
+    q_THd, k_TGd, v_TGd = qkv_TC.view(tokens, fused // width, width).tensor_split(
+        [fused // width - 2 * num_kv_heads, fused // width - num_kv_heads], dim=1
+    )
+    out_THd = torch.empty(q_THd.shape, dtype=qkv_TC.dtype, device=qkv_TC.device)
+    caches = k_cache_NGPd, v_cache_NGPd, slots_T
+    _launch(q_THd, k_TGd, v_TGd, plan, (cos_PR, sin_PR, positions_T), out_THd, caches)
+    return out_THd
+
+
+def rope(x_THd: Tensor, cos_PR: Tensor, sin_PR: Tensor, positions_T: Tensor) -> Tensor:
+    """x with the pairs (i, i + R) of its heads rotated; x's heads may lie anywhere, a head's values side by side."""
+    out_THd = torch.empty(x_THd.shape, dtype=x_THd.dtype, device=x_THd.device)
+    _launch(x_THd, None, None, None, (cos_PR, sin_PR, positions_T), out_THd, None)
+    return out_THd
+
+
+def kv_store(k_TGd: Tensor, v_TGd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, slots_T: Tensor) -> None:
+    """Keys and values as they are to their slots, and nowhere where the slot is negative."""
+    _launch(None, k_TGd, v_TGd, None, None, None, (k_cache_NGPd, v_cache_NGPd, slots_T))
+
+
+def _launch(
+    q_THd: Tensor | None,
+    k_TGd: Tensor | None,
+    v_TGd: Tensor | None,
+    plan: AttentionInputPlan | None,
+    rotation: tuple[Tensor, Tensor, Tensor] | None,
+    out_THd: Tensor | None,
+    caches: tuple[Tensor, Tensor, Tensor] | None,
+) -> None:
+    """The heads that are given; the rest of the launch is left out."""
+    some = q_THd if q_THd is not None else k_TGd
+    assert some is not None
+    heads = 0 if q_THd is None else q_THd.shape[1]
+    kv_heads = 0 if k_TGd is None else k_TGd.shape[1]
+    shape = _shape(heads, kv_heads, some.shape[2], 0 if rotation is None else rotation[0].shape[1], _norm(plan, some))
+    q_programs = triton.cdiv(heads, shape["Q_HEADS"])
+    programs = q_programs + 2 * triton.cdiv(kv_heads, shape["KV_HEADS"])
+    if some.numel() == 0:
+        return
+    q_norm, k_norm, eps, clip = (None, None, 0.0, None) if plan is None else _settings(plan)
+    cos_PR, sin_PR, positions_T = rotation or (None,) * 3
+    k_cache, v_cache, slots_T = caches or (None,) * 3
+    _attention_input[(some.shape[0], programs)](
+        q_THd,
+        k_TGd,
+        v_TGd,
+        q_norm,
+        k_norm,
+        cos_PR,
+        sin_PR,
+        positions_T,
+        out_THd,
+        k_cache,
+        v_cache,
+        slots_T,
+        *_strides(q_THd, 2),
+        *_strides(k_TGd, 2),
+        *_strides(v_TGd, 2),
+        *_strides(out_THd, 2),
+        *_strides(k_cache, 3),
+        *_strides(v_cache, 3),
+        heads,
+        kv_heads,
+        1 if k_cache is None else k_cache.shape[2],
+        eps,
+        0.0 if clip is None else clip,
+        **shape,
+        CLIP=clip is not None,
+    )
+
+
+def _settings(plan: AttentionInputPlan) -> tuple[Tensor | None, Tensor | None, float, float | None]:
+    return plan.q_norm, plan.k_norm, plan.norm_eps, plan.clip
+
+
+def _norm(plan: AttentionInputPlan | None, x_THd: Tensor) -> str:
+    if plan is None or plan.q_norm is None:
+        return _NONE
+    return _OF_HEAD if plan.q_norm.shape[0] == x_THd.shape[2] else _OF_ROW
+
+
+def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
+    return (0,) * count if tensor is None else tensor.stride()[:count]
+
+
+def _shape(heads: int, kv_heads: int, width: int, pairs: int, norm: str) -> dict[str, Any]:
+    """Constants of the launch: as many heads a program as make _VALUES, or all where all are normalised at once."""
+    block = triton.next_power_of_2(width)
+
+    def rows(count: int) -> int:
+        most: int = triton.next_power_of_2(max(1, count))
+        return most if norm == _OF_ROW else min(most, max(1, _VALUES // block))
+
+    values = block * max(rows(heads), rows(kv_heads))
+    return {
+        "Q_HEADS": rows(heads),
+        "KV_HEADS": rows(kv_heads),
+        "WIDTH": width,
+        "PAIRS": pairs,
+        "PAIRS_BLOCK": triton.next_power_of_2(max(1, pairs)),
+        "REST_BLOCK": triton.next_power_of_2(max(1, width - 2 * pairs)),
+        "NORM": norm,
+        "num_warps": max(1, min(16, values // 512)),
+    }
+
+
+@triton.jit
+def _attention_input(
+    p_q,
+    p_k,
+    p_v,
+    p_q_norm,
+    p_k_norm,
+    p_cos,
+    p_sin,
+    p_positions,
+    p_out,
+    p_k_cache,
+    p_v_cache,
+    p_slots,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    out_token,
+    out_head,
+    k_block,
+    k_cache_head,
+    k_place,
+    v_block,
+    v_cache_head,
+    v_place,
+    heads,
+    kv_heads,
+    places,
+    eps,
+    clip,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRS_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    CLIP: tl.constexpr,
+):
+    """Programs 0 … of a token have queries, Q_HEADS each; then come as many as keys need, and as many for values."""
+    i_token = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(1)
+    q_programs = tl.cdiv(heads, Q_HEADS)
+    kv_programs = tl.cdiv(kv_heads, KV_HEADS)
+    if p_q is not None:  # noqa: SIM102 - this is decided when compiling, the next when running
+        if program < q_programs:
+            _heads(
+                p_q + i_token * q_token, q_head, p_out + i_token * out_token, out_head, program, heads, heads,
+                p_q_norm, p_cos, p_sin, p_positions, i_token, eps, clip,
+                Q_HEADS, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK, NORM, CLIP, True,
+            )  # fmt: skip
+    if p_k is not None:  # noqa: SIM102 - likewise
+        if program >= q_programs:
+            slot = tl.load(p_slots + i_token).to(tl.int64)
+            block, place = slot // places, slot % places
+            held = tl.where(slot < 0, 0, kv_heads)  # a token that belongs to nobody is written nowhere
+            if program < q_programs + kv_programs:
+                _heads(
+                    p_k + i_token * k_token, k_head, p_k_cache + block * k_block + place * k_place, k_cache_head,
+                    program - q_programs, kv_heads, held, p_k_norm, p_cos, p_sin, p_positions, i_token, eps, clip,
+                    KV_HEADS, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK, NORM, CLIP, True,
+                )  # fmt: skip
+            else:
+                _heads(
+                    p_v + i_token * v_token, v_head, p_v_cache + block * v_block + place * v_place, v_cache_head,
+                    program - q_programs - kv_programs, kv_heads, held, p_k_norm, p_cos, p_sin, p_positions, i_token,
+                    eps, clip, KV_HEADS, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK, "none", CLIP, False,
+                )  # fmt: skip
+
+
+@triton.jit
+def _heads(
+    p_source,
+    source_head,
+    p_target,
+    target_head,
+    program,
+    heads,
+    held,
+    p_norm,
+    p_cos,
+    p_sin,
+    p_positions,
+    i_token,
+    eps,
+    clip,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRS_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    CLIP: tl.constexpr,
+    ROTATE: tl.constexpr,
+):
+    """HEADS of the `heads` that lie at p_source, to where the first `held` are kept."""
+    i_head = program * HEADS + tl.arange(0, HEADS)
+    p_row = p_source + i_head.to(tl.int64)[:, None] * source_head
+    first, second, rest = _load(p_row, i_head, heads, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK)
+    if NORM != "none":
+        total = _squares(first) + _squares(second) + _squares(rest)  # [HEADS]
+        if NORM == "head":
+            factor = tl.rsqrt(total / WIDTH + eps)[:, None]
+            p_weight = p_norm + tl.zeros_like(i_head)[:, None]
+        else:
+            factor = tl.rsqrt(tl.sum(total, axis=0) / (WIDTH * heads) + eps)
+            p_weight = p_norm + i_head[:, None] * WIDTH
+        weights = _load(p_weight, i_head, heads, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK)
+        first, second = _scaled(first, factor, weights[0]), _scaled(second, factor, weights[1])
+        rest = _scaled(rest, factor, weights[2])
+    if CLIP:
+        first, second, rest = _clamped(first, clip), _clamped(second, clip), _clamped(rest, clip)
+    if ROTATE and PAIRS > 0:
+        i_pair = tl.arange(0, PAIRS_BLOCK)
+        i_angle = tl.load(p_positions + i_token).to(tl.int64) * PAIRS + i_pair
+        cos = tl.load(p_cos + i_angle, mask=i_pair < PAIRS, other=0.0)[None, :]
+        sin = tl.load(p_sin + i_angle, mask=i_pair < PAIRS, other=0.0)[None, :]
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        first, second = (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
+    p_row = p_target + i_head.to(tl.int64)[:, None] * target_head
+    i_pair, i_rest = tl.arange(0, PAIRS_BLOCK)[None, :], tl.arange(0, REST_BLOCK)[None, :]
+    m_pair, m_rest = (
+        (i_head < held)[:, None] & (i_pair < PAIRS),
+        (i_head < held)[:, None] & (i_rest < WIDTH - 2 * PAIRS),
+    )
+    tl.store(p_row + i_pair, _kept(first, p_row), mask=m_pair)
+    tl.store(p_row + PAIRS + i_pair, _kept(second, p_row), mask=m_pair)
+    tl.store(p_row + 2 * PAIRS + i_rest, _kept(rest, p_row), mask=m_rest)
+
+
+@triton.jit
+def _kept(values, p_row):
+    """What float8 has no number for becomes its greatest."""
+    if p_row.dtype.element_ty == tl.float8e4nv:
+        return tl.clamp(values.to(tl.float32), -448.0, 448.0).to(tl.float8e4nv)
+    return values
+
+
+@triton.jit
+def _load(
+    p_row,
+    i_head,
+    heads,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRS_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+):
+    """The three parts of some heads, [heads, PAIRS_BLOCK] twice and [heads, REST_BLOCK], 0 where there is nothing."""
+    i_pair, i_rest = tl.arange(0, PAIRS_BLOCK)[None, :], tl.arange(0, REST_BLOCK)[None, :]
+    m_pair = (i_head < heads)[:, None] & (i_pair < PAIRS)
+    m_rest = (i_head < heads)[:, None] & (i_rest < WIDTH - 2 * PAIRS)
+    first = tl.load(p_row + i_pair, mask=m_pair, other=0.0)
+    second = tl.load(p_row + PAIRS + i_pair, mask=m_pair, other=0.0)
+    return first, second, tl.load(p_row + 2 * PAIRS + i_rest, mask=m_rest, other=0.0)
+
+
+@triton.jit
+def _squares(part):
+    return tl.sum(part.to(tl.float32) * part.to(tl.float32), axis=1)
+
+
+@triton.jit
+def _scaled(part, factor, weight):
+    """Rounded before the weight, as the models' own code does it."""
+    return ((part.to(tl.float32) * factor).to(part.dtype) * weight).to(part.dtype)
+
+
+@triton.jit
+def _clamped(part, clip):
+    return tl.minimum(tl.maximum(part.to(tl.float32), -clip), clip).to(part.dtype)
+
+
+def compile_cases() -> list[CompileCase]:
+    """Heads of known families: plain, normalised each or all at once, clipped, partly rotated, and no multiple of 16
+    bytes wide; the rotation alone, and the storing alone."""
+    pointers = dict.fromkeys(("p_q", "p_k", "p_v", "p_out", "p_k_cache", "p_v_cache"), "*bf16")
+    pointers |= dict.fromkeys(("p_q_norm", "p_k_norm", "p_cos", "p_sin"), "*fp32")
+    pointers |= dict.fromkeys(("p_positions", "p_slots"), "*i64")
+    numbers = [name for name in _attention_input.arg_names if name.islower() and not name.startswith("p_")]
+    types = pointers | {name: "fp32" if name in ("eps", "clip") else "i32" for name in numbers}
+    families: dict[str, tuple[int, int, int, int, str, bool]] = {
+        "llama": (32, 8, 128, 64, _NONE, False),
+        "qwen3_moe": (32, 4, 128, 64, _OF_HEAD, False),
+        "olmoe": (16, 16, 128, 64, _OF_ROW, True),
+        "widest row": (128, 128, 128, 64, _OF_ROW, False),
+        "glm4_moe": (96, 8, 128, 32, _OF_HEAD, False),
+        "phi": (32, 32, 80, 16, _NONE, False),
+        "rope": (128, 0, 64, 32, _NONE, False),
+        "kv_store": (0, 8, 128, 0, _NONE, False),
+    }
+    cases = []
+    for name, (heads, kv_heads, width, pairs, norm, clip) in families.items():
+        constants = _shape(heads, kv_heads, width, pairs, norm) | {"CLIP": clip}
+        warps = constants.pop("num_warps")
+        absent: tuple[str, ...] = () if heads else ("p_q", "p_out", "p_cos", "p_sin", "p_positions")
+        absent += () if kv_heads else ("p_k", "p_v", "p_k_cache", "p_v_cache", "p_slots")
+        absent += () if norm != _NONE else ("p_q_norm", "p_k_norm")
+        constants |= dict.fromkeys(absent)
+        cases.append(CompileCase(name, _attention_input, types, constants, num_warps=warps))
+    return cases

@@ -1,0 +1,162 @@
+"""The whole expert layer, router scores to combined rows, as a call to time: ours and its rivals on the same tensors.
+
+T tokens, K experts a token, R = T · K routed rows, E experts, D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moiety_kernels.bench.clocks import Call
+from moiety_kernels.bench.routings import draw_logits, spec_of
+from moiety_kernels.bench.shapes import LayerShape
+from moiety_kernels.moe import experts, grouped
+from moiety_kernels.moe.reference import activate
+from moiety_kernels.route import route
+from moiety_kernels.route.reference import route as route_in_torch
+
+_CONTENDERS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    gate_up_E2FD: Tensor
+    down_EDF: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Of one point: `x_TD` as our layer gets it there, and `narrow_TD`, the same in the weights' type for rivals."""
+
+    shape: LayerShape
+    weights: Weights
+    x_TD: Tensor
+    narrow_TD: Tensor
+    logits_TE: Tensor
+    active: int  # experts that get a row
+
+
+def weight_bytes(shape: LayerShape) -> int:
+    return 2 * 3 * shape.num_experts * shape.width * shape.hidden
+
+
+def scratch_bytes(shape: LayerShape, tokens: int) -> int:
+    """What the contenders take beside the weights, each of which keeps all of its intermediate values."""
+    rows = tokens * shape.top_k + shape.num_experts
+    return _CONTENDERS * rows * (3 * shape.width + 4 * shape.hidden) * 4
+
+
+def make_weights(shape: LayerShape, device: torch.device) -> Weights:
+    """Random, of a size that keeps values near one: products of zeros would be faster than real ones."""
+    experts_, width, hidden = shape.num_experts, shape.width, shape.hidden
+    gate_up_E2FD = torch.empty(experts_, 2 * hidden, width, dtype=torch.bfloat16, device=device)
+    down_EDF = torch.empty(experts_, width, hidden, dtype=torch.bfloat16, device=device)
+    return Weights(gate_up_E2FD.normal_(std=width**-0.5), down_EDF.normal_(std=hidden**-0.5))
+
+
+def make_inputs(shape: LayerShape, weights: Weights, tokens: int, routing: str, seed: int) -> Inputs:
+    """Rows and router scores drawn from `seed`."""
+    device = weights.down_EDF.device
+    generator = torch.Generator().manual_seed(seed)
+    logits_TE = draw_logits(routing, tokens, shape.num_experts, generator).to(device)
+    on_device = torch.Generator(device).manual_seed(seed)
+    narrow_TD = torch.randn(tokens, shape.width, generator=on_device, device=device).bfloat16()
+    x_TD = narrow_TD if device.type == "cuda" else narrow_TD.float()
+    _, expert_TK = route_in_torch(logits_TE, spec_of(shape))
+    active = int((expert_TK.flatten().long().bincount() > 0).sum())
+    return Inputs(shape, weights, x_TD, narrow_TD, logits_TE, active)
+
+
+def ours(inputs: Inputs) -> Callable[[], Tensor]:
+    """On a GPU the Triton kernels by name: what they do not take shall fail, and not be timed as something else."""
+    kernel = "triton" if inputs.x_TD.is_cuda else "auto"
+    spec, weights = spec_of(inputs.shape), inputs.weights
+
+    def run() -> Tensor:
+        weight_TK, expert_TK = route(inputs.logits_TE, spec)
+        return experts(inputs.x_TD, weight_TK, expert_TK, weights.gate_up_E2FD, weights.down_EDF, kernel=kernel)
+
+    return run
+
+
+def rivals(inputs: Inputs, *, is_bound_by_memory: bool) -> dict[str, Call]:
+    """By name, those that can be had here."""
+    found: dict[str, Call] = {
+        "torch_grouped_mm": grouped_mm(inputs),
+        "cublas_batched" if inputs.x_TD.is_cuda else "torch_batched": batched(inputs),
+    }
+    if not is_bound_by_memory:  # else it would be a race with somebody who carries nothing
+        found["cublas_dense" if inputs.x_TD.is_cuda else "torch_dense"] = dense(inputs)
+    if importlib.util.find_spec("transformers") is not None:
+        found["transformers_grouped_mm"] = in_transformers(inputs)
+    if inputs.x_TD.is_cuda and importlib.util.find_spec("vllm") is not None:
+        found["vllm_fused_moe"] = in_vllm(inputs)
+    return found
+
+
+def grouped_mm(inputs: Inputs) -> Callable[[], Tensor]:
+    """torch's grouped product, with the sorting, activation and sum around it in torch."""
+
+    def run() -> Tensor:
+        weight_TK, expert_TK = route_in_torch(inputs.logits_TE, spec_of(inputs.shape))
+        weights = inputs.weights
+        return grouped.experts(inputs.narrow_TD, weight_TK, expert_TK, weights.gate_up_E2FD, weights.down_EDF)
+
+    return run
+
+
+def batched(inputs: Inputs) -> Call:
+    """No layer, but what a layer cannot do without: the same weights read and the same products, each active expert
+    with as many rows as the next, nothing routed."""
+    rows = -(-inputs.logits_TE.shape[0] * inputs.shape.top_k // inputs.active)
+    gate_up_A2FD = inputs.weights.gate_up_E2FD[: inputs.active]
+    down_ADF = inputs.weights.down_EDF[: inputs.active]
+    x_ARD = torch.randn(inputs.active, rows, inputs.shape.width, device=gate_up_A2FD.device).to(gate_up_A2FD.dtype)
+    return lambda: torch.bmm(activate(torch.bmm(x_ARD, gate_up_A2FD.transpose(1, 2))), down_ADF.transpose(1, 2))
+
+
+def dense(inputs: Inputs) -> Call:
+    """The same number of operations in two products with one expert's weights."""
+    gate_up_2FD, down_DF = inputs.weights.gate_up_E2FD[0], inputs.weights.down_EDF[0]
+    rows = inputs.logits_TE.shape[0] * inputs.shape.top_k
+    x_RD = torch.randn(rows, inputs.shape.width, device=down_DF.device).to(down_DF.dtype)
+    return lambda: activate(x_RD @ gate_up_2FD.T) @ down_DF.T
+
+
+def in_transformers(inputs: Inputs) -> Call:
+    """Mixtral's experts there, which hold their weights as we do, by its grouped product."""
+    from transformers import MixtralConfig  # noqa: PLC0415 - only where it is installed
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: PLC0415
+
+    shape = inputs.shape
+    config = MixtralConfig(
+        hidden_size=shape.width, intermediate_size=shape.hidden, num_local_experts=shape.num_experts, hidden_act="silu"
+    )
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        module = MixtralExperts(config)
+    module.gate_up_proj = torch.nn.Parameter(inputs.weights.gate_up_E2FD, requires_grad=False)
+    module.down_proj = torch.nn.Parameter(inputs.weights.down_EDF, requires_grad=False)
+
+    def run() -> object:
+        weight_TK, expert_TK = route_in_torch(inputs.logits_TE, spec_of(shape))
+        return module(inputs.narrow_TD, expert_TK.long(), weight_TK.to(inputs.narrow_TD.dtype))
+
+    return run
+
+
+def in_vllm(inputs: Inputs) -> Call:
+    """Its fused experts in Triton, whose weights lie as ours do."""
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts  # noqa: PLC0415 - where it is installed
+
+    def run() -> object:
+        weight_TK, expert_TK = route_in_torch(inputs.logits_TE, spec_of(inputs.shape))
+        weights = inputs.weights
+        return fused_experts(inputs.narrow_TD, weights.gate_up_E2FD, weights.down_EDF, weight_TK, expert_TK)
+
+    return run

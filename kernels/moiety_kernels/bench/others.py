@@ -1,0 +1,201 @@
+"""The operations beside the expert layer as calls to time: ours, and torch's own for the same.
+
+T tokens, S sequences, E experts, D model width, H query and G key-value heads of width d, N blocks of P places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moiety_kernels.bench import work
+from moiety_kernels.bench.clocks import Call
+from moiety_kernels.bench.routings import draw_logits, spec_of
+from moiety_kernels.bench.shapes import DECODE_CONTEXT, LayerShape
+from moiety_kernels.bench.work import Work
+from moiety_kernels.paged_attention import paged_attention
+from moiety_kernels.rms_norm import add_rms_norm, rms_norm
+from moiety_kernels.route import route
+from moiety_kernels.route.reference import route as route_in_torch
+from moiety_kernels.sample import Draws, sample
+from moiety_kernels.sample.reference import sample as sample_in_torch
+
+_EPS = 1e-6
+_PLACES = 16  # a block of the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What is timed at one size, and what it must do at least."""
+
+    ours: Call
+    rivals: dict[str, Call]
+    work: Work
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    name: str
+    tokens: Callable[[LayerShape, int], bool]  # whether it is measured at so many
+    bytes: Callable[[LayerShape, int], int]  # of memory, about
+    make: Callable[[LayerShape, int, torch.device], Point]
+
+
+def _rms_norm(shape: LayerShape, tokens: int, device: torch.device) -> Point:
+    x, weight = _rows(tokens, shape, device), torch.rand(shape.width, device=device) + 0.5
+    narrow = weight.to(x.dtype)
+    dtype = _name(x)
+    return Point(
+        lambda: rms_norm(x, weight, _EPS),
+        {"torch_rms_norm": lambda: functional.rms_norm(x, (shape.width,), narrow, _EPS)},
+        work.rms_norm(shape, tokens, add=False, dtype=dtype),
+        dtype,
+    )
+
+
+def _add_rms_norm(shape: LayerShape, tokens: int, device: torch.device) -> Point:
+    """Ours may write into its inputs, so they are small and change from call to call; what it costs does not."""
+    x, delta = _rows(tokens, shape, device), torch.zeros_like(_rows(tokens, shape, device))
+    weight = torch.ones(shape.width, device=device)
+    narrow = weight.to(x.dtype)
+    dtype = _name(x)
+
+    def in_torch() -> object:
+        total = x + delta
+        return total, functional.rms_norm(total, (shape.width,), narrow, _EPS)
+
+    least = work.rms_norm(shape, tokens, add=True, dtype=dtype)
+    return Point(lambda: add_rms_norm(x, delta, weight, _EPS), {"torch_add_rms_norm": in_torch}, least, dtype)
+
+
+def _route(shape: LayerShape, tokens: int, device: torch.device) -> Point:
+    logits_TE = draw_logits("uniform", tokens, shape.num_experts, torch.Generator().manual_seed(tokens)).to(device)
+    return Point(
+        lambda: route(logits_TE, spec_of(shape)),
+        {"torch_topk": lambda: route_in_torch(logits_TE, spec_of(shape))},
+        work.route(shape, tokens),
+        "float32",
+    )
+
+
+def _sample(shape: LayerShape, rows: int, device: torch.device) -> Point:
+    """Top-p of 0.9 in every row, at a temperature that changes no logits, since these may be overwritten."""
+    logits_LV = 4 * torch.randn(rows, shape.vocabulary, device=device)
+
+    def each(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((rows,), value, dtype=dtype, device=device)
+
+    draws = Draws(
+        temperature_L=each(1.0, torch.float32),
+        top_k_L=each(0, torch.int32),
+        top_p_L=each(0.9, torch.float64),
+        min_p_L=each(0.0, torch.float32),
+        uniform_L=torch.rand(rows, dtype=torch.float64, device=device),
+    )
+    return Point(
+        lambda: sample(logits_LV, draws),
+        {"torch_sort": lambda: sample_in_torch(logits_LV, draws)},
+        work.sample(shape, rows),
+        "float32",
+    )
+
+
+def _decode(shape: LayerShape, sequences: int, device: torch.device) -> Point:
+    """The blocks of a sequence lie anywhere in the cache. The rival has its keys and values side by side."""
+    context = _context(device)
+    k, v = _cache(shape, sequences, context, device), _cache(shape, sequences, context, device)
+    q_THd = torch.randn(sequences, shape.heads, shape.head_width, device=device).to(k.dtype)
+    table_SB = torch.randperm(k.shape[0], device=device).to(torch.int32).view(sequences, -1)
+    start = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+    lengths = torch.full((sequences,), context, dtype=torch.int32, device=device)
+    scale = shape.head_width**-0.5
+    flat = (sequences, shape.kv_heads, context, shape.head_width)
+
+    def run() -> Tensor:
+        return paged_attention(
+            q_THd, k, v, start, lengths, table_SB, scale, num_decode=sequences, max_query=1, max_context=context
+        )
+
+    def in_torch() -> Tensor:
+        return functional.scaled_dot_product_attention(
+            q_THd[:, :, None], k.view(flat), v.view(flat), scale=scale, enable_gqa=True
+        )
+
+    least = work.attention_decode(shape, sequences, context, _name(k))
+    return Point(run, {"torch_sdpa_contiguous": in_torch}, least, _name(k))
+
+
+def _prefill(shape: LayerShape, tokens: int, device: torch.device) -> Point:
+    k, v = _cache(shape, 1, tokens, device), _cache(shape, 1, tokens, device)
+    q_THd = torch.randn(tokens, shape.heads, shape.head_width, device=device).to(k.dtype)
+    table_SB = torch.randperm(k.shape[0], device=device).to(torch.int32).view(1, -1)
+    start = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    lengths = torch.tensor([tokens], dtype=torch.int32, device=device)
+    scale = shape.head_width**-0.5
+    k_HTd, v_HTd = (c.transpose(0, 1).reshape(1, shape.kv_heads, -1, shape.head_width)[:, :, :tokens] for c in (k, v))
+
+    def run() -> Tensor:
+        return paged_attention(q_THd, k, v, start, lengths, table_SB, scale, max_query=tokens, max_context=tokens)
+
+    def in_torch() -> Tensor:
+        return functional.scaled_dot_product_attention(
+            q_THd.transpose(0, 1)[None], k_HTd, v_HTd, is_causal=True, scale=scale, enable_gqa=True
+        )
+
+    least = work.attention_prefill(shape, tokens, _name(k))
+    return Point(run, {"torch_sdpa_contiguous": in_torch}, least, _name(k))
+
+
+def _rows(tokens: int, shape: LayerShape, device: torch.device) -> Tensor:
+    return torch.randn(tokens, shape.width, device=device).to(_dtype(device))
+
+
+def _cache(shape: LayerShape, sequences: int, context: int, device: torch.device) -> Tensor:
+    blocks = sequences * -(-context // _PLACES)
+    return torch.randn(blocks, shape.kv_heads, _PLACES, shape.head_width, device=device).to(_dtype(device))
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    """Activations and cache are float32 on a CPU, which has no fast arithmetic in 16 bits beside its matrix tiles."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _context(device: torch.device) -> int:
+    return DECODE_CONTEXT if device.type == "cuda" else DECODE_CONTEXT // 8
+
+
+def _cache_bytes(shape: LayerShape, tokens: int) -> int:
+    """In float32, as it is drawn, keys and values, and a second time in the type that it is kept in."""
+    return 16 * tokens * shape.kv_heads * shape.head_width
+
+
+OPERATIONS = {
+    one.name: one
+    for one in (
+        Operation("rms_norm", lambda s, t: True, lambda s, t: 12 * t * s.width, _rms_norm),
+        Operation("add_rms_norm", lambda s, t: True, lambda s, t: 24 * t * s.width, _add_rms_norm),
+        Operation("route", lambda s, t: True, lambda s, t: 32 * t * s.num_experts, _route),
+        Operation("sample", lambda s, t: s.vocabulary > 0 and t <= 256, lambda s, t: 48 * t * s.vocabulary, _sample),
+        Operation(
+            "paged_attention_decode",
+            lambda s, t: s.heads > 0 and t <= 256,
+            lambda s, t: _cache_bytes(s, t * DECODE_CONTEXT),
+            _decode,
+        ),
+        Operation(
+            "paged_attention_prefill",
+            lambda s, t: s.heads > 0 and t >= 256,
+            lambda s, t: _cache_bytes(s, t) + 2 * t * t,  # what masks without a fused kernel take
+            _prefill,
+        ),
+    )
+}

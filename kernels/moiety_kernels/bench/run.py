@@ -1,0 +1,223 @@
+"""The run of `moiety bench kernels`: points one after the other within a budget of time and of memory, rows out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from moiety_kernels.bench import moe_layer, work
+from moiety_kernels.bench.clocks import CallFailed, Clock, Timing, clock_of, measure
+from moiety_kernels.bench.others import OPERATIONS, Point
+from moiety_kernels.bench.shapes import LayerShape
+from moiety_kernels.bench.speeds import measure_speeds, roofline_speeds
+from moiety_kernels.bench.work import Speeds, Work, floor_s
+
+MOE_LAYER = "moe_layer"
+KERNELS = (MOE_LAYER, *OPERATIONS)
+OURS = "moiety"
+LARGEST_DIFFERENCE = 0.03  # in bfloat16, two ways of the same sums come to some 0.005
+_MEMORY_SHARE = 0.9  # of what is free
+_LONGEST_POINT_S = 2.0
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    kernels: tuple[str, ...]
+    shapes: tuple[LayerShape, ...]
+    tokens: tuple[int, ...]
+    routings: tuple[str, ...]
+    time_budget_s: float
+    rivals: bool = True
+    seed: int = 0
+
+    @property
+    def num_points(self) -> int:
+        each = sum(len(self.routings) if kernel == MOE_LAYER else 1 for kernel in self.kernels)
+        return each * len(self.shapes) * len(self.tokens)
+
+
+@dataclass(slots=True)
+class Report:
+    """Filled in as the run goes, so that what it has is whole whenever it ends."""
+
+    device: str
+    speeds: Speeds
+    roofline: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    failed: list[Row] = field(default_factory=list)
+    skipped: list[Row] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Run:
+    settings: Settings
+    device: torch.device
+    clock: Clock
+    report: Report
+    end: float  # by time.perf_counter
+    points_left: int
+    on_point: Callable[[str, Report], None]
+
+    def measure(self, kernel: str, shape: LayerShape, tokens: int, make: Callable[[], Row]) -> None:
+        """One point, whatever comes of it."""
+        self.points_left -= 1
+        try:
+            self.report.rows.append(make())
+        except Exception as exc:  # of a kernel, the compiler or the device, which have no common root
+            what = f"{type(exc).__name__}: {exc}"[:500]
+            self.report.failed.append({"kernel": kernel, "shape": shape.name, "tokens": tokens, "error": what})
+
+    def budget_s(self) -> float:
+        """An equal share of the time that is left, of which making the tensors takes some."""
+        return min(_LONGEST_POINT_S, 0.6 * (self.end - time.perf_counter()) / max(1, self.points_left))
+
+    def skip(self, kernel: str, shape: LayerShape, tokens: Sequence[int], why: str) -> None:
+        """Note points that are not measured; those that only differ in their tokens are one entry."""
+        skipped, like = self.report.skipped, {"kernel": kernel, "shape": shape.name, "reason": why}
+        if skipped and {name: skipped[-1][name] for name in like} == like:
+            skipped[-1]["tokens"] += [count for count in tokens if count not in skipped[-1]["tokens"]]
+        else:
+            skipped.append({**like, "tokens": [*tokens]})
+
+    def refusal(self, num_bytes: int) -> str | None:
+        """Why a point that takes so much is not measured, if it is not."""
+        if time.perf_counter() > self.end:
+            return "the time budget was spent; raise --time-budget or name fewer shapes"
+        free = free_bytes(self.device)
+        if num_bytes > _MEMORY_SHARE * free:
+            return f"takes about {num_bytes / 1e9:.0f} GB of memory, and {free / 1e9:.0f} GB are free"
+        return None
+
+
+def run(settings: Settings, device: torch.device, on_point: Callable[[str, Report], None]) -> Report:
+    """Measure every point that the budgets allow; `on_point` is told each one's name before it, and what is known so
+    far. A point at which our own kernel fails is among the `failed`, and costs the others nothing that it has not
+    broken."""
+    begin = time.perf_counter()
+    clock = clock_of(device)
+    measured = measure_speeds(device, clock)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    speeds, source = roofline_speeds(name, measured)
+    report = Report(name, speeds, {**asdict(speeds), "source": source, "measured": asdict(measured)})
+    end = begin + settings.time_budget_s
+    state = _Run(settings, device, clock, report, end, settings.num_points, on_point)
+    with torch.inference_mode():
+        for shape in settings.shapes:
+            if MOE_LAYER in settings.kernels:
+                _run_moe_layer(state, shape)
+            for kernel in settings.kernels:
+                if kernel != MOE_LAYER:
+                    _run_operation(state, kernel, shape)
+    return report
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)
+
+
+def _run_moe_layer(state: _Run, shape: LayerShape) -> None:
+    settings = state.settings
+    refused = state.refusal(moe_layer.weight_bytes(shape))
+    if refused is not None:
+        state.points_left -= len(settings.tokens) * len(settings.routings)
+        state.skip(MOE_LAYER, shape, settings.tokens, refused)
+        return
+    weights = moe_layer.make_weights(shape, state.device)
+    for tokens in settings.tokens:
+        for routing in settings.routings:
+            state.on_point(f"{MOE_LAYER} {shape.name}, {tokens} tokens, {routing}", state.report)
+            refused = state.refusal(moe_layer.scratch_bytes(shape, tokens))
+            if refused is not None:
+                state.points_left -= 1
+                state.skip(MOE_LAYER, shape, [tokens], refused)
+                continue
+            state.measure(MOE_LAYER, shape, tokens, partial(_moe_row, state, shape, weights, tokens, routing))
+
+
+def _moe_row(state: _Run, shape: LayerShape, weights: moe_layer.Weights, tokens: int, routing: str) -> Row:
+    inputs = moe_layer.make_inputs(shape, weights, tokens, routing, state.settings.seed)
+    least = work.moe_layer(shape, tokens, inputs.active)
+    ours = moe_layer.ours(inputs)
+    distance = checked_difference(ours(), moe_layer.grouped_mm(inputs)())
+    rivals = {}
+    if state.settings.rivals:
+        rivals = moe_layer.rivals(inputs, is_bound_by_memory=work.is_bound_by_memory(least, state.report.speeds))
+    row = _row(state, MOE_LAYER, shape, tokens, Point(ours, rivals, least, shape.dtype))
+    row["routing"] = routing
+    row["active_experts"] = inputs.active
+    row["rows_per_expert"] = round(tokens * shape.top_k / shape.num_experts, 2)
+    row["difference"] = distance
+    return row
+
+
+def _run_operation(state: _Run, kernel: str, shape: LayerShape) -> None:
+    operation = OPERATIONS[kernel]
+    for tokens in state.settings.tokens:
+        state.on_point(f"{kernel} {shape.name}, {tokens} tokens", state.report)
+        refused = state.refusal(operation.bytes(shape, tokens))
+        if operation.tokens(shape, tokens) and refused is None:
+            state.measure(kernel, shape, tokens, partial(_operation_row, state, kernel, shape, tokens))
+            continue
+        state.points_left -= 1
+        if operation.tokens(shape, tokens) and refused is not None:
+            state.skip(kernel, shape, [tokens], refused)
+
+
+def _operation_row(state: _Run, kernel: str, shape: LayerShape, tokens: int) -> Row:
+    return _row(state, kernel, shape, tokens, OPERATIONS[kernel].make(shape, tokens, state.device))
+
+
+def _row(state: _Run, kernel: str, shape: LayerShape, tokens: int, point: Point) -> Row:
+    """The fields that docs/kernels.md lists. Raises CallFailed where ours fails."""
+    rivals = point.rivals if state.settings.rivals else {}
+    times, failed = measure({OURS: point.ours, **rivals}, state.clock, budget_s=state.budget_s())
+    if OURS in failed:
+        raise failed[OURS]
+    mine = times.pop(OURS)
+    return {
+        "kernel": kernel,
+        "shape": shape.name,
+        "tokens": tokens,
+        "routing": None,
+        "dtype": point.dtype,
+        **_figures(mine, point.work, state.report.speeds),
+        "rivals": {name: _us(one) for name, one in times.items()},
+        "rivals_failed": {name: str(exc) for name, exc in failed.items()},
+        "no_graph": [name for name, one in {OURS: mine, **times}.items() if not one.graph],
+    }
+
+
+def _figures(timing: Timing, least: Work, speeds: Speeds) -> Row:
+    return {
+        "time_us": _us(timing),
+        "floor_us": round(1e6 * floor_s(least, speeds), 2),
+        "arithmetic_us": round(1e6 * least.flops / speeds.flops_per_s, 2),
+        "tflops": round(least.flops / timing.seconds / 1e12, 3),
+        "gb_per_s": round(least.bytes / timing.seconds / 1e9, 2),
+        "roofline_fraction": round(floor_s(least, speeds) / timing.seconds, 4),
+        "spread": round(timing.spread, 3),
+        "repeats": timing.repeats,
+    }
+
+
+def checked_difference(ours: Tensor, theirs: Tensor) -> float:
+    """‖ours − theirs‖ / ‖theirs‖. Raises CallFailed if that is more than rounding: a wrong result has no time."""
+    distance = ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
+    if not distance <= LARGEST_DIFFERENCE:  # NaN neither
+        raise CallFailed(f"the result differs from torch's by {distance:.3g} of it")
+    return float(f"{distance:.3g}")
+
+
+def _us(timing: Timing) -> float:
+    return round(1e6 * timing.seconds, 2)

@@ -1,0 +1,62 @@
+"""The layers that are measured, as data: of models that people serve, and small ones for a processor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One layer of a model, without the biases that some have and with SiLU for its activation. Heads are those of its
+    attention; `vocabulary` is what its last layer scores."""
+
+    name: str
+    num_experts: int
+    top_k: int
+    width: int
+    hidden: int  # of one expert
+    heads: int
+    kv_heads: int
+    head_width: int
+    vocabulary: int
+    routing: Mapping[str, Any] = field(default_factory=lambda: {"renormalize": True})  # what else a RoutingSpec says
+    dtype: str = "bfloat16"  # of the weights
+
+
+TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
+ROUTINGS = ("uniform", "zipf")
+DECODE_CONTEXT = 4096  # tokens in the cache of every sequence that decodes
+
+_SIGMOID = {"scoring": "sigmoid", "renormalize": True}
+_GROUPS = {"num_groups": 8, "top_groups": 4, "group_score": "best_two", "scale": 2.5}
+_CHOSEN = {"scoring": "softmax_chosen", "renormalize": False}
+MODELS = (
+    LayerShape("Mixtral-8x7B", 8, 2, 4096, 14336, 32, 8, 128, 32000),
+    LayerShape("OLMoE", 64, 8, 2048, 1024, 16, 16, 128, 50304, {"renormalize": False}),
+    LayerShape("Qwen3-30B-A3B", 128, 8, 2048, 768, 32, 4, 128, 151936),
+    LayerShape("Qwen3-235B", 128, 8, 4096, 1536, 64, 4, 128, 151936),
+    LayerShape("GLM-4.5-Air", 128, 8, 4096, 1408, 96, 8, 128, 151552, _SIGMOID),
+    # Its attention is latent, which is no paged_attention: what is measured of it has no heads.
+    LayerShape("DeepSeek-V3", 256, 8, 7168, 2048, 0, 0, 0, 129280, _SIGMOID | _GROUPS),
+    LayerShape("gpt-oss-20b", 32, 4, 2880, 2880, 64, 8, 64, 201088, _CHOSEN),
+    # No model's: the layer that published figures of fused kernels are for.
+    LayerShape("E128-2816x704", 128, 8, 2816, 704, 0, 0, 0, 0),
+)
+# What a processor can be asked: the layer of the bundled model, and the one of benchmarks/checkpoint.py.
+SMALL = (
+    LayerShape("moiety-demo", 16, 2, 128, 96, 4, 2, 32, 2048),
+    LayerShape("random-669M", 32, 4, 1024, 512, 16, 4, 64, 16000),
+)
+SMALL_TOKENS = (1, 16, 64, 256)
+SHAPES = {shape.name: shape for shape in (*MODELS, *SMALL)}
+
+
+def layer_of(numbers: tuple[int, ...]) -> LayerShape:
+    """An expert layer by itself, of E, K, D and F. Raises typer.BadParameter."""
+    if len(numbers) != 4 or numbers[1] > numbers[0]:
+        raise typer.BadParameter("a layer is E,K,D,F: experts, experts a token (no more), model and expert width")
+    return LayerShape("E{} K{} D{} F{}".format(*numbers), *numbers, heads=0, kv_heads=0, head_width=0, vocabulary=0)

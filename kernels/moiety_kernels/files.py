@@ -1,0 +1,13 @@
+"""Writing files that others may read at any moment."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Readers see the old file or the new one."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
+        file.write(text)
+    Path(file.name).replace(path)

@@ -1,0 +1,116 @@
+"""The expert layer in Triton: group → gather, gate and up, activation → down, routing weight → combine.
+
+T tokens, K experts a token, R = T · K routed rows, E experts, D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from moiety_kernels.gpu.devices import device_model
+from moiety_kernels.grouped_gemm.choice import configuration
+from moiety_kernels.grouped_gemm.kernels.cases import compile_cases
+from moiety_kernels.grouped_gemm.kernels.down import combine, down
+from moiety_kernels.grouped_gemm.kernels.launching import kind_of_scales
+from moiety_kernels.grouped_gemm.kernels.rows import down_rows, up_rows
+from moiety_kernels.grouped_gemm.kernels.shared import SCALE_BLOCK
+from moiety_kernels.grouped_gemm.kernels.up import up
+from moiety_kernels.grouped_gemm.tiles import Problem, Scales, TileConfig, choose
+from moiety_kernels.moe.activation import SILU, Activation
+from moiety_kernels.route import group
+
+__all__ = ["compile_cases", "experts", "unfit"]
+
+_NARROW = (torch.int8, torch.float8_e4m3fn)
+_SCALE_BLOCK = SCALE_BLOCK.value
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def unfit(
+    x_TD: Tensor,
+    expert_TK: Tensor,
+    w_gate_up_E2FD: Tensor,
+    w_down_EDF: Tensor,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+) -> str | None:
+    """Why `experts` does not take these tensors; None if it does."""
+    if x_TD.dtype not in _DTYPES:
+        return f"activations are {x_TD.dtype}"
+    if expert_TK.dtype is not torch.int32:
+        return f"experts' numbers are {expert_TK.dtype}, not int32"
+    if any(tensor.stride(-1) != 1 for tensor in (x_TD, w_gate_up_E2FD, w_down_EDF)):
+        return "values of a row do not lie next to each other"
+    if (gate_up_scale is None) != (down_scale is None):
+        return "only one of the two weights has scales"
+    return _unfit_weight(w_gate_up_E2FD, gate_up_scale, 2, x_TD) or _unfit_weight(w_down_EDF, down_scale, 1, x_TD)
+
+
+def _unfit_weight(w_ENK: Tensor, scale: Tensor | None, parts: int, x_TD: Tensor) -> str | None:
+    if scale is None:
+        return None if w_ENK.dtype is x_TD.dtype else f"weights are {w_ENK.dtype} and activations {x_TD.dtype}"
+    if w_ENK.dtype not in _NARROW:
+        return f"weights with scales are {w_ENK.dtype}, neither int8 nor float8_e4m3fn"
+    experts, rows, inner = w_ENK.shape
+    blocks = (experts, parts * -(-rows // parts // _SCALE_BLOCK), -(-inner // _SCALE_BLOCK))
+    if tuple(scale.shape) not in ((experts, rows), blocks) or not scale.is_contiguous():
+        return f"scales {tuple(scale.shape)} are neither {(experts, rows)} for rows nor {blocks} for blocks, contiguous"
+    return None
+
+
+def experts(
+    x_TD: Tensor,
+    weight_TK: Tensor,
+    expert_TK: Tensor,
+    w_gate_up_E2FD: Tensor,
+    w_down_EDF: Tensor,
+    *,
+    activation: Activation = SILU,
+    gate_up_bias_E2F: Tensor | None = None,
+    down_bias_ED: Tensor | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    invariant: bool = False,
+    config: TileConfig | None = None,
+) -> Tensor:
+    """Σ_k weight · expert(x) for each token; the same bits every time. Never waits for the device.
+
+    Weights of int8 or float8_e4m3fn have scales, contiguous and float32: of rows, [E, N], or of blocks of 128 × 128,
+    [E, N ÷ 128, K ÷ 128], gate's and up's apart. With `invariant`, the same bits for a token whatever other tokens
+    there are. Without `config`, what was tuned for this GPU, else what the cost model prefers.
+    """
+    tokens, top_k = expert_TK.shape
+    if tokens == 0:
+        return torch.empty_like(x_TD)
+    expert_TK, weight_TK = expert_TK.contiguous(), weight_TK.float().contiguous()
+    num_experts, width, hidden = w_down_EDF.shape
+    if config is None:
+        problem = _problem(
+            num_experts, top_k, width, hidden, tokens, x_TD.element_size(), invariant, kind_of_scales(down_scale)
+        )
+        config = (choose if x_TD.is_cpu else configuration)(problem, device_model(x_TD.device))
+    if config.BM == 1:
+        inner_RF = up_rows(x_TD, expert_TK, w_gate_up_E2FD, gate_up_scale, gate_up_bias_E2F, activation, config.up)
+        return down_rows(inner_RF, expert_TK, weight_TK, w_down_EDF, down_scale, down_bias_ED, config.down)
+    groups = group(expert_TK, num_experts, config.BM)
+    inner_RF = up(x_TD, groups, top_k, w_gate_up_E2FD, gate_up_scale, gate_up_bias_E2F, activation, config)
+    return combine(down(inner_RF, groups, weight_TK, w_down_EDF, down_scale, down_bias_ED, config), top_k)
+
+
+@functools.lru_cache(maxsize=4096)
+def _problem(
+    num_experts: int,
+    top_k: int,
+    width: int,
+    hidden: int,
+    tokens: int,
+    element_bytes: int,
+    invariant: bool,
+    scales: Scales,
+) -> Problem:
+    """With the number of tokens rounded up to three binary digits, so that few are ever thought about."""
+    unit = 1 << max(0, tokens.bit_length() - 3)
+    return Problem(num_experts, top_k, width, hidden, -(-tokens // unit) * unit, element_bytes, invariant, scales)

@@ -1,0 +1,68 @@
+"""What launching the grouped products needs to know of the device and of the weights' layout."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moiety_kernels.grouped_gemm.tiles import Block, Scales
+
+GROUP = 8  # tiles that go through the blocks of columns together
+_INTERPRETED_PROGRAMS = 3  # so that programs have more than one piece, and unlike numbers of them
+ALIGNMENT = 16  # bytes, of rows that are fetched so many at once
+
+
+def copied_by_engine(w_ENK: Tensor) -> bool:
+    """Whether the copy engine (TMA) can fetch these weights: all experts' rows as one matrix, evenly apart, aligned."""
+    experts, rows, _ = w_ENK.shape
+    size = w_ENK.element_size()
+    return (
+        _has_copy_engine(w_ENK.device)
+        and w_ENK.data_ptr() % ALIGNMENT == 0
+        and w_ENK.stride(1) * size % ALIGNMENT == 0
+        and (experts == 1 or w_ENK.stride(0) == rows * w_ENK.stride(1))
+        and experts * rows < 1 << 31
+    )
+
+
+def rows_aligned(x_TD: Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes."""
+    return x_TD.data_ptr() % ALIGNMENT == 0 and x_TD.stride(0) * x_TD.element_size() % ALIGNMENT == 0
+
+
+def weight_argument(w_ENK: Tensor, block: Block, engine: bool) -> Tensor | TensorDescriptor:
+    """The weights as the kernel takes them: one descriptor for all experts, or the address of the first."""
+    if not engine:
+        return w_ENK
+    experts, rows, inner = w_ENK.shape
+    return TensorDescriptor(w_ENK, [experts * rows, inner], [w_ENK.stride(1), 1], [block.BN, block.BK])
+
+
+def kind_of_scales(scale: Tensor | None) -> Scales:
+    """Of [E, N] a "row", of [E, N ÷ 128, K ÷ 128] a "block" of weights has each; "none" without."""
+    return "none" if scale is None else "row" if scale.dim() == 2 else "block"
+
+
+def num_programs(device: torch.device, per_sm: int, most_pieces: int) -> int:
+    """Programs that stay until all is done: as many as run at once, and none without work for it."""
+    return max(1, min(most_pieces, _multiprocessors(device) * per_sm))
+
+
+@functools.cache
+def _has_copy_engine(device: torch.device) -> bool:
+    return device.type == "cpu" or (
+        torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return _INTERPRETED_PROGRAMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,80 @@
+"""What the grouped products share on the device: which tile is whose, weights, products, activations."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SCALE_BLOCK: tl.constexpr = tl.constexpr(128)  # rows and columns of weights that share a scale, where blocks do
+
+
+@triton.jit
+def place(index, num_tiles, num_blocks, GROUP: tl.constexpr):
+    """(tile, block of columns) of a piece of work. GROUP tiles go through the blocks together, so that tiles of one
+    expert meet in L2 over the same weights."""
+    first = index // (GROUP * num_blocks) * GROUP
+    size = tl.minimum(num_tiles - first, GROUP)
+    within = index - first * num_blocks
+    return first + within % size, within // size
+
+
+@triton.jit
+def load_weights(
+    w, expert, row, k, num_rows, width, expert_stride, row_stride, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr
+):
+    """[BN, BK] of an expert's weights from (row, k) on, by the copy engine or by addresses; zero beyond the width."""
+    if TMA:
+        # One descriptor spans all experts, so none is made on the way. Rows beyond an expert's are the next one's,
+        # and no result of theirs is stored.
+        weights = w.load([expert * num_rows + row, k])
+    else:
+        i_row = row + tl.arange(0, BN)
+        i_k = k + tl.arange(0, BK)
+        p_row = w + expert.to(tl.int64) * expert_stride + i_row.to(tl.int64) * row_stride
+        m_w = (i_row < num_rows)[:, None] & (i_k < width)[None, :]
+        weights = tl.load(p_row[:, None] + i_k[None, :], mask=m_w, other=0)
+    return weights
+
+
+@triton.jit
+def multiply(x, w, acc, SWAP: tl.constexpr):
+    """acc + x · wᵀ, or its transpose where SWAP, so that the tensor cores' 64 rows are weights and not tokens."""
+    return tl.dot(w, x.T, acc, input_precision="ieee") if SWAP else tl.dot(x, w.T, acc, input_precision="ieee")
+
+
+@triton.jit
+def multiply_scaled(x, w, acc, p_scale, SWAP: tl.constexpr, SCALES: tl.constexpr):
+    """As `multiply`, of weights that may be narrower than x. They are widened in registers, from where swapped products
+    take them; scales of blocks are applied to each step's sums, scales of rows once, by whoever has the sums."""
+    if SCALES == "block":
+        step = multiply(x, w.to(x.dtype), tl.zeros_like(acc), SWAP)
+        acc += step * tl.load(p_scale)
+    else:
+        acc = multiply(x, w.to(x.dtype), acc, SWAP)
+    return acc
+
+
+@triton.jit
+def empty_sums(BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr):
+    """[BM, BN], or its transpose where SWAP."""
+    return tl.zeros((BN, BM), dtype=tl.float32) if SWAP else tl.zeros((BM, BN), dtype=tl.float32)
+
+
+@triton.jit
+def along_columns(vector, SWAP: tl.constexpr):
+    """A value for each column, to be broadcast over sums."""
+    return vector[:, None] if SWAP else vector[None, :]
+
+
+@triton.jit
+def activate(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        inner = gate * tl.sigmoid(gate) * up
+    elif ACTIVATION == "gelu_tanh":
+        # tanh(z) = 2 · sigmoid(2z) - 1
+        inner = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    else:
+        gate = tl.minimum(gate, limit)
+        up = tl.maximum(tl.minimum(up, limit), -limit)
+        inner = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+    return inner

@@ -1,0 +1,104 @@
+"""What `moiety kernels tune` needs of the expert layer: problems, candidates by predicted time, a way to run one.
+
+T tokens, K experts a token, E experts, D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moiety_kernels.grouped_gemm import choice, kernel, tiles
+from moiety_kernels.grouped_gemm.kernels.shared import SCALE_BLOCK
+from moiety_kernels.grouped_gemm.tiles import Problem, Scales, TileConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from moiety_kernels.bench.clocks import Call
+    from moiety_kernels.bench.shapes import LayerShape
+    from moiety_kernels.gpu.targets import DeviceModel
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+_SCALE_BLOCK: int = SCALE_BLOCK.value
+_NARROW_SCALE = 1e-3  # of random float8 weights, whose values lie between 0 and 448
+KINDS: dict[str, tuple[Scales, ...]] = {"bf16": ("none",), "fp8": ("row", "block")}
+
+
+class GroupedGemmTunable:
+    """Holds the weights of the layer that was prepared last, since all its problems need the same ones."""
+
+    operation = choice.OPERATION
+
+    def __init__(self) -> None:
+        self._layer: tuple[object, ...] = ()
+        self._weights: tuple[Tensor, Tensor] | None = None
+
+    def problems(self, shape: LayerShape, tokens: Sequence[int], weights: str) -> list[Problem]:
+        layer = shape.num_experts, shape.top_k, shape.width, shape.hidden
+        return [Problem(*layer, count, scales=scales) for scales in KINDS[weights] for count in tokens]
+
+    def key(self, problem: Problem) -> str:
+        return choice.key(problem)
+
+    def candidates(self, problem: Problem, model: DeviceModel) -> Sequence[TileConfig]:
+        every = tiles.candidates(problem, model)
+        return sorted(every, key=lambda config: tiles.seconds(problem, config, model))
+
+    def prepare(self, problem: Problem, device: torch.device) -> Callable[[TileConfig], Call]:
+        """Even routing, the first experts of a token drawn without replacement."""
+        gate_up_E2FD, down_EDF = self._make_weights(problem, device)
+        up_scale, down_scale = _make_scales(problem, device)
+        x_TD = torch.randn(problem.tokens, problem.width, device=device).to(_DTYPES[problem.element_bytes])
+        scores_TE = torch.rand(problem.tokens, problem.num_experts, device=device)
+        weight_TK, chosen_TK = scores_TE.topk(problem.top_k, dim=-1)
+        expert_TK = chosen_TK.to(torch.int32)
+
+        def make(config: TileConfig) -> Call:
+            inputs = x_TD, weight_TK, expert_TK, gate_up_E2FD, down_EDF
+            return lambda: kernel.experts(
+                *inputs,
+                gate_up_scale=up_scale,
+                down_scale=down_scale,
+                invariant=problem.invariant,
+                config=config,
+            )
+
+        return make
+
+    def _make_weights(self, problem: Problem, device: torch.device) -> tuple[Tensor, Tensor]:
+        layer = problem.num_experts, problem.width, problem.hidden, problem.weight_bytes, device
+        if self._weights is None or self._layer != layer:
+            self._weights = None  # before the next are made: two layers may not fit
+            self._weights = (
+                _random((problem.num_experts, 2 * problem.hidden, problem.width), problem, device),
+                _random((problem.num_experts, problem.width, problem.hidden), problem, device),
+            )
+            self._layer = layer
+        return self._weights
+
+
+def _random(size: tuple[int, int, int], problem: Problem, device: torch.device) -> Tensor:
+    """No zeros, whose products would be faster than real ones."""
+    if problem.scales == "none":
+        wide = torch.empty(size, dtype=_DTYPES[problem.element_bytes], device=device)
+        return wide.normal_(std=size[2] ** -0.5)
+    return torch.randint(1, 127, size, dtype=torch.int8, device=device).view(torch.float8_e4m3fn)  # 127 is NaN
+
+
+def _make_scales(problem: Problem, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Of gate and up, and of down."""
+    experts, width, hidden = problem.num_experts, problem.width, problem.hidden
+    if problem.scales == "none":
+        return None, None
+    if problem.scales == "row":
+        up, down = [experts, 2 * hidden], [experts, width]
+    else:
+        across, along = -(-width // _SCALE_BLOCK), -(-hidden // _SCALE_BLOCK)
+        up, down = [experts, 2 * along, across], [experts, across, along]
+    return torch.full(up, _NARROW_SCALE, device=device), torch.full(down, _NARROW_SCALE, device=device)
+
+
+TUNABLE = GroupedGemmTunable()

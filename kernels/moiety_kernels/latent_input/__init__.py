@@ -1,0 +1,61 @@
+"""What multi-head latent attention does before attention: a written cache, and queries as they meet its rows."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from moiety_kernels.checks import require, require_shape
+from moiety_kernels.latent_input import reference
+from moiety_kernels.latent_input.plan import LatentInputPlan
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+__all__ = ["LatentInputPlan", "latent_input", "latent_queries"]
+
+
+@functools.cache
+def _cpu() -> ModuleType:
+    from moiety_kernels.latent_input import cpu  # noqa: PLC0415 - numba, which a GPU has no use for
+
+    return cpu
+
+
+def latent_input(
+    input_TC: Tensor,
+    plan: LatentInputPlan,
+    cos_PR: Tensor,
+    sin_PR: Tensor,
+    positions_T: Tensor,
+    cache_NPL: Tensor,
+    slots_T: Tensor,
+) -> Tensor:
+    """Normalise the latent row, rotate what follows it and store both in their slots; return what stands before them,
+    the queries or their latent row, normalised if the plan says so.
+
+    The last L columns of a row are for the cache, 2R of them rotated; a slot is block · P + place, and a negative one
+    keeps nothing of its token; tokens with slots come first. The input may be overwritten. positions_T and slots_T are
+    int64, cos and sin float32.
+    """
+    require_shape("slots", slots_T, (input_TC.shape[0],))
+    require_shape("positions", positions_T, (input_TC.shape[0],))
+    require_shape("latent_norm", plan.latent_norm, (cache_NPL.shape[2] - 2 * cos_PR.shape[1],))
+    require(input_TC.shape[1] > cache_NPL.shape[2], "the input is no wider than a row of the cache")
+    if input_TC.is_cpu and _cpu().fits(input_TC, plan, cos_PR, positions_T, cache_NPL, slots_T):
+        fast: Tensor = _cpu().latent_input(input_TC, plan, cos_PR, sin_PR, positions_T, cache_NPL, slots_T)
+        return fast
+    return reference.latent_input(input_TC, plan, cos_PR, sin_PR, positions_T, cache_NPL, slots_T)
+
+
+def latent_queries(q_THd: Tensor, key_up_HLk: Tensor, cos_PR: Tensor, sin_PR: Tensor, positions_T: Tensor) -> Tensor:
+    """(Σ_k q[t, h, k] · key_up[h, l, k], then the last 2R entries of q, rotated) for each token and head: queries as
+    wide as a row of the cache. Shapes and types otherwise as in `latent_input`."""
+    require_shape("positions", positions_T, (q_THd.shape[0],))
+    require_shape("key_up", key_up_HLk, (q_THd.shape[1], -1, q_THd.shape[2] - 2 * cos_PR.shape[1]))
+    if q_THd.is_cpu and _cpu().fits_queries(q_THd, key_up_HLk, cos_PR, positions_T):
+        fast: Tensor = _cpu().latent_queries(q_THd, key_up_HLk, cos_PR, sin_PR, positions_T)
+        return fast
+    return reference.latent_queries(q_THd, key_up_HLk, cos_PR, sin_PR, positions_T)

@@ -1,0 +1,79 @@
+"""Causal attention over a paged cache of latent rows: multi-head latent attention in its absorbed form."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from moiety_kernels.checks import require, require_shape
+from moiety_kernels.mla_attention import reference
+from moiety_kernels.paged_attention import batched
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+
+@functools.cache
+def _cpu() -> ModuleType:
+    from moiety_kernels.paged_attention import cpu  # noqa: PLC0415 - numba, which a GPU has no use for
+
+    return cpu
+
+
+@functools.cache
+def _kernel() -> ModuleType:
+    from moiety_kernels.mla_attention import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
+
+    return kernel
+
+
+def mla_attention(
+    q_THL: Tensor,
+    cache_NPL: Tensor,
+    value_width: int,
+    query_start_S1: Tensor,
+    context_len_S: Tensor,
+    block_table_SB: Tensor,
+    scale: float,
+    *,
+    num_decode: int = 0,
+    max_query: int,
+    max_context: int,
+) -> Tensor:
+    """out_THV: attention of each sequence's queries, its last tokens in the cache, to what is at or before them.
+
+    A position has one cache row, latent then rotated part, which is the key of every head; its first V = `value_width`
+    entries are the value. The rest is as in `paged_attention`, whose case of one key-value head this is.
+    """
+    require_shape("cache", cache_NPL, (-1, -1, q_THL.shape[2]))
+    require(0 < value_width <= q_THL.shape[2], "value_width must be between 1 and the width of a cache row")
+    require_shape("query_start", query_start_S1, (context_len_S.shape[0] + 1,))
+    require(scale > 0, "scale must be positive")
+    blocks, places, width = cache_NPL.shape
+    k_NGPL = cache_NPL.view(blocks, 1, places, width)
+    v_NGPV = k_NGPL.as_strided((blocks, 1, places, value_width), k_NGPL.stride())
+    sequences = query_start_S1, context_len_S, block_table_SB
+    if q_THL.is_cpu and _cpu().fits(q_THL, k_NGPL, v_NGPV, block_table_SB):
+        fast: Tensor = _cpu().paged_attention(q_THL, k_NGPL, v_NGPV, *sequences, scale, None)
+        return fast
+    if q_THL.is_cuda and _kernel().fits(q_THL, cache_NPL, value_width):
+        on_gpu: Tensor = _kernel().mla_attention(
+            q_THL, cache_NPL, value_width, *sequences, scale, num_decode=num_decode, max_context=max_context
+        )
+        return on_gpu
+    if q_THL.is_cuda:
+        return batched.paged_attention(
+            q_THL,
+            k_NGPL,
+            v_NGPV,
+            *sequences,
+            scale,
+            None,
+            None,
+            num_decode=num_decode,
+            max_query=max_query,
+            max_context=max_context,
+        )
+    return reference.mla_attention(q_THL, cache_NPL, value_width, *sequences, scale)

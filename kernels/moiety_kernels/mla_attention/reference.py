@@ -1,0 +1,40 @@
+"""The definition of multi-head latent attention in its absorbed form (DeepSeek-V2, 2405.04434).
+
+T tokens, S sequences, B blocks a row, H query heads, N blocks, P places a block, L width of a cache row, V of a value.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def mla_attention(
+    q_THL: Tensor,
+    cache_NPL: Tensor,
+    value_width: int,
+    query_start_S1: Tensor,
+    context_len_S: Tensor,
+    block_table_SB: Tensor,
+    scale: float,
+) -> Tensor:
+    """out_THV: each sequence's queries are its last tokens in the cache; query i sees its own position and those before
+    it. The row of a position is the key of all heads, its first V entries are the value."""
+    out_THV = q_THL.new_empty(*q_THL.shape[:2], value_width)
+    starts = query_start_S1.tolist()
+    for s, context in enumerate(context_len_S.tolist()):
+        begin, end = starts[s], starts[s + 1]
+        if begin == end:
+            continue
+        blocks = block_table_SB[s, : -(-context // cache_NPL.shape[1])].long()
+        rows_CL = cache_NPL[blocks].flatten(0, 1)[:context].float()
+        scores_HQC = torch.einsum("qhl,cl->hqc", q_THL[begin:end].float(), rows_CL) * scale
+        key_at = torch.arange(context, device=q_THL.device)
+        query_at = torch.arange(context - (end - begin), context, device=q_THL.device)[:, None]
+        weights_HQC = torch.softmax(scores_HQC.masked_fill(key_at > query_at, float("-inf")), dim=-1)
+        out_THV[begin:end] = torch.einsum("hqc,cv->qhv", weights_HQC, rows_CL[:, :value_width]).to(q_THL.dtype)
+    return out_THV

@@ -1,0 +1,23 @@
+"""What stands between the two products of a feed-forward. Knows nothing of how it is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What is made of a gate and an up value.
+
+    "silu": silu(gate) · up. "gelu_tanh": gelu(gate) · up, with the approximation by tanh. "clipped" (gpt-oss):
+    (up + 1) · gate · sigmoid(alpha · gate), with gate at most `limit` and up within ± `limit`.
+    """
+
+    kind: Literal["silu", "gelu_tanh", "clipped"]
+    limit: float = 0.0
+    alpha: float = 0.0
+
+
+SILU = Activation("silu")
+GELU_TANH = Activation("gelu_tanh")

@@ -1,0 +1,53 @@
+"""The attention kernels as they are compiled where there is no GPU: for a layer, with the tiles of a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moiety_kernels.gpu.cases import CompileCase
+from moiety_kernels.gpu.targets import SM_90, Target
+from moiety_kernels.paged_attention.kernels.decode import decode, merge
+from moiety_kernels.paged_attention.tiles import (
+    SPAN,
+    Device,
+    Shape,
+    constants,
+    constants_of_merge,
+    decode_tiles,
+    prefill_tiles,
+    splits,
+)
+
+_PLACES = 16
+_CACHES = {1: "*fp8e4nv", 2: "*bf16"}
+_UNALIGNED = frozenset(
+    ("p_start", "p_context", "p_table", "num_sequences", "num_splits", "num_heads", "window", "table_row")
+)
+
+
+def variant(kernel: Any, name: str, shape: Shape, target: Target | None = None) -> CompileCase:
+    """`kernel` for `shape` on `target`, or on every one."""
+    of = target or SM_90
+    device = Device(1, of.max_shared_bytes, of.backend == "cuda" and int(of.arch) >= 90)
+    tiles = decode_tiles(shape, device) if kernel in (decode, merge) else prefill_tiles(shape, device)
+    rule = splits(shape)
+    known = constants(shape, tiles) | {"LEAST": rule.least, "MOST": rule.most, "SPAN": SPAN, "PLACES": _PLACES}
+    known |= {"SINKS": shape.windowed, "SCALED": shape.cache_bytes == 1}
+    if kernel is merge:
+        known |= constants_of_merge(shape, tiles)
+    types = {"p_q": "*bf16", "p_out": "*bf16", "factor": "fp32"}
+    types |= dict.fromkeys(("p_k", "p_v"), _CACHES[shape.cache_bytes])
+    types |= dict.fromkeys(("p_start", "p_context", "p_table"), "*i32")
+    types |= dict.fromkeys(("p_part", "p_weight", "p_sink", "p_k_scale", "p_v_scale"), "*fp32")
+    given = [argument for argument in kernel.arg_names if argument not in known]
+    where = "" if target is None else f" ({target.name})"
+    return CompileCase(
+        f"{kernel.__name__} {name}{where}",
+        kernel,
+        {argument: types.get(argument, "i32") for argument in given},
+        {constant: value for constant, value in known.items() if constant in kernel.arg_names},
+        num_warps=4 if kernel is merge else tiles.num_warps,
+        num_stages=3 if kernel is merge else tiles.num_stages,
+        only=() if target is None else (target.name,),
+        unaligned=_UNALIGNED,
+    )

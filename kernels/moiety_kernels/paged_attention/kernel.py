@@ -1,0 +1,204 @@
+"""Attention over a paged cache in Triton, in the manner of FlashAttention. The README beside this has the design.
+
+T tokens, S sequences, B blocks a row, I splits, H query heads, G key-value heads, d width of a key, v of a value,
+N blocks, P places a block.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from moiety_kernels.gpu.cases import CompileCase
+from moiety_kernels.gpu.targets import GFX942, SM_80, SM_90, SM_100
+from moiety_kernels.paged_attention.cases import variant
+from moiety_kernels.paged_attention.kernels.decode import decode, merge
+from moiety_kernels.paged_attention.kernels.prefill import prefill
+from moiety_kernels.paged_attention.tiles import (
+    MAX_WIDTH,
+    MERGED_ROWS,
+    SPAN,
+    Device,
+    Shape,
+    constants,
+    constants_of_merge,
+    decode_programs,
+    decode_tiles,
+    prefill_tiles,
+    splits,
+)
+
+
+def fits(q_THd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPv: Tensor) -> bool:
+    """Whether the kernels take these."""
+    key_width, value_width = k_cache_NGPd.shape[3], v_cache_NGPv.shape[3]
+    return (
+        q_THd.dtype in (torch.float16, torch.bfloat16)
+        and (k_cache_NGPd.dtype is q_THd.dtype or (k_cache_NGPd.itemsize == 1 and _converts(k_cache_NGPd)))
+        and max(key_width, value_width) <= MAX_WIDTH
+        and q_THd.stride(2) == k_cache_NGPd.stride(3) == v_cache_NGPv.stride(3) == 1
+    )
+
+
+def paged_attention(
+    q_THd: Tensor,
+    k_cache_NGPd: Tensor,
+    v_cache_NGPv: Tensor,
+    query_start_S1: Tensor,
+    context_len_S: Tensor,
+    block_table_SB: Tensor,
+    scale: float,
+    window: int | None,
+    sinks_H: Tensor | None,
+    k_scale_G: Tensor | None,
+    v_scale_G: Tensor | None,
+    *,
+    num_decode: int,
+    max_context: int,
+    shared: bool = False,
+) -> Tensor:
+    """out_THv, contiguous. `shared`: a value is the first of its key's `parts`. Launches depend on nothing but shapes,
+    `num_decode` and `max_context`."""
+    num_kv_heads, places, key_width = k_cache_NGPd.shape[1:]
+    num_tokens, num_heads = q_THd.shape[:2]
+    value_width, windowed = v_cache_NGPv.shape[3], window is not None
+    sizes = q_THd.itemsize, k_cache_NGPd.itemsize
+    shape = Shape(num_kv_heads, num_heads // num_kv_heads, key_width, value_width, *sizes, windowed, shared)
+    out_THv = q_THd.new_empty(num_tokens, num_heads, value_width)
+    strides = *q_THd.stride()[:2], *k_cache_NGPd.stride()[:3], *v_cache_NGPv.stride()[:3]
+    layer = _Layer(
+        shape,
+        _device(q_THd.device),
+        (q_THd, k_cache_NGPd, v_cache_NGPv, out_THv),
+        (sinks_H, k_scale_G, v_scale_G),
+        (window or 0, scale / math.log(2), block_table_SB.stride(0), *strides),
+        {"PLACES": places, "SINKS": sinks_H is not None, "SCALED": k_scale_G is not None},
+    )
+    if num_decode:
+        seen = max_context if window is None else min(window, max_context)
+        _decode(layer, (query_start_S1, context_len_S, block_table_SB), num_decode, seen)
+    if num_tokens > num_decode:
+        chunks = query_start_S1[num_decode:], context_len_S[num_decode:], block_table_SB[num_decode:]
+        _prefill(layer, chunks, num_tokens - num_decode)
+    return out_THv
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What prefill and decode are launched with alike, in the order of their arguments."""
+
+    shape: Shape
+    device: Device
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+    extras: tuple[Tensor | None, Tensor | None, Tensor | None]
+    numbers: tuple[Any, ...]
+    flags: dict[str, Any]
+
+
+def _prefill(layer: _Layer, chunks: tuple[Tensor, Tensor, Tensor], num_tokens: int) -> None:
+    """Write the rows of all sequences of `chunks`, which have at most `num_tokens` together."""
+    shape, num_chunks = layer.shape, chunks[1].shape[0]
+    tiles = prefill_tiles(shape, layer.device)
+    num_tiles = num_tokens * shape.group // tiles.rows + num_chunks
+    prefill[(num_tiles * shape.num_kv_heads,)](
+        *layer.tensors,
+        *chunks,
+        *layer.extras,
+        num_chunks,
+        shape.num_heads,
+        *layer.numbers,
+        **layer.flags,
+        **constants(shape, tiles),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+def _decode(layer: _Layer, sequences: tuple[Tensor, Tensor, Tensor], num_decode: int, max_seen: int) -> None:
+    """Write the rows of the first `num_decode` sequences."""
+    shape, (q_THd, _, _, out_THv) = layer.shape, layer.tensors
+    tiles, rule = decode_tiles(shape, layer.device), splits(shape)
+    num_splits = rule.bound(max_seen)
+    items = num_decode * num_splits * shape.num_kv_heads * -(-shape.group // tiles.rows)
+    merges = num_splits > 1 or shape.shared
+    part_SIHv, weight_SIH = (
+        q_THd.new_empty(num_decode if merges else 0, num_splits, shape.num_heads, *rest, dtype=torch.float32)
+        for rest in ((shape.value_width,), ())
+    )
+    split = {"LEAST": rule.least, "MOST": rule.most}
+    decode[(decode_programs(items, tiles, shape, layer.device),)](
+        *layer.tensors,
+        part_SIHv,
+        weight_SIH,
+        *sequences,
+        *layer.extras,
+        num_decode,
+        shape.num_heads,
+        num_splits,
+        *layer.numbers,
+        **layer.flags,
+        **constants(shape, tiles),
+        **split,
+        SPAN=max(SPAN, triton.next_power_of_2(num_decode)),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if merges:
+        merge[(num_decode, triton.cdiv(shape.num_heads, MERGED_ROWS))](
+            part_SIHv,
+            weight_SIH,
+            out_THv,
+            *sequences[:2],
+            shape.num_heads,
+            num_splits,
+            layer.numbers[0],
+            **constants_of_merge(shape, tiles),
+            **split,
+        )
+
+
+def _converts(cache: Tensor) -> bool:
+    """Whether the GPU knows the type."""
+    return (
+        cache.dtype is torch.int8
+        or torch.version.hip is not None
+        or torch.cuda.get_device_capability(cache.device) >= (8, 9)
+    )
+
+
+@functools.cache
+def _device(device: torch.device) -> Device:
+    if device.type == "cpu":  # interpreted: one at a time, so that it takes several items
+        return Device(1, SM_90.max_shared_bytes)
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    reads_shared = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return Device(properties["multiprocessor_count"], properties["max_shared_mem"], reads_shared)
+
+
+def compile_cases() -> list[CompileCase]:
+    """Each width of heads, kind of layer and kernel; all of them for Hopper, the usual ones for others too."""
+    layers = {
+        "64, window, sinks": Shape(8, 8, 64, 64, 2, 2, True, False),
+        "80": Shape(32, 1, 80, 80, 2, 2, False, False),
+        "96": Shape(32, 1, 96, 96, 2, 2, False, False),
+        "112": Shape(32, 1, 112, 112, 2, 2, False, False),
+        "128": Shape(4, 8, 128, 128, 2, 2, False, False),
+        "128, window": Shape(8, 4, 128, 128, 2, 2, True, False),
+        "128, fp8": Shape(8, 12, 128, 128, 2, 1, False, False),
+        "192": Shape(8, 4, 192, 192, 2, 2, False, False),
+        "192, values of 128": Shape(16, 1, 192, 128, 2, 2, False, False),
+        "256, window": Shape(4, 2, 256, 256, 2, 2, True, False),
+    }
+    decoded = "64, window, sinks", "128", "128, fp8", "192", "256, window"
+    found = [variant(prefill, name, shape, SM_90) for name, shape in layers.items()]
+    found += [variant(decode, name, layers[name], SM_90) for name in decoded]
+    found.append(variant(merge, "128", layers["128"]))
+    for target in (SM_80, SM_100, GFX942):
+        found += [variant(kernel, "128", layers["128"], target) for kernel in (prefill, decode)]
+    return [*found, variant(decode, "128, fp8", layers["128, fp8"], SM_100)]

@@ -1,0 +1,129 @@
+"""What the attention kernels are made of: loading rows, a running softmax over a paged cache, storing rows.
+
+`D` is the width of a key and `V` of a value, each cut in two parts that are powers of two, the second perhaps 0.
+`SHARED`: a value is the first part of its key. BM rows of queries, BN keys at once, PLACES a block of the cache.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+UNSEEN = tl.constexpr(-1e30)  # below every score, and finite, so that a difference of two is a number
+
+
+@triton.jit
+def load_rows(
+    p_row,
+    m_row,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr = True,
+):
+    """Entries FIRST … FIRST + SIZE of rows with WIDTH entries; zeros for those that are not there, and for rows not in
+    `m_row`."""
+    i_entry = FIRST + tl.arange(0, SIZE)
+    p = p_row[:, None] + i_entry[None, :]
+    if MASKED:
+        b = tl.load(p, mask=m_row[:, None] & (i_entry < WIDTH)[None, :], other=0.0)
+    elif FIRST + SIZE > WIDTH:
+        b = tl.load(p, mask=(i_entry < WIDTH)[None, :], other=0.0)
+    else:
+        b = tl.load(p)
+    return b  # [rows, SIZE]
+
+
+@triton.jit
+def store_rows(p_row, m_row, b_sum0, b_sum1, V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
+    """Write the rows in `m_row`, V entries each."""
+    i_entry = tl.arange(0, V0)
+    tl.store(p_row[:, None] + i_entry[None, :], b_sum0, mask=m_row[:, None] & (i_entry < V)[None, :])
+    if V1:
+        i_entry = V0 + tl.arange(0, V1)
+        tl.store(p_row[:, None] + i_entry[None, :], b_sum1, mask=m_row[:, None] & (i_entry < V)[None, :])
+
+
+@triton.jit
+def start_sums(BM: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
+    """Sums of values, in their two parts, before the first key."""
+    b_sum0 = tl.zeros([BM, V0], tl.float32)
+    b_sum1 = tl.zeros([BM, V1 if V1 else V0], tl.float32)
+    return b_sum0, b_sum1
+
+
+@triton.jit
+def attend(
+    b_sum0,
+    b_sum1,
+    b_max,
+    b_total,
+    b_q0,
+    b_q1,
+    i_position,
+    window,
+    lowest,
+    begin,
+    end,
+    factor,
+    p_k,
+    p_v,
+    p_table,
+    k_block,
+    k_place,
+    v_block,
+    v_place,
+    PLACES: tl.constexpr,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    V: tl.constexpr,
+    V0: tl.constexpr,
+    V1: tl.constexpr,
+    SHARED: tl.constexpr,
+    BN: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """Add the keys at begin … end to the rows' sums of values, greatest scores and totals of weights. Weights are
+    powers of 2. Unless MASKED every key is there and seen by every row; if it is CAUSAL too, a row sees those up to its
+    position; if it is WINDOWED, not more than `window` of them, and nothing below `lowest` is read."""
+    for start in range(begin, end, BN):
+        i_key = start + tl.arange(0, BN)
+        m_key = i_key < end
+        if WINDOWED:
+            m_key &= i_key >= lowest
+        if MASKED:
+            i_block = tl.load(p_table + i_key // PLACES, mask=m_key, other=0).to(tl.int64)
+        else:
+            i_block = tl.load(p_table + i_key // PLACES).to(tl.int64)
+        p_key = p_k + i_block * k_block + (i_key % PLACES) * k_place
+        p_value = p_v + i_block * v_block + (i_key % PLACES) * v_place
+        b_k0 = load_rows(p_key, m_key, 0, D0, D, MASKED).to(b_q0.dtype)
+        b_score = tl.dot(b_q0, tl.trans(b_k0), input_precision="ieee")  # [BM, BN]
+        if D1:
+            b_k1 = load_rows(p_key, m_key, D0, D1, D, MASKED).to(b_q0.dtype)
+            b_score = tl.dot(b_q1, tl.trans(b_k1), acc=b_score, input_precision="ieee")
+        if MASKED:
+            m_seen = m_key[None, :]
+            if CAUSAL:
+                m_seen &= i_key[None, :] <= i_position[:, None]
+            if WINDOWED:
+                m_seen &= i_key[None, :] > i_position[:, None] - window
+            b_score = tl.where(m_seen, b_score, float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_score, 1) * factor)
+        b_weight = tl.exp2(b_score * factor - b_new[:, None])
+        b_shrink = tl.exp2(b_max - b_new)
+        b_total = b_total * b_shrink + tl.sum(b_weight, 1)
+        b_max = b_new
+        b_weight = b_weight.to(b_q0.dtype)
+        b_v0 = b_k0
+        if not SHARED:
+            b_v0 = load_rows(p_value, m_key, 0, V0, V, MASKED).to(b_q0.dtype)
+        b_sum0 = tl.dot(b_weight, b_v0, acc=b_sum0 * b_shrink[:, None], input_precision="ieee")  # [BM, V0]
+        if V1:
+            b_v1 = load_rows(p_value, m_key, V0, V1, V, MASKED).to(b_q0.dtype)
+            b_sum1 = tl.dot(b_weight, b_v1, acc=b_sum1 * b_shrink[:, None], input_precision="ieee")  # [BM, V1]
+    return b_sum0, b_sum1, b_max, b_total

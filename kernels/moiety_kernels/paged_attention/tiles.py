@@ -1,0 +1,176 @@
+"""What the attention kernels are launched with: tiles, and how contexts are split. Knows no torch and no Triton.
+
+The sizes are those at which no variant spills on Hopper (`moiety_kernels.gpu.report`); none has been timed yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+MAX_WIDTH = 256  # of keys or values that are loaded by themselves
+_PREFILL_ROWS = 128
+SPAN = 256  # decoding sequences that no kernel is compiled anew for
+MERGED_ROWS = 8
+_LEAST_KEYS = 16  # that a matrix instruction takes
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What of a GPU decides."""
+
+    num_sms: int
+    shared_bytes: int  # that one program may use
+    reads_shared: bool = True  # its matrix units take operands from shared memory, not from registers
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One attention layer's."""
+
+    num_kv_heads: int
+    group: int  # query heads a key-value head
+    key_width: int
+    value_width: int
+    query_bytes: int  # an entry
+    cache_bytes: int
+    windowed: bool
+    shared: bool  # a value is the first part of its key, and not loaded again
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Constants of a kernel, in Triton's terms: BM rows, BN keys, and the parts that widths are cut into."""
+
+    rows: int
+    keys: int
+    key_parts: tuple[int, int]
+    value_parts: tuple[int, int]
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """How a decoded sequence's context is split. Nothing here depends on the batch."""
+
+    least: int  # positions of a split
+    most: int  # splits of a sequence
+
+    def bound(self, max_seen: int) -> int:
+        """Splits of a sequence that sees so many positions or fewer, at most."""
+        return max(1, min(self.most, -(-max_seen // self.least)))
+
+
+def parts(width: int) -> tuple[int, int]:
+    """Two powers of two, the second perhaps 0, that together are as little above `width` as may be."""
+    first = max(16, 1 << width.bit_length() - 1)
+    if first >= width:
+        return first, 0
+    second = max(16, 1 << (width - first - 1).bit_length())
+    return (first, second) if second < first else (2 * first, 0)
+
+
+def prefill_tiles(shape: Shape, device: Device) -> Tiles:
+    """For chunks of prompts: bound by the matrix units, so as many keys at once as registers take."""
+    key_parts, value_parts = parts(shape.key_width), parts(shape.value_width)
+    if shape.shared:
+        return _fitting(Tiles(64, 32, key_parts, value_parts, 8, 2), shape, device)
+    width = max(sum(key_parts), sum(value_parts))
+    if width > 192:
+        keys, num_stages = 32, 2
+    elif not device.reads_shared:
+        keys, num_stages = 32, 3
+    elif width > 128 or shape.windowed or shape.cache_bytes == 1:
+        keys, num_stages = 64, 3
+    else:
+        keys, num_stages = 128, 3
+    return _fitting(Tiles(_PREFILL_ROWS, keys, key_parts, value_parts, 8, num_stages), shape, device)
+
+
+def decode_tiles(shape: Shape, device: Device) -> Tiles:
+    """For decoding: bound by memory, so what matters is that several programs a multiprocessor load at once."""
+    if shape.shared:
+        return _fitting(Tiles(64, 32, parts(shape.key_width), parts(shape.value_width), 8, 2), shape, device)
+    width = max(shape.key_width, shape.value_width)
+    rows = min(64, max(16, _power_of_two(shape.group)))
+    # Up to a width of 128, half of a product wasted costs less than the registers of a second part.
+    cut = parts if width > 128 else _whole
+    limits = {64: (128, 4, 2), 128: (64, 4, 2), 192: (32, 4, 2), MAX_WIDTH: (64, 8, 3)}
+    keys, num_warps, num_stages = next(chosen for limit, chosen in limits.items() if width <= limit)
+    key_parts, value_parts = cut(shape.key_width), cut(shape.value_width)
+    return _fitting(Tiles(rows, keys, key_parts, value_parts, num_warps, num_stages), shape, device)
+
+
+def splits(shape: Shape) -> Splits:
+    """Long enough that the partial results, float32 rows of all heads, are few bytes beside the keys and values read;
+    short enough that one sequence alone has a program a multiprocessor, once its context is long."""
+    if shape.shared:
+        return Splits(max(256, _up(4 * shape.group, 64)), 32)
+    return Splits(max(128, _up(16 * shape.group, 128)), min(64, max(8, 128 // shape.num_kv_heads)))
+
+
+def decode_programs(items: int, tiles: Tiles, shape: Shape, device: Device) -> int:
+    """Programs that share `items`: as many as run at once."""
+    by_shared = device.shared_bytes // _shared_bytes(tiles, shape)
+    by_registers = 12 // tiles.num_warps  # at about 160 a thread
+    return max(1, min(items, device.num_sms * max(1, min(by_shared, by_registers))))
+
+
+def constants(shape: Shape, tiles: Tiles) -> dict[str, Any]:
+    """What prefill and decode are compiled with."""
+    return {
+        "GROUP": shape.group,
+        "D": shape.key_width,
+        "D0": tiles.key_parts[0],
+        "D1": tiles.key_parts[1],
+        "V": shape.value_width,
+        "V0": tiles.value_parts[0],
+        "V1": tiles.value_parts[1],
+        "SHARED": shape.shared,
+        "WINDOWED": shape.windowed,
+        "BM": tiles.rows,
+        "BN": tiles.keys,
+    }
+
+
+def constants_of_merge(shape: Shape, tiles: Tiles) -> dict[str, Any]:
+    """What merging is compiled with after a decode with `tiles`."""
+    first, second = parts(shape.value_width)
+    known = constants(shape, tiles)
+    return {name: known[name] for name in ("V", "SHARED", "WINDOWED", "BN")} | {
+        "V0": first,
+        "V1": second,
+        "ROWS": MERGED_ROWS,
+    }
+
+
+def _fitting(tiles: Tiles, shape: Shape, device: Device) -> Tiles:
+    """With fewer keys at once where shared memory is short."""
+    while _shared_bytes(tiles, shape) > device.shared_bytes and tiles.keys > _LEAST_KEYS:
+        tiles = Tiles(
+            tiles.rows, tiles.keys // 2, tiles.key_parts, tiles.value_parts, tiles.num_warps, tiles.num_stages
+        )
+    return tiles
+
+
+def _shared_bytes(tiles: Tiles, shape: Shape) -> int:
+    """Queries, and keys and values of two steps and their blocks' ids."""
+    keys, values = sum(tiles.key_parts), 0 if shape.shared else sum(tiles.value_parts)
+    return shape.query_bytes * (tiles.rows * keys + 2 * tiles.keys * (keys + values)) + 8 * tiles.keys
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _whole(width: int) -> tuple[int, int]:
+    return max(16, _power_of_two(width)), 0
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step

@@ -1,0 +1,73 @@
+"""The definition of weights in few bits: w ≈ q · scale, symmetric, round to nearest.
+
+Four bits: of each 32 inputs, byte j holds input j in its lower half and input j + 16 in its upper one, both plus 8.
+N outputs, K inputs, G groups of inputs that share a scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moiety_kernels.checks import require
+from moiety_kernels.quantization.weight import BLOCK, QuantizedWeight, WeightFormat
+
+HALF = BLOCK // 2
+_CLIPPINGS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the scale that a group's largest value asks for, what may serve it best
+
+
+def quantize(weight_NK: Tensor, form: WeightFormat) -> QuantizedWeight:
+    """The weight [..., N, K] in few bits: each group by the scale, of a few, that leaves the least squared error."""
+    q_NK, scales_NG = round_to(weight_NK, form)
+    return QuantizedWeight(pack(q_NK, form), scales_NG, form)
+
+
+def dequantize(weight: QuantizedWeight) -> Tensor:
+    """The weight [..., N, K], float32."""
+    q_NK = unpack(weight.values_NK, weight.format)
+    groups = _in_groups(q_NK, weight.scales_NG.shape[-1]).float()
+    return (groups * weight.scales_NG.unsqueeze(-1)).flatten(-2)
+
+
+def round_to(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
+    """(q_NK int8, scales_NG float32). What was rounded so before comes out as it was, but for the scales' last bits."""
+    width = weight_NK.shape[-1]
+    require(form.takes(width), f"{form.name} keeps rows of a multiple of {form.group or BLOCK} inputs, not of {width}")
+    groups = _in_groups(weight_NK.float(), form.num_groups(width))
+    above, below = groups.amax(-1, keepdim=True) / (form.half - 1), groups.amin(-1, keepdim=True) / -form.half
+    widest = torch.maximum(above, below).clamp_min(torch.finfo(torch.float32).tiny)
+    best_q, best_scale, best_error = None, None, None
+    for clipping in _CLIPPINGS if form.bits < 8 else _CLIPPINGS[:1]:
+        scale = widest * clipping
+        q = (groups / scale).round().clamp(-form.half, form.half - 1)
+        error = (q * scale - groups).square().sum(-1, keepdim=True)
+        if best_q is None or best_scale is None or best_error is None:
+            best_q, best_scale, best_error = q, scale, error
+        else:
+            better = error < best_error
+            best_q, best_scale = torch.where(better, q, best_q), torch.where(better, scale, best_scale)
+            best_error = torch.minimum(error, best_error)
+    assert best_q is not None
+    assert best_scale is not None
+    return best_q.to(torch.int8).flatten(-2), best_scale.squeeze(-1)
+
+
+def pack(q_NK: Tensor, form: WeightFormat) -> Tensor:
+    """Numbers as they are kept."""
+    if form.bits == 8:
+        return q_NK
+    blocks = (q_NK + 8).to(torch.uint8)
+    blocks = blocks.view(*blocks.shape[:-1], -1, 2, HALF)
+    return (blocks[..., 0, :] | (blocks[..., 1, :] << 4)).flatten(-2)
+
+
+def unpack(values_NK: Tensor, form: WeightFormat) -> Tensor:
+    """Numbers as int8."""
+    if form.bits == 8:
+        return values_NK
+    halves = values_NK.view(*values_NK.shape[:-1], -1, 1, HALF)
+    return (torch.cat((halves & 15, halves >> 4), dim=-2).to(torch.int8) - 8).flatten(-3)
+
+
+def _in_groups(values_NK: Tensor, num_groups: int) -> Tensor:
+    return values_NK.reshape(*values_NK.shape[:-1], num_groups, -1)

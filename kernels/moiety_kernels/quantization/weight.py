@@ -1,0 +1,74 @@
+"""What a weight in few bits is made of. N outputs, K inputs, G groups of inputs that share a scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+BLOCK = 32  # inputs that are packed together; every group is some of them
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """Signed whole numbers of `bits`, and a scale for every `group` of a row's inputs; None: for the row."""
+
+    name: str
+    bits: int
+    group: int | None
+
+    @property
+    def half(self) -> int:
+        """The numbers are -half … half - 1."""
+        return int(2 ** (self.bits - 1))
+
+    def num_groups(self, width: int) -> int:
+        return 1 if self.group is None else width // self.group
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether weights are held so by the kernels."""
+        return self.bits in (4, 8) and (self.group is None or self.group % BLOCK == 0)
+
+    def takes(self, width: int) -> bool:
+        """Whether rows of so many inputs can be kept so."""
+        return width % BLOCK == 0 and (self.group is None or width % self.group == 0)
+
+
+INT8 = WeightFormat("int8", 8, None)
+INT4 = WeightFormat("int4", 4, 32)
+FORMATS = {one.name: one for one in (INT8, INT4)}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """`values`, uint8 for four bits and else int8, in the kernels' order (see `reference.pack`); `scales`, float32.
+    Both are as a weight [..., N, K] is in all but their last dimension."""
+
+    values_NK: Tensor
+    scales_NG: Tensor
+    format: WeightFormat
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the weight."""
+        *rows, width = self.values_NK.shape
+        return (*rows, width * (2 if self.format.bits == 4 else 1))
+
+    @property
+    def device_type(self) -> str:
+        return self.values_NK.device.type
+
+    def is_contiguous(self) -> bool:
+        return self.values_NK.is_contiguous() and self.scales_NG.is_contiguous()
+
+    def unsqueeze(self, dim: int) -> QuantizedWeight:
+        """With one more dimension before the last two."""
+        return QuantizedWeight(self.values_NK.unsqueeze(dim), self.scales_NG.unsqueeze(dim), self.format)
+
+    def __getitem__(self, index: int) -> QuantizedWeight:
+        """One of the weights that are stacked in the first dimension."""
+        return QuantizedWeight(self.values_NK[index], self.scales_NG[index], self.format)
+
+
+Weight = Tensor | QuantizedWeight

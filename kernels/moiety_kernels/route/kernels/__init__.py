@@ -1,0 +1,1 @@
+"""Kernels that an operation is made of beside its own."""

@@ -1,0 +1,39 @@
+"""Drawing the next token of each row, without waiting for the device."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_kernels.checks import require, require_shape
+from moiety_kernels.sample import reference
+from moiety_kernels.sample.rows import IN_PROMPT, Draws, Penalties
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+__all__ = ["IN_PROMPT", "Draws", "Penalties", "sample"]
+
+
+@functools.cache
+def _kernel() -> ModuleType:
+    from moiety_kernels.sample import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
+
+    return kernel
+
+
+def sample(logits_LV: Tensor, draws: Draws, penalties: Penalties | None = None) -> Tensor:
+    """One token a row, int64. The logits, float32, may be overwritten."""
+    require(logits_LV.dtype is torch.float32, "the logits must be float32")
+    require_shape("uniform", draws.uniform_L, (logits_LV.shape[0],))
+    if penalties is not None:
+        require(penalties.seen_LV.shape == logits_LV.shape, "seen and logits must have one shape")
+        require(penalties.seen_LV.is_contiguous(), "seen must be contiguous")
+    if logits_LV.is_cuda and _kernel().fits(logits_LV):
+        on_gpu: Tensor = _kernel().sample(logits_LV, draws, penalties)
+        return on_gpu
+    return reference.sample(logits_LV, draws, penalties)

@@ -1,0 +1,157 @@
+"""A replica that sleeps has given its memory back, and answers as before when it was woken."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moiety_engine.config import EngineConfig, LoadFormat, Overlap
+from moiety_engine.errors import OutOfMemory
+from moiety_engine.front.rest import RestKeeper
+from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.memory import Memory
+from moiety_engine.messages import CoreRest, CoreRested, CoreSubmit
+from moiety_engine.model import residence
+from moiety_engine.model.families import read_spec
+from moiety_engine.model.residence import named_tensors, require_fit, weight_bytes
+from moiety_engine.offline import run_all
+from moiety_engine.runner.memory import kv_budget_bytes
+from moiety_engine.runner.profiling import largest_step
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import Sampling, SleepState
+
+GIB = 1 << 30
+
+
+def make_submit(key: int) -> CoreSubmit:
+    prompt = [3 + (key * 31 + i * 7) % 300 for i in range(9 + 5 * key)]
+    return CoreSubmit(key, "t", STANDARD, prompt, Sampling(temperature=0.0), 12, 0, [], 12, b"s", 0)
+
+
+def own_loop(checkpoint: Path, **settings: Any) -> EngineLoop:
+    """With a model of its own, for it will be moved."""
+    return load_loop(EngineConfig(model=str(checkpoint), name="t", device="cpu", dtype="float32", **settings))
+
+
+def weights_on_device(loop: EngineLoop) -> int:
+    return sum(tensor.untyped_storage().nbytes() for _, tensor in named_tensors(loop.model._weights))
+
+
+@pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
+def test_what_sleeps_gives_its_memory_back_and_answers_the_same_when_woken(checkpoint: Path, overlap: Overlap) -> None:
+    loop = own_loop(checkpoint, overlap=overlap, host_kv_memory_bytes=1 << 20)
+    loop.warm_up()
+    submits = [make_submit(key) for key in range(5)]
+    before = {key: result.token_ids for key, result in run_all(loop, submits).items()}
+    assert loop._resident is not None
+    cache = weakref.ref(loop._resident.kv.layers[0].k_NGPd)
+    assert loop.load().kv_blocks_cached > 0
+    held = weights_on_device(loop)
+    for _ in range(2):
+        freed = loop.sleep()
+        gc.collect()
+        assert loop.asleep
+        assert freed > held > 0
+        assert weights_on_device(loop) == 0
+        assert cache() is None, "somebody still holds the cache"
+        assert loop.load().kv_blocks_cached == 0
+        loop.wake()
+        assert weights_on_device(loop) == held
+        assert {key: result.token_ids for key, result in run_all(loop, submits).items()} == before
+
+
+def test_a_host_without_room_for_the_weights_leaves_the_replica_awake(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = own_loop(checkpoint)
+    monkeypatch.setattr(residence, "available_bytes", lambda: 1000)
+    with pytest.raises(OutOfMemory, match="they stay"):
+        loop.sleep()
+    assert not loop.asleep
+    assert run_all(loop, [make_submit(0)])[0].finish is not None
+
+
+def test_sleep_waits_for_what_is_open_and_the_newest_wish_counts() -> None:
+    keeper = RestKeeper()
+    assert keeper.next_command(0) is None
+    keeper.ask(asleep=True)
+    assert (keeper.state, keeper.next_command(2)) == (SleepState.FALLING_ASLEEP, None)
+    keeper.ask(asleep=False)
+    assert (keeper.state, keeper.next_command(2)) == (SleepState.AWAKE, None)
+    keeper.ask(asleep=True)
+    assert keeper.next_command(0) == CoreRest(asleep=True)
+    keeper.ask(asleep=False)  # while the core is at it
+    assert (keeper.state, keeper.next_command(0)) == (SleepState.FALLING_ASLEEP, None)
+    keeper.done(CoreRested(asleep=True))
+    assert (keeper.state, keeper.next_command(0)) == (SleepState.WAKING, CoreRest(asleep=False))
+    keeper.done(CoreRested(asleep=False))
+    assert (keeper.state, keeper.next_command(0)) == (SleepState.AWAKE, None)
+
+
+def test_a_core_that_cannot_is_not_asked_for_ever_and_says_why() -> None:
+    keeper = RestKeeper()
+    keeper.ask(asleep=True)
+    keeper.next_command(0)
+    keeper.done(CoreRested(asleep=False, problem="no room"))
+    assert (keeper.state, keeper.problem, keeper.next_command(0)) == (SleepState.AWAKE, "no room", None)
+    keeper.ask(asleep=True)
+    assert (keeper.problem, keeper.next_command(0)) == ("", CoreRest(asleep=True))
+
+
+def test_a_models_weights_are_counted_before_they_are_allocated(loops: Any, checkpoint: Path) -> None:
+    held = sum({id(t): t.nbytes for _, t in named_tensors(loops.model._weights)}.values())
+    assert weight_bytes(read_spec(checkpoint), torch.float32) == held
+
+
+@pytest.mark.parametrize(
+    ("memory", "advice"),
+    [
+        (Memory(70 * GIB, 80 * GIB), "smaller or a quantised model"),
+        (Memory(70 * GIB, 140 * GIB), "end what else uses it"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_with_the_figures_and_what_to_do(memory: Memory, advice: str) -> None:
+    with pytest.raises(OutOfMemory) as refused:
+        require_fit(90 * GIB, memory, torch.device("cuda"))
+    said = str(refused.value)
+    assert "90.00 GiB" in said
+    assert "70.00 GiB free" in said
+    assert advice in said
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_anything_is_allocated(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    config = (checkpoint / "config.json").read_text().replace('"vocab_size": 320', '"vocab_size": 320000000000')
+    (tmp_path / "config.json").write_text(config)
+    for load_format in LoadFormat:
+        with pytest.raises(OutOfMemory, match="the weights take"):
+            load_loop(EngineConfig(model=str(tmp_path), name="t", device="cpu", load_format=load_format))
+
+
+def test_the_cache_gets_what_weights_steps_and_reserve_leave() -> None:
+    budget = kv_budget_bytes(Memory(80 * GIB, 100 * GIB), 5 * GIB)
+    assert 70 * GIB < budget < 75 * GIB
+    with pytest.raises(OutOfMemory, match=r"a step takes up to 79\.00 GiB.*--max-batch-tokens"):
+        kv_budget_bytes(Memory(80 * GIB, 100 * GIB), 79 * GIB)
+
+
+def test_the_step_that_memory_is_measured_with_is_the_largest_that_may_come(
+    loops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+    hidden = loops.model.hidden
+
+    def note(batch: Any, kv: Any) -> Any:
+        seen.append((len(batch.token_ids_T), len(batch.wanted_rows_L)))
+        return hidden(batch, kv)
+
+    monkeypatch.setattr(loops.model, "hidden", note)
+    kv_bytes = largest_step(loops.model, block_size=8, max_batch_tokens=700, max_running=5, max_context=512)
+    assert seen == [(700, 2), (5, 5)]
+    assert kv_bytes >= 702 // 8 * loops.model.kv_bytes_per_block(8)

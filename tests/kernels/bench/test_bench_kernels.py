@@ -1,0 +1,52 @@
+"""`moiety bench kernels`, as a process on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+FIELDS = {"kernel", "shape", "tokens", "routing", "dtype", "time_us", "tflops", "gb_per_s", "roofline_fraction"}
+
+
+def bench(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moiety_platform.cli", "bench", "kernels", *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
+
+
+def test_rows_have_times_rivals_and_fractions(tmp_path: Path) -> None:
+    output = tmp_path / "kernels.json"
+    done = bench(
+        *("--device", "cpu", "--shapes", "moiety-demo", "--tokens", "2", "--routing", "zipf", "--threads", "1"),
+        *("--kernels", "moe_layer,rms_norm,paged_attention_decode", "--time-budget", "240"),
+        *("--json", "--output", str(output)),
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report == json.loads(output.read_text())
+    assert report["skipped"] == []
+    assert report["environment"]["device"] == "cpu"
+    assert report["roofline"]["source"] == "measured in this run"
+    assert [row["kernel"] for row in report["rows"]] == ["moe_layer", "rms_norm", "paged_attention_decode"]
+    for row in report["rows"]:
+        assert set(row) >= FIELDS
+        assert row["rivals_failed"] == {}
+        assert min(row["time_us"], row["gb_per_s"], row["roofline_fraction"], *row["rivals"].values()) > 0
+    layer = report["rows"][0]
+    assert set(layer["rivals"]) >= {"torch_grouped_mm", "torch_batched", "transformers_grouped_mm"}
+    assert layer["difference"] < 0.02  # of what torch's composition in bfloat16 makes of the same
+    assert 2 <= layer["active_experts"] <= 4
+
+
+def test_without_memory_or_time_points_are_named_not_dropped() -> None:
+    done = bench(*("--device", "cpu", "--kernels", "moe_layer", "--shapes", "DeepSeek-V3,moiety-demo", "--tokens", "1"),
+                 *("--routing", "uniform", "--time-budget", "1", "--no-rivals"))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "not measured: moe_layer of DeepSeek-V3 at 1" in done.stdout
+
+
+def test_unknown_names_are_refused_with_those_that_are_known() -> None:
+    done = bench("--shapes", "gpt-5", "--device", "cpu")
+    assert done.returncode == 2
+    assert "gpt-oss-20b" in done.stderr

@@ -1,0 +1,138 @@
+"""`make bench-gpu` where there is no GPU: its stages end when they must, and its summary says what the figures say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FLOOR_US = 100.0
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_stages
+
+    return gpu_stages
+
+
+@pytest.fixture
+def summary(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_summary
+
+    return gpu_summary
+
+
+def layer(**changes: Any) -> dict[str, Any]:
+    usual = {
+        "kernel": "moe_layer",
+        "shape": "Qwen3-30B-A3B",
+        "tokens": 64,
+        "routing": "uniform",
+        "time_us": 110.0,
+        "floor_us": FLOOR_US,
+        "arithmetic_us": 5.0,
+        "roofline_fraction": 0.91,
+        "tflops": 300.0,
+        "gb_per_s": 3900.0,
+        "rows_per_expert": 4.0,
+        "rivals": {"torch_grouped_mm": 220.0, "cublas_dense": 20.0},
+    }
+    return usual | changes
+
+
+def test_a_stage_that_hangs_ends_with_all_its_processes_and_keeps_what_it_said(stages: Any, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    script = "import os, time\nchild = os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '600')\n"
+    script += f"open({str(pid)!r}, 'w').write(str(child))\nprint('begun', flush=True)\ntime.sleep(600)"
+    begin = time.monotonic()
+    outcome = stages.run_stage(
+        stages.Stage("hangs", ["-c", script], 600.0),
+        python=sys.executable,
+        limit_s=3.0,
+        environment=dict(os.environ),
+        log=tmp_path / "log",
+    )
+    assert time.monotonic() - begin < 60
+    assert (outcome.code, outcome.why, outcome.tail) == (None, "stopped after 3 s", ["begun"])
+    child = int(pid.read_text())
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() - begin < 60
+        time.sleep(0.01)
+
+
+def test_a_stage_that_fails_says_so(stages: Any, tmp_path: Path) -> None:
+    outcome = stages.run_stage(
+        stages.Stage("fails", ["-c", "import sys; sys.exit('no such kernel')"], 60.0),
+        python=sys.executable,
+        limit_s=60.0,
+        environment=dict(os.environ),
+        log=tmp_path / "log",
+    )
+    assert (outcome.code, outcome.why, outcome.tail) == (1, "exit code 1", ["no such kernel"])
+    assert not outcome.passed
+
+
+def test_what_a_stage_left_half_written_loses_nothing_else(stages: Any, tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text('{"rows": [')
+    assert stages.read_result(tmp_path / "broken.json") == {"unreadable": '{"rows": ['}
+    assert stages.read_result(tmp_path / "absent.json") == {}
+
+
+def test_what_a_stage_needs_and_has_not_is_named_before_it_starts(stages: Any) -> None:
+    assert stages.Stage("a", ["-c", "0"], 1.0, needs=("json", "no_such_package")).obstacle() == (
+        "no_such_package is not installed"
+    )
+    assert stages.Stage("a", ["/nowhere/script.py"], 1.0).obstacle() == "/nowhere/script.py is not there"
+    assert stages.Stage("a", ["-c", "0"], 1.0, needs=("json",)).obstacle() == ""
+
+
+def test_of_every_file_the_sanitizer_gets_the_first_tests_and_no_mutants(stages: Any, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        tests = ["a_mutant_is_found", "first", "second", "third"]
+        (tmp_path / f"test_{name}.py").write_text("".join(f"def test_{test}(): pass\n" for test in tests))
+    command = stages.pytest_command(tmp_path, "-p", "gpu_smallest", "-k", "not mutant", "-rA", str(tmp_path))
+    stage = stages.Stage("smallest", command, 60.0)
+    environment = stages.environment_of(tmp_path)
+    environment.pop("PYTEST_ADDOPTS", None)
+    run = {"python": sys.executable, "limit_s": 60.0, "environment": environment, "log": tmp_path / "log"}
+    outcome = stages.run_stage(stage, **run)
+    assert outcome.passed, outcome.tail
+    assert "4 passed, 4 deselected" in outcome.tail[-1]
+    passed = {line.rpartition("::")[2] for line in outcome.tail if line.startswith("PASSED")}
+    assert passed == {"test_first", "test_second"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept"),
+    [
+        ([layer(time_us=124.9)], [1, 0, 0, 0, 1]),  # 1.15 × 100 + 10
+        ([layer(time_us=125.1)], [0, 0, 0, 0, 1]),
+        ([layer(time_us=400.0, arithmetic_us=51.0)], [0, 0, 0, 0, 0]),  # beyond half the ridge, slower than a rival
+        ([layer(shape="E128-2816x704", tokens=4096, arithmetic_us=90.0, tflops=450.0)], [0, 1, 0, 0, 1]),
+        ([layer(tokens=16384, arithmetic_us=100.0, rows_per_expert=1024.0, tflops=549.0)], [0, 0, 0, 0, 1]),
+        ([layer(tokens=16384, arithmetic_us=100.0, rows_per_expert=1024.0, tflops=551.0)], [0, 0, 1, 0, 1]),
+        ([layer(), layer(routing="zipf", time_us=60.4, floor_us=50.0)], [1, 0, 0, 1, 2]),  # 1.1 × 110 × 50 / 100
+        ([layer(), layer(routing="zipf", time_us=60.6, floor_us=50.0)], [1, 0, 0, 0, 2]),
+    ],
+)
+def test_targets_hold_where_the_figures_keep_them(summary: Any, rows: list[dict[str, Any]], kept: list[int]) -> None:
+    verdicts = summary.verdicts(rows)
+    assert [sum(factor <= 1 for factor, _ in points) for _, points in verdicts] == kept
+
+
+def test_without_a_gpu_the_command_says_so_and_names_the_rehearsal() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench_gpu.py")]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=environment)
+    assert done.returncode == 1
+    assert "ARGS=--rehearse" in done.stdout

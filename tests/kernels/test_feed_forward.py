@@ -1,0 +1,101 @@
+"""Experts with other activations and with biases: the reference is transformers', and every path is the reference's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moiety_kernels.checks import KernelInputError
+from moiety_kernels.moe import GELU_TANH, SILU, Activation, dense_glu, experts, grouped
+from moiety_kernels.moe.reference import experts as experts_reference
+from moiety_kernels.route import RoutingSpec, route
+
+CLIPPED = Activation("clipped", limit=1.5, alpha=1.702)
+ACTIVATIONS = [SILU, GELU_TANH, CLIPPED]
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+def a_layer(tokens: int, width: int, hidden: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Any]:
+    """Rows, weights and choices, products; and the biases."""
+    choices = route(torch.randn(tokens, 5), RoutingSpec(5, 2, renormalize=True))
+    gate_up, down = torch.randn(5, 2 * hidden, width) * width**-0.5, torch.randn(5, width, hidden) * hidden**-0.5
+    biases = {"gate_up_bias_E2F": torch.randn(5, 2 * hidden), "down_bias_ED": torch.randn(5, width)}
+    return [torch.randn(tokens, width).bfloat16().to(dtype), *choices, gate_up.to(dtype), down.to(dtype)], biases
+
+
+def close(ours: Tensor, theirs: Tensor, ratio: float) -> bool:
+    return bool((ours - theirs).abs().max() <= ratio * theirs.abs().max())
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.kind)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("tokens", "width", "hidden"), [(1, 64, 48), (37, 48, 112), (9, 40, 24)])
+def test_on_a_cpu_experts_are_the_references(
+    activation: Activation, biased: bool, tokens: int, width: int, hidden: int
+) -> None:
+    inputs, biases = a_layer(tokens, width, hidden)
+    given = biases if biased else {}
+    expected = experts_reference(*inputs, activation=activation, **given)
+    assert close(experts(*inputs, activation=activation, **given), expected, 1e-5)
+    x, _, _, gate_up, down = inputs
+    one = torch.ones(tokens, 1), torch.zeros(tokens, 1, dtype=torch.int32)
+    first = {name: bias[:1] for name, bias in given.items()}
+    expected = experts_reference(x, *one, gate_up[:1], down[:1], activation=activation, **first)
+    dense = dense_glu(x, gate_up[0], down[0], *(bias[0] for bias in given.values()), activation=activation)
+    assert close(dense, expected, 1e-5)
+    weight, onto = torch.rand(tokens, 1), torch.randn(tokens, width)
+    beside = dense_glu(x, gate_up[0], down[0], activation=activation, weight_T1=weight, onto_TD=onto.clone())
+    plain = dense_glu(x, gate_up[0], down[0], activation=activation)
+    assert close(beside, onto + weight * plain, 1e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.kind)
+def test_with_bfloat16_weights_too(activation: Activation) -> None:
+    (x, weight, expert, gate_up, down), biases = a_layer(37, 64, 96)
+    inputs = x, weight, expert, gate_up.bfloat16(), down.bfloat16()
+    expected = experts_reference(*inputs, activation=activation, **biases)
+    assert close(experts(*inputs, activation=activation, **biases), expected, 2**-8)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.kind)
+def test_through_torchs_grouped_product_too(activation: Activation) -> None:
+    inputs, biases = a_layer(50, 64, 48, torch.bfloat16)
+    assert grouped.fits(inputs[0], inputs[4])
+    ours = grouped.experts(*inputs, activation=activation, **biases)
+    expected = experts_reference(*inputs, activation=activation, **biases)
+    assert close(ours.float(), expected.float(), 0.02)
+
+
+def test_clipped_experts_are_gpt_oss() -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    (x, weight, expert, gate_up, down), biases = a_layer(30, 32, 48)
+    shape = {"intermediate_size": 48, "hidden_size": 32, "num_local_experts": 5}
+    theirs = GptOssExperts(
+        SimpleNamespace(swiglu_alpha=1.702, swiglu_limit=1.5, _experts_implementation="eager", **shape)
+    )
+
+    def interleaved(halves: Tensor) -> Tensor:
+        return halves.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+    with torch.no_grad():
+        theirs.gate_up_proj.copy_(interleaved(gate_up).transpose(1, 2))
+        theirs.gate_up_proj_bias.copy_(interleaved(biases["gate_up_bias_E2F"]))
+        theirs.down_proj.copy_(down.transpose(1, 2))
+        theirs.down_proj_bias.copy_(biases["down_bias_ED"])
+        expected = theirs(x, expert.long(), weight)
+    assert close(experts(x, weight, expert, gate_up, down, activation=CLIPPED, **biases), expected, 1e-5)
+
+
+def test_biases_of_another_shape_are_refused() -> None:
+    inputs, biases = a_layer(3, 32, 48)
+    with pytest.raises(KernelInputError, match=r"gate_up_bias has shape \(5, 32\)"):
+        experts(*inputs, gate_up_bias_E2F=biases["down_bias_ED"])

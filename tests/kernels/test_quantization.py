@@ -1,0 +1,97 @@
+"""Weights in few bits: what rounding keeps, and that products with them are those with the weights they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moiety_kernels.checks import KernelInputError
+from moiety_kernels.cpu import tiles
+from moiety_kernels.linear import cpu as linear_cpu
+from moiety_kernels.linear import linear
+from moiety_kernels.moe import SILU, dense_glu, experts
+from moiety_kernels.moe import cpu as experts_cpu
+from moiety_kernels.moe import reference as experts_reference
+from moiety_kernels.quantization import INT4, INT8, QuantizedWeight, WeightFormat, dequantize, quantize
+from moiety_kernels.quantization.reference import pack, round_to, unpack
+
+FORMATS = [INT8, INT4, WeightFormat("int4", 4, 128)]
+
+
+@pytest.fixture(params=["tiles", "vectors"])
+def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "vectors":
+        monkeypatch.setattr(tiles, "usable", lambda: False)
+    elif not tiles.usable():
+        pytest.skip("this processor has no matrix tiles")
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * shape[-1] ** -0.5
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from(FORMATS))
+def test_what_was_rounded_once_comes_out_of_a_second_rounding_as_it_was(seed: int, form: WeightFormat) -> None:
+    weight = torch.randn(3, 5, 128, generator=torch.Generator().manual_seed(seed))
+    q, scales = round_to(weight, form)
+    again_q, again_scales = round_to(dequantize(QuantizedWeight(pack(q, form), scales, form)), form)
+    assert torch.equal(q, again_q)
+    torch.testing.assert_close(scales, again_scales, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_error_is_at_most_half_a_step_or_a_little_clipping(form: WeightFormat) -> None:
+    weight = drawn(64, 256)
+    error = (dequantize(quantize(weight, form)) - weight).norm() / weight.norm()
+    assert error < (0.01 if form.bits == 8 else 0.13)
+    assert torch.equal(unpack(pack(round_to(weight, form)[0], form), form), round_to(weight, form)[0])
+
+
+def test_rows_of_zeros_and_of_one_value_are_kept() -> None:
+    weight = torch.stack([torch.zeros(64), torch.full((64,), 3.0), torch.full((64,), -2.0)])
+    for form in (INT8, INT4):
+        torch.testing.assert_close(dequantize(quantize(weight, form)), weight)
+
+
+def test_a_width_that_does_not_fit_is_refused_by_name() -> None:
+    with pytest.raises(KernelInputError, match="a multiple of 32 inputs, not of 40"):
+        quantize(torch.ones(2, 40), INT8)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("rows", [1, 5, 17, 120])
+@pytest.mark.parametrize(("n", "k"), [(7, 128), (130, 384), (515, 1024)])
+@pytest.mark.usefixtures("arithmetic")
+def test_a_product_is_that_with_the_weight_it_stands_for(form: WeightFormat, rows: int, n: int, k: int) -> None:
+    x, weight, bias = drawn(rows, k).bfloat16().float(), quantize(drawn(n, k), form), drawn(n)
+    assert linear_cpu.fits(x, weight)
+    assert torch.equal(linear(x, weight, bias), linear(x, dequantize(weight).bfloat16(), bias))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "num", "width", "hidden"), [(1, 2, 4, 128, 256), (9, 3, 8, 128, 128), (70, 2, 5, 256, 384)]
+)
+@pytest.mark.usefixtures("arithmetic")
+def test_experts_are_those_of_the_weights_they_stand_for(
+    form: WeightFormat, tokens: int, top_k: int, num: int, width: int, hidden: int
+) -> None:
+    up, down = quantize(drawn(num, 2 * hidden, width), form), quantize(drawn(num, width, hidden), form)
+    x, weight = drawn(tokens, width).bfloat16().float(), torch.rand(tokens, top_k)
+    expert = torch.stack([torch.randperm(num)[:top_k] for _ in range(tokens)]).int()
+    assert experts_cpu.fits(x, expert, up, down, None, None)
+    plain = dequantize(up).bfloat16(), dequantize(down).bfloat16()
+    ours = experts(x, weight, expert, up, down)
+    assert torch.equal(ours, experts(x, weight, expert, *plain))
+    assert torch.equal(ours[:1], experts(x[:1], weight[:1], expert[:1], up, down)), "a row is alone in every batch"
+    reference = experts_reference.experts(x, weight, expert, up, down, activation=SILU)
+    torch.testing.assert_close(ours, reference, rtol=0.02, atol=0.02 * float(reference.abs().max()))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_dense_feed_forward_takes_them_too(form: WeightFormat) -> None:
+    up, down, x = quantize(drawn(256, 128), form), quantize(drawn(128, 128), form), drawn(6, 128).bfloat16().float()
+    assert torch.equal(dense_glu(x, up, down), dense_glu(x, dequantize(up).bfloat16(), dequantize(down).bfloat16()))

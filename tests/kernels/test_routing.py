@@ -1,0 +1,110 @@
+"""Tokens are routed as each family's own router in transformers routes them, and on a CPU as the reference does."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moiety_kernels.checks import KernelInputError
+from moiety_kernels.route import RoutingSpec, route
+from moiety_kernels.route.reference import route as route_reference
+
+EXPERTS = 16
+GROUPED: dict[str, Any] = {"num_groups": 4, "top_groups": 2}
+V3: dict[str, Any] = {"scoring": "sigmoid", "group_score": "best_two", "scale": 2.5, **GROUPED}
+
+SPECS = {
+    "softmax": RoutingSpec(EXPERTS, 4, renormalize=False),
+    "softmax, renormalised, not below a least sum": RoutingSpec(EXPERTS, 2, renormalize=True, least_sum=0.3),
+    "softmax, best groups, scaled": RoutingSpec(EXPERTS, 3, renormalize=False, scale=16.0, **GROUPED),
+    "sigmoid, groups by their two best": RoutingSpec(EXPERTS, 4, renormalize=True, **V3),
+    "sigmoid, all experts of the best groups": RoutingSpec(EXPERTS, 8, renormalize=False, **V3),
+    "softmax over the chosen": RoutingSpec(EXPERTS, 4, renormalize=False, scoring="softmax_chosen"),
+    "sparse mixer": RoutingSpec(EXPERTS, 2, renormalize=False, scoring="sparse_mixer", jitter=0.2),
+}
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+def weight_of_each(weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+    """Weights by expert, which do not depend on the order of those chosen."""
+    return torch.zeros(len(weight_TK), EXPERTS).scatter_(1, expert_TK.long(), weight_TK.float())
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 200])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", list(SPECS))
+def test_on_a_cpu_routing_is_the_references(name: str, biased: bool, tokens: int) -> None:
+    spec, logits = SPECS[name], torch.randn(tokens, EXPERTS) * 2
+    if biased and spec.scoring not in ("softmax", "sigmoid"):
+        with pytest.raises(KernelInputError, match="take a bias"):
+            route(logits, spec, torch.zeros(EXPERTS))
+        return
+    bias = torch.randn(EXPERTS) if biased else None
+    weight, expert = route(logits, spec, bias)
+    expected_weight, expected_expert = route_reference(logits, spec, bias)
+    assert torch.equal(expert, expected_expert)
+    assert torch.allclose(weight, expected_weight, rtol=1e-5, atol=1e-7)
+
+
+def identity_router(kind: Any, **settings: Any) -> Any:
+    """The router of a family, fed with logits instead of hidden states."""
+    shape = {"hidden_size": EXPERTS, "num_experts": EXPERTS, "num_local_experts": EXPERTS}
+    router = kind(SimpleNamespace(**shape, **settings)).eval()
+    router.weight.data = torch.eye(EXPERTS)
+    return router
+
+
+@pytest.mark.parametrize("shift", [0.0, -3.0])
+def test_groups_with_a_bias_are_deepseek_v3s_even_where_every_biased_score_is_negative(shift: float) -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    settings = {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    router = identity_router(DeepseekV3TopkRouter, num_experts_per_tok=4, **settings)
+    bias, logits = torch.randn(EXPERTS) + shift, torch.randn(300, EXPERTS) * 2
+    router.e_score_correction_bias.copy_(bias)
+    _, weight, expert = router(logits)
+    for ours in (route, route_reference):
+        chosen = ours(logits, SPECS["sigmoid, groups by their two best"], bias)
+        assert torch.allclose(weight_of_each(*chosen), weight_of_each(weight, expert), atol=1e-6)
+
+
+def test_groups_without_a_bias_are_deepseek_v2s() -> None:
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+
+    settings = {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0}
+    router, logits = identity_router(DeepseekV2TopkRouter, num_experts_per_tok=3, **settings), torch.randn(300, EXPERTS)
+    _, weight, expert = router(logits)
+    for ours in (route, route_reference):
+        chosen = ours(logits, SPECS["softmax, best groups, scaled"])
+        assert torch.allclose(weight_of_each(*chosen), weight_of_each(weight, expert), atol=1e-5)
+
+
+def test_the_sparse_mixer_is_phis() -> None:
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+    logits = torch.randn(300, EXPERTS) - 0.5  # some tokens have no positive logit
+    weight, expert = sparsemixer(logits, jitter_eps=0.2, training=False)
+    for ours in (route, route_reference):
+        chosen_weight, chosen = ours(logits, SPECS["sparse mixer"])
+        assert torch.equal(chosen.long(), expert)
+        assert torch.allclose(chosen_weight, weight, atol=1e-6)
+    assert ((weight > 0.05) & (weight < 0.95)).any()
+
+
+def test_what_cannot_be_routed_is_refused() -> None:
+    with pytest.raises(KernelInputError, match="hold fewer than top_k"):
+        RoutingSpec(EXPERTS, 5, renormalize=True, num_groups=4, top_groups=1)
+    with pytest.raises(KernelInputError, match="groups of one size"):
+        RoutingSpec(EXPERTS, 2, renormalize=True, num_groups=3)
+    with pytest.raises(KernelInputError, match="two best experts"):
+        RoutingSpec(EXPERTS, 4, renormalize=False, scoring="sparse_mixer")
+    with pytest.raises(KernelInputError, match=r"bias has shape \(3,\)"):
+        route(torch.randn(2, EXPERTS), SPECS["softmax"], torch.zeros(3))

@@ -1,0 +1,108 @@
+"""The tiles of the grouped products: what may be chosen fits the GPU, and the choice follows the rows per expert."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moiety_kernels.gpu.targets import GFX942, H200, SM_80, DeviceModel
+from moiety_kernels.grouped_gemm.tiles import (
+    Problem,
+    TileConfig,
+    candidates,
+    choose,
+    expected_tiles,
+    seconds,
+    shared_bytes,
+)
+
+A100 = replace(H200, name="an A100", target=SM_80, num_sms=108, memory_bytes_per_s=1.7e12, flops_bf16=250e12)
+MI300X = replace(H200, name="an MI300X", target=GFX942, num_sms=304)
+DEVICES = (H200, A100, MI300X)
+SHAPES = {  # experts, top-k, model width, expert width
+    "Mixtral-8x7B": (8, 2, 4096, 14336),
+    "OLMoE": (64, 8, 2048, 1024),
+    "Qwen3-30B-A3B": (128, 8, 2048, 768),
+    "GLM-4.5-Air": (128, 8, 4096, 1408),
+    "DeepSeek-V3": (256, 8, 7168, 2048),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+}
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384, 65536)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    experts = draw(st.integers(1, 512))
+    top_k = draw(st.integers(1, min(experts, 16)))
+    width, hidden = draw(st.integers(1, 16384)), draw(st.integers(1, 16384))
+    size, invariant = draw(st.sampled_from((2, 4))), draw(st.booleans())
+    tokens, scales = draw(st.integers(1, 100_000)), draw(st.sampled_from(("none", "row", "block")))
+    return Problem(experts, top_k, width, hidden, tokens, size, invariant, scales)
+
+
+@given(problem=problems(), device=st.sampled_from(DEVICES))
+def test_what_is_chosen_is_a_candidate_and_candidates_fit_the_device(problem: Problem, device: DeviceModel) -> None:
+    allowed = candidates(problem, device)
+    assert choose(problem, device) in allowed
+    for config in (one for one in allowed if one.BM > 1):
+        for block, gated in ((config.up, True), (config.down, False)):
+            shared = shared_bytes(config, block, problem, gated=gated)
+            assert shared * block.per_sm <= device.target.max_shared_bytes
+
+
+@given(problem=problems(), device=st.sampled_from(DEVICES))
+def test_for_invariant_results_all_candidates_sum_in_the_same_steps(problem: Problem, device: DeviceModel) -> None:
+    configs = candidates(replace(problem, invariant=True), device)
+    assert len({block.BK for config in configs for block in (config.up, config.down)}) == 1
+    assert all(config.BM > 1 for config in configs)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_tiles_grow_with_the_rows_an_expert_has(shape: tuple[int, int, int, int]) -> None:
+    chosen = [choose(Problem(*shape, tokens), H200) for tokens in TOKENS]
+    assert all(before.BM <= after.BM for before, after in pairwise(chosen))
+    assert chosen[0].BM == 1
+    assert chosen[-1].BM == 128
+    assert chosen[-1].up.BN == 128
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_predicted_times_rise_with_tokens_and_stay_above_the_floor(shape: tuple[int, int, int, int]) -> None:
+    def predicted(tokens: int) -> tuple[float, float]:
+        problem = Problem(*shape, tokens)
+        weights = problem.active_experts * 6 * problem.width * problem.hidden
+        floor = max(
+            weights / H200.memory_bytes_per_s, 6 * problem.rows * problem.width * problem.hidden / H200.flops_bf16
+        )
+        return seconds(problem, choose(problem, H200), H200), floor
+
+    times = [predicted(tokens) for tokens in TOKENS]
+    assert all(time > floor for time, floor in times)
+    assert all(before[0] < after[0] for before, after in pairwise(times))
+
+
+@pytest.mark.parametrize(
+    ("experts", "rows", "height"), [(128, 512, 16), (8, 2048, 128), (64, 64, 16), (128, 32768, 128)]
+)
+def test_expected_tiles_are_those_of_drawn_rows(experts: int, rows: int, height: int) -> None:
+    draws, generator = 40, random.Random(0)
+    drawn = 0
+    for _ in range(draws):
+        counts = [0] * experts
+        for _ in range(rows):
+            counts[generator.randrange(experts)] += 1
+        drawn += sum(-(-count // height) for count in counts)
+    assert expected_tiles(Problem(experts, 1, 64, 64, rows), height) == pytest.approx(drawn / draws, rel=0.03)
+
+
+def test_names_tell_configurations_apart() -> None:
+    configs: list[TileConfig] = [
+        *candidates(Problem(8, 2, 64, 64, 1), H200),
+        *candidates(Problem(8, 2, 64, 64, 1), A100),
+    ]
+    assert len({config.name for config in configs}) == len(set(configs))

@@ -1,0 +1,129 @@
+"""The Triton kernel between the fused projection and attention agrees with its definition, and so do its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moiety_kernels.attention_input import AttentionInputPlan, kernel, reference
+from moiety_kernels.kv_store.reference import kv_store
+from moiety_kernels.rope.reference import rope
+
+POSITIONS, BLOCKS, PLACES = 30, 6, 4
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Equal but for rounding; what was poison must still be."""
+    tolerance = 4e-3 if theirs.dtype is torch.float16 else 1e-5
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def poisoned_caches(kv_heads: int, width: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Both caches, with a block before each and one after it that are none of theirs."""
+    shape = 2, 1 + BLOCKS + 1, kv_heads, PLACES, width
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+def tables(pairs: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.rand(POSITIONS, pairs, device=device) * 6
+    return angles.cos(), angles.sin()
+
+
+def some_slots(tokens: int, device: str) -> torch.Tensor:
+    """Distinct ones, but for tokens that belong to nobody."""
+    slots = torch.randperm(BLOCKS * PLACES)[:tokens]
+    slots[1::3] = -1
+    return slots.to(device)
+
+
+def check(
+    kernels: Any,
+    tokens: int,
+    heads: tuple[int, int],
+    width: int,
+    pairs: int,
+    norm: str,
+    clip: float | None,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    fused = (heads[0] + 2 * heads[1]) * width
+    qkv = torch.randn(tokens, fused + 5, device=device).to(dtype)[:, :fused]
+    cos, sin = tables(pairs, device)
+    sizes = {"none": None, "head": (width, width), "row": (heads[0] * width, heads[1] * width)}[norm]
+    norms = (None, None) if sizes is None else tuple(torch.rand(size, device=device) + 0.5 for size in sizes)
+    plan = AttentionInputPlan(*norms, norm_eps=1e-6, clip=clip)
+    positions, slots = torch.randint(0, POSITIONS, (tokens,), device=device), some_slots(tokens, device)
+    ours, theirs = (poisoned_caches(heads[1], width, dtype, device) for _ in range(2))
+    q_ours = kernels.attention_input(qkv, plan, cos, sin, positions, *ours[:, 1:-1], slots)
+    close(q_ours, reference.attention_input(qkv, plan, cos, sin, positions, *theirs[:, 1:-1], slots))
+    close(ours, theirs)
+
+
+CASES: list[tuple[tuple[int, int], int, int, str, float | None]] = [
+    ((4, 1), 8, 4, "none", None),
+    ((4, 2), 20, 10, "head", None),
+    ((6, 2), 16, 3, "head", 0.5),
+    ((3, 3), 24, 12, "row", 0.7),
+    ((40, 5), 64, 32, "none", None),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize(("heads", "width", "pairs", "norm", "clip"), CASES)
+def test_a_token_is_made_ready(
+    tokens: int,
+    heads: tuple[int, int],
+    width: int,
+    pairs: int,
+    norm: str,
+    clip: float | None,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    check(kernel, tokens, heads, width, pairs, norm, clip, dtype, device)
+
+
+def test_no_tokens_are_no_work(device: str) -> None:
+    caches, (cos, sin) = poisoned_caches(1, 8, torch.float32, device), tables(4, device)
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    q = kernel.attention_input(
+        torch.empty(0, 32, device=device), AttentionInputPlan(), cos, sin, none, *caches[:, 1:-1], none
+    )
+    assert q.shape == (0, 2, 8)
+
+
+def test_heads_are_rotated_where_they_lie(device: str) -> None:
+    cos, sin = tables(6, device)
+    x, positions = torch.randn(5, 3, 20, device=device)[:, :, 4:], torch.randint(0, POSITIONS, (5,), device=device)
+    close(kernel.rope(x, cos, sin, positions), rope(x, cos, sin, positions))
+
+
+def test_keys_and_values_are_stored_as_they_are(device: str) -> None:
+    k, v = torch.randn(2, 5, 3, 20, device=device)
+    ours, theirs = (poisoned_caches(3, 20, torch.float32, device) for _ in range(2))
+    slots = some_slots(5, device)
+    kernel.kv_store(k, v, *ours[:, 1:-1], slots)
+    kv_store(k, v, *theirs[:, 1:-1], slots)
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tl.where(slot < 0, 0, kv_heads)", "kv_heads"),
+        ("total / WIDTH + eps", "total / (2 * PAIRS) + eps"),
+        ("(b * cos + a * sin)", "(b * cos - a * sin)"),
+        ("block * v_block + place * v_place", "block * v_block"),
+        ("(i_head < held)[:, None] & (i_rest <", "(i_head < 1)[:, None] & (i_rest <"),
+        ("_clamped(first, clip), _clamped(second, clip)", "_clamped(first, clip), second"),
+        ("p_positions + i_token", "p_positions"),
+    ],
+)
+def test_a_mutant_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
+    mutant = mutated(kernel, old, new)
+    with pytest.raises(noticed):
+        check(mutant, 7, (6, 2), 16, 3, "head", 0.5, torch.float32, device)

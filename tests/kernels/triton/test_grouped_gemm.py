@@ -1,0 +1,319 @@
+"""The grouped products agree with their definition, tile by tile, however the rows fall to the experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moiety_kernels.checks import KernelInputError
+from moiety_kernels.gpu.targets import H200
+from moiety_kernels.grouped_gemm import kernel, reference, tiles
+from moiety_kernels.grouped_gemm.kernels import down, rows, up
+from moiety_kernels.moe import GELU_TANH, SILU, Activation
+from moiety_kernels.moe import experts as moe_experts
+from moiety_kernels.quantization import INT4, INT8, quantize
+from moiety_kernels.route import group
+
+CLIPPED = Activation("clipped", 0.5, 1.702)
+COUNTS = {
+    "few, many and none": (0, 1, 7, 65),
+    "one expert": (0, 0, 20),
+    "skewed": (40, 9, 3, 2, 0, 1, 0, 1),
+    "mostly none": (0,) * 60 + (3,) + (0,) * 66 + (2,),
+}
+
+
+@dataclass
+class Case:
+    """Rows with one expert each, `counts` of them with each expert, in random order."""
+
+    counts: tuple[int, ...]
+    width: int = 72
+    hidden: int = 40
+    dtype: torch.dtype = torch.float32
+    activation: Activation = SILU
+    biases: bool = False
+    narrow: str = ""  # "int8" with a scale a row, "fp8" with a scale a block
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        experts, width, hidden = len(self.counts), self.width, self.hidden
+        chosen = torch.repeat_interleave(torch.arange(experts), torch.tensor(self.counts))
+        self.expert = chosen[torch.randperm(len(chosen))].int()[:, None].to(self.device)
+        padded = self.normal(len(chosen), width + 5)
+        padded[:, width:] = float("nan")
+        self.x, self.inner = padded[:, :width], self.normal(len(chosen), hidden)
+        self.gate_up = self.normal(experts, 2 * hidden, width, scale=width**-0.5)
+        self.down = self.normal(experts, width, hidden, scale=hidden**-0.5)
+        self.gate_up_bias = torch.randn(experts, 2 * hidden, device=self.device) if self.biases else None
+        self.down_bias = torch.randn(experts, width, device=self.device) if self.biases else None
+        self.gate_up_scale: Tensor | None = None
+        self.down_scale: Tensor | None = None
+        if self.narrow == "int8":
+            self.gate_up, self.down = self.whole(2 * hidden, width), self.whole(width, hidden)
+            self.gate_up_scale, self.down_scale = self.scales(2 * hidden), self.scales(width)
+        elif self.narrow == "fp8":
+            across, high = -(-width // 128), -(-hidden // 128)
+            self.gate_up, self.down = (one.mul(100).to(torch.float8_e4m3fn) for one in (self.gate_up, self.down))
+            self.gate_up_scale, self.down_scale = self.scales(2 * high, across), self.scales(across, high)
+        self.weight = torch.rand(len(chosen), 1, device=self.device)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, device=self.device) * scale).to(self.dtype)
+
+    def whole(self, *shape: int) -> Tensor:
+        return torch.randint(-127, 128, (len(self.counts), *shape), dtype=torch.int8, device=self.device)
+
+    def scales(self, *shape: int) -> Tensor:
+        return (torch.rand(len(self.counts), *shape, device=self.device) + 0.5) / 1000
+
+    @property
+    def tolerance(self) -> dict[str, float]:
+        value = 3e-3 if self.dtype is torch.float16 else 2e-5
+        return {"rtol": value, "atol": value}
+
+
+def check_up(kernels: Any, config: tiles.TileConfig, case: Case) -> None:
+    groups = group(case.expert, len(case.counts), config.BM)
+    inputs = case.x, groups, 1, case.gate_up, case.gate_up_scale, case.gate_up_bias, case.activation
+    torch.testing.assert_close(kernels.up(*inputs, config), reference.up(*inputs), **case.tolerance)
+
+
+def check_down(kernels: Any, config: tiles.TileConfig, case: Case) -> None:
+    groups = group(case.expert, len(case.counts), config.BM)
+    inputs = case.inner, groups, case.weight, case.down, case.down_scale, case.down_bias
+    torch.testing.assert_close(kernels.down(*inputs, config), reference.down(*inputs), **case.tolerance)
+
+
+def check_rows(kernels: Any, case: Case) -> None:
+    groups, block = group(case.expert, len(case.counts), 1), tiles.ROWS.up
+    inner = kernels.up_rows(
+        case.x, case.expert, case.gate_up, case.gate_up_scale, case.gate_up_bias, case.activation, block
+    )
+    expected = torch.empty_like(inner)
+    expected[groups.order_R.long()] = reference.up(
+        case.x, groups, 1, case.gate_up, case.gate_up_scale, case.gate_up_bias, case.activation
+    )
+    torch.testing.assert_close(inner, expected, **case.tolerance)
+    ours = kernels.down_rows(
+        inner, case.expert, case.weight, case.down, case.down_scale, case.down_bias, tiles.ROWS.down
+    )
+    in_order = inner[groups.order_R.long()]
+    theirs = reference.down(in_order, groups, case.weight, case.down, case.down_scale, case.down_bias)
+    torch.testing.assert_close(ours, theirs, **case.tolerance)
+
+
+def check_combine(kernels: Any, device: str) -> None:
+    weighted = torch.randn(15, 1100, device=device)
+    torch.testing.assert_close(kernels.combine(weighted, 5), reference.combine(weighted, 5), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "counts"),
+    [(config, counts) for config in tiles.HOPPER[1:] for counts in COUNTS.values()]
+    + [(config, COUNTS["few, many and none"]) for config in (*tiles.PORTABLE[1:], *tiles.SINGLE)],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_products_agree_however_rows_fall_to_experts(config: Any, counts: Any, device: str) -> None:
+    case = Case(counts, device=device)
+    check_up(up, config, case)
+    check_down(down, config, case)
+
+
+@pytest.mark.parametrize("config", [tiles.HOPPER[1], tiles.HOPPER[-1], tiles.PORTABLE[2]], ids=lambda c: c.name)
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLIPPED], ids=lambda a: a.kind)
+def test_biases_and_activations_in_sixteen_bits(config: Any, activation: Activation, device: str) -> None:
+    case = Case((3, 0, 18), 136, 72, torch.float16, activation, biases=True, device=device)
+    check_up(up, config, case)
+    check_down(down, config, case)
+
+
+@pytest.mark.parametrize("config", [tiles.HOPPER[1], tiles.HOPPER[-2]], ids=lambda config: config.name)
+def test_weights_that_the_copy_engine_cannot_fetch_are_read_by_address(config: Any, device: str) -> None:
+    case = Case((3, 0, 18), 37, 33, biases=True, device=device)
+    check_up(up, config, case)
+    check_down(down, config, case)
+
+
+@pytest.mark.parametrize("narrow", ["int8", "fp8"])
+@pytest.mark.parametrize("config", tiles.NARROW[1:3], ids=lambda config: config.name)
+def test_weights_of_eight_bits_are_widened_and_scaled(config: Any, narrow: str, device: str) -> None:
+    case = Case((3, 0, 18), 208, 144, torch.float16, biases=True, narrow=narrow, device=device)
+    check_up(up, config, case)
+    check_down(down, config, case)
+    if narrow == "int8":
+        check_rows(rows, Case((0, 2, 1), 72, 40, narrow=narrow, device=device))
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(("width", "hidden"), [(72, 40), (37, 33)])
+def test_few_rows_agree(width: int, hidden: int, biases: bool, device: str) -> None:
+    check_rows(
+        rows, Case((0, 2, 1), width, hidden, activation=CLIPPED if biases else SILU, biases=biases, device=device)
+    )
+
+
+def test_addresses_go_beyond_32_bits(device: str) -> None:
+    apart = 1 << 30
+    far = torch.empty(3 * apart, dtype=torch.float16, device=device)  # never touched but where the experts' weights are
+    case = Case((1, 0, 2), dtype=torch.float16, device=device)
+    for name in ("gate_up", "down"):
+        near = getattr(case, name)
+        setattr(case, name, far.as_strided(near.shape, (apart, near.stride(1), 1), len(name)).copy_(near))
+        check_up(up, tiles.HOPPER[1], case)
+        check_down(down, tiles.HOPPER[1], case)
+        check_rows(rows, case)
+
+
+def test_tokens_parts_are_summed_in_their_order(device: str) -> None:
+    check_combine(down, device)
+
+
+@pytest.mark.parametrize("config", [tiles.ROWS, tiles.HOPPER[1], tiles.HOPPER[4]], ids=lambda config: config.name)
+def test_a_layer_agrees(config: Any, device: str) -> None:
+    case = Case((2, 1, 0), 40, 24, biases=True, device=device)
+    expert = torch.tensor([[2, 0], [0, 1], [1, 2]], dtype=torch.int32, device=device)
+    weight, groups = torch.rand(3, 2, device=device), group(expert, 3, 1)
+    ours = kernel.experts(case.x, weight, expert, case.gate_up, case.down, gate_up_bias_E2F=case.gate_up_bias,
+                          down_bias_ED=case.down_bias, config=config)  # fmt: skip
+    inner = reference.up(case.x, groups, 2, case.gate_up, None, case.gate_up_bias)
+    theirs = reference.combine(reference.down(inner, groups, weight, case.down, None, case.down_bias), 2)
+    torch.testing.assert_close(ours, theirs, **case.tolerance)
+
+
+def test_experts_asked_of_triton_are_its_own_or_refused(device: str) -> None:
+    case = Case((2, 1, 0), 40, 24, device=device)
+    inputs = case.x, case.weight, case.expert, case.gate_up, case.down
+    ours = moe_experts(*inputs, kernel="triton")
+    torch.testing.assert_close(ours, moe_experts(*inputs, kernel="reference"), **case.tolerance)
+    alone = moe_experts(*(one[:1] for one in inputs[:3]), *inputs[3:], kernel="triton", invariant=True)
+    assert torch.equal(alone, moe_experts(*inputs, kernel="triton", invariant=True)[:1])
+    with pytest.raises(KernelInputError, match="invariant results need the Triton kernels"):
+        moe_experts(*inputs, kernel="reference", invariant=True)
+    with pytest.raises(KernelInputError, match=r"weights are torch\.float16 and activations torch\.float32"):
+        moe_experts(*inputs[:3], case.gate_up.half(), case.down.half(), kernel="triton")
+
+
+def test_weights_kept_in_eight_bits_are_read_by_triton_and_those_in_four_are_refused(device: str) -> None:
+    case = Case((2, 1, 0), 64, 32, device=device)
+    up_int8, down_int8 = quantize(case.gate_up, INT8), quantize(case.down, INT8)
+    routed = case.x, case.weight, case.expert
+    ours = moe_experts(*routed, up_int8, down_int8, kernel="triton")
+    torch.testing.assert_close(ours, moe_experts(*routed, up_int8, down_int8, kernel="reference"), **case.tolerance)
+    with pytest.raises(KernelInputError, match=r"torch\.uint8, neither int8 nor float8_e4m3fn"):
+        moe_experts(*routed, quantize(case.gate_up, INT4), quantize(case.down, INT4), kernel="triton")
+
+
+INVARIANT = tiles.candidates(tiles.Problem(3, 2, 136, 72, 1, invariant=True), H200)
+
+
+def telling(*shape: int) -> Tensor:
+    """Numbers whose products with small whole ones add up exactly within a step of 64, and are rounded from one to the
+    next, so that results tell in what steps they were summed, and nothing of the order within one."""
+    step = torch.arange(shape[-1]) // 64
+    return torch.randint(-8, 9, shape) * 2.0 ** (-8.0 - 17.0 * (step > 0) - step)
+
+
+def bits(config: tiles.TileConfig, case: Case, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """What both products make of row 25 among the rows `first` … `last`."""
+    groups = group(case.expert[first:last], len(case.counts), config.BM)
+    inner = up.up(case.x[first:last], groups, 1, case.gate_up, None, None, SILU, config)
+    place = int((groups.order_R == 25 - first).nonzero())
+    rows = case.inner[first:last][groups.order_R.long()]
+    weighted = down.down(rows, groups, case.weight[first:last], case.down, None, None, config)
+    return inner[place], weighted[25 - first]
+
+
+def test_a_row_has_the_same_bits_alone_and_in_any_batch_whatever_tiles_are_chosen(device: str) -> None:
+    case = Case((15, 5, 20), 136, 100, device=device)
+    case.x, case.inner = telling(40, 136).to(device), telling(40, 100).to(device)
+    case.gate_up = torch.randint(-8, 9, (3, 200, 136), device=device).float()
+    case.down = torch.randint(-8, 9, (3, 136, 100), device=device).float()
+    alone = bits(INVARIANT[0], case, 25, 26)
+    for config in INVARIANT:
+        for first, last in ((0, 40), (25, 26), (20, 29)):
+            for ours, theirs in zip(bits(config, case, first, last), alone, strict=True):
+                assert torch.equal(ours, theirs), config.name
+    for ours, theirs in zip(bits(tiles.SINGLE[0], case, 25, 26), alone, strict=True):
+        assert not torch.equal(ours, theirs), "shorter steps went unnoticed"
+
+
+@pytest.mark.parametrize(
+    ("narrow", "old", "new"),
+    [
+        ("int8", "tl.load(p_row_scale + hidden,", "tl.load(p_row_scale,"),
+        ("fp8", "p_up_scale = p_gate_scale + down * across", "p_up_scale = p_gate_scale"),
+        ("fp8", "p_gate_scale + k // SCALE_BLOCK", "p_gate_scale"),
+        ("fp8", "column // SCALE_BLOCK", "0"),
+    ],
+)
+def test_a_mutant_that_scales_otherwise_is_found(mutated: Any, narrow: str, old: str, new: str, device: str) -> None:
+    mutant = mutated(up, old, new)
+    with pytest.raises(AssertionError):
+        check_up(mutant, tiles.NARROW[1], Case((3, 0, 18), 208, 144, torch.float16, narrow=narrow, device=device))
+
+
+# What a mutant writes where it should not stays within the tensor, or within what the allocator adds to an odd length:
+# the last tile is full, and a row that is too long is so by one.
+MUTANT_COUNTS = (3, 0, 70, 64)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("m_column = i_column < hidden", "m_column = i_column < hidden + 1"),
+        ("m_row = i_row < end", "m_row = i_row < first + BM"),
+        ("load_weights(w, expert, column", "load_weights(w, expert + 1, column"),
+        ("load_weights(w, expert, hidden + column", "load_weights(w, expert, column"),
+        ("if EVEN else m_row[:, None] & (k + i_k < width)[None, :]", "if EVEN else m_row[:, None]"),
+        ("end - first <= TAIL:", "end - first >= TAIL:"),
+        ("p_bias + expert.to(tl.int64) * 2 * hidden", "p_bias + expert.to(tl.int64) * hidden"),
+    ],
+)
+def test_a_mutant_of_the_first_product_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
+    mutant = mutated(up, old, new)
+    with pytest.raises(noticed):
+        for config in (tiles.HOPPER[1], tiles.HOPPER[-2]):
+            check_up(mutant, config, Case(MUTANT_COUNTS, 72, 67, biases=True, device=device))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("m_column = i_column < width\n    if", "m_column = i_column < width + 1\n    if"),
+        ("m_row = i_row < end", "m_row = i_row < first + BM"),
+        ("load_weights(w, expert, column", "load_weights(w, expert + 1, column"),
+        ("inner.load([first, k])", "inner.load([first + 1, k])"),
+        ("sums * share[None, :]", "sums"),
+        ("p_weight + pair", "p_weight + i_row"),
+    ],
+)
+def test_a_mutant_of_the_second_product_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
+    mutant = mutated(down, old, new)
+    with pytest.raises(noticed):
+        check_down(mutant, tiles.HOPPER[1], Case(MUTANT_COUNTS, 133, 40, device=device))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("expert * expert_stride + k", "k"),
+        ("p_w += expert.to(tl.int64) * expert_stride", "p_w += expert.to(tl.int64) * row_stride"),
+        ("m_k = k + i_k < width", "m_k = k + i_k < width + 5"),
+        ("(hidden + i_column).to", "(i_column).to"),
+    ],
+)
+def test_a_mutant_of_the_row_products_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
+    mutant = mutated(rows, old, new)
+    with pytest.raises(noticed):
+        check_rows(mutant, Case((0, 2, 1), 72, 40, biases=True, device=device))
+
+
+def test_a_mutant_of_the_sum_is_found(mutated: Any, noticed: Any, device: str) -> None:
+    mutant = mutated(down, "p_rows + token * TOP_K * width", "p_rows + token * width")
+    with pytest.raises(noticed):
+        check_combine(mutant, device)

@@ -1,0 +1,93 @@
+"""The Triton kernels of attention over latent rows agree with their definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moiety_kernels.mla_attention import kernel, reference
+from moiety_kernels.paged_attention import kernel as paged
+from moiety_kernels.paged_attention.kernels import decode, prefill, softmax
+
+QUERIES, CONTEXTS = [1, 1, 1, 40, 3], [1, 17, 600, 90, 3]
+PLACES = 16
+
+
+def arguments(heads: int, latent: int, rotated: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """Queries and a cache that is NaN wherever no context is."""
+    width = latent + rotated
+    counts = [-(-context // PLACES) for context in CONTEXTS]
+    cache = torch.full((sum(counts) + 2, PLACES, width), float("nan"))
+    blocks = torch.randperm(len(cache), dtype=torch.int32)
+    table = torch.full((len(counts), max(counts)), int(blocks[-1]), dtype=torch.int32)
+    for s, (context, count) in enumerate(zip(CONTEXTS, counts, strict=True)):
+        table[s, :count], blocks = blocks[:count], blocks[count:]
+        rows: Tensor = cache[table[s, :count].long()].flatten(0, 1)
+        rows[:context] = torch.randn(context, width)
+        cache[table[s, :count].long()] = rows.view(count, PLACES, width)
+    starts = torch.tensor([0, *torch.tensor(QUERIES).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    q = torch.randn(sum(QUERIES), heads, width).to(device, dtype)
+    contexts = torch.tensor(CONTEXTS, dtype=torch.int32, device=device)
+    return q, cache.to(device, dtype), latent, starts, contexts, table.to(device), width**-0.5
+
+
+def check(heads: int, latent: int, rotated: int, dtype: torch.dtype, device: str) -> None:
+    args = arguments(heads, latent, rotated, dtype, device)
+    ours = kernel.mla_attention(*args, num_decode=3, max_context=max(CONTEXTS))
+    tolerance = {"rtol": 4e-3, "atol": 4e-3} if dtype is torch.float16 else {"rtol": 2e-5, "atol": 2e-5}
+    torch.testing.assert_close(ours, reference.mla_attention(*args), **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("heads", "latent", "rotated", "dtype"),
+    [(3, 32, 16, torch.float32), (16, 512, 64, torch.float16), (128, 64, 32, torch.float16)],
+)
+def test_chunks_and_decoding_agree(heads: int, latent: int, rotated: int, dtype: torch.dtype, device: str) -> None:
+    check(heads, latent, rotated, dtype, device)
+
+
+def test_only_values_that_are_the_first_part_of_a_row_fit(device: str) -> None:
+    q, cache, *_ = arguments(4, 48, 32, torch.float16, device)
+    assert not kernel.fits(q, cache, 48)
+    q, cache, *_ = arguments(4, 64, 32, torch.float16, device)
+    assert kernel.fits(q, cache, 64)
+
+
+def test_a_request_has_the_same_bits_alone_and_in_a_batch(device: str) -> None:
+    q, cache, latent, starts, contexts, table, scale = arguments(5, 32, 16, torch.float16, device)
+    together = kernel.mla_attention(q, cache, latent, starts, contexts, table, scale, num_decode=3, max_context=8192)
+    for s, decoded in ((2, 1), (3, 0)):
+        begin, end = starts[s : s + 2].tolist()
+        one = starts[s : s + 2] - begin, contexts[s, None], table[s, None], scale
+        alone = kernel.mla_attention(q[begin:end], cache, latent, *one, num_decode=decoded, max_context=CONTEXTS[s])
+        assert torch.equal(alone, together[begin:end])
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (softmax, "b_score = tl.dot(b_q1, tl.trans(b_k1), acc=b_score", "b_score = tl.dot(b_q1, tl.trans(b_k1)"),
+        (softmax, "b_sum0 * b_shrink[:, None]", "b_sum0"),
+        (prefill, "begin = lowest // BN * BN", "begin = BN"),
+        (decode, "b_max + tl.log2(b_total)", "b_max"),
+        (decode, "i_row = item % TILES * BM", "i_row = BM"),
+        (
+            decode,
+            "* num_splits + split) * num_heads + i_query_head\n        p_row",
+            "* num_splits) * num_heads + i_query_head\n        p_row",
+        ),
+    ],
+)
+def test_a_mutant_is_found(
+    module: Any, old: str, new: str, mutated: Any, noticed: Any, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    mutant = mutated(module, old, new)
+    for user in (paged, prefill, decode):
+        for name in ("attend", "prefill", "decode", "merge"):
+            if hasattr(mutant, name) and hasattr(user, name):
+                monkeypatch.setattr(user, name, getattr(mutant, name))
+    with pytest.raises(noticed):
+        check(3, 32, 16, torch.float32, device)

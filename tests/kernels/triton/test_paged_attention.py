@@ -1,0 +1,205 @@
+"""The Triton kernels of paged attention agree with their definition."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from moiety_kernels.checks import KernelInputError
+from moiety_kernels.kv_store.reference import kv_store
+from moiety_kernels.paged_attention import kernel, paged_attention, reference
+from moiety_kernels.paged_attention.batched import paged_attention as paged_attention_batched
+from moiety_kernels.paged_attention.kernels import decode, prefill, softmax
+
+RAGGED = ((1, 1), (1, 17), (1, 300), (3, 3), (70, 90), (1, 16), (0, 5), (40, 290))  # (queries, context) of a sequence
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. The first `decoded` sequences have one query each."""
+
+    sequences: tuple[tuple[int, int], ...] = RAGGED
+    decoded: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    width: int = 16
+    value_width: int = 0  # 0: as wide as keys
+    places: int = 16
+    window: int | None = None
+    sinks: bool = False
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    scaled: bool = False
+
+    @property
+    def longest(self) -> int:
+        return max(context for _, context in self.sequences)
+
+
+def arguments(case: Case, device: str) -> tuple[list[Any], dict[str, Any]]:
+    """Random ones. Beyond a context the cache has NaN (or 127), and the table a block with nothing else."""
+    counts = [-(-context // case.places) for _, context in case.sequences]
+    blocks = torch.randperm(sum(counts) + 3, dtype=torch.int32)
+    table = torch.full((len(counts), max(counts) + 2), int(blocks[-1]), dtype=torch.int32)
+    widths = case.width, case.value_width or case.width
+    caches = [torch.full((len(blocks), case.kv_heads, case.places, width), float("nan")) for width in widths]
+    scales = [torch.rand(case.kv_heads) * 0.02 + 0.02 if case.scaled else None for _ in widths]
+    if case.cache_dtype is torch.int8:
+        caches = [torch.full_like(cache, 127) for cache in caches]
+    used = 0
+    for s, ((_, context), count) in enumerate(zip(case.sequences, counts, strict=True)):
+        table[s, :count] = blocks[used : used + count]
+        used += count
+        at = torch.arange(context)
+        slots = table[s, at // case.places].long() * case.places + at % case.places
+        rows = [torch.randn(context, case.kv_heads, width) for width in widths]
+        if case.scaled:
+            rows = [(row / scale[:, None]).clamp(-127, 127) for row, scale in zip(rows, scales, strict=True)]
+        kv_store(*rows, *caches, slots)
+    starts = torch.tensor([0, *torch.tensor([n for n, _ in case.sequences]).cumsum(0).tolist()], dtype=torch.int32)
+    contexts = torch.tensor([context for _, context in case.sequences], dtype=torch.int32)
+    # Heads lie apart in the queries, so that what overruns one shows.
+    q = torch.randn(int(starts[-1]), case.heads + 1, case.width).to(device, case.dtype)[:, : case.heads]
+    sinks = torch.randn(case.heads, device=device) * 3 if case.sinks else None
+    stored = [cache.to(device, case.cache_dtype or case.dtype) for cache in caches]
+    sequences = [tensor.to(device) for tensor in (starts, contexts, table)]
+    given = [None if scale is None else scale.to(device) for scale in scales]
+    return [q, *stored, *sequences, case.width**-0.5, case.window, sinks, *given], {
+        "num_decode": case.decoded,
+        "max_context": case.longest,
+    }
+
+
+def check(case: Case, device: str) -> None:
+    args, bounds = arguments(case, device)
+    ours = kernel.paged_attention(*args, **bounds)
+    tolerance = {"rtol": 4e-3, "atol": 4e-3} if case.dtype is torch.float16 else {"rtol": 2e-5, "atol": 2e-5}
+    torch.testing.assert_close(ours, reference.paged_attention(*args), **tolerance)
+
+
+CASES = {
+    "nothing special": Case(),
+    "nothing decoded": Case(decoded=0, dtype=torch.float16),
+    "window and sinks": Case(window=140, sinks=True),
+    "window of one": Case(window=1, dtype=torch.float16),
+    "sinks, odd blocks": Case(sinks=True, places=5, dtype=torch.float16),
+    "blocks of one": Case(places=1, heads=3, kv_heads=1),
+    "large blocks, odd groups": Case(places=256, heads=7, kv_heads=1, dtype=torch.float16),
+    "more heads a group than a tile has rows": Case(((1, 130), (3, 40)), decoded=1, heads=70, kv_heads=1),
+    "fp8": Case(cache_dtype=torch.float8_e4m3fn, dtype=torch.float16),
+    "fp8, scales": Case(((1, 200), (9, 40)), 1, cache_dtype=torch.float8_e4m3fn, scaled=True, window=30, sinks=True),
+    "int8": Case(cache_dtype=torch.int8, scaled=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_ragged_batch_agrees(case: Case, device: str) -> None:
+    check(case, device)
+
+
+@pytest.mark.parametrize("widths", [(20, 12), (64, 64), (80, 80), (112, 112), (192, 128), (256, 256)])
+def test_any_width_of_a_head_agrees(widths: tuple[int, int], device: str) -> None:
+    width, value_width = widths
+    check(Case(((1, 1), (1, 140), (9, 70)), 2, width=width, value_width=value_width, dtype=torch.float16), device)
+
+
+def test_a_sequence_of_nothing_gets_zeros(device: str) -> None:
+    args, bounds = arguments(Case(((1, 3), (1, 0), (2, 2)), 2), device)
+    assert torch.equal(kernel.paged_attention(*args, **bounds)[1], torch.zeros(4, 16, device=device))
+
+
+def test_large_scores_do_not_overflow(device: str) -> None:
+    (q, *rest), bounds = arguments(Case(((1, 200), (9, 40)), 1), device)
+    ours = kernel.paged_attention(q * 300, *rest, **bounds)
+    torch.testing.assert_close(ours, reference.paged_attention(q * 300, *rest), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("which", [0, 3])
+def test_a_request_has_the_same_bits_alone_and_in_a_batch(which: int, device: str) -> None:
+    case = Case(((1, 300), (1, 17), (1, 5000), (70, 290), (90, 95)), 3, kv_heads=1, dtype=torch.float16, window=280)
+    args, bounds = arguments(case, device)
+    q, k, v, starts, contexts, table, *rest = args
+    begin, end = starts[which : which + 2].tolist()
+    alone = [q[begin:end], k, v, starts[which : which + 2] - begin, contexts[which, None], table[which, None], *rest]
+    bounds_alone = {"num_decode": int(which < case.decoded), "max_context": int(contexts[which])}
+    ours = kernel.paged_attention(*alone, **bounds_alone)
+    assert torch.equal(ours, kernel.paged_attention(*args, **bounds)[begin:end])
+
+
+def test_a_row_has_the_same_bits_however_its_prompt_was_cut(device: str) -> None:
+    args, bounds = arguments(Case(((70, 290),), 0, dtype=torch.float16, window=200, sinks=True), device)
+    q, k, v, _, contexts, *rest = args
+    whole = kernel.paged_attention(*args, **bounds)
+    for begin, end in ((0, 33), (33, 70)):
+        chunk = torch.tensor([0, end - begin], dtype=torch.int32, device=device)
+        part = kernel.paged_attention(q[begin:end], k, v, chunk, contexts - 70 + end, *rest, **bounds)
+        assert torch.equal(part, whole[begin:end])
+
+
+def test_caches_whose_blocks_lie_far_apart(device: str) -> None:
+    """Offsets beyond 32 bits, in memory that is reserved and, but for a few pages, never touched."""
+    case = Case(((1, 5), (2, 4)), 1, kv_heads=1, dtype=torch.float16, cache_dtype=torch.float8_e4m3fn)
+    args, bounds = arguments(case, device)
+    last = int(args[5][:, 0].max())
+    stride = (1 << 31) // last + 16
+    for at in (1, 2):
+        held = torch.empty(stride * (last + 1), dtype=torch.float8_e4m3fn, device=device)
+        near = args[at][: last + 1]
+        args[at] = held.as_strided(near.shape, (stride, *near.stride()[1:])).copy_(near)
+    ours = kernel.paged_attention(*args, **bounds)
+    torch.testing.assert_close(ours, reference.paged_attention(*args), rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_cache_of_eight_bits_is_understood_without_the_kernels_too(dtype: torch.dtype, device: str) -> None:
+    args, bounds = arguments(Case(cache_dtype=dtype, scaled=True, window=37, sinks=True), device)
+    expected = reference.paged_attention(*args)
+    torch.testing.assert_close(paged_attention_batched(*args, **bounds, max_query=70), expected, rtol=1e-4, atol=1e-4)
+    ours = paged_attention(*args, **bounds, max_query=70)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_whole_numbers_without_scales_are_refused(device: str) -> None:
+    args, bounds = arguments(Case(cache_dtype=torch.int8, scaled=True), device)
+    with pytest.raises(KernelInputError, match="needs the scales"):
+        paged_attention(*args[:-2], **bounds, max_query=70)
+
+
+SMALL = Case(((1, 300), (1, 5), (60, 300), (8, 70)), 2, places=4)
+MUTANTS = [
+    (softmax, "m_key = i_key < end", "m_key = i_key <= end", SMALL),
+    (softmax, "(i_key % PLACES) * k_place", "(start % PLACES) * k_place", SMALL),
+    (softmax, "i_key[None, :] <= i_position[:, None]", "i_key[None, :] < i_position[:, None] + 2", SMALL),
+    (softmax, "i_position[:, None] - window", "i_position[:, None] - window - 1", dataclasses.replace(SMALL, window=9)),
+    (softmax, "b_total = b_total * b_shrink", "b_total = b_total", SMALL),
+    (prefill, "GROUP // BM - low", "GROUP // BM", SMALL),
+    (prefill, "end_all = tl.maximum((first + 1) // BN", "end_all = tl.maximum((last + BN) // BN", SMALL),
+    (prefill, "i_head * GROUP + i_row % GROUP", "i_head * GROUP", SMALL),
+    (decode, "begin = lowest + split * length", "begin = lowest + split * (length - 1)", SMALL),
+    (decode, "b_sink = tl.load", "split = 0\n            b_sink = tl.load", dataclasses.replace(SMALL, sinks=True)),
+    (decode, "b_share = tl.exp2(b_weight - b_new)", "b_share = tl.exp2(b_new - b_new)", SMALL),
+]
+
+
+@pytest.mark.parametrize(("module", "old", "new", "case"), MUTANTS, ids=[new for _, _, new, _ in MUTANTS])
+def test_a_mutant_is_found(
+    module: Any,
+    old: str,
+    new: str,
+    case: Case,
+    mutated: Any,
+    noticed: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+) -> None:
+    mutant = mutated(module, old, new)
+    for user in (kernel, prefill, decode):
+        for name in ("attend", "prefill", "decode", "merge"):
+            if hasattr(mutant, name) and hasattr(user, name):
+                monkeypatch.setattr(user, name, getattr(mutant, name))
+    with pytest.raises(noticed):
+        check(case, device)

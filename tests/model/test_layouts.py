@@ -1,0 +1,182 @@
+"""Checkpoints in few bits, text models within others and configurations as first released: read for what they mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moiety_engine.model.errors import UnsupportedModelError
+from moiety_engine.model.families import spec_from_config
+from moiety_engine.model.spec import LinearScaling, YarnScaling
+
+PROMPT = list(range(3, 90))
+FP8_BLOCK = (32, 16)
+
+
+def logprobs(make_driver: Any, make_sequence: Any, folder: Path) -> Tensor:
+    logits: Tensor = make_driver(folder).prefill(make_sequence(PROMPT), 64)
+    return logits.log_softmax(-1)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def say_quantized(folder: Path, settings: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config_of(folder) | {"quantization_config": settings}))
+
+
+def test_experts_in_four_bits_are_what_transformers_makes_of_them(
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any
+) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    checkpoint = make_checkpoint("gpt_oss, experts as wide as blocks")
+    tensors = load_file(checkpoint.folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        exponents = torch.randint(122, 126, blocks.shape[:-1], dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+        weight = convert_moe_packed_tensors(blocks, exponents, dtype=torch.bfloat16)
+        checkpoint.oracle.get_parameter(name).data.copy_(weight)
+    save_file(tensors, checkpoint.folder / "model.safetensors")
+    say_quantized(checkpoint.folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    ours = logprobs(make_driver, make_sequence, checkpoint.folder)
+    assert (ours - checkpoint.logprobs(PROMPT)).abs().max() <= 1e-4
+
+
+def test_what_is_kept_in_few_bits_stands_for_bfloat16_unless_it_says_otherwise(make_checkpoint: Any) -> None:
+    config = config_of(make_checkpoint("gpt_oss").folder) | {"quantization_config": {"quant_method": "mxfp4"}}
+    assert spec_from_config(config).checkpoint_dtype == "float32"
+    assert spec_from_config(config | {"dtype": None}).checkpoint_dtype == "bfloat16"
+
+
+def in_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix and the scales of its blocks, those at the ends smaller."""
+    scale = torch.empty(*(-(-size // side) for size, side in zip(weight.shape, FP8_BLOCK, strict=True)))
+    narrow = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for i, rows in enumerate(weight.split(FP8_BLOCK[0])):
+        for j, block in enumerate(rows.split(FP8_BLOCK[1], dim=1)):
+            scale[i, j] = block.abs().max() / 448
+            at = narrow[i * FP8_BLOCK[0] :, j * FP8_BLOCK[1] :]
+            at[: block.shape[0], : block.shape[1]] = (block / scale[i, j]).to(narrow.dtype)
+    return narrow, scale
+
+
+def test_matrices_in_eight_bits_are_read_block_by_block_and_layers_for_drafting_are_left_alone(
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = make_checkpoint("deepseek_v3")
+    tensors = load_file(checkpoint.folder / "model.safetensors")
+    plain = dict(tensors)
+    for name, weight in list(tensors.items()):
+        if weight.dim() == 2 and "proj" in name:
+            narrow, scale = in_eight_bits(weight)
+            tensors |= {name: narrow, f"{name}_scale_inv": scale}
+            wide = scale.repeat_interleave(FP8_BLOCK[0], 0).repeat_interleave(FP8_BLOCK[1], 1)
+            plain[name] = narrow.float() * wide[: weight.shape[0], : weight.shape[1]]
+    save_file(plain, checkpoint.folder / "model.safetensors", metadata={"format": "pt"})
+    checkpoint.oracle = AutoModelForCausalLM.from_pretrained(checkpoint.folder, attn_implementation="eager").eval()
+    last = [name for name in tensors if "layers.1." in name]
+    drafting = {name.replace("layers.1.", "layers.2."): tensors[name].clone() for name in last}
+    save_file(tensors | drafting, checkpoint.folder / "model.safetensors")
+    say_quantized(checkpoint.folder, {"quant_method": "fp8", "weight_block_size": list(FP8_BLOCK)})
+    ours = logprobs(make_driver, make_sequence, checkpoint.folder)
+    assert (ours - checkpoint.logprobs(PROMPT)).abs().max() <= 1e-4
+
+
+def test_of_other_quantizations_the_known_ones_are_named(make_checkpoint: Any) -> None:
+    config = config_of(make_checkpoint("qwen3, tied").folder)
+    for settings in ({"quant_method": "gptq"}, {"quant_method": "fp8"}):
+        with pytest.raises(UnsupportedModelError, match=r"mxfp4, fp8 with a weight_block_size, and compressed"):
+            spec_from_config(config | {"quantization_config": settings})
+
+
+@pytest.mark.parametrize("layout", ["as saved", "as held in memory"])
+def test_the_text_part_of_a_model_that_also_sees_is_served(
+    make_driver: Any, make_sequence: Any, tmp_path: Path, layout: str
+) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    torch.manual_seed(1)
+    text = {
+        "vocab_size": 384,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+    }
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=383)
+    oracle = Gemma3ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    oracle.save_pretrained(tmp_path)
+    if layout == "as held in memory":
+        state = {name: tensor.clone() for name, tensor in oracle.state_dict().items() if name != "lm_head.weight"}
+        assert "model.language_model.embed_tokens.weight" in state
+        save_file(state, tmp_path / "model.safetensors")
+    with torch.no_grad():
+        expected = oracle(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    assert (logprobs(make_driver, make_sequence, tmp_path) - expected).abs().max() <= 1e-4
+
+
+def test_a_gemma_as_first_released_says_little_and_means_the_same() -> None:
+    from transformers import Gemma3TextConfig
+
+    released: dict[str, Any] = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 12,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    theirs = Gemma3TextConfig(**{key: value for key, value in released.items() if key != "model_type"})
+    spec = spec_from_config({"model_type": "gemma3", "text_config": released})
+    written = spec_from_config(theirs.to_dict())
+    assert spec.layers == written.layers
+    assert spec.tie_word_embeddings
+    assert [layer.attention.window for layer in spec.layers] == [1024] * 5 + [None] + [1024] * 5 + [None]
+    rope = spec.layers[5].attention.rope
+    assert (rope.theta, rope.scaling) == (1e6, LinearScaling(8.0))
+    assert (spec.layers[0].attention.rope.theta, spec.layers[0].attention.rope.scaling) == (1e4, None)
+
+
+def test_a_deepseek_as_first_released_means_the_same(make_checkpoint: Any) -> None:
+    config = config_of(make_checkpoint("deepseek_v3").folder)
+    spec = spec_from_config(config)
+    assert isinstance(spec.layers[0].attention.rope.scaling, YarnScaling)
+    rope = config.pop("rope_parameters")
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    assert spec_from_config(config | {"rope_theta": theta, "rope_scaling": rope | {"type": kind}}) == spec
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "message"),
+    [
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3", {"hidden_activation": "relu"}, "'relu'.*gelu_pytorch_tanh"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "'noaux_tc'.*group_limited_greedy"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v2", {"attention_bias": True}, "attention_bias without a q_lora_rank"),
+    ],
+)
+def test_what_is_not_known_of_a_family_is_refused_by_name(
+    make_checkpoint: Any, variant: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        spec_from_config(config_of(make_checkpoint(variant).folder) | change)

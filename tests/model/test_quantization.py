@@ -1,0 +1,131 @@
+"""Checkpoints in few bits: put so while loading, or written so; both are the same model, and nearly the one before."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moiety_engine.checkpoint import resolve_checkpoint
+from moiety_engine.config import EngineConfig
+from moiety_engine.errors import CheckpointError, InvalidConfig
+from moiety_engine.model.errors import UnsupportedModelError
+from moiety_engine.model.families import spec_from_config
+from moiety_engine.model.loading import load_model
+from moiety_engine.model.narrow import from_packed, to_packed
+from moiety_engine.quantize.report import quantize_and_measure
+from moiety_engine.quantize.writing import write_quantized
+from moiety_kernels.quantization import FORMATS, INT4, INT8, QuantizedWeight, dequantize, quantize
+from moiety_kernels.quantization.reference import round_to
+
+FAMILIES = [
+    "mixtral, sliding window",
+    "deepseek_v3, as wide as blocks",
+    "gpt_oss, experts as wide as blocks",
+    "ernie4_5_moe",
+    "gemma3",
+    "llama, llama3 rope",
+]
+
+
+def silent(*_: Any) -> None:
+    pass
+
+
+def widen(plain: Any, narrow: Any) -> None:
+    """Give a plain model's products the weights that a narrow model's stand for."""
+    if isinstance(narrow, QuantizedWeight):
+        plain.copy_(dequantize(narrow))
+    elif isinstance(narrow, tuple):
+        for ours, theirs in zip(plain, narrow, strict=True):
+            widen(ours, theirs)
+    elif is_dataclass(narrow):
+        for field in fields(narrow):
+            widen(getattr(plain, field.name), getattr(narrow, field.name))
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_family_in_few_bits_is_the_model_of_the_weights_they_stand_for(
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str, name: str
+) -> None:
+    folder, prompt = make_checkpoint(variant).folder, list(range(3, 60))
+    narrow = make_driver(folder, dtype="bfloat16", quantization=name)
+    plain = make_driver(folder, dtype="bfloat16")
+    before = plain.prefill(make_sequence(prompt), 100)
+    widen(plain.model._weights, narrow.model._weights)
+    ours = narrow.prefill(make_sequence(prompt), 100)
+    assert torch.equal(ours, plain.prefill(make_sequence(prompt), 100))
+    assert not torch.equal(ours, before)
+    assert torch.equal(ours, make_driver(folder, dtype="bfloat16", quantization=name).prefill(make_sequence(prompt), 1))
+
+
+def test_a_model_of_odd_widths_is_refused_with_what_to_do(make_checkpoint: Any) -> None:
+    folder = make_checkpoint("qwen3_moe").folder
+    with pytest.raises(UnsupportedModelError, match="a multiple of 32 numbers, and the model has some of 48"):
+        load_model(folder, device="cpu", dtype="auto", quantization="int8")
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_the_demo_model_written_in_few_bits_is_as_good_within_the_bounds(tmp_path: Path, name: str) -> None:
+    source = resolve_checkpoint("")
+    config = EngineConfig(model=str(source), name="demo", device="cpu")
+    report = quantize_and_measure(config, tmp_path / "narrow", name, None, 12, 1024, silent)
+    assert report.before is not None
+    assert report.after is not None
+    assert report.bytes_after < (0.6 if name == "int8" else 0.45) * report.bytes_before
+    assert report.before.accuracy is not None
+    assert report.after.accuracy is not None
+    assert report.after.accuracy >= report.before.accuracy - (0.01 if name == "int8" else 0.03)
+    assert report.after.perplexity <= report.before.perplexity * (1.01 if name == "int8" else 1.05)
+    while_reading = load_model(source, device="cpu", dtype="auto", quantization=name)
+    written = load_model(tmp_path / "narrow", device="cpu", dtype="auto")
+    for ours, theirs in zip(while_reading._weights.layers, written._weights.layers, strict=True):
+        assert torch.equal(ours.ffn.down_EDF.values_NK, theirs.ffn.down_EDF.values_NK)
+
+
+def test_numbers_are_packed_as_others_read_them() -> None:
+    weight = torch.randn(3, 96)
+    for form in FORMATS.values():
+        q, scales = round_to(weight, form)
+        parts = to_packed(q, scales, form.bits)
+        assert parts["_packed"].dtype is torch.int32
+        lowest = int(parts["_packed"][0, 0]) & ((1 << form.bits) - 1)
+        assert lowest == int(q[0, 0]) + (1 << form.bits - 1), "the first is in the lowest bits, plus half the range"
+        read = from_packed(parts["_packed"], parts["_scale"], parts["_shape"], form.bits)
+        torch.testing.assert_close(read, dequantize(quantize(weight, form)))
+
+
+def test_what_is_written_says_what_it_is_and_nothing_is_overwritten(tmp_path: Path, make_checkpoint: Any) -> None:
+    folder = make_checkpoint("mixtral, sliding window").folder
+    write_quantized(folder, tmp_path / "narrow", INT8, silent)
+    settings = json.loads((tmp_path / "narrow" / "config.json").read_text())["quantization_config"]
+    assert settings["quant_method"] == "compressed-tensors"
+    assert settings["config_groups"]["group_0"]["weights"]["num_bits"] == 8
+    assert "lm_head" in settings["ignore"]
+    tensors = load_file(tmp_path / "narrow" / "model.safetensors")
+    assert "lm_head.weight" in tensors
+    assert "model.layers.0.self_attn.q_proj.weight_packed" in tensors
+    with pytest.raises(CheckpointError, match="exists; name a folder that does not"):
+        write_quantized(folder, tmp_path / "narrow", INT8, silent)
+    with pytest.raises(CheckpointError, match="quantized already"):
+        write_quantized(tmp_path / "narrow", tmp_path / "again", INT4, silent)
+    assert not (tmp_path / "again").exists()
+
+
+def test_bad_requests_say_what_to_do(tmp_path: Path) -> None:
+    source = resolve_checkpoint("")
+    with pytest.raises(InvalidConfig, match="quantization must be one of auto, none, int8, int4"):
+        EngineConfig(model=str(source), name="demo", quantization="int3")
+    with pytest.raises(InvalidConfig, match="choose one of int8, int4"):
+        quantize_and_measure(EngineConfig(model=str(source), name="d"), tmp_path / "x", "int3", None, 1, 8, silent)
+    config = json.loads((source / "config.json").read_text())
+    asymmetric = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+    settings = {"format": "pack-quantized", "config_groups": {"group_0": {"weights": asymmetric}}}
+    with pytest.raises(UnsupportedModelError, match="symmetric whole numbers"):
+        spec_from_config(config | {"quantization_config": settings | {"quant_method": "compressed-tensors"}})
