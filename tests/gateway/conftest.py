@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import secrets
 from collections import Counter
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 import tokenizers
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
@@ -36,6 +38,7 @@ from moiety_platform.gateway import GatewayServer
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.listening import bind
+from moiety_platform.logs import configure_logging
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
@@ -308,6 +311,20 @@ async def run_gateway(
             await running.client.close()
             server.request_exit()
             await task
+
+
+_logged = io.StringIO()
+
+
+@pytest.fixture
+def logged():
+    """What the process logs, in JSON and as much of it as there can be. One stream for all tests of the process: a
+    logger goes on writing to the first one that it was given."""
+    _logged.seek(0)
+    _logged.truncate()
+    configure_logging("debug", "json", _logged)
+    yield _logged
+    structlog.reset_defaults()
 
 
 @pytest.fixture

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 
 import httpx
-import structlog
 
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.logs import configure_logging
 from moiety_platform.trace_store.models import TraceRecord
 from moiety_platform.traces.sender import SpanSender, otlp_exporter
 from moiety_wire.messages import Failed, FailureCode
@@ -61,38 +58,30 @@ def answer(submit):
     return [(65, MARK) for _ in range(submit.stopping.max_tokens)]
 
 
-async def test_prompts_answers_and_keys_are_in_no_span_log_or_metric(start_gateway, new_card, tmp_path):
-    stream = io.StringIO()
+async def test_prompts_answers_and_keys_are_in_no_span_log_or_metric(start_gateway, new_card, logged, tmp_path):
     folder = tmp_path / "traces"
     folder.mkdir()
-    configure_logging("debug", "json", stream)
-    try:
-        async with run_store(folder) as store:
-            sender = SpanSender("store", otlp_exporter(store.endpoint, TOKEN), "g", interval_s=0.01)
-            engine = FakeEngineClient(new_card(embedding_width=8), answer)
-            async with start_gateway([engine], sender, stores_usage=True) as gateway:
-                statuses = [
-                    await send_everything(gateway),
-                    await send_everything(gateway, key=f"mty_{'0' * 16}.{MARK}"),
-                ]
-                batch = await submit(gateway, [chat_line(f"{MARK}-{number}", TEXT) for number in range(3)])
-                await wait_for(gateway, batch, "completed")
-                admin = ("GET", f"/admin/v1/traces?tenant_id={MARK}", b"", gateway.admin_key)
-                statuses.append({(await gateway.request(*admin))[0]})
-                metrics = gateway.metrics.render().decode()
-                keys = [key.rpartition(".")[2] for key in (gateway.key, gateway.admin_key)]
-            await asyncio.to_thread(sender.close)
-            num_traces = await store.count(TraceRecord, 16)
-            async with httpx.AsyncClient() as http:
-                metrics += (await http.get(f"{store.url}/metrics")).text
-    finally:
-        structlog.reset_defaults()
-    stored = b"".join(file.read_bytes() for file in folder.iterdir())
+    async with run_store(folder) as store:
+        sender = SpanSender("store", otlp_exporter(store.endpoint, TOKEN), "g", interval_s=0.01)
+        engine = FakeEngineClient(new_card(embedding_width=8), answer)
+        async with start_gateway([engine], sender, stores_usage=True) as gateway:
+            statuses = [await send_everything(gateway), await send_everything(gateway, f"mty_{'0' * 16}.{MARK}")]
+            batch = await submit(gateway, [chat_line(f"{MARK}-{number}", TEXT) for number in range(3)])
+            await wait_for(gateway, batch, "completed")
+            searched = ("GET", f"/admin/v1/traces?tenant_id={MARK}", b"", gateway.admin_key)
+            statuses.append({(await gateway.request(*searched))[0]})
+            metrics = gateway.metrics.render().decode()
+            keys = [key.rpartition(".")[2] for key in (gateway.key, gateway.admin_key)]
+        await asyncio.to_thread(sender.close)
+        num_traces = await store.count(TraceRecord, 16)
+        async with httpx.AsyncClient() as http:
+            metrics += (await http.get(f"{store.url}/metrics")).text
+    stored = b"".join(file.read_bytes() for file in folder.iterdir()).decode("latin-1")
     assert statuses[0] >= {200, 400, 404, 502} and statuses[1:] == [{401, 404}, {200}]
-    assert num_traces >= 16 and b"chat tiny" in stored and "moiety_requests_total" in metrics
-    assert '"event":"request"' in stream.getvalue()
+    assert num_traces >= 16 and "chat tiny" in stored and "moiety_requests_total" in metrics
+    assert '"event":"request"' in logged.getvalue()
     for secret in (MARK, PIXEL, *keys, TOKEN):
-        told = [secret in text for text in (stored.decode("latin-1"), stream.getvalue(), metrics)]
+        told = [secret in text for text in (stored, logged.getvalue(), metrics)]
         assert told == [False, False, False], secret
 
 

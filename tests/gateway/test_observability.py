@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
-import structlog
 from opentelemetry.trace import SpanKind
 
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.logs import configure_logging
 
 CHAT = "/v1/chat/completions"
 SECRET = "the prompt that nobody may see"
@@ -69,21 +66,16 @@ async def test_metrics_count_requests_tokens_and_times_with_bounded_labels(gatew
     assert "made-up" not in text
 
 
-async def test_a_request_is_one_line_of_json_in_the_log_without_prompt_or_key(gateway):
-    stream = io.StringIO()
-    configure_logging("info", "json", stream)
-    try:
-        await gateway.post(CHAT, BODY, headers={"X-Request-Id": "mine-1"})
-        (row,) = await gateway.rows.wait_for(1)
-    finally:
-        structlog.reset_defaults()
-    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+async def test_a_request_is_one_line_of_json_in_the_log_without_prompt_or_key(gateway, logged):
+    await gateway.post(CHAT, BODY, headers={"X-Request-Id": "mine-1"})
+    (row,) = await gateway.rows.wait_for(1)
+    lines = [json.loads(line) for line in logged.getvalue().splitlines()]
     (line,) = [line for line in lines if line["event"] == "request"]
     assert (line["request_id"], line["client_request_id"]) == (row.request_id, "mine-1")
     assert (line["outcome"], line["status"], line["output_tokens"]) == ("length", 200, 2)
     assert line["tenant_id"] == row.tenant_id
-    assert SECRET not in stream.getvalue()
-    assert gateway.key not in stream.getvalue()
+    assert SECRET not in logged.getvalue()
+    assert gateway.key not in logged.getvalue()
 
 
 @pytest.mark.parametrize(("offered", "echoed"), [("abc-1.2:3", True), ("x" * 200, False), ("a b", False), ("", False)])
