@@ -183,6 +183,8 @@ async def test_a_store_whose_database_is_away_takes_what_it_has_room_for_and_the
     async with run_store(tmp_path, has_tables=False, traces_queue_spans=1000) as store:
         many = request_of(*({"span_id": number.to_bytes(8, "big")} for number in range(1, 601)))
         assert (await store.post(many)).status_code == 200
+        too_many = await store.post(request_of(*({"span_id": number.to_bytes(8, "big")} for number in range(1, 1002))))
+        assert too_many.status_code == 413, "it would never fit"
         behind = await store.post(many)
         assert (behind.status_code, behind.headers["retry-after"]) == (503, "1")
         async with httpx.AsyncClient() as http:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import time
 from collections import Counter
 
 import pytest
 
-from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
 from moiety_platform.engine_client.fake import Verdict as EngineVerdict
 from moiety_platform.traces.context import parse_traceparent
 from moiety_platform.traces.sampling import Ending, Sampler, SamplingTerms, Verdict
 from moiety_platform.traces.sender import QUEUE_FULL, SpanSender, otlp_exporter
-from moiety_wire.messages import Event, EventKind, Reason
+from moiety_wire.messages import Event, EventKind, Failed, FailureCode, Reason
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -23,6 +24,7 @@ MESSAGES = BODY | {"max_tokens": 3}
 EMBED = {"model": "tiny", "input": ["one", "two"]}
 GATEWAYS_OWN = ["receive", "prepare", "quota.hold", "admission", "answer", "quota.settle"]
 AT_ENGINE = ["engine.queue", "engine.prefill", "engine.decode"]
+MOVES, PREEMPTED = 5, 6  # tokens, which tell the engines what to do
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
@@ -77,6 +79,69 @@ async def test_children_cover_all_of_a_request_and_its_tokens_are_those_of_its_r
         assert (root.error, root.attributes.get("error.type")) == (row.error_code, row.error_code)
         assert {span.trace_id for span in children} == {root.trace_id}
     assert len({span.span_id for span in spans.spans}) == len(spans.spans)
+
+
+async def test_many_requests_of_every_end_at_once_leave_a_whole_trace_each(start_gateway, new_card, spans):
+    """`MOIETY_TRACE_REQUESTS=2000` sends so many."""
+    lost = set()
+
+    def script(submit):
+        if submit.stopping.max_tokens == MOVES and submit.request_id not in lost:
+            lost.add(submit.request_id)
+            return Failed(submit.request_id, 0, FailureCode.ENGINE_FAILED, "gone")
+        return count_aloud(submit)
+
+    def verdict(submit):
+        events = (Event(1, EventKind.PREEMPTED, Reason.OVER_SHARE),) if submit.stopping.max_tokens == PREEMPTED else ()
+        return EngineVerdict("standard", events=events)
+
+    cards = [new_card(f"engine-{i}", max_context_tokens=2000) for i in range(2)]
+    engines = [FakeEngineClient(card, script, verdict=verdict, token_s=0.001) for card in cards]
+    count = int(os.environ.get("MOIETY_TRACE_REQUESTS", "100"))
+    async with start_gateway(engines, spans) as gateway:
+        room = asyncio.Semaphore(32)
+
+        async def ask(number: int) -> None:
+            body = {"max_tokens": (4, MOVES, PREEMPTED, 100_000, 500)[number % 5], "stream": number % 2 == 0}
+            async with room:
+                if number % 5 == 4:
+                    await hang_up(gateway, BODY | body)
+                else:
+                    await gateway.post(CHAT, BODY | body)
+
+        await asyncio.gather(*(ask(number) for number in range(count)))
+        rows = {row.request_id: row for row in await gateway.rows.wait_for(count)}
+    traces = traces_of(spans.spans)
+    assert Counter(root.attributes["moiety.request_id"] for root, _ in traces) == Counter(rows.keys())
+    for root, children in traces:
+        row = rows[root.attributes["moiety.request_id"]]
+        assert covered(root, children) >= 0.99
+        tokens = [root.attributes[f"gen_ai.usage.{side}_tokens"] for side in ("input", "output")]
+        assert (tokens, root.attributes["moiety.outcome"]) == ([row.prompt_tokens, row.output_tokens], row.outcome)
+        at_engines = [span for span in children if span.name == "engine.decode"]
+        assert sum(span.attributes["gen_ai.usage.output_tokens"] for span in at_engines) == row.output_tokens
+        attempts = [span for span in children if span.name == "engine.attempt"]
+        assert len(attempts) == root.attributes.get("moiety.failovers", 0)
+        linked = [link for span in children for link in span.links]
+        assert linked == [span.span_id for span in attempts]
+    outcomes = Counter(row.outcome for row in rows.values())
+    assert outcomes == {"length": 3 * count // 5, "rejected": count // 5, "disconnected": count // 5}
+    kept_for = Counter(root.attributes["moiety.kept_for"] for root, _ in traces)
+    assert (kept_for["failed_over"], kept_for["preempted"]) == (count // 5, count // 5)
+
+
+async def hang_up(gateway, body) -> None:
+    """Leave once there is something of the answer, or soon where it is not streamed."""
+    reader, writer = await asyncio.open_connection(*gateway.address)
+    data = json.dumps(body).encode()
+    head = f"Host: test\r\nAuthorization: Bearer {gateway.key}\r\nContent-Length: {len(data)}"
+    writer.write(f"POST {CHAT} HTTP/1.1\r\n{head}\r\n\r\n".encode() + data)
+    if body["stream"]:
+        await reader.readuntil(b"data: ")
+    else:
+        await writer.drain()
+    writer.close()
+    await writer.wait_closed()
 
 
 async def test_the_phases_come_in_their_order_and_those_of_an_engine_once_a_sequence(start_gateway, card, spans):

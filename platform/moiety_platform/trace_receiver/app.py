@@ -114,6 +114,8 @@ class TraceApp:
         except DecodeError as exc:
             raise Refusal(400, "the body is no ExportTraceServiceRequest; send what an OTLP exporter makes") from exc
         rows = rows_of(request.resource_spans, time.time_ns() // 1_000_000, is_ours=is_ours)
+        if len(rows.spans) > self._writer.max_spans:
+            raise Refusal(413, f"more than {self._writer.max_spans} spans; send fewer at a time")
         if rows.spans and not self._writer.put(rows):
             raise Refusal(503, "the database is behind or away; send it again later")
         if not rows.num_rejected:

@@ -28,10 +28,10 @@ class TraceWriter:
     """Owned by the entry point; one event loop. Of what is queued nothing survives a kill."""
 
     def __init__(self, database: Database, max_spans: int) -> None:
+        self.max_spans = max_spans
         self.num_stored = 0
         self.num_dropped = 0  # which the database refused
         self._database = database
-        self._max_spans = max_spans
         self._queue: deque[Rows] = deque()
         self._num_queued = 0
         self._rounds = Rounds("traces", self._write_all, INTERVAL_S, pause_s=PAUSE_S)
@@ -50,7 +50,7 @@ class TraceWriter:
 
     def put(self, rows: Rows) -> bool:
         """Whether there was room for them."""
-        if self._num_queued + len(rows.spans) > self._max_spans:
+        if self._num_queued + len(rows.spans) > self.max_spans:
             return False
         self._queue.append(rows)
         self._num_queued += len(rows.spans)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 import requests
+import structlog
 from opentelemetry.exporter.otlp.proto.http import Compression
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -29,6 +30,8 @@ BATCH = 512
 INTERVAL_S = 1.0
 EXPORT_TIMEOUT_S = 10.0
 LAST_EXPORT_S = 1.0
+
+log = structlog.get_logger(__name__)
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
@@ -96,7 +99,12 @@ class SpanSender:
                 self._send([self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))])
 
     def _send(self, spans: list[Span]) -> None:
-        if self._exporter.export([self._readable(span) for span in spans]) is SpanExportResult.SUCCESS:
+        try:
+            result = self._exporter.export([self._readable(span) for span in spans])
+        except Exception:  # the root of a thread that lives as long as the process
+            log.exception("spans_not_sent", destination=self.name)
+            result = SpanExportResult.FAILURE
+        if result is SpanExportResult.SUCCESS:
             self.num_sent += len(spans)
         else:
             self.dropped[NOT_TAKEN] += len(spans)
