@@ -101,15 +101,7 @@ class Pipeline:
             tariff,
         )
         record.trace.enter(Phase.ADMISSION)
-        common = _Common(
-            record,
-            chosen,
-            credit,
-            record.reserved(num_prompt_tokens),
-            num_prompt_tokens,
-            gathers=not streams,
-            traceparent=record.trace.traceparent,
-        )
+        common = _Common(record, chosen, credit, record.reserved(num_prompt_tokens), num_prompt_tokens, not streams)
         submits = [
             submit
             for number, (prompt_ids, max_tokens) in enumerate(zip(prompts, longest, strict=True))
@@ -208,7 +200,6 @@ class _Common(msgspec.Struct, frozen=True):
     bill: bytes
     num_prompt_tokens: int
     gathers: bool
-    traceparent: str
 
 
 def _submits(
@@ -248,7 +239,7 @@ def _submits(
             arrival_unix_ns=record.arrival_unix_ns,
             tenant_weight=record.principal.weight,
             fallback=chosen.fallback,
-            traceparent=common.traceparent,
+            traceparent=record.trace.traceparent,
             bill=common.bill,
             shown_ids=shown_ids,
             embed=generation.embed,
