@@ -35,6 +35,7 @@ def serve(
     quantization: given.QuantizationOption = None,
     load_format: given.LoadFormatOption = None,
     moe_kernel: given.MoeKernelOption = None,
+    batch_invariant: given.BatchInvariantOption = False,
     batching: given.BatchingOption = None,
     max_batch_tokens: given.MaxBatchTokensOption = None,
     max_running: given.MaxRunningOption = None,
@@ -63,6 +64,7 @@ def serve(
         "--kv-memory-bytes": kv_memory_bytes,
         "--threads": threads,
     }
+    flags = [name for name, wanted in (("--batch-invariant", batch_invariant), ("--scripted", scripted)) if wanted]
     arguments = [str(word) for option, value in engine.items() if value is not None for word in (option, value)]
     try:
         options = ServeOptions(
@@ -75,7 +77,7 @@ def serve(
             config=config,
             traces_port=None if no_traces else claim_port("127.0.0.1", traces_port, "--traces-port"),
             traces_token=os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16),
-            engine_arguments=(*arguments, *(["--scripted"] if scripted else []), *(more or [])),
+            engine_arguments=(*arguments, *flags, *(more or [])),
         )
         run(options, data_dir)
     except SupervisorError as exc:
