@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.migrations import find_upgrade
@@ -51,11 +52,18 @@ def traces(
     except ConfigFileError as exc:
         raise typer.BadParameter(str(exc)) from exc
     except ValidationError as exc:
-        problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in exc.errors())
-        raise typer.BadParameter(problems) from exc
+        raise typer.BadParameter("; ".join(map(explain, exc.errors(include_input=False)))) from exc
     try:
         if migrate:
             find_upgrade()(settings.store_url)
         run_trace_store(settings)
     except (CannotListen, BadDatabaseUrl, PlatformError) as exc:
         raise CommandError(str(exc)) from exc
+
+
+def explain(problem: ErrorDetails) -> str:
+    """What is wrong with a setting, and of the one that has no default what to set."""
+    name = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "missing":
+        return f"set MOIETY_{name.upper()} to a random text of 16 characters or more, the same as at the gateways"
+    return f"{name}: {problem['msg']}"
