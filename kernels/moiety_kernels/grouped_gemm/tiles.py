@@ -87,11 +87,12 @@ class TileConfig:
     up: Block
     down: Block
     swap_ab: bool = False  # weights are the 64 rows of a tensor core's product, tokens columns, of which few will do
+    eight: bool = False  # rows are rounded to float8 like weights, and multiplied so
     tail: int = 0  # tiles of at most so many rows are computed as such of this height; not with flat loops
 
     @property
     def name(self) -> str:
-        tile = f"{self.BM}{'s' if self.swap_ab else ''}{f't{self.tail}' if self.tail else ''}"
+        tile = f"{self.BM}{'s' if self.swap_ab else ''}{'e' if self.eight else ''}{f't{self.tail}' if self.tail else ''}"
         return f"{'rows' if self.BM == 1 else tile} up {_block_name(self.up)} down {_block_name(self.down)}"
 
 
@@ -115,6 +116,11 @@ NARROW = (  # weights of 8 bits, widened in registers, from where only swapped p
     TileConfig(16, Block(64, 64, 4, 8, 2, flat=True), Block(128, 64, 4, 8, 2, flat=True), swap_ab=True),
     TileConfig(64, Block(64, 64, 4, 5, 2, flat=True), Block(128, 64, 4, 5, 2, flat=True), swap_ab=True),
     TileConfig(128, Block(128, 64, 8, 5), Block(128, 64, 8, 5), swap_ab=True),  # too many sums for blocks' scales
+)
+EIGHT = (  # weights of float8, multiplied as such: a step is the 128 columns that share a row's scale
+    TileConfig(64, Block(128, 128, 8, 4), Block(128, 128, 8, 6), eight=True),
+    TileConfig(128, Block(128, 128, 8, 4), Block(128, 128, 8, 5), eight=True),
+    TileConfig(128, Block(128, 128, 8, 4, flat=True), Block(128, 128, 8, 5, flat=True), eight=True),
 )
 PORTABLE = (  # no copy engine, less shared memory
     ROWS,

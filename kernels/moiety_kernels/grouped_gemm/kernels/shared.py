@@ -43,15 +43,33 @@ def multiply(x, w, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
-def multiply_scaled(x, w, acc, p_scale, SWAP: tl.constexpr, SCALES: tl.constexpr):
+def multiply_scaled(x, w, acc, row_scale, p_scale, SWAP: tl.constexpr, SCALES: tl.constexpr, EIGHT: tl.constexpr):
     """As `multiply`, of weights that may be narrower than x. They are widened in registers, from where swapped products
-    take them; scales of blocks are applied to each step's sums, scales of rows once, by whoever has the sums."""
-    if SCALES == "block":
+    take them; scales of blocks are applied to each step's sums, scales of rows once, by whoever has the sums.
+
+    EIGHT: both are float8, and a step is the 128 columns that share a row's scale. The tensor cores add up such products
+    in few bits, so a step's sums, scaled, are added to all in float32."""
+    if EIGHT:
+        step = tl.dot(x, w.T)
+        if SCALES == "block":
+            row_scale *= tl.load(p_scale)
+        acc += step * row_scale[:, None]
+    elif SCALES == "block":
         step = multiply(x, w.to(x.dtype), tl.zeros_like(acc), SWAP)
         acc += step * tl.load(p_scale)
     else:
         acc = multiply(x, w.to(x.dtype), acc, SWAP)
     return acc
+
+
+@triton.jit
+def to_eight_bits(values):
+    """(float8_e4m3fn, scales): each row of float32 numbers by the scale that makes 448, the largest there is, of its
+    largest one."""
+    largest = tl.max(tl.abs(values), axis=1)
+    largest = tl.where(largest > 0.0, largest, 1.0)
+    rounded = (values * tl.div_rn(448.0, largest)[:, None]).to(tl.float8e4nv)
+    return rounded, tl.div_rn(largest, 448.0)
 
 
 @triton.jit
