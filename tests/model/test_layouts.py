@@ -98,9 +98,7 @@ def test_matrices_in_eight_bits_are_read_block_by_block_and_layers_for_drafting_
 def test_of_other_quantizations_the_known_ones_are_named(make_checkpoint: Any) -> None:
     config = config_of(make_checkpoint("qwen3, tied").folder)
     for settings in ({"quant_method": "gptq"}, {"quant_method": "fp8"}):
-        with pytest.raises(
-            UnsupportedModelError, match=r"mxfp4, fp8 with a weight_block_size, and compressed"
-        ):
+        with pytest.raises(UnsupportedModelError, match=r"mxfp4, fp8 with a weight_block_size, and compressed"):
             spec_from_config(config | {"quantization_config": settings})
 
 

@@ -15,16 +15,17 @@ from moiety_kernels.grouped_gemm.choice import configuration
 from moiety_kernels.grouped_gemm.kernels.cases import compile_cases
 from moiety_kernels.grouped_gemm.kernels.down import combine, down
 from moiety_kernels.grouped_gemm.kernels.launching import kind_of_scales
+from moiety_kernels.grouped_gemm.kernels.rounding import round_rows
 from moiety_kernels.grouped_gemm.kernels.rows import down_rows, up_rows
 from moiety_kernels.grouped_gemm.kernels.shared import SCALE_BLOCK
-from moiety_kernels.grouped_gemm.kernels.up import up
-from moiety_kernels.grouped_gemm.tiles import Problem, Scales, TileConfig, choose
+from moiety_kernels.grouped_gemm.kernels.up import up, up_rounded
+from moiety_kernels.grouped_gemm.tiles import Problem, Scales, TileConfig, Weights, choose
 from moiety_kernels.moe.activation import SILU, Activation
 from moiety_kernels.route import group
 
 __all__ = ["compile_cases", "experts", "unfit"]
 
-_NARROW = (torch.int8, torch.float8_e4m3fn)
+_NARROW: dict[torch.dtype, Weights] = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 _SCALE_BLOCK = SCALE_BLOCK.value
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -80,7 +81,8 @@ def experts(
 
     Weights of int8 or float8_e4m3fn have scales, contiguous and float32: of rows, [E, N], or of blocks of 128 × 128,
     [E, N ÷ 128, K ÷ 128], gate's and up's apart. With `invariant`, the same bits for a token whatever other tokens
-    there are. Without `config`, what was tuned for this GPU, else what the cost model prefers.
+    there are. Where rows are many and weights float8, rows are rounded to it too. Without `config`, what was tuned
+    for this GPU, else what the cost model prefers.
     """
     tokens, top_k = expert_TK.shape
     if tokens == 0:
@@ -88,16 +90,22 @@ def experts(
     expert_TK, weight_TK = expert_TK.contiguous(), weight_TK.float().contiguous()
     num_experts, width, hidden = w_down_EDF.shape
     if config is None:
-        problem = _problem(
-            num_experts, top_k, width, hidden, tokens, x_TD.element_size(), invariant, kind_of_scales(down_scale)
-        )
+        kinds = _NARROW.get(w_down_EDF.dtype, "wide"), kind_of_scales(down_scale)
+        problem = _problem(num_experts, top_k, width, hidden, tokens, x_TD.element_size(), invariant, *kinds)
         config = (choose if x_TD.is_cpu else configuration)(problem, device_model(x_TD.device))
     if config.BM == 1:
         inner_RF = up_rows(x_TD, expert_TK, w_gate_up_E2FD, gate_up_scale, gate_up_bias_E2F, activation, config.up)
         return down_rows(inner_RF, expert_TK, weight_TK, w_down_EDF, down_scale, down_bias_ED, config.down)
     groups = group(expert_TK, num_experts, config.BM)
-    inner_RF = up(x_TD, groups, top_k, w_gate_up_E2FD, gate_up_scale, gate_up_bias_E2F, activation, config)
-    return combine(down(inner_RF, groups, weight_TK, w_down_EDF, down_scale, down_bias_ED, config), top_k)
+    gate_up, downwards = (w_gate_up_E2FD, gate_up_scale, gate_up_bias_E2F), (w_down_EDF, down_scale, down_bias_ED)
+    if config.eight:
+        rounded_TD, x_scale_TG = round_rows(x_TD)
+        inner_RF, inner_scale_RG = up_rounded(rounded_TD, x_scale_TG, groups, top_k, *gate_up, activation, config)
+        weighted = down(inner_RF, groups, weight_TK, *downwards, config, inner_scale_RG, x_TD.dtype)
+    else:
+        inner_RF = up(x_TD, groups, top_k, *gate_up, activation, config)
+        weighted = down(inner_RF, groups, weight_TK, *downwards, config)
+    return combine(weighted, top_k)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -109,8 +117,11 @@ def _problem(
     tokens: int,
     element_bytes: int,
     invariant: bool,
+    weights: Weights,
     scales: Scales,
 ) -> Problem:
     """With the number of tokens rounded up to three binary digits, so that few are ever thought about."""
     unit = 1 << max(0, tokens.bit_length() - 3)
-    return Problem(num_experts, top_k, width, hidden, -(-tokens // unit) * unit, element_bytes, invariant, scales)
+    return Problem(
+        num_experts, top_k, width, hidden, -(-tokens // unit) * unit, element_bytes, invariant, weights, scales
+    )

@@ -104,8 +104,8 @@ def combine(weighted_RD: Tensor, top_k: int) -> Tensor:
 
 @triton.jit
 def _down_tile(
-    inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first, end, column, width, hidden,
-    expert_stride, row_stride,
+    inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first, end, column, width,
+    hidden, expert_stride, row_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, ROWS_TMA: tl.constexpr,
     SCALES: tl.constexpr, EIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +118,7 @@ def _down_tile(
         p_block_scale = p_scale + block * tl.cdiv(hidden, SCALE_BLOCK)
     else:
         p_block_scale = p_row
-    p_row_scale = p_inner_scale + i_row.to(tl.int64) * tl.cdiv(hidden, SCALE_BLOCK) if EIGHT else p_row
+    p_row_scale = p_inner_scale + i_row.to(tl.int64) * tl.cdiv(hidden, BK) if EIGHT else p_row
     sums = empty_sums(BM, BN, SWAP)
     for k in range(0, hidden, BK):
         if ROWS_TMA:
@@ -127,9 +127,9 @@ def _down_tile(
             m_rows = m_row[:, None] & (k + i_k < hidden)[None, :]
             rows = tl.load(p_row[:, None] + (k + i_k)[None, :], mask=m_rows, other=0.0)
         weights = load_weights(w, expert, column, k, width, hidden, expert_stride, row_stride, BN, BK, TMA)
-        step = k // SCALE_BLOCK
-        row_scale = tl.load(p_row_scale + step, mask=m_row, other=0.0) if EIGHT else 0.0
-        sums = multiply_scaled(rows, weights, sums, row_scale, p_block_scale + step, SWAP, SCALES, EIGHT)
+        row_scale = tl.load(p_row_scale + k // BK, mask=m_row, other=0.0) if EIGHT else 1.0
+        block_scale = tl.load(p_block_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
+        sums = multiply_scaled(rows, weights, sums, row_scale, block_scale, SWAP, SCALES, EIGHT)
     i_column = column + tl.arange(0, BN)
     m_column = i_column < width
     if SCALES == "row":
@@ -150,8 +150,8 @@ def _down_tile(
 
 @triton.jit
 def _down(
-    inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, p_starts, p_tiles, p_num_tiles, width, hidden,
-    expert_stride, row_stride,
+    inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, p_starts, p_tiles, p_num_tiles, width,
+    hidden, expert_stride, row_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     TMA: tl.constexpr, SCALES: tl.constexpr, EIGHT: tl.constexpr, BIAS: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
@@ -164,16 +164,16 @@ def _down(
         end = tl.load(p_starts + expert + 1)
         if TAIL > 0:
             if end - first <= TAIL:
-                _down_tile(inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first, end,
-                           i_block * BN, width, hidden, expert_stride, row_stride,
+                _down_tile(inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first,
+                           end, i_block * BN, width, hidden, expert_stride, row_stride,
                            TAIL, BN, BK, SWAP, TMA, False, SCALES, EIGHT, BIAS)  # fmt: skip
             else:
-                _down_tile(inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first, end,
-                           i_block * BN, width, hidden, expert_stride, row_stride,
+                _down_tile(inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first,
+                           end, i_block * BN, width, hidden, expert_stride, row_stride,
                            BM, BN, BK, SWAP, TMA, TMA, SCALES, EIGHT, BIAS)  # fmt: skip
         else:
-            _down_tile(inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first, end,
-                       i_block * BN, width, hidden, expert_stride, row_stride,
+            _down_tile(inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first,
+                       end, i_block * BN, width, hidden, expert_stride, row_stride,
                        BM, BN, BK, SWAP, TMA, TMA, SCALES, EIGHT, BIAS)  # fmt: skip
 
 

@@ -47,14 +47,49 @@ def up(
     bias_E2F: Tensor | None,
     activation: Activation,
     config: TileConfig,
-    x_scale_TG: Tensor | None = None,
-    inner_scale_RG: Tensor | None = None,
 ) -> Tensor:
-    """[R, F], in the order of the groups: what the activation makes of each row's gate and up products.
-
-    Rows may be rounded to 8 bits, with `x_scale`; then the result is so rounded too, and `inner_scale_RG` takes its scales."""
-    hidden, width, block = w_gate_up_E2FD.shape[1] // 2, x_TD.shape[1], config.up
+    """[R, F], in the order of the groups: what the activation makes of each row's gate and up products."""
+    hidden = w_gate_up_E2FD.shape[1] // 2
     inner_RF = torch.empty(groups.order_R.numel(), hidden, dtype=x_TD.dtype, device=x_TD.device)
+    _launch(x_TD, None, groups, top_k, w_gate_up_E2FD, scale, bias_E2F, activation, config, inner_RF, None)
+    return inner_RF
+
+
+def up_rounded(
+    x_TD: Tensor,
+    x_scale_TG: Tensor,
+    groups: Groups,
+    top_k: int,
+    w_gate_up_E2FD: Tensor,
+    scale: Tensor | None,
+    bias_E2F: Tensor | None,
+    activation: Activation,
+    config: TileConfig,
+) -> tuple[Tensor, Tensor]:
+    """As `up`, of rows rounded to float8 with a scale for each of a step's columns; so is the result, with a scale for
+    each tile's, [R, F ÷ BN] float32."""
+    rows, hidden = groups.order_R.numel(), w_gate_up_E2FD.shape[1] // 2
+    inner_RF = torch.empty(rows, hidden, dtype=x_TD.dtype, device=x_TD.device)
+    inner_scale = torch.empty(rows, triton.cdiv(hidden, config.up.BN), dtype=torch.float32, device=x_TD.device)
+    outputs = inner_RF, inner_scale
+    _launch(x_TD, x_scale_TG, groups, top_k, w_gate_up_E2FD, scale, bias_E2F, activation, config, *outputs)
+    return outputs
+
+
+def _launch(
+    x_TD: Tensor,
+    x_scale_TG: Tensor | None,
+    groups: Groups,
+    top_k: int,
+    w_gate_up_E2FD: Tensor,
+    scale: Tensor | None,
+    bias_E2F: Tensor | None,
+    activation: Activation,
+    config: TileConfig,
+    inner_RF: Tensor,
+    inner_scale_RG: Tensor | None,
+) -> None:
+    hidden, width, block = inner_RF.shape[1], x_TD.shape[1], config.up
     engine = copied_by_engine(w_gate_up_E2FD)
     most_pieces = groups.tiles_N2.shape[0] * triton.cdiv(hidden, block.BN)
     _up[(num_programs(x_TD.device, block.per_sm, most_pieces),)](
@@ -94,13 +129,12 @@ def up(
         num_warps=block.warps,
         num_stages=block.stages,
     )
-    return inner_RF
 
 
 @triton.jit
 def _up_tile(
-    p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, expert, first, end, column, top_k, width, hidden,
-    x_stride, expert_stride, row_stride, limit, alpha,
+    p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, expert, first, end, column, top_k, width,
+    hidden, x_stride, expert_stride, row_stride, limit, alpha,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
     EVEN: tl.constexpr, ALIGNED: tl.constexpr, SCALES: tl.constexpr, EIGHT: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -117,7 +151,7 @@ def _up_tile(
     else:
         p_gate_scale = p_row
         p_up_scale = p_row
-    p_row_scale = p_x_scale + token.to(tl.int64) * tl.cdiv(width, SCALE_BLOCK) if EIGHT else p_row
+    p_row_scale = p_x_scale + token.to(tl.int64) * tl.cdiv(width, BK) if EIGHT else p_row
     gate = empty_sums(BM, BN, SWAP)
     up = empty_sums(BM, BN, SWAP)
     for k in range(0, width, BK):
@@ -128,10 +162,11 @@ def _up_tile(
         x = tl.load(p_tile, mask=m_x, other=0.0)
         w_gate = load_weights(w, expert, column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
         w_up = load_weights(w, expert, hidden + column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
-        step = k // SCALE_BLOCK
-        row_scale = tl.load(p_row_scale + step, mask=m_row, other=0.0) if EIGHT else 0.0
-        gate = multiply_scaled(x, w_gate, gate, row_scale, p_gate_scale + step, SWAP, SCALES, EIGHT)
-        up = multiply_scaled(x, w_up, up, row_scale, p_up_scale + step, SWAP, SCALES, EIGHT)
+        row_scale = tl.load(p_row_scale + k // BK) if EIGHT else 1.0
+        gate_scale = tl.load(p_gate_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
+        up_scale = tl.load(p_up_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
+        gate = multiply_scaled(x, w_gate, gate, row_scale, gate_scale, SWAP, SCALES, EIGHT)
+        up = multiply_scaled(x, w_up, up, row_scale, up_scale, SWAP, SCALES, EIGHT)
     i_column = column + tl.arange(0, BN)
     m_column = i_column < hidden
     if SCALES == "row":
@@ -156,8 +191,8 @@ def _up_tile(
 
 @triton.jit
 def _up(
-    p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, p_starts, p_tiles, p_num_tiles, top_k, width, hidden,
-    x_stride, expert_stride, row_stride, limit, alpha,
+    p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, p_starts, p_tiles, p_num_tiles, top_k,
+    width, hidden, x_stride, expert_stride, row_stride, limit, alpha,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     TMA: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr, SCALES: tl.constexpr, EIGHT: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, FLAT: tl.constexpr,
@@ -171,14 +206,14 @@ def _up(
         end = tl.load(p_starts + expert + 1)
         if TAIL > 0:
             if end - first <= TAIL:
-                _up_tile(p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, expert, first, end, i_block * BN, top_k, width,
-                         hidden, x_stride, expert_stride, row_stride, limit, alpha,
+                _up_tile(p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, expert, first, end,
+                         i_block * BN, top_k, width, hidden, x_stride, expert_stride, row_stride, limit, alpha,
                          TAIL, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, EIGHT, BIAS, ACTIVATION)  # fmt: skip
             else:
-                _up_tile(p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, expert, first, end, i_block * BN, top_k, width,
-                         hidden, x_stride, expert_stride, row_stride, limit, alpha,
+                _up_tile(p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, expert, first, end,
+                         i_block * BN, top_k, width, hidden, x_stride, expert_stride, row_stride, limit, alpha,
                          BM, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, EIGHT, BIAS, ACTIVATION)  # fmt: skip
         else:
-            _up_tile(p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, expert, first, end, i_block * BN, top_k, width,
-                     hidden, x_stride, expert_stride, row_stride, limit, alpha,
+            _up_tile(p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, expert, first, end,
+                     i_block * BN, top_k, width, hidden, x_stride, expert_stride, row_stride, limit, alpha,
                      BM, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, EIGHT, BIAS, ACTIVATION)  # fmt: skip
