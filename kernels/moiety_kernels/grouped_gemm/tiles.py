@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -32,9 +32,10 @@ BLOCK_SCALED_ROWS = 64  # of a tile, at most, where blocks have scales: sums of 
 MMA_SHARE = 0.85  # of the rate of large products that a loop like ours keeps, when nothing else binds it
 
 
-Weights = Literal["wide", "int8", "fp8"]
-Scales = Literal["none", "row", "block"]
-WIDENING = {"wide": 0.0, "int8": 1.5, "fp8": 1.5}  # instructions a weight costs before a tensor core takes it
+Weights = Literal["wide", "int8", "fp8", "int4", "mxfp4"]
+Scales = Literal["none", "row", "block", "group"]
+Four = Literal["", "int4", "mxfp4"]
+WIDENING = {"wide": 0.0, "int8": 1.5, "fp8": 1.5, "int4": 4.0, "mxfp4": 8.0}  # instructions a weight costs before a tensor core takes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Problem:
     element_bytes: int = 2  # of activations, and of wide weights
     invariant: bool = False  # a row's bits must not depend on what other rows are there
     weights: Weights = "wide"
-    scales: Scales = "none"  # what narrow weights have, a row or a block of 128 × 128
+    scales: Scales = "none"  # what narrow weights have, a row, a block of 128 × 128, or (of 4 bits) 32 of a row
 
     @property
     def rows(self) -> int:
@@ -57,8 +58,10 @@ class Problem:
         return self.tokens * self.top_k
 
     @property
-    def weight_bytes(self) -> int:
-        """Of one weight."""
+    def weight_bytes(self) -> float:
+        """Of one weight, and its share of the scale that 32 have."""
+        if self.scales == "group":
+            return 0.5 + 4 / 32
         return self.element_bytes if self.weights == "wide" else 1
 
     @property
@@ -91,13 +94,14 @@ class TileConfig:
     up: Block
     down: Block
     swap_ab: bool = False  # weights are the 64 rows of a tensor core's product, tokens columns, of which few will do
+    four: Four = ""  # weights are of four bits, a byte's two numbers half a step apart
     eight: bool = False  # rows are rounded to float8 like weights, and multiplied so
     tail: int = 0  # tiles of at most so many rows are computed as such of this height; not with flat loops
 
     @property
     def name(self) -> str:
         tile = (
-            f"{self.BM}{'s' if self.swap_ab else ''}{'e' if self.eight else ''}{f't{self.tail}' if self.tail else ''}"
+            f"{self.BM}{'s' if self.swap_ab else ''}{'e' if self.eight else ''}{self.four}{f't{self.tail}' if self.tail else ''}"
         )
         return f"{'rows' if self.BM == 1 else tile} up {_block_name(self.up)} down {_block_name(self.down)}"
 
@@ -123,6 +127,11 @@ NARROW = (  # weights of 8 bits, widened in registers, from where only swapped p
     TileConfig(64, Block(64, 64, 4, 5, 2, flat=True), Block(128, 64, 4, 5, 2, flat=True), swap_ab=True),
     TileConfig(128, Block(128, 64, 8, 5), Block(128, 64, 8, 5), swap_ab=True),  # too many sums for blocks' scales
 )
+FOUR = (  # bits, widened in registers
+    TileConfig(16, Block(64, 64, 4, 8, 2, flat=True), Block(128, 64, 4, 8, 2, flat=True), swap_ab=True),
+    TileConfig(64, Block(64, 64, 4, 6, 2, flat=True), Block(128, 64, 4, 6, 2, flat=True), swap_ab=True),
+    TileConfig(128, Block(128, 64, 8, 5), Block(128, 64, 8, 5), swap_ab=True),
+)
 EIGHT = (  # float8 by float8: a step is the columns that share a row's scale, 64 of the second product, as many as
     # the first one's tiles have; with sums of a step beside those of all, more would not fit in registers
     TileConfig(64, Block(64, 128, 4, 4, 2, flat=True), Block(128, 64, 4, 6, 2, flat=True), eight=True),
@@ -143,8 +152,8 @@ SINGLE = (  # float32, without tensor cores: for exactness, not for speed
 
 def stage_bytes(config: TileConfig, block: Block, problem: Problem, *, gated: bool) -> int:
     """What one step of a tile reads of rows and of weights."""
-    weights = block.BN * (2 if gated else 1) * problem.weight_bytes
-    return (config.BM * row_bytes(config, problem) + weights) * block.BK
+    weights = block.BN * (2 if gated else 1)
+    return round((config.BM * row_bytes(config, problem) + weights * problem.weight_bytes) * block.BK)
 
 
 def row_bytes(config: TileConfig, problem: Problem) -> int:
@@ -171,6 +180,8 @@ def _configs(problem: Problem, device: DeviceModel) -> tuple[TileConfig, ...]:
         return PORTABLE
     if problem.weights == "wide":
         return HOPPER
+    if problem.weights == "int4" or problem.weights == "mxfp4":
+        return tuple(replace(config, four=problem.weights) for config in FOUR)
     return (*NARROW, *EIGHT) if problem.weights == "fp8" and not problem.invariant else NARROW
 
 

@@ -28,8 +28,10 @@ from moiety_kernels.grouped_gemm.kernels.shared import (
     along_columns,
     empty_sums,
     load_weights,
+    multiply,
     multiply_scaled,
     place,
+    widened_halves,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ def down(
     engine = copied_by_engine(w_down_EDF)
     most_pieces = groups.tiles_N2.shape[0] * triton.cdiv(width, block.BN)
     _down[(num_programs(inner_RF.device, block.per_sm, most_pieces),)](
-        TensorDescriptor.from_tensor(inner_RF, [config.BM, block.BK]) if engine else None,
+        TensorDescriptor.from_tensor(inner_RF, [config.BM, block.BK // (2 if config.four else 1)]) if engine else None,
         inner_RF,
         inner_scale_RG,
         weight_argument(w_down_EDF, block, engine),
@@ -84,6 +86,7 @@ def down(
         TMA=engine,
         SCALES=kind_of_scales(scale),
         EIGHT=inner_scale_RG is not None,
+        FOUR=config.four,
         BIAS=bias_ED is not None,
         FLAT=block.flat,
         num_warps=block.warps,
@@ -107,7 +110,7 @@ def _down_tile(
     inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first, end, column, width,
     hidden, expert_stride, row_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, ROWS_TMA: tl.constexpr,
-    SCALES: tl.constexpr, EIGHT: tl.constexpr, BIAS: tl.constexpr,
+    SCALES: tl.constexpr, EIGHT: tl.constexpr, FOUR: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     i_row = first + tl.arange(0, BM)
     m_row = i_row < end
@@ -120,16 +123,40 @@ def _down_tile(
         p_block_scale = p_row
     p_row_scale = p_inner_scale + i_row.to(tl.int64) * tl.cdiv(hidden, BK) if EIGHT else p_row
     sums = empty_sums(BM, BN, SWAP)
-    for k in range(0, hidden, BK):
-        if ROWS_TMA:
-            rows = inner.load([first, k])  # those from `end` on are another expert's; no result of theirs is stored
-        else:
-            m_rows = m_row[:, None] & (k + i_k < hidden)[None, :]
-            rows = tl.load(p_row[:, None] + (k + i_k)[None, :], mask=m_rows, other=0.0)
-        weights = load_weights(w, expert, column, k, width, hidden, expert_stride, row_stride, BN, BK, TMA)
-        row_scale = tl.load(p_row_scale + k // BK, mask=m_row, other=0.0) if EIGHT else 1.0
-        block_scale = tl.load(p_block_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
-        sums = multiply_scaled(rows, weights, sums, row_scale, block_scale, SWAP, SCALES, EIGHT)
+    if FOUR == "":
+        for k in range(0, hidden, BK):
+            if ROWS_TMA:
+                rows = inner.load([first, k])  # those from `end` on are another expert's; no result of theirs is stored
+            else:
+                m_rows = m_row[:, None] & (k + i_k < hidden)[None, :]
+                rows = tl.load(p_row[:, None] + (k + i_k)[None, :], mask=m_rows, other=0.0)
+            weights = load_weights(w, expert, column, k, width, hidden, expert_stride, row_stride, BN, BK, TMA)
+            row_scale = tl.load(p_row_scale + k // BK, mask=m_row, other=0.0) if EIGHT else 1.0
+            block_scale = tl.load(p_block_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
+            sums = multiply_scaled(rows, weights, sums, row_scale, block_scale, SWAP, SCALES, EIGHT)
+    else:
+        HALF: tl.constexpr = BK // 2
+        i_half = tl.arange(0, HALF)
+        num_groups = hidden // HALF
+        i_weight = column + tl.arange(0, BN)
+        m_weight = i_weight < width
+        p_group = p_scale + (expert.to(tl.int64) * width + i_weight) * num_groups
+        for k in range(0, hidden, BK):
+            if ROWS_TMA:
+                low_rows = inner.load([first, k])
+                high_rows = inner.load([first, k + HALF])
+            else:
+                p_half = p_row[:, None] + (k + i_half)[None, :]
+                low_rows = tl.load(p_half, mask=m_row[:, None], other=0.0)
+                high_rows = tl.load(p_half + HALF, mask=m_row[:, None], other=0.0)
+            weights = load_weights(w, expert, column, k // 2, width, hidden // 2, expert_stride, row_stride, BN, HALF,
+                                   TMA)  # fmt: skip
+            low_scale = tl.load(p_group + k // HALF, mask=m_weight, other=0.0)
+            high_scale = tl.load(p_group + k // HALF + 1, mask=m_weight, other=0.0)
+            low, high = widened_halves(weights, low_scale, high_scale, low_rows.dtype, FOUR)
+            sums = multiply(high_rows, high, multiply(low_rows, low, sums, SWAP), SWAP)
+    if FOUR == "mxfp4":  # whose numbers were doubled
+        sums *= 0.5
     i_column = column + tl.arange(0, BN)
     m_column = i_column < width
     if SCALES == "row":
@@ -153,7 +180,8 @@ def _down(
     inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, p_starts, p_tiles, p_num_tiles, width,
     hidden, expert_stride, row_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
-    TMA: tl.constexpr, SCALES: tl.constexpr, EIGHT: tl.constexpr, BIAS: tl.constexpr, FLAT: tl.constexpr,
+    TMA: tl.constexpr, SCALES: tl.constexpr, EIGHT: tl.constexpr, FOUR: tl.constexpr,
+    BIAS: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(width, BN)
     num_tiles = tl.load(p_num_tiles)
@@ -166,15 +194,15 @@ def _down(
             if end - first <= TAIL:
                 _down_tile(inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first,
                            end, i_block * BN, width, hidden, expert_stride, row_stride,
-                           TAIL, BN, BK, SWAP, TMA, False, SCALES, EIGHT, BIAS)  # fmt: skip
+                           TAIL, BN, BK, SWAP, TMA, False, SCALES, EIGHT, FOUR, BIAS)  # fmt: skip
             else:
                 _down_tile(inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first,
                            end, i_block * BN, width, hidden, expert_stride, row_stride,
-                           BM, BN, BK, SWAP, TMA, TMA, SCALES, EIGHT, BIAS)  # fmt: skip
+                           BM, BN, BK, SWAP, TMA, TMA, SCALES, EIGHT, FOUR, BIAS)  # fmt: skip
         else:
             _down_tile(inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first,
                        end, i_block * BN, width, hidden, expert_stride, row_stride,
-                       BM, BN, BK, SWAP, TMA, TMA, SCALES, EIGHT, BIAS)  # fmt: skip
+                       BM, BN, BK, SWAP, TMA, TMA, SCALES, EIGHT, FOUR, BIAS)  # fmt: skip
 
 
 @triton.jit

@@ -25,9 +25,11 @@ from moiety_kernels.grouped_gemm.kernels.shared import (
     along_columns,
     empty_sums,
     load_weights,
+    multiply,
     multiply_scaled,
     place,
     to_eight_bits,
+    widened_halves,
 )
 
 if TYPE_CHECKING:
@@ -123,6 +125,7 @@ def _launch(
         ALIGNED=rows_aligned(x_TD),
         SCALES=kind_of_scales(scale),
         EIGHT=x_scale_TG is not None,
+        FOUR=config.four,
         BIAS=bias_E2F is not None,
         ACTIVATION=activation.kind,
         FLAT=block.flat,
@@ -137,7 +140,7 @@ def _up_tile(
     hidden, x_stride, expert_stride, row_stride, limit, alpha,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
     EVEN: tl.constexpr, ALIGNED: tl.constexpr, SCALES: tl.constexpr, EIGHT: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    FOUR: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     i_row = first + tl.arange(0, BM)
     m_row = i_row < end
@@ -154,19 +157,50 @@ def _up_tile(
     p_row_scale = p_x_scale + token.to(tl.int64) * tl.cdiv(width, BK) if EIGHT else p_row
     gate = empty_sums(BM, BN, SWAP)
     up = empty_sums(BM, BN, SWAP)
-    for k in range(0, width, BK):
-        m_x = m_row[:, None] if EVEN else m_row[:, None] & (k + i_k < width)[None, :]
-        p_tile = p_row[:, None] + (k + i_k)[None, :]
-        if ALIGNED:  # of which the compiler loses sight in flat loops, and then copies nothing ahead
-            p_tile = tl.max_contiguous(tl.multiple_of(p_tile, (1, 16)), (1, BK))
-        x = tl.load(p_tile, mask=m_x, other=0.0)
-        w_gate = load_weights(w, expert, column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
-        w_up = load_weights(w, expert, hidden + column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
-        row_scale = tl.load(p_row_scale + k // BK) if EIGHT else 1.0
-        gate_scale = tl.load(p_gate_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
-        up_scale = tl.load(p_up_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
-        gate = multiply_scaled(x, w_gate, gate, row_scale, gate_scale, SWAP, SCALES, EIGHT)
-        up = multiply_scaled(x, w_up, up, row_scale, up_scale, SWAP, SCALES, EIGHT)
+    if FOUR == "":
+        for k in range(0, width, BK):
+            m_x = m_row[:, None] if EVEN else m_row[:, None] & (k + i_k < width)[None, :]
+            p_tile = p_row[:, None] + (k + i_k)[None, :]
+            if ALIGNED:  # of which the compiler loses sight in flat loops, and then copies nothing ahead
+                p_tile = tl.max_contiguous(tl.multiple_of(p_tile, (1, 16)), (1, BK))
+            x = tl.load(p_tile, mask=m_x, other=0.0)
+            w_gate = load_weights(w, expert, column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
+            w_up = load_weights(w, expert, hidden + column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
+            row_scale = tl.load(p_row_scale + k // BK) if EIGHT else 1.0
+            gate_scale = tl.load(p_gate_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
+            up_scale = tl.load(p_up_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
+            gate = multiply_scaled(x, w_gate, gate, row_scale, gate_scale, SWAP, SCALES, EIGHT)
+            up = multiply_scaled(x, w_up, up, row_scale, up_scale, SWAP, SCALES, EIGHT)
+    else:
+        HALF: tl.constexpr = BK // 2
+        i_half = tl.arange(0, HALF)
+        num_groups = width // HALF
+        i_weight = column + tl.arange(0, BN)
+        m_weight = i_weight < hidden
+        p_group = p_scale + (expert.to(tl.int64) * 2 * hidden + i_weight) * num_groups
+        for k in range(0, width, BK):
+            p_half = p_row[:, None] + (k + i_half)[None, :]
+            if ALIGNED:
+                p_half = tl.max_contiguous(tl.multiple_of(p_half, (1, 16)), (1, HALF))
+            x_low = tl.load(p_half, mask=m_row[:, None], other=0.0)
+            x_high = tl.load(p_half + HALF, mask=m_row[:, None], other=0.0)
+            at = k // 2
+            bytes_gate = load_weights(w, expert, column, at, 2 * hidden, width // 2, expert_stride, row_stride, BN,
+                                      HALF, TMA)  # fmt: skip
+            bytes_up = load_weights(w, expert, hidden + column, at, 2 * hidden, width // 2, expert_stride, row_stride,
+                                    BN, HALF, TMA)  # fmt: skip
+            p_step = p_group + k // HALF
+            gate_low = tl.load(p_step, mask=m_weight, other=0.0)
+            gate_high = tl.load(p_step + 1, mask=m_weight, other=0.0)
+            up_low = tl.load(p_step + hidden * num_groups, mask=m_weight, other=0.0)
+            up_high = tl.load(p_step + hidden * num_groups + 1, mask=m_weight, other=0.0)
+            low, high = widened_halves(bytes_gate, gate_low, gate_high, x_low.dtype, FOUR)
+            gate = multiply(x_high, high, multiply(x_low, low, gate, SWAP), SWAP)
+            low, high = widened_halves(bytes_up, up_low, up_high, x_low.dtype, FOUR)
+            up = multiply(x_high, high, multiply(x_low, low, up, SWAP), SWAP)
+    if FOUR == "mxfp4":  # whose numbers were doubled
+        gate *= 0.5
+        up *= 0.5
     i_column = column + tl.arange(0, BN)
     m_column = i_column < hidden
     if SCALES == "row":
@@ -195,7 +229,7 @@ def _up(
     width, hidden, x_stride, expert_stride, row_stride, limit, alpha,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     TMA: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr, SCALES: tl.constexpr, EIGHT: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, FLAT: tl.constexpr,
+    FOUR: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(hidden, BN)
     num_tiles = tl.load(p_num_tiles)
@@ -208,12 +242,12 @@ def _up(
             if end - first <= TAIL:
                 _up_tile(p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, expert, first, end,
                          i_block * BN, top_k, width, hidden, x_stride, expert_stride, row_stride, limit, alpha,
-                         TAIL, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, EIGHT, BIAS, ACTIVATION)  # fmt: skip
+                         TAIL, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, EIGHT, FOUR, BIAS, ACTIVATION)  # fmt: skip
             else:
                 _up_tile(p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, expert, first, end,
                          i_block * BN, top_k, width, hidden, x_stride, expert_stride, row_stride, limit, alpha,
-                         BM, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, EIGHT, BIAS, ACTIVATION)  # fmt: skip
+                         BM, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, EIGHT, FOUR, BIAS, ACTIVATION)  # fmt: skip
         else:
             _up_tile(p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, expert, first, end,
                      i_block * BN, top_k, width, hidden, x_stride, expert_stride, row_stride, limit, alpha,
-                     BM, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, EIGHT, BIAS, ACTIVATION)  # fmt: skip
+                     BM, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, EIGHT, FOUR, BIAS, ACTIVATION)  # fmt: skip
