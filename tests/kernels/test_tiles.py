@@ -34,6 +34,7 @@ SHAPES = {  # experts, top-k, model width, expert width
     "DeepSeek-V3": (256, 8, 7168, 2048),
     "gpt-oss-20b": (32, 4, 2880, 2880),
 }
+# Of weights.
 KINDS: tuple[tuple[Weights, Scales], ...] = (
     ("wide", "none"),
     ("int8", "row"),

@@ -19,8 +19,9 @@ from moiety_kernels.grouped_gemm.kernels.rounding import round_rows
 from moiety_kernels.grouped_gemm.kernels.rows import down_rows, up_rows
 from moiety_kernels.grouped_gemm.kernels.shared import SCALE_BLOCK
 from moiety_kernels.grouped_gemm.kernels.up import up, up_rounded
-from moiety_kernels.grouped_gemm.tiles import Problem, Scales, TileConfig, Weights, choose
+from moiety_kernels.grouped_gemm.tiles import Four, Problem, Scales, TileConfig, Weights, choose
 from moiety_kernels.moe.activation import SILU, Activation
+from moiety_kernels.quantization.weight import GPU_PACK
 from moiety_kernels.route import group
 
 __all__ = ["compile_cases", "experts", "unfit"]
@@ -53,12 +54,25 @@ def unfit(
 def _unfit_weight(w_ENK: Tensor, scale: Tensor | None, parts: int, x_TD: Tensor) -> str | None:
     if scale is None:
         return None if w_ENK.dtype is x_TD.dtype else f"weights are {w_ENK.dtype} and activations {x_TD.dtype}"
+    if w_ENK.dtype is torch.uint8:
+        return _unfit_four(w_ENK, scale, x_TD)
     if w_ENK.dtype not in _NARROW:
-        return f"weights with scales are {w_ENK.dtype}, neither int8 nor float8_e4m3fn"
+        return f"weights with scales are {w_ENK.dtype}, not int8, float8_e4m3fn or packed uint8"
     experts, rows, inner = w_ENK.shape
     blocks = (experts, parts * -(-rows // parts // _SCALE_BLOCK), -(-inner // _SCALE_BLOCK))
     if tuple(scale.shape) not in ((experts, rows), blocks) or not scale.is_contiguous():
         return f"scales {tuple(scale.shape)} are neither {(experts, rows)} for rows nor {blocks} for blocks, contiguous"
+    return None
+
+
+def _unfit_four(w_ENK: Tensor, scale: Tensor, x_TD: Tensor) -> str | None:
+    experts, rows, inner = w_ENK.shape[0], w_ENK.shape[1], 2 * w_ENK.shape[2]
+    if x_TD.element_size() != 2:
+        return f"beside weights of 4 bits activations are {x_TD.dtype}, not of 16 bits"
+    if inner % GPU_PACK:
+        return f"rows of 4 bits have {inner} inputs, not a multiple of {GPU_PACK}"
+    if tuple(scale.shape) != (experts, rows, inner // 32) or not scale.is_contiguous():
+        return f"scales {tuple(scale.shape)} of 4 bits are not {(experts, rows, inner // 32)}, contiguous"
     return None
 
 
@@ -74,13 +88,15 @@ def experts(
     down_bias_ED: Tensor | None = None,
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
+    four: Four = "",
     invariant: bool = False,
     config: TileConfig | None = None,
 ) -> Tensor:
     """Σ_k weight · expert(x) for each token; the same bits every time. Never waits for the device.
 
     Weights of int8 or float8_e4m3fn have scales, contiguous and float32: of rows, [E, N], or of blocks of 128 × 128,
-    [E, N ÷ 128, K ÷ 128], gate's and up's apart. With `invariant`, the same bits for a token whatever other tokens
+    [E, N ÷ 128, K ÷ 128], gate's and up's apart. Those of `four` bits are uint8, packed by 64, with scales
+    [E, N, K ÷ 32]. With `invariant`, the same bits for a token whatever other tokens
     there are. Where rows are many and weights float8, rows are rounded to it too. Without `config`, what was tuned
     for this GPU, else what the cost model prefers.
     """
@@ -90,7 +106,8 @@ def experts(
     expert_TK, weight_TK = expert_TK.contiguous(), weight_TK.float().contiguous()
     num_experts, width, hidden = w_down_EDF.shape
     if config is None:
-        kinds = _NARROW.get(w_down_EDF.dtype, "wide"), kind_of_scales(down_scale)
+        weights: Weights = four or _NARROW.get(w_down_EDF.dtype, "wide")
+        kinds = weights, "group" if four else kind_of_scales(down_scale)
         problem = _problem(num_experts, top_k, width, hidden, tokens, x_TD.element_size(), invariant, *kinds)
         config = (choose if x_TD.is_cpu else configuration)(problem, device_model(x_TD.device))
     if config.BM == 1:

@@ -35,7 +35,8 @@ MMA_SHARE = 0.85  # of the rate of large products that a loop like ours keeps, w
 Weights = Literal["wide", "int8", "fp8", "int4", "mxfp4"]
 Scales = Literal["none", "row", "block", "group"]
 Four = Literal["", "int4", "mxfp4"]
-WIDENING = {"wide": 0.0, "int8": 1.5, "fp8": 1.5, "int4": 4.0, "mxfp4": 8.0}  # instructions a weight costs before a tensor core takes it
+# Instructions a weight costs before a tensor core takes it.
+WIDENING = {"wide": 0.0, "int8": 1.5, "fp8": 1.5, "int4": 4.0, "mxfp4": 8.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,8 @@ class TileConfig:
 
     @property
     def name(self) -> str:
-        tile = (
-            f"{self.BM}{'s' if self.swap_ab else ''}{'e' if self.eight else ''}{self.four}{f't{self.tail}' if self.tail else ''}"
-        )
+        kind = f"{'s' if self.swap_ab else ''}{'e' if self.eight else ''}{self.four}"
+        tile = f"{self.BM}{kind}{f't{self.tail}' if self.tail else ''}"
         return f"{'rows' if self.BM == 1 else tile} up {_block_name(self.up)} down {_block_name(self.down)}"
 
 
@@ -180,8 +180,8 @@ def _configs(problem: Problem, device: DeviceModel) -> tuple[TileConfig, ...]:
         return PORTABLE
     if problem.weights == "wide":
         return HOPPER
-    if problem.weights == "int4" or problem.weights == "mxfp4":
-        return tuple(replace(config, four=problem.weights) for config in FOUR)
+    if problem.scales == "group":
+        return tuple(replace(config, four="mxfp4" if problem.weights == "mxfp4" else "int4") for config in FOUR)
     return (*NARROW, *EIGHT) if problem.weights == "fp8" and not problem.invariant else NARROW
 
 

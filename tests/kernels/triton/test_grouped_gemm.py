@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,10 +12,11 @@ from torch import Tensor
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.gpu.targets import H200
 from moiety_kernels.grouped_gemm import kernel, reference, tiles
-from moiety_kernels.grouped_gemm.kernels import down, rounding, rows, up
+from moiety_kernels.grouped_gemm.kernels import down, four_bits, rounding, rows, up
 from moiety_kernels.moe import GELU_TANH, SILU, Activation
 from moiety_kernels.moe import experts as moe_experts
-from moiety_kernels.quantization import INT4, INT8, quantize
+from moiety_kernels.quantization import INT4, INT8, MXFP4, dequantize, quantize
+from moiety_kernels.quantization.weight import GPU_PACK
 from moiety_kernels.route import group
 
 CLIPPED = Activation("clipped", 0.5, 1.702)
@@ -272,14 +273,68 @@ def test_experts_asked_of_triton_are_its_own_or_refused(device: str) -> None:
         moe_experts(*inputs[:3], case.gate_up.half(), case.down.half(), kernel="triton")
 
 
-def test_weights_kept_in_eight_bits_are_read_by_triton_and_those_in_four_are_refused(device: str) -> None:
+def test_weights_kept_in_eight_bits_are_read_by_triton_and_those_packed_for_a_cpu_are_refused(device: str) -> None:
     case = Case((2, 1, 0), 64, 32, device=device)
     up_int8, down_int8 = quantize(case.gate_up, INT8), quantize(case.down, INT8)
     routed = case.x, case.weight, case.expert
     ours = moe_experts(*routed, up_int8, down_int8, kernel="triton")
     torch.testing.assert_close(ours, moe_experts(*routed, up_int8, down_int8, kernel="reference"), **case.tolerance)
-    with pytest.raises(KernelInputError, match=r"torch\.uint8, neither int8 nor float8_e4m3fn"):
+    with pytest.raises(KernelInputError, match="its kernels do not read int4 weights"):
         moe_experts(*routed, quantize(case.gate_up, INT4), quantize(case.down, INT4), kernel="triton")
+
+
+FOUR_BITS = {"int4": replace(INT4, pack=GPU_PACK), "mxfp4": replace(MXFP4, pack=GPU_PACK)}
+
+
+def check_four(ups: Any, downs: Any, name: str, config: tiles.TileConfig, case: Case) -> None:
+    """The products are those of the weights that the four bits stand for."""
+    config = replace(config, four=name)
+    gate_up, lower = quantize(case.gate_up, FOUR_BITS[name]), quantize(case.down, FOUR_BITS[name])
+    groups = group(case.expert, len(case.counts), config.BM)
+    ours = ups.up(case.x, groups, 1, gate_up.values_NK, gate_up.scales_NG, case.gate_up_bias, SILU, config)
+    theirs = reference.up(case.x, groups, 1, dequantize(gate_up), None, case.gate_up_bias)
+    torch.testing.assert_close(ours, theirs, **case.tolerance)
+    ours = downs.down(case.inner, groups, case.weight, lower.values_NK, lower.scales_NG, case.down_bias, config)
+    theirs = reference.down(case.inner, groups, case.weight, dequantize(lower), None, case.down_bias)
+    torch.testing.assert_close(ours, theirs, **case.tolerance)
+
+
+@pytest.mark.parametrize("name", FOUR_BITS)
+@pytest.mark.parametrize("config", tiles.FOUR, ids=lambda config: config.name)
+def test_weights_of_four_bits_are_widened_and_scaled(config: Any, name: str, device: str) -> None:
+    check_four(up, down, name, config, Case((3, 0, 18), 192, 64, torch.float16, biases=True, device=device))
+
+
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_experts_in_four_bits_are_read_by_triton_where_activations_have_sixteen(name: str, device: str) -> None:
+    case = Case((2, 1, 0), 128, 64, torch.float16, device=device)
+    narrow = quantize(case.gate_up, FOUR_BITS[name]), quantize(case.down, FOUR_BITS[name])
+    routed = case.x, case.weight, case.expert
+    ours = moe_experts(*routed, *narrow, kernel="triton")
+    torch.testing.assert_close(ours, moe_experts(*routed, *narrow, kernel="reference"), **case.tolerance)
+    with pytest.raises(KernelInputError, match=r"activations are torch\.float32, not of 16 bits"):
+        moe_experts(case.x.float(), *routed[1:], *narrow, kernel="triton")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("p_step + 1,", "p_step,"),
+        ("p_step + hidden * num_groups,", "p_step,"),
+        ("multiply(x_high, high, multiply(x_low, low, up", "multiply(x_low, high, multiply(x_low, low, up"),
+        ("inner.load([first, k + HALF])", "inner.load([first, k])"),
+        ("nibbles.to(tl.int8) - 8", "nibbles.to(tl.int8) - 7"),
+        ("expert.to(tl.int64) * width", "expert.to(tl.int64) * hidden"),
+    ],
+)  # fmt: skip
+def test_a_mutant_of_the_products_with_four_bits_is_found(
+    mutated: Any, monkeypatch: pytest.MonkeyPatch, noticed: Any, old: str, new: str, device: str
+) -> None:
+    mutant = mutated(four_bits, old, new)
+    monkeypatch.setattr(up, "up_sums", mutant.up_sums)
+    monkeypatch.setattr(down, "down_sums", mutant.down_sums)
+    with pytest.raises(noticed):
+        check_four(up, down, "int4", tiles.FOUR[0], Case((3, 0, 18), 192, 64, torch.float16, device=device))
 
 
 INVARIANT = tiles.candidates(tiles.Problem(3, 2, 136, 72, 1, invariant=True), H200)

@@ -6,6 +6,7 @@ Hopper too, where the weights' layout may ask for it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moiety_kernels.gpu.cases import CompileCase
@@ -48,6 +49,10 @@ def compile_cases() -> list[CompileCase]:
     for config in tiles.EIGHT:
         for scales in ("row", "block"):
             found += _tile_cases(config, "bf16", ("sm_90",), engine=True, weights="fp8", scales=scales)
+    for config in tiles.FOUR:
+        for four in ("int4", "mxfp4"):
+            only = replace(config, four=four)
+            found += _tile_cases(only, "bf16", ("sm_90",), engine=True, weights=four, scales="group")
     found += _tile_cases(tiles.EIGHT[-1], "bf16", ("sm_90",), engine=True, special=True, weights="fp8", scales="block")
     return found + _tile_cases(tiles.SINGLE[-1], "fp32", ("sm_90",), engine=True)
 
@@ -63,7 +68,7 @@ def _tile_cases(
     scales: tiles.Scales = "none",
 ) -> list[CompileCase]:
     """Up and down of one choice; `special`: with biases, the clipped activation and a width that no step divides."""
-    kept = {"wide": dtype, "int8": "i8", "fp8": "fp8e4nv"}[weights]
+    kept = {"wide": dtype, "int8": "i8", "fp8": "fp8e4nv"}.get(weights, "u8")
     rows_in = kept if config.eight else dtype
     suffix = f"{dtype}{'' if engine else ' by addresses'}{' special' if special else ''}"
     suffix += f" {weights} a scale a {scales}" if weights != "wide" else ""
@@ -71,8 +76,9 @@ def _tile_cases(
     cases = []
     for kernel, block, gated in ((up._up, config.up, True), (down._down, config.down, False)):
         pointers = dict.fromkeys(("p_x", "p_inner"), f"*{rows_in}") | {"p_out": f"*{dtype}"}
-        pointers["w"] = f"tensordesc<{kept}[{block.BN}, {block.BK}]>" if engine else f"*{kept}"
-        pointers["inner"] = f"tensordesc<{rows_in}[{config.BM}, {block.BK}]>" if engine else f"*{rows_in}"
+        step = block.BK // (2 if config.four else 1)  # bytes of two numbers, halves of rows
+        pointers["w"] = f"tensordesc<{kept}[{block.BN}, {step}]>" if engine else f"*{kept}"
+        pointers["inner"] = f"tensordesc<{rows_in}[{config.BM}, {step}]>" if engine else f"*{rows_in}"
         constants: dict[str, Any] = {
             "BM": config.BM,
             "BN": block.BN,
@@ -83,6 +89,7 @@ def _tile_cases(
             "TMA": engine,
             "SCALES": scales,
             "EIGHT": config.eight,
+            "FOUR": config.four,
             "BIAS": special,
             "FLAT": block.flat,
         }

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moiety_kernels.grouped_gemm.kernels.four_bits import down_sums
 from moiety_kernels.grouped_gemm.kernels.launching import (
     GROUP,
     copied_by_engine,
@@ -28,10 +29,8 @@ from moiety_kernels.grouped_gemm.kernels.shared import (
     along_columns,
     empty_sums,
     load_weights,
-    multiply,
     multiply_scaled,
     place,
-    widened_halves,
 )
 
 if TYPE_CHECKING:
@@ -135,28 +134,8 @@ def _down_tile(
             block_scale = tl.load(p_block_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
             sums = multiply_scaled(rows, weights, sums, row_scale, block_scale, SWAP, SCALES, EIGHT)
     else:
-        HALF: tl.constexpr = BK // 2
-        i_half = tl.arange(0, HALF)
-        num_groups = hidden // HALF
-        i_weight = column + tl.arange(0, BN)
-        m_weight = i_weight < width
-        p_group = p_scale + (expert.to(tl.int64) * width + i_weight) * num_groups
-        for k in range(0, hidden, BK):
-            if ROWS_TMA:
-                low_rows = inner.load([first, k])
-                high_rows = inner.load([first, k + HALF])
-            else:
-                p_half = p_row[:, None] + (k + i_half)[None, :]
-                low_rows = tl.load(p_half, mask=m_row[:, None], other=0.0)
-                high_rows = tl.load(p_half + HALF, mask=m_row[:, None], other=0.0)
-            weights = load_weights(w, expert, column, k // 2, width, hidden // 2, expert_stride, row_stride, BN, HALF,
-                                   TMA)  # fmt: skip
-            low_scale = tl.load(p_group + k // HALF, mask=m_weight, other=0.0)
-            high_scale = tl.load(p_group + k // HALF + 1, mask=m_weight, other=0.0)
-            low, high = widened_halves(weights, low_scale, high_scale, low_rows.dtype, FOUR)
-            sums = multiply(high_rows, high, multiply(low_rows, low, sums, SWAP), SWAP)
-    if FOUR == "mxfp4":  # whose numbers were doubled
-        sums *= 0.5
+        sums = down_sums(inner, p_row, m_row, w, p_scale, sums, expert, first, column, width, hidden, expert_stride,
+                         row_stride, BN, BK, SWAP, TMA, ROWS_TMA, FOUR)  # fmt: skip
     i_column = column + tl.arange(0, BN)
     m_column = i_column < width
     if SCALES == "row":

@@ -70,30 +70,6 @@ def to_eight_bits(values):
 
 
 @triton.jit
-def widened_halves(w, low_scale, high_scale, dtype: tl.constexpr, FOUR: tl.constexpr):
-    """Bytes [BN, BK ÷ 2] of two numbers of four bits each: those in the lower halves, which are the first of a step's
-    inputs, and those in the upper ones, each times its scale of a row."""
-    low = whole(w & 15, FOUR).to(dtype) * low_scale.to(dtype)[:, None]
-    high = whole(w >> 4, FOUR).to(dtype) * high_scale.to(dtype)[:, None]
-    return low, high
-
-
-@triton.jit
-def whole(nibbles, FOUR: tl.constexpr):
-    """int8: the number plus 8 less those; of mxfp4 twice the number, which has a sign, two bits of exponent and one
-    of significand: 0, 1, 2, 3, 4, 6, 8, 12."""
-    if FOUR == "int4":
-        numbers = nibbles.to(tl.int8) - 8
-    else:
-        exponent = (nibbles >> 1) & 3
-        significand = nibbles & 1
-        normal = (significand | 2) << (tl.maximum(exponent, 1) - 1)
-        magnitude = tl.where(exponent > 0, normal, significand).to(tl.int8)
-        numbers = tl.where(nibbles > 7, -magnitude, magnitude)
-    return numbers
-
-
-@triton.jit
 def empty_sums(BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr):
     """[BM, BN], or its transpose where SWAP."""
     return tl.zeros((BN, BM), dtype=tl.float32) if SWAP else tl.zeros((BM, BN), dtype=tl.float32)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moiety_kernels.grouped_gemm.kernels.four_bits import up_sums
 from moiety_kernels.grouped_gemm.kernels.launching import (
     GROUP,
     copied_by_engine,
@@ -25,11 +26,9 @@ from moiety_kernels.grouped_gemm.kernels.shared import (
     along_columns,
     empty_sums,
     load_weights,
-    multiply,
     multiply_scaled,
     place,
     to_eight_bits,
-    widened_halves,
 )
 
 if TYPE_CHECKING:
@@ -165,42 +164,17 @@ def _up_tile(
                 p_tile = tl.max_contiguous(tl.multiple_of(p_tile, (1, 16)), (1, BK))
             x = tl.load(p_tile, mask=m_x, other=0.0)
             w_gate = load_weights(w, expert, column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
-            w_up = load_weights(w, expert, hidden + column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
+            w_up = load_weights(
+                w, expert, hidden + column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA
+            )
             row_scale = tl.load(p_row_scale + k // BK) if EIGHT else 1.0
             gate_scale = tl.load(p_gate_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
             up_scale = tl.load(p_up_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
             gate = multiply_scaled(x, w_gate, gate, row_scale, gate_scale, SWAP, SCALES, EIGHT)
             up = multiply_scaled(x, w_up, up, row_scale, up_scale, SWAP, SCALES, EIGHT)
     else:
-        HALF: tl.constexpr = BK // 2
-        i_half = tl.arange(0, HALF)
-        num_groups = width // HALF
-        i_weight = column + tl.arange(0, BN)
-        m_weight = i_weight < hidden
-        p_group = p_scale + (expert.to(tl.int64) * 2 * hidden + i_weight) * num_groups
-        for k in range(0, width, BK):
-            p_half = p_row[:, None] + (k + i_half)[None, :]
-            if ALIGNED:
-                p_half = tl.max_contiguous(tl.multiple_of(p_half, (1, 16)), (1, HALF))
-            x_low = tl.load(p_half, mask=m_row[:, None], other=0.0)
-            x_high = tl.load(p_half + HALF, mask=m_row[:, None], other=0.0)
-            at = k // 2
-            bytes_gate = load_weights(w, expert, column, at, 2 * hidden, width // 2, expert_stride, row_stride, BN,
-                                      HALF, TMA)  # fmt: skip
-            bytes_up = load_weights(w, expert, hidden + column, at, 2 * hidden, width // 2, expert_stride, row_stride,
-                                    BN, HALF, TMA)  # fmt: skip
-            p_step = p_group + k // HALF
-            gate_low = tl.load(p_step, mask=m_weight, other=0.0)
-            gate_high = tl.load(p_step + 1, mask=m_weight, other=0.0)
-            up_low = tl.load(p_step + hidden * num_groups, mask=m_weight, other=0.0)
-            up_high = tl.load(p_step + hidden * num_groups + 1, mask=m_weight, other=0.0)
-            low, high = widened_halves(bytes_gate, gate_low, gate_high, x_low.dtype, FOUR)
-            gate = multiply(x_high, high, multiply(x_low, low, gate, SWAP), SWAP)
-            low, high = widened_halves(bytes_up, up_low, up_high, x_low.dtype, FOUR)
-            up = multiply(x_high, high, multiply(x_low, low, up, SWAP), SWAP)
-    if FOUR == "mxfp4":  # whose numbers were doubled
-        gate *= 0.5
-        up *= 0.5
+        gate, up = up_sums(p_row, m_row, w, p_scale, gate, up, expert, column, width, hidden, expert_stride, row_stride,
+                           BN, BK, SWAP, TMA, ALIGNED, FOUR)  # fmt: skip
     i_column = column + tl.arange(0, BN)
     m_column = i_column < hidden
     if SCALES == "row":
