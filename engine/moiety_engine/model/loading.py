@@ -13,13 +13,14 @@ from moiety_engine.model.checkpoint import load
 from moiety_engine.model.dummy import fill_at_random
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
-from moiety_engine.model.fewer_bits import bytes_in
+from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in
 from moiety_engine.model.residence import require_fit, weight_bytes
 from moiety_engine.model.spec import LatentAttentionSpec
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weights import allocate
 from moiety_kernels.moe import MOE_KERNELS, unavailable
 from moiety_kernels.quantization import FORMATS
+from moiety_kernels.quantization.weight import BLOCK, GPU_PACK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +64,8 @@ def load_model(
         dtype = "float32" if spec.checkpoint_dtype == "float32" else "bfloat16"
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
-    where, form = torch.device(device), _form(quantization, spec)
+    where = torch.device(device)
+    form = _on_device(_form(quantization, spec), spec, where, DTYPES[dtype], quantization)
     cached_in = None if kv_dtype == "auto" else _fp8(spec, where)
     num_bytes = weight_bytes(spec, DTYPES[dtype]) if form is None else bytes_in(form, spec, DTYPES[dtype])
     _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
@@ -101,13 +103,33 @@ def _check_moe_kernel(
 def _form(quantization: str, spec: ModelSpec) -> WeightFormat | None:
     if quantization == "auto":
         stored = spec.weight_format
-        return stored if stored is not None and stored.is_kept else None
+        return stored if stored is not None and (stored.is_kept or stored.floating) else None
     if quantization == "none":
         return None
     if quantization not in FORMATS:
         known = ", ".join(("auto", "none", *FORMATS))
         raise UnsupportedModelError(f"quantization {quantization!r} is not supported; choose one of {known}")
     return FORMATS[quantization]
+
+
+def _on_device(
+    form: WeightFormat | None, spec: ModelSpec, where: torch.device, dtype: torch.dtype, asked: str
+) -> WeightFormat | None:
+    """`form` as the device's kernels read it. mxfp4 that none of them reads is widened, and said to be."""
+    if asked == "auto" and spec.fp8_block is not None:
+        log.info("checkpoint_widened", kept="fp8", to=str(dtype), reason="weights of float8 blocks are not kept so yet")
+    if form is None or form.bits != 4 or form.group != BLOCK:
+        return form
+    packed = as_packed_for_a_gpu(form, spec) if where.type == "cuda" else None
+    reason = f"on {where.type!r}" if where.type != "cuda" else f"some rows are no multiple of {GPU_PACK} inputs"
+    if packed is not None:
+        reason = unavailable("triton", where, dtype, packed) or ("" if dtype.itemsize == 2 else "in float32")
+        if not reason:
+            return packed
+    if not form.floating:
+        return form
+    log.info("checkpoint_widened", kept=form.name, to=str(dtype), reason=f"no kernel reads it {reason}")
+    return None
 
 
 def _fp8(spec: ModelSpec, device: torch.device) -> torch.dtype:
