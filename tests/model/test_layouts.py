@@ -50,9 +50,8 @@ def test_experts_in_four_bits_stay_so_for_who_reads_them_and_all_else_is_wide(ma
     folder = put_experts_in_four_bits(make_checkpoint("gpt_oss, experts as wide as blocks")).folder
     spec = read_spec(folder)
     assert spec.weight_format is MXFP4
-    assert as_packed_for_a_gpu(MXFP4, spec) == replace(MXFP4, pack=64)
     wide = load(folder, spec, device=torch.device("cpu"), dtype=torch.bfloat16)
-    narrow = load(folder, spec, device=torch.device("cpu"), dtype=torch.bfloat16, form=replace(MXFP4, pack=64))
+    narrow = load(folder, spec, device=torch.device("cpu"), dtype=torch.bfloat16, form=MXFP4)
     for ours, theirs in zip(narrow.layers, wide.layers, strict=True):
         for name in ("gate_up_E2FD", "down_EDF"):
             kept, plain = getattr(ours.ffn, name), getattr(theirs.ffn, name)
@@ -64,8 +63,10 @@ def test_experts_in_four_bits_stay_so_for_who_reads_them_and_all_else_is_wide(ma
     assert wide_bytes - kept_bytes == experts * 2 - experts * 5 // 8
 
 
-def test_experts_of_odd_widths_are_not_packed_for_a_gpu(make_checkpoint: Any) -> None:
-    assert as_packed_for_a_gpu(MXFP4, read_spec(make_checkpoint("gpt_oss").folder)) is None
+def test_experts_are_packed_for_a_gpu_where_they_are_as_wide_as_its_packs(make_checkpoint: Any) -> None:
+    config = config_of(make_checkpoint("gpt_oss, experts as wide as blocks").folder)
+    assert as_packed_for_a_gpu(MXFP4, spec_from_config(config | {"intermediate_size": 64})) == replace(MXFP4, pack=64)
+    assert as_packed_for_a_gpu(MXFP4, spec_from_config(config | {"intermediate_size": 96})) is None
 
 
 def put_experts_in_four_bits(checkpoint: Any) -> Any:
