@@ -130,3 +130,10 @@ def test_float8_weights_are_multiplied_as_such_where_an_expert_has_many_rows(sca
     narrow = layer(16384)
     ours, theirs = (seconds(problem, choose(problem, H200), H200) for problem in (narrow, wide))
     assert 1.4 * ours <= theirs
+
+
+@given(problem=problems(), device=st.sampled_from(DEVICES))
+def test_tiles_for_weights_of_four_bits_know_of_which_kind(problem: Problem, device: DeviceModel) -> None:
+    packed = problem.weights if problem.scales == "group" and problem.element_bytes == 2 else ""
+    assert {config.four for config in candidates(problem, device)} == {packed}
+    assert not packed or all(block.BK == 64 for one in candidates(problem, device) for block in (one.up, one.down))

@@ -104,12 +104,13 @@ def experts(
     if tokens == 0:
         return torch.empty_like(x_TD)
     expert_TK, weight_TK = expert_TK.contiguous(), weight_TK.float().contiguous()
-    num_experts, width, hidden = w_down_EDF.shape
+    num_experts, width, hidden = *w_down_EDF.shape[:2], w_gate_up_E2FD.shape[1] // 2
     if config is None:
         weights: Weights = four or _NARROW.get(w_down_EDF.dtype, "wide")
         kinds = weights, "group" if four else kind_of_scales(down_scale)
         problem = _problem(num_experts, top_k, width, hidden, tokens, x_TD.element_size(), invariant, *kinds)
         config = (choose if x_TD.is_cpu else configuration)(problem, device_model(x_TD.device))
+    assert config.four == four, "a choice for other weights"
     if config.BM == 1:
         inner_RF = up_rows(x_TD, expert_TK, w_gate_up_E2FD, gate_up_scale, gate_up_bias_E2F, activation, config.up)
         return down_rows(inner_RF, expert_TK, weight_TK, w_down_EDF, down_scale, down_bias_ED, config.down)

@@ -176,12 +176,14 @@ def candidates(problem: Problem, device: DeviceModel) -> tuple[TileConfig, ...]:
 def _configs(problem: Problem, device: DeviceModel) -> tuple[TileConfig, ...]:
     if problem.element_bytes == 4:
         return SINGLE
-    if device.target.backend != "cuda" or int(device.target.arch) < 90:
+    portable = device.target.backend != "cuda" or int(device.target.arch) < 90
+    if problem.scales == "group":
+        four: Four = "mxfp4" if problem.weights == "mxfp4" else "int4"
+        return tuple(replace(config, four=four) for config in (PORTABLE if portable else FOUR) if config.BM > 1)
+    if portable:
         return PORTABLE
     if problem.weights == "wide":
         return HOPPER
-    if problem.scales == "group":
-        return tuple(replace(config, four="mxfp4" if problem.weights == "mxfp4" else "int4") for config in FOUR)
     return (*NARROW, *EIGHT) if problem.weights == "fp8" and not problem.invariant else NARROW
 
 

@@ -49,6 +49,8 @@ def compile_cases() -> list[CompileCase]:
     for config in tiles.EIGHT:
         for scales in ("row", "block"):
             found += _tile_cases(config, "bf16", ("sm_90",), engine=True, weights="fp8", scales=scales)
+    older = replace(tiles.PORTABLE[1], four="mxfp4")
+    found += _tile_cases(older, "bf16", ("sm_80", "gfx942"), engine=False, weights="mxfp4", scales="group")
     for config in tiles.FOUR:
         for four in ("int4", "mxfp4"):
             only = replace(config, four=four)
