@@ -44,7 +44,8 @@ class EngineLoop:
         self._resident: Resident | None = Resident(model, sizes)
         host = HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None
         pool = BlockPool(sizes.num_blocks)
-        ledger = KvLedger(pool, sizes.block_size, prefix_caching=config.prefix_caching, host=host)
+        apart = model.arithmetic.invariant
+        ledger = KvLedger(pool, sizes.block_size, prefix_caching=config.prefix_caching, host=host, answers_apart=apart)
         limits = Limits(sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms)
         policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
         self.scheduler = Scheduler(ledger, limits, STRATEGIES[config.batching], policy)
@@ -207,6 +208,7 @@ def load_loop(
         kv_dtype=config.kv_dtype,
         quantization=config.quantization,
         moe_kernel=config.moe_kernel,
+        batch_invariant=config.batch_invariant,
         num_threads=config.num_threads,
         load_format=config.load_format,
         progress=progress,

@@ -14,7 +14,7 @@ from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.routing.affinity import BLOCK_TOKENS, prefix_keys
 from moiety_platform.routing.choose import SPARE_REQUESTS, choose
 from moiety_wire.classes import STANDARD
-from moiety_wire.messages import ClassLoad, Load
+from moiety_wire.messages import ClassLoad, Load, SleepState
 
 SALT = b"a tenant's"
 NUM_PROMPTS = 1500
@@ -31,6 +31,7 @@ def engine(card, address, *, inflight=0, wait_s=0.0) -> EngineState:
     fields = dict.fromkeys(ClassLoad.__struct_fields__, 0) | {"rejected_total": {}, "preempted_total": {}}
     standard = ClassLoad(**{**fields, "name": "standard", "predicted_ttft_s": wait_s})
     load = dict.fromkeys(Load.__struct_fields__, 0) | {"engine_id": "e", "draining": False, "classes": [standard]}
+    load |= {"sleep": SleepState.AWAKE, "sleep_problem": ""}
     return EngineState(address, True, "", card, Load(**load), inflight, 0.1)
 
 

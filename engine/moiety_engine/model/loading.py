@@ -9,6 +9,7 @@ import torch
 
 from moiety_engine.config import LoadFormat
 from moiety_engine.memory import device_memory
+from moiety_engine.model.arithmetic import Arithmetic, cannot_be_invariant
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.dummy import fill_at_random
 from moiety_engine.model.errors import UnsupportedModelError
@@ -43,6 +44,7 @@ def load_model(
     quantization: str = "auto",
     kv_dtype: str = "auto",
     moe_kernel: str = "auto",
+    batch_invariant: bool = False,
     num_threads: int | None = None,
     load_format: LoadFormat = LoadFormat.AUTO,
     progress: Callable[[int, int], None] | None = None,
@@ -54,8 +56,9 @@ def load_model(
     means that the weights are kept so; activations and the cache are float32. `quantization` is "none", "int8" or
     "int4", how the weights of products are kept, or "auto": as the checkpoint has them. `kv_dtype` is "auto", the
     activations', or "fp8", on a GPU only. `moe_kernel` computes the experts; "auto" takes the fastest that can.
-    `num_threads` sets the compute threads of the process. `progress` is called with (bytes read, bytes in all). Raises
-    ModelError, and OutOfMemory with the figures where the weights do not fit.
+    With `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the compute
+    threads of the process. `progress` is called with (bytes read, bytes in all). Raises ModelError, and OutOfMemory
+    with the figures where the weights do not fit.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -69,6 +72,10 @@ def load_model(
     cached_in = None if kv_dtype == "auto" else _fp8(spec, where)
     num_bytes = weight_bytes(spec, DTYPES[dtype]) if form is None else bytes_in(form, spec, DTYPES[dtype])
     _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
+    if batch_invariant:
+        reason = cannot_be_invariant(spec, where, DTYPES[dtype], form, moe_kernel)
+        if reason is not None:
+            raise UnsupportedModelError(f"--batch-invariant cannot be had: {reason}")
     require_fit(num_bytes, device_memory(where), where)
     if load_format is LoadFormat.DUMMY:
         if form is not None:
@@ -77,7 +84,7 @@ def load_model(
         fill_at_random(weights)
     else:
         weights = load(folder, spec, device=where, dtype=DTYPES[dtype], form=form, progress=progress)
-    return Transformer(spec, weights, kv_dtype=cached_in, moe_kernel=moe_kernel)
+    return Transformer(spec, weights, kv_dtype=cached_in, arithmetic=Arithmetic(moe_kernel, batch_invariant))
 
 
 def _check_moe_kernel(

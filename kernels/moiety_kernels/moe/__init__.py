@@ -122,9 +122,11 @@ def dense_glu(
     activation: Activation = SILU,
     weight_T1: Tensor | None = None,
     onto_TD: Tensor | None = None,
+    invariant: bool = False,
 ) -> Tensor:
     """down(act(gate(x), up(x))), the feed-forward of a layer without experts, and of experts that serve every token:
-    times `weight`, float32, and added to `onto`, where they are given; `onto` may be overwritten."""
+    times `weight`, float32, and added to `onto`, where they are given; `onto` may be overwritten. `invariant` as in
+    `linear`."""
     biases = gate_up_bias_2F, down_bias_D
     if weight_T1 is not None:
         require_shape("weight", weight_T1, (x_TD.shape[0], 1))
@@ -135,9 +137,8 @@ def dense_glu(
         if _cpu().fits(x_TD, None, *as_experts, *biases):
             fast: Tensor = _cpu().experts(x_TD, weight_T1, None, *as_experts, activation, *biases, onto_TD)
             return fast
-    out_TD = linear(
-        reference.activate(linear(x_TD, w_gate_up_2FD, gate_up_bias_2F), activation), w_down_DF, down_bias_D
-    )
+    inner_TF = reference.activate(linear(x_TD, w_gate_up_2FD, gate_up_bias_2F, invariant=invariant), activation)
+    out_TD = linear(inner_TF, w_down_DF, down_bias_D, invariant=invariant)
     if weight_T1 is not None:
         out_TD = out_TD * weight_T1.to(x_TD.dtype)
     return out_TD if onto_TD is None else onto_TD + out_TD

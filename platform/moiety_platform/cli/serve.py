@@ -32,6 +32,7 @@ def serve(
     quantization: given.QuantizationOption = None,
     load_format: given.LoadFormatOption = None,
     moe_kernel: given.MoeKernelOption = None,
+    batch_invariant: given.BatchInvariantOption = False,
     batching: given.BatchingOption = None,
     max_batch_tokens: given.MaxBatchTokensOption = None,
     max_running: given.MaxRunningOption = None,
@@ -59,6 +60,7 @@ def serve(
         "--kv-memory-bytes": kv_memory_bytes,
         "--threads": threads,
     }
+    flags = [name for name, wanted in (("--batch-invariant", batch_invariant), ("--scripted", scripted)) if wanted]
     arguments = [str(word) for option, value in engine.items() if value is not None for word in (option, value)]
     try:
         options = ServeOptions(
@@ -69,7 +71,7 @@ def serve(
             name=name or name_of(model),
             drain_s=drain_s,
             config=config,
-            engine_arguments=(*arguments, *(["--scripted"] if scripted else []), *(more or [])),
+            engine_arguments=(*arguments, *flags, *(more or [])),
         )
         run(options, data_dir)
     except SupervisorError as exc:

@@ -95,6 +95,12 @@ MoeKernelOption = Annotated[
     MoeKernel | None,
     typer.Option(rich_help_panel=ENGINE, help="Who computes experts; auto, the fastest that can, if not given."),
 ]
+BatchInvariantOption = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant", rich_help_panel=ENGINE, help="A request gets the same bits alone and in any batch."
+    ),
+]
 BatchingOption = Annotated[
     Batching | None,
     typer.Option(rich_help_panel=ENGINE, help="How requests are put into steps; continuous if not given."),

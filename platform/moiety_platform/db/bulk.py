@@ -3,11 +3,11 @@ which at some hundred rows holds up the event loop for milliseconds, is done onc
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 from sqlalchemy import Dialect, Table
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -16,7 +16,6 @@ from moiety_platform.db.dialect import insert_of
 
 _Bind = Callable[[Any], Any]
 _VALUES = re.compile(r" VALUES (\((?:[^()]|\([^()]*\))*\))")
-_NUMBERED = re.compile(r"\$(\d+)")  # a parameter on PostgreSQL
 
 
 class BulkInsert:
@@ -26,7 +25,7 @@ class BulkInsert:
         assert isinstance(model.__table__, Table)
         self._table = model.__table__
         self._finish = finish
-        self._texts: dict[tuple[str, int], str] = {}
+        self._from_json: dict[str, str] = {}
         self._compiled: dict[str, tuple[str, list[tuple[int, _Bind]]]] = {}  # by the dialect's name
 
     async def __call__(self, session: AsyncSession, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -38,29 +37,30 @@ class BulkInsert:
         await connection.exec_driver_sql(text, _bound(rows, binds))
 
     async def returning(self, session: AsyncSession, rows: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """All of them by one statement, which has a text for each number of rows; what it returns, a value a row."""
+        """All of them by one statement; what it returns, a value a row."""
         if not rows:
             return []
         dialect = session.get_bind().dialect
         text, binds = self._of(dialect)
+        known = self._from_json.get(dialect.name) or self._read_from_json(dialect, text)
         connection = await session.connection()
-        values = tuple(itertools.chain.from_iterable(_bound(rows, binds)))
-        result = await connection.exec_driver_sql(self._repeated(dialect.name, text, len(rows)), values)
+        result = await connection.exec_driver_sql(known, (msgspec.json.encode(_bound(rows, binds)).decode(),))
         return list(result.scalars())
 
-    def _repeated(self, dialect: str, text: str, num_rows: int) -> str:
-        """The statement with so many rows of values."""
-        known = self._texts.get((dialect, num_rows))
-        if known is None:
-            width, group = len(self._table.columns), _VALUES.search(text)
-            assert group is not None, "an insert has values"
-            groups = (
-                _NUMBERED.sub(lambda number, first=row * width: f"${first + int(number[1])}", group[1])
-                for row in range(num_rows)
-            )
-            known = text[: group.start(1)] + ", ".join(groups) + text[group.end(1) :]
-            self._texts[dialect, num_rows] = known
-        return known
+    def _read_from_json(self, dialect: Dialect, text: str) -> str:
+        """The statement for any number of rows, which are one parameter: with a parameter for each value there would
+        be a statement for each number of rows, and every connection would keep them all."""
+        values = _VALUES.search(text)
+        assert values is not None, "an insert has values"
+        if dialect.name == "postgresql":
+            types = [column.type.compile(dialect) for column in self._table.columns]
+            read = ", ".join(f"CAST(value ->> {place} AS {kind})" for place, kind in enumerate(types))
+            source = f" SELECT {read} FROM json_array_elements($1::json)"
+        else:
+            read = ", ".join(f"json_extract(value, '$[{place}]')" for place in range(len(self._table.columns)))
+            source = f" SELECT {read} FROM json_each(?) WHERE true"  # without WHERE, ON would be taken for a join's
+        found = self._from_json[dialect.name] = text[: values.start()] + source + text[values.end() :]
+        return found
 
     def _of(self, dialect: Dialect) -> tuple[str, list[tuple[int, _Bind]]]:
         return self._compiled.get(dialect.name) or self._compile(dialect)

@@ -29,6 +29,7 @@ CONNECT_TIMEOUT_S = 5.0
 STATEMENT_TIMEOUT_S = 15.0
 POOL_SIZE = 10
 SQLITE_POOL_SIZE = 5  # one writes at a time, and each has a thread
+SQLITE_CACHE_KIB = 512  # a connection's pages; the system's cache has the others
 SQLITE_STATEMENTS = 32  # that a connection keeps prepared; those of many rows are large
 
 UNRESTRICTED = {"moiety_unrestricted": True}  # execution options of a statement that a restriction does not touch
@@ -146,7 +147,7 @@ def _prepare_sqlite(connection: DBAPIConnection, _entry: ConnectionPoolEntry) ->
     raw: Any = connection
     raw.isolation_level = None  # the driver opens no transactions of its own; `_begin_sqlite` does
     cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON", f"cache_size=-{SQLITE_CACHE_KIB}"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 

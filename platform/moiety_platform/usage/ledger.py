@@ -10,7 +10,6 @@ from sqlalchemy import BigInteger, cast, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.bulk import BulkInsert
-from moiety_platform.db.evened import evened
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour
 from moiety_platform.usage.row import UsageRow
 
@@ -52,7 +51,7 @@ async def settle(session: AsyncSession, rows: Sequence[UsageRow]) -> set[str]:
         )
         for row in rows
     ]
-    return set(await _enter_new.returning(session, evened(entries)))
+    return set(await _enter_new.returning(session, entries))
 
 
 async def metered_before(session: AsyncSession, request_id: str, sequence: int) -> tuple[int, int]:
