@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from moiety_engine.model.checkpoint import load
@@ -42,7 +43,10 @@ def test_experts_in_four_bits_are_what_transformers_makes_of_them(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any
 ) -> None:
     checkpoint = put_experts_in_four_bits(make_checkpoint("gpt_oss, experts as wide as blocks"))
-    ours = logprobs(make_driver, make_sequence, checkpoint.folder)
+    with capture_logs() as lines:
+        ours = logprobs(make_driver, make_sequence, checkpoint.folder)
+    (said,) = [line for line in lines if line["event"] == "checkpoint_widened"]
+    assert (said["kept"], said["reason"]) == ("mxfp4", "no kernel reads it: the model is on 'cpu'")
     assert (ours - checkpoint.logprobs(PROMPT)).abs().max() <= 1e-4
 
 

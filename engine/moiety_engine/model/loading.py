@@ -68,7 +68,10 @@ def load_model(
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
     where = torch.device(device)
-    form = _on_device(_form(quantization, spec), spec, where, DTYPES[dtype], quantization)
+    asked_form = _form(quantization, spec)
+    if load_format is LoadFormat.DUMMY and quantization == "auto":
+        asked_form = None  # nothing is stored
+    form = _on_device(asked_form, spec, where, DTYPES[dtype], moe_kernel)
     cached_in = None if kv_dtype == "auto" else _fp8(spec, where)
     num_bytes = weight_bytes(spec, DTYPES[dtype]) if form is None else bytes_in(form, spec, DTYPES[dtype])
     _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
@@ -110,6 +113,8 @@ def _check_moe_kernel(
 def _form(quantization: str, spec: ModelSpec) -> WeightFormat | None:
     if quantization == "auto":
         stored = spec.weight_format
+        if spec.fp8_block is not None:
+            log.info("checkpoint_widened", kept="fp8", reason="weights in float8 are widened for now")
         return stored if stored is not None and (stored.is_kept or stored.floating) else None
     if quantization == "none":
         return None
@@ -120,23 +125,25 @@ def _form(quantization: str, spec: ModelSpec) -> WeightFormat | None:
 
 
 def _on_device(
-    form: WeightFormat | None, spec: ModelSpec, where: torch.device, dtype: torch.dtype, asked: str
+    form: WeightFormat | None, spec: ModelSpec, where: torch.device, dtype: torch.dtype, moe_kernel: str
 ) -> WeightFormat | None:
     """`form` as the device's kernels read it. mxfp4 that none of them reads is widened, and said to be."""
-    if asked == "auto" and spec.fp8_block is not None:
-        log.info("checkpoint_widened", kept="fp8", to=str(dtype), reason="weights of float8 blocks are not kept so yet")
     if form is None or form.bits != 4 or form.group != BLOCK:
         return form
     packed = as_packed_for_a_gpu(form, spec) if where.type == "cuda" else None
-    reason = f"on {where.type!r}" if where.type != "cuda" else f"some rows are no multiple of {GPU_PACK} inputs"
-    if packed is not None:
-        reason = unavailable("triton", where, dtype, packed) or ("" if dtype.itemsize == 2 else "in float32")
-        if not reason:
-            return packed
-    if not form.floating:
-        return form
-    log.info("checkpoint_widened", kept=form.name, to=str(dtype), reason=f"no kernel reads it {reason}")
-    return None
+    if where.type != "cuda":
+        reason: str | None = f"the model is on {where.type!r}"
+    elif packed is None:
+        reason = f"some rows have no multiple of {GPU_PACK} inputs"
+    elif moe_kernel not in ("auto", "triton") or dtype.itemsize != 2:
+        reason = f"Triton's would, but --moe-kernel is {moe_kernel} and activations are {dtype}"
+    else:
+        reason = unavailable("triton", where, dtype, packed)
+    if reason is None:
+        return packed
+    if form.floating:
+        log.info("checkpoint_widened", kept=form.name, to=str(dtype), reason=f"no kernel reads it: {reason}")
+    return None if form.floating else form
 
 
 def _fp8(spec: ModelSpec, device: torch.device) -> torch.dtype:
