@@ -164,9 +164,8 @@ def _up_tile(
                 p_tile = tl.max_contiguous(tl.multiple_of(p_tile, (1, 16)), (1, BK))
             x = tl.load(p_tile, mask=m_x, other=0.0)
             w_gate = load_weights(w, expert, column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
-            w_up = load_weights(
-                w, expert, hidden + column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA
-            )
+            w_up = load_weights(w, expert, hidden + column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK,
+                                TMA)  # fmt: skip
             row_scale = tl.load(p_row_scale + k // BK) if EIGHT else 1.0
             gate_scale = tl.load(p_gate_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
             up_scale = tl.load(p_up_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
