@@ -135,13 +135,20 @@ class EngineLoop:
     def wake(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """Take the memory again, and be as after the start. Raises OutOfMemory; the loop sleeps on then."""
         assert self._resident is None, "a replica that is awake was woken"
-        self.model.come_back(on_progress)
+        problem = ""
         try:
+            if self.model.away:
+                self.model.come_back(on_progress)
             self._resident = Resident(self.model, self.sizes)
-        except OutOfMemory:
-            self.model.leave(on_progress)
-            raise
-        self.warm_up()
+            self.warm_up()
+        except (OutOfMemory, torch.OutOfMemoryError) as exc:
+            problem = str(exc)
+        if problem:  # only now does nobody hold what had been made, as the error did
+            self._resident = None
+            if not self.model.away:
+                self.model.leave(on_progress)
+            free_cached_memory(self.model.device)
+            raise OutOfMemory(problem)
 
     def take_outputs(self) -> CoreStep | None:
         """What happened since the last call, if anything."""

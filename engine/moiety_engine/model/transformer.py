@@ -89,6 +89,11 @@ class Transformer:
         empty = partial(torch.empty, dtype=self.kv_dtype, device=self.device)
         return KvCache(tuple(layer(one.attention) for one in self.spec.layers), num_blocks, block_size)
 
+    @property
+    def away(self) -> bool:
+        """Whether the weights are in host memory, where they went with `leave`."""
+        return self._residence.away
+
     def leave(self, on_progress: Callable[[], None]) -> int:
         """The weights go to host memory; returns the bytes that are free thereby. Raises OutOfMemory."""
         if self._programs is not None:
