@@ -48,11 +48,9 @@ def load(
     """
     shards = shard_paths(folder)
     total = sum(path.stat().st_size for path in shards)
-    weights = (
-        allocate(spec, device=device, dtype=dtype)
-        if form is None
-        else allocate(spec, device=torch.device("cpu"), dtype=dtype, product_dtype=torch.float32)
-    )
+    filled_on = device if form is None else torch.device("cpu")
+    exactly = dtype if form is None or form.floating else torch.float32  # bfloat16 holds what mxfp4 does
+    weights = allocate(spec, device=filled_on, dtype=dtype, product_dtype=exactly)
     shard_of = tensor_files(folder)
     found = sources(set(shard_of), spec.fp8_block, spec.weight_format)
     wanted = placements(spec, weights, set(found))

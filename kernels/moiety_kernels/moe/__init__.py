@@ -89,11 +89,17 @@ def _by_triton(
 ) -> Tensor | str:
     """The result, or why the kernels do not take this."""
     (up_values, up_scale), (down_values, down_scale) = _values_and_scales(up), _values_and_scales(down)
-    reason: str | None = unavailable("triton", x_TD.device, x_TD.dtype)
+    forms = {None if isinstance(weight, Tensor) else weight.format for weight in (up, down)}
+    if len(forms) > 1:
+        return "the two weights are kept in different ways"
+    (form,) = forms
+    reason: str | None = unavailable("triton", x_TD.device, x_TD.dtype, form)
     reason = reason or _triton().unfit(x_TD, expert_TK, up_values, down_values, up_scale, down_scale)
     if reason is not None:
         return reason
     scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
+    if form is not None and form.bits == 4:
+        options["four"] = "mxfp4" if form.floating else "int4"
     computed: Tensor = _triton().experts(x_TD, weight_TK, expert_TK, up_values, down_values, **scales, **options)
     return computed
 
@@ -103,7 +109,7 @@ def _values_and_scales(weight: Weight) -> tuple[Tensor, Tensor | None]:
     if isinstance(weight, Tensor):
         return weight, None
     scales = weight.scales_NG
-    return weight.values_NK, scales.squeeze(-1) if scales.shape[-1] == 1 else scales
+    return weight.values_NK, scales.squeeze(-1) if weight.format.group is None else scales
 
 
 def dense_glu(
