@@ -5,8 +5,9 @@
 
 The result is written anew after each part, so that what ran out of time has not cost what came before. Ends with 1 if a
 check failed. Parts, in this order: checks on a small model (replayed steps against launched ones, steps that overlap,
-steps that wait for the device, sleep), decode steps at 1, 64 and 256 streams against what memory allows, and batching
-strategies on the output lengths of Azure's conversations.
+steps that wait for the device, sleep, requests that get the same bits alone and in any batch), decode steps at 1, 64
+and 256 streams against what memory allows, what the batch-invariant mode costs of them, and batching strategies on the
+output lengths of Azure's conversations.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from gpu_invariant import differing
 from gpu_watch import Watch, copy_bandwidth, step_bytes
 
 from moiety_engine.bench.engine import environment, make_request, percentiles
@@ -34,6 +37,7 @@ from moiety_engine.bench.lengths import Lengths
 from moiety_engine.config import Batching, EngineConfig, LoadFormat, Overlap
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreSubmit
+from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.offline import Result, run_all
 from moiety_engine.runner.graphs import DecodeGraphs, padded
@@ -60,7 +64,7 @@ TINY = QWEN3_30B_A3B | {
 # Sixteenths of the distribution, from the Azure LLM inference trace 2023, conversations (CC-BY-4.0).
 AZURE_INPUTS = [2, 194, 235, 383, 396, 405, 428, 966, 1020, 1052, 1083, 1120, 1189, 1335, 2309, 4079, 14050]
 AZURE_OUTPUTS = [7, 45, 60, 75, 85, 92, 99, 110, 129, 157, 195, 377, 395, 402, 416, 440, 1000]
-STEP_TARGET, STRATEGY_TARGETS = 1.3, {"static": 2.3, "none": 9.3}
+STEP_TARGET, INVARIANT_TARGET, STRATEGY_TARGETS = 1.3, 1.05, {"static": 2.3, "none": 9.3}
 CONTEXT = 512
 
 
@@ -119,15 +123,17 @@ class Bench:
         self._folder = folder
         self.model: Transformer | None = None
 
-    def loop(self, **settings: Any) -> EngineLoop:
+    def loop(self, *, invariant: bool = False, **settings: Any) -> EngineLoop:
+        """`invariant`: the same weights, batch-invariant."""
         if self.model is not None:
             free_cached_memory(self.model.device)  # what the loop before this one had is needed again
         config = EngineConfig(**{name: getattr(self.config, name) for name in self.config.__struct_fields__} | settings)
         if self.model is None:
-            loop = load_loop(config)
-            self.model = loop.model
-        else:
-            loop = EngineLoop(self.model, config)
+            self.model = load_loop(config).model
+        model = self.model
+        if invariant:
+            model = Transformer(model.spec, model._weights, arithmetic=Arithmetic(invariant=True))
+        loop = EngineLoop(model, config)
         loop.warm_up()
         return loop
 
@@ -241,6 +247,12 @@ def check_sleep(report: Report, bench: Bench) -> None:
     report.check("what was woken answers as before", tokens(run_all(loop, submits)) == before)
 
 
+def check_invariant(report: Report, bench: Bench) -> None:
+    found, again = differing(partial(bench.loop, invariant=True))
+    report.check("a request gets the same bits alone and in any batch", not any(found.values()), differ=found)
+    report.check("requests were preempted for it", again > 0, recomputed_tokens=again)
+
+
 def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
@@ -267,6 +279,25 @@ def measure_decode(report: Report, bench: Bench, streams: list[int], outputs: in
             if count > 1:
                 report.check(f"decode_{count}_streams", passed, target_times_the_floor=STEP_TARGET, **found)
         report.figure(f"decode_{count}_streams", found)
+
+
+def measure_invariant(report: Report, bench: Bench, count: int, outputs: int) -> None:
+    """A decode step with the batch-invariant mode and without, graphs of the same size."""
+    step_ms = {}
+    for invariant in (False, True):
+        watch = Watch(bench.loop(invariant=invariant, max_running=count))
+        watch.run(requests(watch.loop, [Lengths(CONTEXT, outputs)] * count))
+        found = watch.decode_steps(count)
+        if not found:
+            report.figure("batch_invariant", f"too few steps of {count} streams")
+            return
+        step_ms[invariant] = found["step_ms"]
+        del watch
+    ratio = step_ms[True] / step_ms[False]
+    found = {"streams": count, "step_ms": step_ms[True], "plain_step_ms": step_ms[False], "ratio": ratio}
+    report.figure("batch_invariant", found)
+    if torch.cuda.is_available():
+        report.check("what the batch-invariant mode costs", ratio <= INVARIANT_TARGET, target=INVARIANT_TARGET, **found)
 
 
 def azure_lengths(count: int, scale: float) -> list[Lengths]:
@@ -336,7 +367,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         bench = Bench(small, device, Path(one))
         on_gpu = [("replay", check_replay), ("waiting", check_waiting)] if not args.rehearse else []
-        for name, check in [*on_gpu, ("overlap", check_overlap), ("sleep", check_sleep)]:
+        for name, check in [
+            *on_gpu,
+            ("overlap", check_overlap),
+            ("invariant", check_invariant),
+            ("sleep", check_sleep),
+        ]:
             with report.part(name):
                 check(report, bench)
         del bench
@@ -348,6 +384,11 @@ def main() -> int:
         )
         with report.part("decode"):
             measure_decode(report, bench, streams, outputs)
+        with report.part("batch_invariant"):
+            if left_s() < 40 and not args.rehearse:
+                report.figure("batch_invariant", "left out: no time")
+            else:
+                measure_invariant(report, bench, streams[0], outputs)
         with report.part("strategies"):
             measure_strategies(report, bench, left_s, prompts, scale)
     report.save()

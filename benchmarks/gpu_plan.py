@@ -12,11 +12,11 @@ from gpu_stages import ROOT, Stage, pytest_command
 KERNEL_TESTS = ("tests/kernels/triton", "tests/kernels/test_against_reference.py")
 NOT_TESTS = "tests/kernels/triton/test_compiling.py"  # which needs no GPU
 ENGINE_TESTS = ("tests/engine/test_graphs.py", "tests/engine/test_host_tier.py")  # those with parts for GPUs only
-MODEL_TESTS = "tests/model"
+MODEL_TESTS = ("tests/model", "tests/engine/test_invariant.py")  # those on "cuda"
 NO_MUTANTS = "not mutant"  # they are faulty on purpose, and a process whose GPU they have confused has lost it
 # First those that targets are set by, so that a budget that is spent early was spent on them.
 LAYERS = "Qwen3-30B-A3B,E128-2816x704,Mixtral-8x7B,DeepSeek-V3,Qwen3-235B,gpt-oss-20b,OLMoE,GLM-4.5-Air"
-OTHERS = "paged_attention_decode,paged_attention_prefill,rms_norm,add_rms_norm,route,sample"
+OTHERS = "paged_attention_decode,paged_attention_prefill,rms_norm,add_rms_norm,invariant_linear,route,sample"
 OTHERS_OF = "Qwen3-30B-A3B,gpt-oss-20b"
 SANITIZERS = ("memcheck", "racecheck")
 KERNELS = ("-m", "moiety_kernels")
@@ -35,7 +35,7 @@ def on_gpu(scratch: Path, arch: str) -> list[Stage]:
         _measuring("kernels", [*bench, "25", "--kernels", OTHERS, "--shapes", OTHERS_OF], 45.0, scratch),
         _measuring("engine", [str(ROOT / "benchmarks" / "gpu_engine.py")], 120.0, scratch, needs=("msgspec",)),
         Stage("engine_tests", pytest_command(scratch, *engine_tests), 45.0, needs=("msgspec",)),
-        Stage("model_tests", pytest_command(scratch, *at_once, MODEL_TESTS, "-k", "cuda"), 60.0, needs=("msgspec",)),
+        Stage("model_tests", pytest_command(scratch, *at_once, *MODEL_TESTS, "-k", "cuda"), 60.0, needs=("msgspec",)),
         *(_sanitized(name, scratch, kernel_tests, tool) for name in SANITIZERS),
         Stage("report", [*KERNELS, "report", "--target", arch], 90.0),
     ]

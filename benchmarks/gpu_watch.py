@@ -22,7 +22,7 @@ class Watch:
     def __init__(self, loop: EngineLoop) -> None:
         assert loop._resident is not None
         self._runner = loop._resident.runner
-        self._loop = loop
+        self.loop = loop
         self.steps: list[dict[str, Any]] = []
         launch, collect = self._runner.launch, self._runner.collect
         self._waited_s = 0.0
@@ -47,11 +47,11 @@ class Watch:
     def run(self, submits: list[CoreSubmit]) -> None:
         """Submit all and step to the end, noting when each step was over and how long the host worked for it."""
         for submit in submits:
-            self._loop.submit(submit)
-        while not self._loop.scheduler.idle:
+            self.loop.submit(submit)
+        while not self.loop.scheduler.idle:
             begin_s, waited_s = time.perf_counter(), self._waited_s
-            self._loop.step()
-            self._loop.take_outputs()
+            self.loop.step()
+            self.loop.take_outputs()
             now_s = time.perf_counter()
             if self.steps:
                 self.steps[-1]["host_s"] = now_s - begin_s - (self._waited_s - waited_s)

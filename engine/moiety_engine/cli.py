@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -56,6 +55,7 @@ def engine(
     quantization: options.QuantizationOption = options.Quantization.auto,
     kv_dtype: options.KvDtypeOption = options.KvDtype.auto,
     moe_kernel: options.MoeKernelOption = MoeKernel.AUTO,
+    batch_invariant: options.BatchInvariantOption = False,
     threads: options.ThreadsOption = None,
     load_format: options.LoadFormatOption = LoadFormat.AUTO,
     batching: options.BatchingOption = Batching.CONTINUOUS,
@@ -110,6 +110,7 @@ def engine(
                 quantization=quantization.value,
                 kv_dtype=kv_dtype.value,
                 moe_kernel=moe_kernel,
+                batch_invariant=batch_invariant,
                 batching=batching,
                 max_batch_tokens=max_batch_tokens,
                 max_running=max_running,
@@ -127,7 +128,7 @@ def engine(
                 cuda_graphs=cuda_graphs,
             )
             text, make_core = _text_and_process(folder, config, settings)
-        ending = run_front(settings, text, make_core, export_spans=_spans_are_wanted(), say=_say)
+        ending = run_front(settings, text, make_core, say=_say)
     except (CheckpointError, InvalidConfig, TextError) as exc:
         typer.echo(f"Error: {exc}", err=True)
         raise typer.Exit(WRONG_USE) from exc
@@ -181,12 +182,6 @@ def _read_curve_key(path: Path | None) -> bytes | None:
     except (zmq.ZMQError, ValueError) as exc:
         raise InvalidConfig(f"--curve-key-file {path} holds no secret CURVE key, 40 characters of Z85") from exc
     return key
-
-
-def _spans_are_wanted() -> bool:
-    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-    disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    return not disabled and any(os.environ.get(name) for name in names)
 
 
 def _say(line: str) -> None:

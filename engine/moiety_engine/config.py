@@ -71,6 +71,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = "auto"  # how the weights of products are kept; auto: as the checkpoint has them
     kv_dtype: str = "auto"  # of cached keys and values; "auto": that of activations
     moe_kernel: MoeKernel = MoeKernel.AUTO
+    batch_invariant: bool = False  # a request gets the same bits alone and in any batch
     batching: Batching = Batching.CONTINUOUS
     policy: PolicyName = PolicyName.MOIETY  # for continuous batching; the other strategies are first come, first served
     max_batch_tokens: int | None = None  # token budget of one step
@@ -96,6 +97,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
         if self.kv_dtype not in KV_DTYPES:
             raise InvalidConfig(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, not {self.kv_dtype!r}")
+        if self.batch_invariant and self.batching is Batching.PADDED:
+            raise InvalidConfig("batch_invariant cannot be had with padded batching: choose another --batching")
         positive = {
             "max_batch_tokens": self.max_batch_tokens,
             "max_running": self.max_running,

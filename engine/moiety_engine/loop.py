@@ -44,7 +44,8 @@ class EngineLoop:
         self._resident: Resident | None = Resident(model, sizes)
         host = HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None
         pool = BlockPool(sizes.num_blocks)
-        ledger = KvLedger(pool, sizes.block_size, prefix_caching=config.prefix_caching, host=host)
+        apart = model.arithmetic.invariant
+        ledger = KvLedger(pool, sizes.block_size, prefix_caching=config.prefix_caching, host=host, answers_apart=apart)
         limits = Limits(sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms)
         policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
         self.scheduler = Scheduler(ledger, limits, STRATEGIES[config.batching], policy)
@@ -134,13 +135,20 @@ class EngineLoop:
     def wake(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """Take the memory again, and be as after the start. Raises OutOfMemory; the loop sleeps on then."""
         assert self._resident is None, "a replica that is awake was woken"
-        self.model.come_back(on_progress)
+        problem = ""
         try:
+            if self.model.away:
+                self.model.come_back(on_progress)
             self._resident = Resident(self.model, self.sizes)
-        except OutOfMemory:
-            self.model.leave(on_progress)
-            raise
-        self.warm_up()
+            self.warm_up()
+        except (OutOfMemory, torch.OutOfMemoryError) as exc:
+            problem = str(exc)
+        if problem:  # only now does nobody hold what had been made, as the error did
+            self._resident = None
+            if not self.model.away:
+                self.model.leave(on_progress)
+            free_cached_memory(self.model.device)
+            raise OutOfMemory(problem)
 
     def take_outputs(self) -> CoreStep | None:
         """What happened since the last call, if anything."""
@@ -207,6 +215,7 @@ def load_loop(
         kv_dtype=config.kv_dtype,
         quantization=config.quantization,
         moe_kernel=config.moe_kernel,
+        batch_invariant=config.batch_invariant,
         num_threads=config.num_threads,
         load_format=config.load_format,
         progress=progress,

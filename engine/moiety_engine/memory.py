@@ -25,13 +25,23 @@ def device_memory(device: torch.device) -> Memory:
 
 
 def available_bytes(cgroups: Path = CGROUPS) -> int:
-    """Memory that this process may still take: the machine's, or what is left of its container's limit if less."""
+    """Memory that this process may still take: the machine's, or what is left of its container's limit if less. Pages
+    of files that were read or written, such as a checkpoint's, are given up where memory is needed: they count as free.
+    """
     left = [psutil.virtual_memory().available]
-    for limit_name, used_name in (
-        ("memory.max", "memory.current"),  # version 2
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
+    for folder, limit_name, used_name, of_all in (
+        (cgroups, "memory.max", "memory.current", ""),  # version 2
+        (cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),  # version 1
     ):
-        limit_file, used_file = cgroups / limit_name, cgroups / used_name
+        limit_file, used_file = folder / limit_name, folder / used_name
         if limit_file.exists() and used_file.exists() and (limit := limit_file.read_text().strip()) != "max":
-            left.append(max(0, int(limit) - int(used_file.read_text())))
+            in_use = int(used_file.read_text()) - _pages_of_files(folder / "memory.stat", of_all)
+            left.append(max(0, int(limit) - max(0, in_use)))
     return min(left)
+
+
+def _pages_of_files(stat: Path, of_all: str) -> int:
+    if not stat.exists():
+        return 0
+    counts = dict(line.split() for line in stat.read_text().splitlines())
+    return sum(int(counts.get(f"{of_all}{kind}_file", 0)) for kind in ("active", "inactive"))

@@ -37,6 +37,7 @@ class Sequence:
     """State of one request. Times are unix nanoseconds, 0 where not reached; deadlines are unix seconds."""
 
     __slots__ = (
+        "_answer_apart",
         "_hashes",
         "_root",
         "account",
@@ -86,7 +87,10 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, submit: CoreSubmit, *, order: int, seed: int, queued_unix_ns: int = 0) -> None:
+    def __init__(
+        self, submit: CoreSubmit, *, order: int, seed: int, queued_unix_ns: int = 0, answer_apart: bool = False
+    ) -> None:
+        """`answer_apart`: the hashes of its answer's blocks are not those of a prompt with the same tokens."""
         self.submit = submit
         self.order = order  # place in the queue, kept through preemption
         self.seed = seed
@@ -134,6 +138,7 @@ class Sequence:
         self.num_padded = 0
         self.num_reserved = 0
         self.ghost = False
+        self._answer_apart = answer_apart
         self._root = root_hash(submit.cache_salt)
         self._hashes: list[bytes] = []
 
@@ -242,5 +247,7 @@ class Sequence:
         hashes, tokens = self._hashes, self.tokens
         parent = hashes[-1] if hashes else self._root
         for begin in range(len(hashes) * block_size, count * block_size, block_size):
+            if self._answer_apart and begin <= self.num_prompt < begin + block_size:
+                parent = block_hash(parent, [-1, self.num_prompt])  # no token is -1
             parent = block_hash(parent, tokens[begin : begin + block_size])
             hashes.append(parent)

@@ -8,7 +8,8 @@ import sys
 from pydantic import ValidationError
 
 from moiety_platform.auth.pepper import BadPepper
-from moiety_platform.gateway import CannotListen, run_gateway
+from moiety_platform.gateway import run_gateway
+from moiety_platform.listening import CannotListen
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK
 

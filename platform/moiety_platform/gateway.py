@@ -40,6 +40,7 @@ from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
 from moiety_platform.erasure.controller import erasure_routes
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
+from moiety_platform.listening import BACKLOG, bind
 from moiety_platform.logs import configure_logging
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
@@ -50,7 +51,9 @@ from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.discovery import DnsWatch
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
-from moiety_platform.traces.tracing import Tracing, build_provider, shut_down
+from moiety_platform.trace_metrics import TraceCollector
+from moiety_platform.traces.sampling import SamplingTerms
+from moiety_platform.traces.tracing import Tracing
 from moiety_platform.upkeep.chores import chores_of
 from moiety_platform.upkeep.service import Upkeep
 from moiety_platform.usage.metering import MeterReader
@@ -62,7 +65,6 @@ from moiety_platform.webhooks.sender import AlertSender
 from moiety_text.errors import TextError
 
 LAST_RECORDS_S = 10.0
-BACKLOG = 2048
 M_ARENA_MAX, ARENAS = -8, 2  # of malloc.h
 RARELY = (20_000, 50, 100)  # a request leaves little in cycles, so looking for them at every few is time lost
 
@@ -73,10 +75,6 @@ class CannotUseEngine(Exception):
     """A file that the address of an engine names is missing or unusable; the message says which."""
 
 
-class CannotListen(Exception):
-    """The address is taken or not ours; the message says what to do."""
-
-
 def run_gateway(settings: GatewaySettings) -> None:
     """Serve until SIGINT or SIGTERM; a second one ends without draining. Raises CannotListen or CannotUseEngine."""
     configure_logging(settings.log_level, settings.log_format)
@@ -84,15 +82,6 @@ def run_gateway(settings: GatewaySettings) -> None:
     listener = bind(settings.host, settings.port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings, listener))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises CannotListen."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
-    except OSError as exc:
-        raise CannotListen(f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another --port") from exc
 
 
 def _share_arenas() -> None:
@@ -171,18 +160,21 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
     clock, metrics = SystemClock(), Metrics()
     pepper = resolve_pepper(settings.key_pepper.get_secret_value() if settings.key_pepper else None, settings.data_dir)
     async with AsyncExitStack() as stack:
-        provider = build_provider(settings.otlp_endpoint)
-        stack.push_async_callback(asyncio.to_thread, shut_down, provider)
+        process_id = f"{socket.gethostname()[:24]}-{secrets.token_hex(12)}"
+        tracing = _trace(settings, process_id)
+        stack.push_async_callback(asyncio.to_thread, tracing.close)
+        metrics.registry.register(TraceCollector(tracing))
         database = Database.open(settings.store_url)
         stack.push_async_callback(database.close)
+        traces = Database.open(settings.traces_url) if settings.traces_url != settings.store_url else None
+        if traces is not None:
+            stack.push_async_callback(traces.close)
         metrics.watch_statements(lambda: database.num_statements)
         store = StoreReadiness(database)
         stack.push_async_callback(store.close)
         usage = UsageRecorder(database, settings.data_dir / "usage-journal")
         await usage.start()
         stack.push_async_callback(usage.stop)
-        tracing = Tracing(provider)
-        process_id = f"{socket.gethostname()[:24]}-{secrets.token_hex(12)}"
         leases = LeaseStore(process_id, LEASE_S)
         quotas = QuotaKeeper(database, leases, clock, ttl_s=LEASE_S)
         await quotas.start()
@@ -207,8 +199,9 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         await alerts.start()
         stack.push_async_callback(alerts.stop)
         await stack.enter_async_context(_keep_up(settings, process_id, database, metrics))
-        more = [*engine_routes(replicas), *webhook_routes(reach, pepper), *erasure_routes()]
-        admin = admin_router(database, authenticator, classes, prices, quotas, pepper, clock, oidc=oidc, more=more)
+        more = [*engine_routes(replicas), *webhook_routes(reach, pepper), *erasure_routes(traces=traces)]
+        parts = (database, authenticator, classes, prices, quotas, pepper, clock)
+        admin = admin_router(*parts, oidc=oidc, traces=traces, more=more)
         yield Services(
             authenticator=authenticator,
             usage=usage,
@@ -225,6 +218,22 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             store=store,
             batches=Batches(process_id, database, authenticator, quotas, metrics, tracing, clock, settings),
         )
+
+
+def _trace(settings: GatewaySettings, process_id: str) -> Tracing:
+    """What judges traces, and sends those that are kept to where the settings say."""
+    terms = SamplingTerms(
+        settings.trace_sample_rate, settings.trace_sample_rates, settings.trace_first_per_s, settings.trace_max_per_s
+    )
+    token = settings.traces_token.get_secret_value() if settings.traces_token else None
+    places = (("store", settings.traces_endpoint, token), ("otlp", settings.otlp_endpoint, None))
+    wanted = [(name, endpoint, key) for name, endpoint, key in places if endpoint is not None]
+    if not wanted:
+        return Tracing(terms)
+    from moiety_platform.traces.sender import SpanSender, otlp_exporter  # noqa: PLC0415  # slow to import
+
+    senders = [SpanSender(name, otlp_exporter(endpoint, key), process_id) for name, endpoint, key in wanted]
+    return Tracing(terms, senders)
 
 
 @asynccontextmanager

@@ -41,7 +41,8 @@ def configure_logging(level: str, log_format: str, stream: TextIO = sys.stderr) 
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(max(threshold, logging.WARNING) if threshold > logging.DEBUG else threshold)
+    # what libraries say of their work has SQL parameters in it, and so prompts, and addresses of webhooks
+    root.setLevel(max(threshold, logging.WARNING))
 
 
 def _to_json(event: Any, **_: Any) -> str:

@@ -5,6 +5,7 @@ Read and validated by the entry point, passed down by argument; nothing else rea
 
 from __future__ import annotations
 
+import re
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -19,6 +20,17 @@ from moiety_platform.engine_addresses import identity
 SECTION = "gateway"
 MIN_DAYS_OF_USAGE = 62  # so that what is told late, of a month that is just over, finds what it belongs to
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+TRACES_FILE = "traces.db"
+_SQLITE_FILE = re.compile(r"(sqlite(?:\+\w+)?:///(?:.*/)?)[^/?]+", re.DOTALL)
+
+
+def traces_beside(store_url: str) -> str:
+    """Where traces are kept unless it is said: in a file of their own beside a SQLite store, where one writes at a time
+    and spans would keep the ledger waiting; on PostgreSQL in the same database."""
+    found = _SQLITE_FILE.fullmatch(store_url)
+    return store_url if found is None else found[1] + TRACES_FILE
 
 
 class GatewaySettings(BaseSettings):
@@ -92,6 +104,13 @@ class GatewaySettings(BaseSettings):
         default=None,  # OpenTelemetry's own variable is also what our engines go by, so one setting serves both
         validation_alias=AliasChoices("otlp_endpoint", "MOIETY_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
     )
+    traces_endpoint: str | None = None  # of our own trace store, e.g. http://traces:4318/otlp; None: nothing is kept
+    traces_token: SecretStr | None = None  # by which that store knows its gateways
+    traces_database_url: str | None = None  # where it keeps them; None: beside a SQLite store, or in PostgreSQL
+    trace_sample_rate: float = Field(default=0.02, ge=0, le=1)  # of the requests that nothing speaks for
+    trace_sample_rates: Annotated[dict[str, float], NoDecode] = Field(default_factory=dict)  # by class: priority=1,…
+    trace_first_per_s: int = Field(default=1, ge=0)  # of every second, kept whatever the rate is
+    trace_max_per_s: int = Field(default=100, ge=1)  # of all that is kept; what goes beyond is counted
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "json", "console"] = "auto"
 
@@ -100,6 +119,23 @@ class GatewaySettings(BaseSettings):
     def _split_list(cls, value: object) -> object:
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("trace_sample_rates", mode="before")
+    @classmethod
+    def _split_rates(cls, value: object) -> object:
+        if isinstance(value, str):
+            return dict(part.strip().partition("=")[::2] for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("trace_sample_rates")
+    @classmethod
+    def _check_rates(cls, value: dict[str, float]) -> dict[str, float]:
+        for name, rate in value.items():
+            if not 0 <= rate <= 1:
+                raise ValueError(
+                    f"the rate of {name!r} must lie between 0 and 1, not {rate}; write priority=1,batch=0.01"
+                )
         return value
 
     @field_validator("engines")
@@ -139,6 +175,12 @@ class GatewaySettings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _check_traces(self) -> Self:
+        if (self.traces_endpoint is None) != (self.traces_token is None):
+            raise ValueError("set traces_endpoint and traces_token together, or neither of them")
+        return self
+
+    @model_validator(mode="after")
     def _check_curve(self) -> Self:
         keys = (self.curve_server_key, self.curve_public_key, self.curve_secret_key)
         if any(keys) and not all(keys):
@@ -154,6 +196,11 @@ class GatewaySettings(BaseSettings):
     def store_url(self) -> str:
         """The SQLAlchemy URL of the store, resolved."""
         return self.database_url or f"sqlite+aiosqlite:///{self.data_dir / 'moiety.db'}"
+
+    @property
+    def traces_url(self) -> str:
+        """The SQLAlchemy URL of the trace store, resolved."""
+        return self.traces_database_url or traces_beside(self.store_url)
 
     @classmethod
     def load(cls, config: Path | None = None, **flags: Any) -> GatewaySettings:

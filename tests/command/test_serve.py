@@ -108,17 +108,34 @@ def test_a_port_in_use_is_said_before_anything_starts(start_serve: StartServe, t
 
 
 def test_a_second_serve_on_the_same_data_directory_is_refused(start_serve: StartServe, serve: Any) -> None:
-    second = start_serve("--no-dashboard", data_dir=serve.data_dir)
+    second = start_serve("--no-dashboard", "--no-traces", data_dir=serve.data_dir)
     assert second.process.wait(DEADLINE_S) == 1
     assert re.search(r"in use by another moiety serve \(process \d+\)", second.output)
     assert ask(serve).status_code == 200
 
 
 def test_an_engine_that_cannot_start_ends_serve_with_its_reason(start_serve: StartServe) -> None:
-    failed = start_serve("--no-dashboard", "--", "--scripted-tokens-per-step", "none")
+    failed = start_serve("--no-dashboard", "--no-traces", "--", "--scripted-tokens-per-step", "none")
     assert failed.process.wait(DEADLINE_S) == 1
     assert "the engine ended before it was ready" in failed.output
     assert "engine.log" in failed.output
+
+
+def traces_of(serve: Any) -> list[dict[str, Any]]:
+    headers = {"Authorization": f"Bearer {serve.admin_key}"}
+    answer = httpx.get(f"{serve.url}/admin/v1/traces", headers=headers, timeout=DEADLINE_S)
+    found: list[dict[str, Any]] = answer.json()["data"] if answer.status_code == 200 else []
+    return found
+
+
+def test_what_was_asked_can_be_found_as_a_trace_also_once_the_trace_store_was_killed(serve: Any) -> None:
+    for number in range(2):
+        request_id = ask(serve).json()["id"]
+        wait_for(lambda: request_id in {one["request_id"] for one in traces_of(serve)}, "its trace")  # noqa: B023
+        if number == 0:
+            serve.part("traces").kill()
+            serve.wait_for_line("starting the traces again")
+    assert (serve.data_dir / "traces.db").stat().st_mode & 0o077 == 0
 
 
 def test_a_killed_engine_is_restarted_and_said_so_and_requests_work_again(serve: Any) -> None:
@@ -131,7 +148,7 @@ def test_a_killed_engine_is_restarted_and_said_so_and_requests_work_again(serve:
 
 
 def test_an_engine_killed_twice_in_a_row_is_said_to_be_back_once(start_serve: StartServe) -> None:
-    running = start_serve("--no-dashboard")
+    running = start_serve("--no-dashboard", "--no-traces")
     running.wait_for_line("moiety is ready at")
     running.part("engine").kill()
     running.wait_for_line("starting the engine again")
@@ -151,7 +168,7 @@ def test_a_killed_gateway_is_restarted_with_the_same_keys(serve: Any) -> None:
 
 
 def test_a_stop_lets_a_running_answer_end_and_leaves_no_process(start_serve: StartServe) -> None:
-    running = start_serve("--no-dashboard", "--", "--scripted-step-ms", "50")
+    running = start_serve("--no-dashboard", "--no-traces", "--", "--scripted-step-ms", "50")
     running.wait_for_line("moiety is ready at")
     processes = running.family()
     assert len(processes) >= 2
@@ -178,7 +195,7 @@ def test_a_stop_lets_a_running_answer_end_and_leaves_no_process(start_serve: Sta
 
 
 def test_a_second_signal_ends_at_once_and_the_running_answer_is_still_accounted_for(start_serve: StartServe) -> None:
-    running = start_serve("--no-dashboard", "--", "--scripted-step-ms", "1000")
+    running = start_serve("--no-dashboard", "--no-traces", "--", "--scripted-step-ms", "1000")
     running.wait_for_line("moiety is ready at")
     processes = running.family()
     with streaming(running) as response:
@@ -195,7 +212,7 @@ def test_a_second_signal_ends_at_once_and_the_running_answer_is_still_accounted_
 
 
 def test_a_killed_gateway_loses_no_usage_row(start_serve: StartServe) -> None:
-    running = start_serve("--no-dashboard", "--", "--scripted-step-ms", "300")
+    running = start_serve("--no-dashboard", "--no-traces", "--", "--scripted-step-ms", "300")
     running.wait_for_line("moiety is ready at")
     with streaming(running) as response:
         lines = response.iter_lines()  # held, since a dropped iterator closes the connection
@@ -217,13 +234,13 @@ def test_a_killed_gateway_loses_no_usage_row(start_serve: StartServe) -> None:
 
 
 def test_a_lost_database_gets_new_keys_that_work_and_are_shown(start_serve: StartServe) -> None:
-    first = start_serve("--no-dashboard")
+    first = start_serve("--no-dashboard", "--no-traces")
     first.wait_for_line("moiety is ready at")
     old = first.admin_key
     assert first.stop() == 0
     for path in first.data_dir.glob("moiety.db*"):
         path.unlink()
-    again = start_serve("--no-dashboard", data_dir=first.data_dir)
+    again = start_serve("--no-dashboard", "--no-traces", data_dir=first.data_dir)
     again.wait_for_line("moiety is ready at")
     assert again.admin_key != old
     assert f"admin key   {again.admin_key}" in again.output
@@ -236,7 +253,7 @@ def test_the_data_is_private_also_in_a_directory_that_was_there_before(start_ser
     directory = tmp_path / "data"
     directory.mkdir()
     directory.chmod(0o755)
-    running = start_serve("--no-dashboard", data_dir=directory)
+    running = start_serve("--no-dashboard", "--no-traces", data_dir=directory)
     running.wait_for_line("moiety is ready at")
     assert ask(running).status_code == 200
     shared = [path for path in directory.rglob("*") if not path.is_socket() and path.stat().st_mode & 0o077]
@@ -245,13 +262,13 @@ def test_the_data_is_private_also_in_a_directory_that_was_there_before(start_ser
 
 
 def test_no_process_outlives_a_killed_serve_and_the_next_start_has_the_same_key(start_serve: StartServe) -> None:
-    killed = start_serve("--no-dashboard")
+    killed = start_serve("--no-dashboard", "--no-traces")
     killed.wait_for_line("moiety is ready at")
     processes, key = killed.family(), killed.tenant_key
     killed.process.kill()
     killed.process.wait(DEADLINE_S)
     assert gone(processes)
-    again = start_serve("--no-dashboard", data_dir=killed.data_dir)
+    again = start_serve("--no-dashboard", "--no-traces", data_dir=killed.data_dir)
     again.wait_for_line("moiety is ready at")
     assert again.tenant_key == key
     assert "admin key" not in again.output  # it is shown once

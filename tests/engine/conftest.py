@@ -42,9 +42,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Loops:
     """Makes loops over one loaded model, since loading is the slow part."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: str = "cpu", dtype: str = "float32", **loading: object) -> None:
         self.folder = folder
-        self.model = load_loop(EngineConfig(model=str(folder), name="tiny", dtype="float32", device="cpu")).model
+        config = EngineConfig(model=str(folder), name="tiny", dtype=dtype, device=device, **loading)  # type: ignore[arg-type]
+        self.model = load_loop(config).model
 
     def make(self, **settings: object) -> EngineLoop:
         config = EngineConfig(model=str(self.folder), name="tiny", **settings)  # type: ignore[arg-type]

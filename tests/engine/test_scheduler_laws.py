@@ -81,14 +81,20 @@ class Client:
 
 
 def make_scheduler(
-    policy: str, num_blocks: int, host_blocks: int, budget: int, max_running: int, max_waiting: int = 12
+    policy: str,
+    num_blocks: int,
+    host_blocks: int,
+    budget: int,
+    max_running: int,
+    max_waiting: int = 12,
+    batching: Batching = Batching.CONTINUOUS,
 ) -> Scheduler:
     host = HostTier(host_blocks) if host_blocks else None
     ledger = KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=True, host=host)
     return Scheduler(
         ledger,
-        Limits(budget, max_running, max_waiting=max_waiting),
-        STRATEGIES[Batching.CONTINUOUS],
+        Limits(budget, max_running, batch_size=4, max_waiting=max_waiting),
+        STRATEGIES[batching],
         policy,
         step_time=StepTimeModel((0.01, 0.05, 0.0, 0.0, 0.001, 0.001)),
         swap=SwapCost(1e-5),
@@ -194,6 +200,10 @@ class Replica:
             if i < sequence.num_computed:
                 assert self._device.get(slot) == text, f"request {sequence.key} lost the KV of token {i}"
             self._device[slot] = text
+        for i in range(end, end + chunk.num_pad):
+            self._device[sequence.blocks[i // BLOCK_SIZE], i % BLOCK_SIZE] = "padding"
+        if sequence.ghost:
+            return []
         assert (chunk.embeds if sequence.submit.embed else chunk.samples) == (end == len(sequence.tokens))
         assert not (chunk.samples and chunk.embeds)
         return [self.clients[sequence.key].says(sequence.num_output)] if chunk.samples else []
@@ -235,12 +245,13 @@ class Replica:
 
     def check(self) -> None:
         sequences = list(self.scheduler.places.by_key.values())
-        assert {s.key for s in sequences} == {key for key, client in self.clients.items() if not client.over}
+        ended = {s.key for s in sequences if s.ghost and not s.pending}
+        assert {s.key for s in sequences} - ended == {key for key, client in self.clients.items() if not client.over}
         self._check_blocks(sequences)
         queued = [s for s in sequences if s.entry & 1]
         assert self.scheduler.policy.num_queued == len(queued)
         for s in sequences:
-            decoding = s.place is Place.RUNNING and s.decoding
+            decoding = s.place is Place.RUNNING and (s.decoding or s.ghost)
             assert bool(s.entry & 1) == (s.has_credit and not decoding and s.place is not Place.FINISHING), s.place
             assert s.place is not Place.FINISHING or self.overlap
             assert not s.pending or self.overlap
@@ -314,6 +325,7 @@ class Machine(RuleBasedStateMachine):
     """Anything that may happen to a replica, in any order."""
 
     policy = "moiety"
+    batching = Batching.CONTINUOUS
     overlap = False
 
     @initialize(
@@ -323,7 +335,7 @@ class Machine(RuleBasedStateMachine):
         max_running=st.integers(1, 6),
     )
     def start(self, num_blocks: int, host_blocks: int, budget: int, max_running: int) -> None:
-        scheduler = make_scheduler(self.policy, num_blocks, host_blocks, budget, max_running)
+        scheduler = make_scheduler(self.policy, num_blocks, host_blocks, budget, max_running, batching=self.batching)
         self.replica = Replica(scheduler, overlap=self.overlap)
 
     @rule(
@@ -401,10 +413,18 @@ class OverlapFcfsMachine(FcfsMachine):
     overlap = True
 
 
-MACHINES = [Machine, FcfsMachine, OverlapMachine, OverlapFcfsMachine]
+class PaddedMachine(FcfsMachine):
+    batching = Batching.PADDED
 
 
-@pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.policy + "-overlapped" * m.overlap)
+class OverlapPaddedMachine(PaddedMachine):
+    overlap = True
+
+
+MACHINES = [Machine, FcfsMachine, OverlapMachine, OverlapFcfsMachine, PaddedMachine, OverlapPaddedMachine]
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda m: f"{m.policy}-{m.batching}" + "-overlapped" * m.overlap)
 def test_the_laws_hold_whatever_happens(machine: type[Machine]) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,20 @@ def test_a_host_without_room_for_the_weights_leaves_the_replica_awake(
         loop.sleep()
     assert not loop.asleep
     assert run_all(loop, [make_submit(0)])[0].finish is not None
+
+
+def test_what_finds_no_room_when_it_is_woken_sleeps_on_and_can_be_woken_later(checkpoint: Path) -> None:
+    loop = own_loop(checkpoint)
+    loop.sleep()
+    fitting, loop.sizes = loop.sizes, replace(loop.sizes, num_blocks=1 << 50)
+    for _ in range(2):
+        with pytest.raises(OutOfMemory, match="does not fit"):
+            loop.wake()
+        assert loop.asleep
+        assert weights_on_device(loop) == 0
+    loop.sizes = fitting
+    loop.wake()
+    assert run_all(loop, [make_submit(0)])[0].token_ids
 
 
 def test_sleep_waits_for_what_is_open_and_the_newest_wish_counts() -> None:

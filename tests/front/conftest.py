@@ -189,9 +189,9 @@ _numbers = itertools.count()
 async def run_bench(
     script: Script | None = None, *, core: Any = None, wait_ready: bool = True, **options: Any
 ) -> AsyncIterator[Bench]:
-    """`options` are of FrontSettings, but for `clock`, `on_finished`, `unsettled` and `make_core`."""
+    """`options` are of FrontSettings, but for `clock`, `unsettled` and `make_core`."""
     context: zmq.Context[Any] = zmq.Context()
-    front_options = {name: options.pop(name) for name in ("clock", "on_finished", "unsettled") if name in options}
+    front_options = {name: options.pop(name) for name in ("clock", "unsettled") if name in options}
     make_core = options.pop("make_core", None)
     settings = FrontSettings(**{"model": MODEL, "listen": "tcp://127.0.0.1:0", "heartbeat_interval_s": 0.02, **options})
     core = core or (make_core(context) if make_core else ScriptedCore(script or Script()))

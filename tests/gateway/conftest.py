@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import secrets
+from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 import tokenizers
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
@@ -31,9 +34,11 @@ from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.erasure.controller import erasure_routes
-from moiety_platform.gateway import GatewayServer, bind
+from moiety_platform.gateway import GatewayServer
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
+from moiety_platform.listening import bind
+from moiety_platform.logs import configure_logging
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
@@ -43,7 +48,9 @@ from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
-from moiety_platform.traces.tracing import Tracing, build_provider
+from moiety_platform.trace_metrics import TraceCollector
+from moiety_platform.traces.sampling import SamplingTerms
+from moiety_platform.traces.tracing import Tracing
 from moiety_platform.upkeep.chores import chores_of
 from moiety_platform.upkeep.service import Upkeep
 from moiety_platform.usage.recorder import UsageRecorder
@@ -55,6 +62,7 @@ from moiety_wire.messages import Card
 MODEL = "tiny"
 PEPPER = b"a pepper that is long enough for tests"
 DEADLINE_S = 10.0
+ALL = SamplingTerms(rate=1.0, max_per_s=1_000_000)
 TOOL_TEMPLATES = Path(__file__).parent / "templates"
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
@@ -116,6 +124,26 @@ class RowList:
                 self._arrived.clear()
                 await self._arrived.wait()
         return self.rows
+
+
+class SpanList:
+    """Takes spans into memory."""
+
+    name = "list"
+    num_sent = 0
+
+    def __init__(self) -> None:
+        self.spans = []
+        self.dropped = Counter()
+
+    def put(self, spans) -> None:
+        self.spans += spans
+
+    def close(self) -> None:
+        """Nothing to send."""
+
+    def named(self, name: str):
+        return [span for span in self.spans if span.name == name]
 
 
 class StoreClock:
@@ -202,17 +230,21 @@ async def make_store(database: Database, clock: SystemClock):
 
 
 @asynccontextmanager
-async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, beside=None, now=None, **settings):
+async def run_gateway(
+    tmp_path, engines, sender=None, *, sampling=ALL, stores_usage=False, beside=None, now=None, **settings
+):
     """With `stores_usage` usage rows go to the store, as they do outside of tests; else they stay in a list. With
     `beside`, on the database of that gateway. `now` is the database's clock, as far as
-    Idempotency-Keys and kept responses go by it."""
+    Idempotency-Keys and kept responses go by it. Spans of requests that
+    `sampling` keeps go to the `sender`."""
     clock, rows, metrics = SystemClock(), RowList(), Metrics()
     async with AsyncExitStack() as stack:
         database = Database.open(f"sqlite:///{tmp_path / 'store.db'}")
         stack.push_async_callback(database.close)
         keys = beside.keys if beside else await make_store(database, clock)
         replicas = await stack.enter_async_context(Replicas(engines))
-        tracing = Tracing(provider or build_provider(None))
+        tracing = Tracing(sampling, () if sender is None else (sender,))
+        metrics.registry.register(TraceCollector(tracing))
         authenticator = Authenticator(database, PEPPER, clock)
         classes, prices = ClassCache(database, clock), PriceCache(database, clock)
         if stores_usage:
@@ -281,6 +313,25 @@ async def run_gateway(tmp_path, engines, provider=None, *, stores_usage=False, b
             await task
 
 
+_logged = io.StringIO()
+
+
+@pytest.fixture
+def logged():
+    """What the process logs, in JSON and as much of it as there can be. One stream for all tests of the process: a
+    logger goes on writing to the first one that it was given."""
+    _logged.seek(0)
+    _logged.truncate()
+    configure_logging("debug", "json", _logged)
+    yield _logged
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+def spans() -> SpanList:
+    return SpanList()
+
+
 @pytest.fixture
 def until():
     """`await until(condition)`: returns once it holds, fails after a deadline. For states that announce no change."""
@@ -343,8 +394,8 @@ async def tool_gateway(start_gateway, tool_card):
 def start_gateway(tmp_path):
     """`async with start_gateway(engines, **settings) as gateway`."""
 
-    def start(engines, provider=None, **settings):
-        return run_gateway(tmp_path, engines, provider, **settings)
+    def start(engines, sender=None, **settings):
+        return run_gateway(tmp_path, engines, sender, **settings)
 
     return start
 

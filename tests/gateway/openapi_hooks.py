@@ -76,6 +76,9 @@ class World:
             self.made[name] = getattr(self, name)()
         return self.made[name]
 
+    def trace_id(self):
+        return os.environ["MOIETY_TRACE_ID"]
+
     def tenant_id(self):
         return self.make("/admin/v1/tenants", {"name": new()})["id"]
 

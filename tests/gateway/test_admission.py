@@ -11,9 +11,6 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from moiety_platform.admission.decide import refuse_hopeless
 from moiety_platform.admission.gate import AdmissionGate
@@ -343,7 +340,7 @@ async def test_of_two_engines_the_one_with_the_shorter_wait_is_asked_and_none_is
 # ── figures ──
 
 
-async def test_what_happened_to_a_request_is_in_its_row_its_span_and_the_metrics(start_gateway, card):
+async def test_what_happened_to_a_request_is_in_its_row_its_span_and_the_metrics(start_gateway, card, spans):
     events = (
         Event(1, EventKind.PREEMPTED, Reason.DECODE_NEEDS_BLOCKS, "another"),
         Event(2, EventKind.RESUMED, Reason.RECOMPUTE),
@@ -364,14 +361,12 @@ async def test_what_happened_to_a_request_is_in_its_row_its_span_and_the_metrics
             recomputed_tokens_total=8,
         )
     ]
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    async with start_gateway([engine], provider) as gateway:
+    async with start_gateway([engine], spans) as gateway:
         await gateway.post(CHAT, BODY)
         (row,) = await gateway.rows.wait_for(1)
         assert (row.num_preemptions, row.sla_attained) == (2, True)
         text = gateway.metrics.render().decode()
-    (span,) = (span for span in exporter.get_finished_spans() if span.name == "chat tiny")
+    (span,) = spans.named("chat tiny")
     told = {name: span.attributes[f"moiety.{name}"] for name in ("admission", "reason", "preemptions", "sla_attained")}
     assert told == {"admission": "admitted", "reason": "accepted_late", "preemptions": 2, "sla_attained": True}
     labels = 'class="flex",engine="fake://engine-1"'

@@ -7,9 +7,6 @@ import json
 import openai
 import pytest
 import zmq
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from moiety_engine.front.front import Front
 from moiety_engine.front.settings import FrontSettings
@@ -218,16 +215,14 @@ async def test_a_downgraded_request_goes_on_in_the_class_that_it_was_served_in(s
         assert row.service_class == "flex"
 
 
-async def test_the_span_tells_of_the_failover(start_gateway, new_card):
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
+async def test_the_span_tells_of_the_failover(start_gateway, new_card, spans):
     engines = engines_of(new_card, 2)
     dies_at(engines, 5)
-    async with start_gateway(engines, provider) as gateway:
+    async with start_gateway(engines, spans) as gateway:
         await text_of(await gateway.client.chat.completions.create(**ASK, stream=True))
         await gateway.rows.wait_for(1)
     _, resumed = submits_of(engines)
-    (span,) = [span for span in exporter.get_finished_spans() if span.name == "chat tiny"]
+    (span,) = spans.named("chat tiny")
     assert span.attributes["moiety.failovers"] == 1
     (event,) = [event for event in span.events if event.name == "moiety.failed_over"]
     assert event.attributes["moiety.reason"] == "engine_failed"
@@ -236,6 +231,16 @@ async def test_the_span_tells_of_the_failover(start_gateway, new_card):
     }
     num_again = len(resumed.prompt_ids) + len(resumed.resumed_ids)
     assert span.attributes["moiety.recomputed_tokens"] == num_again
+    lost, *phases = [one for one in spans.spans if "moiety.engine" in one.attributes]
+    assert (lost.name, lost.error, lost.links) == ("engine.attempt", "engine_failed", ())
+    assert [one.name for one in phases] == ["engine.queue", "engine.prefill", "engine.decode"]
+    assert [one.links for one in phases] == [(lost.span_id,), (), ()]
+    assert [one.attributes["moiety.engine"] for one in (lost, phases[0])] == [
+        event.attributes[f"moiety.engine.{end}"] for end in ("from", "to")
+    ]
+    assert phases[-1].attributes["gen_ai.usage.output_tokens"] == span.attributes["gen_ai.usage.output_tokens"] == 60
+    assert {one.attributes.get("moiety.resumed_tokens") for one in phases} == {5}
+    assert {one.parent_id for one in (lost, *phases)} == {span.span_id}
 
 
 @pytest.fixture

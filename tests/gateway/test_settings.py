@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from moiety_platform.completions.limits import DEFAULT_SHAPE, ShapeLimits
 from moiety_platform.config_file import ConfigFileError
 from moiety_platform.settings import GatewaySettings
+from moiety_platform.trace_receiver.settings import TraceSettings
 
 THEIRS = "openai+http://h:1/v1?model=m&kind=vllm&tokenizer=/m"
 
@@ -105,3 +106,39 @@ def test_the_pepper_does_not_show_in_a_representation():
 
 def test_the_bounds_on_a_body_are_by_default_those_of_the_settings():
     assert ShapeLimits.of(GatewaySettings()) == DEFAULT_SHAPE
+
+
+@pytest.mark.parametrize(
+    ("store", "traces"),
+    [
+        ("sqlite:////var/lib/moiety/moiety.db", "sqlite:////var/lib/moiety/traces.db"),
+        ("sqlite+aiosqlite:///moiety.db", "sqlite+aiosqlite:///traces.db"),
+        ("postgresql://u:p@db/moiety", "postgresql://u:p@db/moiety"),
+    ],
+)
+def test_traces_are_kept_beside_sqlite_and_in_postgresql_and_elsewhere_if_said_so(store, traces):
+    assert GatewaySettings.load(database_url=store).traces_url == traces
+    assert GatewaySettings.load(database_url=store, traces_database_url="sqlite:///t.db").traces_url == "sqlite:///t.db"
+
+
+def test_the_trace_store_goes_by_the_gateways_database_of_the_same_file(tmp_path):
+    config = tmp_path / "moiety.toml"
+    config.write_text(
+        '[gateway]\nport = 1\ndatabase_url = "postgresql://db/moiety"\ntraces_token = "one for both of them"\n'
+        "[traces]\nkeep_traces_days = 3\n"
+    )
+    settings = TraceSettings.load(config, traces_port=0)
+    assert (settings.store_url, settings.keep_traces_days, settings.traces_port) == ("postgresql://db/moiety", 3, 0)
+    assert "both" not in repr(settings)
+
+
+def test_rates_of_classes_are_written_in_one_line_and_a_store_needs_its_token(monkeypatch):
+    monkeypatch.setenv("MOIETY_TRACE_SAMPLE_RATES", "priority=1, batch=0.01")
+    assert GatewaySettings.load().trace_sample_rates == {"priority": 1.0, "batch": 0.01}
+    for wrong in ("priority=2", "priority", "priority=often"):
+        monkeypatch.setenv("MOIETY_TRACE_SAMPLE_RATES", wrong)
+        with pytest.raises(ValidationError):
+            GatewaySettings.load()
+    monkeypatch.delenv("MOIETY_TRACE_SAMPLE_RATES")
+    with pytest.raises(ValidationError, match="traces_token"):
+        GatewaySettings.load(traces_endpoint="http://127.0.0.1:4318/otlp")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,8 +16,8 @@ from moiety_kernels.linear import linear
 from moiety_kernels.moe import SILU, dense_glu, experts
 from moiety_kernels.moe import cpu as experts_cpu
 from moiety_kernels.moe import reference as experts_reference
-from moiety_kernels.quantization import INT4, INT8, QuantizedWeight, WeightFormat, dequantize, quantize
-from moiety_kernels.quantization.reference import pack, round_to, unpack
+from moiety_kernels.quantization import INT4, INT8, MXFP4, QuantizedWeight, WeightFormat, dequantize, quantize
+from moiety_kernels.quantization.reference import MAGNITUDES, pack, round_to, unpack
 
 FORMATS = [INT8, INT4, WeightFormat("int4", 4, 128)]
 
@@ -59,6 +61,21 @@ def test_rows_of_zeros_and_of_one_value_are_kept() -> None:
 def test_a_width_that_does_not_fit_is_refused_by_name() -> None:
     with pytest.raises(KernelInputError, match="a multiple of 32 inputs, not of 40"):
         quantize(torch.ones(2, 40), INT8)
+
+
+@pytest.mark.parametrize("packed", [32, 64])
+def test_mxfp4_is_kept_exactly_and_what_is_not_goes_to_the_nearest_number(packed: int) -> None:
+    form = replace(MXFP4, pack=packed)
+    generator = torch.Generator().manual_seed(packed)
+    numbers = torch.tensor(MAGNITUDES)[torch.randint(0, 8, (3, 5, 4, 32), generator=generator)]
+    signs = torch.randint(0, 2, numbers.shape, generator=generator) * 2 - 1
+    exact = (numbers * signs * 2.0 ** torch.randint(-60, 60, (3, 5, 4, 1), generator=generator)).flatten(-2)
+    assert torch.equal(dequantize(quantize(exact, form)), exact)
+    plain = drawn(64, 256)
+    narrow = quantize(plain, form)
+    near = (narrow.scales_NG.unsqueeze(-1) * torch.tensor(MAGNITUDES)).unsqueeze(2)  # of each group
+    nearest = (plain.abs().view(64, 8, 32, 1) - near).abs().amin(-1)
+    torch.testing.assert_close((dequantize(narrow) - plain).abs().view(64, 8, 32), nearest)
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from moiety_kernels.gpu.targets import GFX942, H200, SM_80, DeviceModel
 from moiety_kernels.grouped_gemm.tiles import (
     Problem,
+    Scales,
     TileConfig,
+    Weights,
     candidates,
     choose,
     expected_tiles,
@@ -32,6 +34,13 @@ SHAPES = {  # experts, top-k, model width, expert width
     "DeepSeek-V3": (256, 8, 7168, 2048),
     "gpt-oss-20b": (32, 4, 2880, 2880),
 }
+# Of weights.
+KINDS: tuple[tuple[Weights, Scales], ...] = (
+    ("wide", "none"),
+    ("int8", "row"),
+    ("fp8", "row"),
+    ("fp8", "block"),
+)  # of weights
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384, 65536)
 
 
@@ -41,8 +50,8 @@ def problems(draw: st.DrawFn) -> Problem:
     top_k = draw(st.integers(1, min(experts, 16)))
     width, hidden = draw(st.integers(1, 16384)), draw(st.integers(1, 16384))
     size, invariant = draw(st.sampled_from((2, 4))), draw(st.booleans())
-    tokens, scales = draw(st.integers(1, 100_000)), draw(st.sampled_from(("none", "row", "block")))
-    return Problem(experts, top_k, width, hidden, tokens, size, invariant, scales)
+    tokens, kinds = draw(st.integers(1, 100_000)), draw(st.sampled_from(KINDS))
+    return Problem(experts, top_k, width, hidden, tokens, size, invariant, *kinds)
 
 
 @given(problem=problems(), device=st.sampled_from(DEVICES))
@@ -106,3 +115,25 @@ def test_names_tell_configurations_apart() -> None:
         *candidates(Problem(8, 2, 64, 64, 1), A100),
     ]
     assert len({config.name for config in configs}) == len(set(configs))
+
+
+@pytest.mark.parametrize("scales", ["row", "block"])
+def test_float8_weights_are_multiplied_as_such_where_an_expert_has_many_rows(scales: Scales) -> None:
+    def layer(tokens: int, weights: Weights = "fp8", kind: Scales = scales) -> Problem:
+        return Problem(128, 8, 2816, 704, tokens, weights=weights, scales=kind)
+
+    assert not any(config.eight for config in candidates(layer(512), H200))
+    assert choose(layer(4096), H200).eight
+    assert not any(config.eight for config in candidates(replace(layer(16384), invariant=True), H200))
+    assert not any(config.eight for config in candidates(layer(16384, "int8", "row"), H200))
+    wide = layer(16384, "wide", "none")
+    narrow = layer(16384)
+    ours, theirs = (seconds(problem, choose(problem, H200), H200) for problem in (narrow, wide))
+    assert 1.4 * ours <= theirs
+
+
+@given(problem=problems(), device=st.sampled_from(DEVICES))
+def test_tiles_for_weights_of_four_bits_know_of_which_kind(problem: Problem, device: DeviceModel) -> None:
+    packed = problem.weights if problem.scales == "group" and problem.element_bytes == 2 else ""
+    assert {config.four for config in candidates(problem, device)} == {packed}
+    assert not packed or all(block.BK == 64 for one in candidates(problem, device) for block in (one.up, one.down))

@@ -344,9 +344,17 @@ def make_driver() -> Any:
         dtype: str = "float32",
         quantization: str = "auto",
         moe_kernel: str = "auto",
+        batch_invariant: bool = False,
         **sizes: int,
     ) -> Driver:
-        model = load_model(folder, device=device, dtype=dtype, quantization=quantization, moe_kernel=moe_kernel)
+        model = load_model(
+            folder,
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
+            moe_kernel=moe_kernel,
+            batch_invariant=batch_invariant,
+        )
         return Driver(model, **sizes)
 
     return make

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 from torch import Tensor
 
+from moiety_engine.model.checkpoint import load
 from moiety_engine.model.errors import UnsupportedModelError
-from moiety_engine.model.families import spec_from_config
+from moiety_engine.model.families import read_spec, spec_from_config
+from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in
+from moiety_engine.model.residence import weight_bytes
 from moiety_engine.model.spec import LinearScaling, YarnScaling
+from moiety_kernels.quantization import MXFP4, QuantizedWeight, dequantize
 
 PROMPT = list(range(3, 90))
 FP8_BLOCK = (32, 16)
@@ -36,9 +42,41 @@ def say_quantized(folder: Path, settings: dict[str, Any]) -> None:
 def test_experts_in_four_bits_are_what_transformers_makes_of_them(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any
 ) -> None:
+    checkpoint = put_experts_in_four_bits(make_checkpoint("gpt_oss, experts as wide as blocks"))
+    with capture_logs() as lines:
+        ours = logprobs(make_driver, make_sequence, checkpoint.folder)
+    (said,) = [line for line in lines if line["event"] == "checkpoint_widened"]
+    assert (said["kept"], said["reason"]) == ("mxfp4", "no kernel reads it: the model is on 'cpu'")
+    assert (ours - checkpoint.logprobs(PROMPT)).abs().max() <= 1e-4
+
+
+def test_experts_in_four_bits_stay_so_for_who_reads_them_and_all_else_is_wide(make_checkpoint: Any) -> None:
+    folder = put_experts_in_four_bits(make_checkpoint("gpt_oss, experts as wide as blocks")).folder
+    spec = read_spec(folder)
+    assert spec.weight_format is MXFP4
+    wide = load(folder, spec, device=torch.device("cpu"), dtype=torch.bfloat16)
+    narrow = load(folder, spec, device=torch.device("cpu"), dtype=torch.bfloat16, form=MXFP4)
+    for ours, theirs in zip(narrow.layers, wide.layers, strict=True):
+        for name in ("gate_up_E2FD", "down_EDF"):
+            kept, plain = getattr(ours.ffn, name), getattr(theirs.ffn, name)
+            assert isinstance(kept, QuantizedWeight)
+            assert torch.equal(dequantize(kept), plain.float())
+        assert torch.equal(ours.attention.qkv_CD, theirs.attention.qkv_CD)
+    kept_bytes, wide_bytes = bytes_in(MXFP4, spec, torch.bfloat16), weight_bytes(spec, torch.bfloat16)
+    experts = sum(layer.ffn.gate_up_E2FD.numel() + layer.ffn.down_EDF.numel() for layer in wide.layers)
+    assert wide_bytes - kept_bytes == experts * 2 - experts * 5 // 8
+
+
+def test_experts_are_packed_for_a_gpu_where_they_are_as_wide_as_its_packs(make_checkpoint: Any) -> None:
+    config = config_of(make_checkpoint("gpt_oss, experts as wide as blocks").folder)
+    assert as_packed_for_a_gpu(MXFP4, spec_from_config(config | {"intermediate_size": 64})) == replace(MXFP4, pack=64)
+    assert as_packed_for_a_gpu(MXFP4, spec_from_config(config | {"intermediate_size": 96})) is None
+
+
+def put_experts_in_four_bits(checkpoint: Any) -> Any:
+    """The checkpoint with random mxfp4 for its experts, on disk and in transformers' model."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    checkpoint = make_checkpoint("gpt_oss, experts as wide as blocks")
     tensors = load_file(checkpoint.folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, columns, rows = tensors.pop(name).shape
@@ -49,8 +87,7 @@ def test_experts_in_four_bits_are_what_transformers_makes_of_them(
         checkpoint.oracle.get_parameter(name).data.copy_(weight)
     save_file(tensors, checkpoint.folder / "model.safetensors")
     say_quantized(checkpoint.folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    ours = logprobs(make_driver, make_sequence, checkpoint.folder)
-    assert (ours - checkpoint.logprobs(PROMPT)).abs().max() <= 1e-4
+    return checkpoint
 
 
 def test_what_is_kept_in_few_bits_stands_for_bfloat16_unless_it_says_otherwise(make_checkpoint: Any) -> None:

@@ -58,6 +58,16 @@ def test_a_configuration_that_lacks_a_key_is_refused_by_name(mixture: Any) -> No
         read_spec(mixture.folder)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"num_hidden_layers": "3"}, {"rope_scaling": "yarn"}, {"num_attention_heads": 0}, {"quantization_config": "fp8"}],
+)
+def test_a_configuration_with_a_value_that_cannot_be_is_refused(mixture: Any, wrong: dict[str, Any]) -> None:
+    edit_config(mixture.folder, rope_parameters=..., **wrong)
+    with pytest.raises(ConfigError, match="a value that cannot be"):
+        read_spec(mixture.folder)
+
+
 @pytest.mark.parametrize(("variant", "said"), [("qwen3, tied", "needs a GPU"), ("deepseek_v2", "latent attention")])
 def test_a_cache_in_fp8_is_refused_where_there_cannot_be_one(make_checkpoint: Any, variant: str, said: str) -> None:
     with pytest.raises(UnsupportedModelError, match=said):

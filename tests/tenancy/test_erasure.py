@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +45,8 @@ from moiety_platform.usage.store import insert_rows
 from .conftest import PEPPER, Admin, Demo
 from .test_audit import log
 from .test_recorder import make_row
+from .test_trace_store import num_rows, sent
+from .test_trace_store import store as store_traces
 
 MARK = "zebra"  # in everything that the tenant wrote
 OTHER = "giraffe"
@@ -318,3 +321,24 @@ def test_of_every_table_it_is_said_whether_its_rows_stay() -> None:
     going = {table.__tablename__ for table in doomed()}
     assert going >= {"files", "file_chunks", "batches", "batch_lines", "responses"}
     assert not going & {table.__tablename__ for table in KEPT}
+
+
+@pytest.mark.parametrize("has_tables", [True, False])
+async def test_traces_in_a_database_of_their_own_are_erased_there_and_none_is_no_obstacle(
+    admin: Admin, database: Database, clock: ManualClock, demo: Demo, tmp_path: Path, has_tables: bool
+) -> None:
+    traces = Database.open(f"sqlite:///{tmp_path / 'traces.db'}")
+    if has_tables:
+        async with traces.engine.begin() as connection:
+            await connection.run_sync(Base.metadata.create_all)
+        await store_traces(traces, sent(range(1, 5), **{"moiety.tenant_id": demo.tenant_id}))
+        await store_traces(traces, sent(range(5, 7), **{"moiety.tenant_id": "another"}))
+    eraser = Eraser(AuditedStore(database, "root", Role.OWNER, tenant_of, clock), demo.tenant_id, traces)
+    await eraser.begin()
+    clock.advance(6)
+    done = await eraser.work(10.0)
+    assert done.ended_at is not None
+    if has_tables:
+        assert (done.counts["traces"], done.counts["spans"]) == (4, 8)
+        assert await num_rows(traces) == [2, 4]
+    await traces.close()

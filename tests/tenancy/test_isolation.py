@@ -6,6 +6,7 @@ The routes are the application's own: one that the table below does not know fai
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -46,7 +47,8 @@ from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
-from moiety_platform.traces.tracing import Tracing, build_provider
+from moiety_platform.trace_store.models import SpanRecord, TraceRecord
+from moiety_platform.traces.tracing import Tracing
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.store import insert_rows
 from moiety_platform.webhooks.addresses import Reach
@@ -130,6 +132,8 @@ ASKS = [
     Ask("GET /audit", "200 200   403 403   200 200   403 403   200 200", query={"object_id": "{project_id}"}),
     Ask("GET /audit/verification", "200 200   403 403   403 403   403 403   403 403"),
     Ask("GET /engines", ALL_READERS),
+    Ask("GET /traces", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
+    Ask("GET /traces/{trace_id}", OWN_ONLY),
     Ask("POST /engines/{engine_id}/sleep", OPERATORS_FIND_NONE, path={"engine_id": "none"}),
     Ask("POST /engines/{engine_id}/wake", OPERATORS_FIND_NONE, path={"engine_id": "none"}),
     Ask("GET /webhooks", OPERATORS),
@@ -157,6 +161,7 @@ class Side:
     project_id: str
     project_name: str
     request_id: str
+    trace_id: str
     key_id: str = ""
     admin_key_id: str = ""
     tenant_quota_id: str = ""
@@ -170,13 +175,31 @@ class Side:
 
     def ids(self) -> set[str]:
         """What is nobody else's business."""
-        names = ("tenant_id", "tenant_name", "project_id", "project_name", "request_id", "key_id", "admin_key_id")
+        names = (
+            "tenant_id",
+            "tenant_name",
+            "project_id",
+            "project_name",
+            "request_id",
+            "key_id",
+            "admin_key_id",
+            "trace_id",
+        )
         quotas = ("tenant_quota_id", "project_quota_id", "key_quota_id")
         return {getattr(self, name) for name in (*names, *quotas)}
 
 
 NOBODY = Side(
-    *("ten_nobodynobodynobodyno", "ghost", "prj_nobodynobodynobodyno", "nothing", "r-none", "n" * 16, "m" * 16),
+    *(
+        "ten_nobodynobodynobodyno",
+        "ghost",
+        "prj_nobodynobodynobodyno",
+        "nothing",
+        "r-none",
+        "0" * 32,
+        "n" * 16,
+        "m" * 16,
+    ),
     *("quo_nonenonenonenonenon1", "quo_nonenonenonenonenon2", "quo_nonenonenonenonenon3"),
 )
 _numbers = count()
@@ -234,7 +257,7 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
     authenticator = Authenticator(database, PEPPER, clock)
     classes, prices = ClassCache(database, clock), PriceCache(database, clock)
     quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
-    usage, metrics, tracing = UsageRecorder(database, folder), Metrics(), Tracing(build_provider(None))
+    usage, metrics, tracing = UsageRecorder(database, folder), Metrics(), Tracing()
     replicas, settings = Replicas([]), GatewaySettings()
     handlers = [*engine_routes(replicas), *webhook_routes(Reach(), PEPPER), *erasure_routes(), *more]
     router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=handlers)
@@ -262,7 +285,25 @@ async def make_side(database: Database, clock: ManualClock, name: str) -> Side:
         project = await create_project(session, NewProject(tenant.id, f"{name}-project"), now)
         row = make_row(f"r-{name}", tenant_id=tenant.id, project_id=project.id, started_at=now, model=f"{name}-model")
         await insert_rows(session, [row])
-    return Side(tenant.id, name, project.id, project.name, row.request_id)
+        trace = TraceRecord(
+            trace_id=secrets.token_hex(16), span_id=secrets.token_hex(8), request_id=row.request_id,
+            tenant_id=tenant.id, service_class="standard", operation="chat", model=f"{name}-model", started_at=now,
+            duration_ms=1.0, outcome="stop", kept_for="rate", stored_ms=0,
+        )  # fmt: skip
+        session.add(trace)
+        session.add(span_of(trace, engine=f"tcp://{name}-engine:1"))
+    return Side(tenant.id, name, project.id, project.name, row.request_id, trace.trace_id)
+
+
+def span_of(trace: TraceRecord, engine: str) -> SpanRecord:
+    """The request's own."""
+    attributes = {"moiety.tenant_id": trace.tenant_id, "moiety.request_id": trace.request_id, "moiety.engine": engine}
+    return SpanRecord(
+        trace_id=trace.trace_id, span_id=trace.span_id, name="chat m", kind=2, service="moiety-gateway",
+        tenant_id=trace.tenant_id, start_ns=1, end_ns=2, status=0, status_message="", attributes=attributes,
+        events=[{"name": "moiety.preempted", "unix_ns": 1, "attributes": {"moiety.beneficiary": "somebody-else"}}],
+        links=[], stored_ms=0,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -391,6 +432,7 @@ async def test_lists_hold_only_the_own_tenants_objects_whatever_is_asked(world: 
         "cursor": first.json()["next_cursor"], "after": "0", "limit": "500", "role": "viewer", "outcome": "stop",
         "group_by": "tenant,project,key,model", "since": "2020-01-01T00:00:00Z", "until": "2030-01-01T00:00:00Z",
         "service_class": "standard", "step": "5", "before": "1000", "lease_state": "live",
+        "request_id": world.b.request_id, "reason": "rate", "min_ms": "0", "max_ms": "9",
     }  # fmt: skip
     for route, names in filters_of(world.app):
         own = {name: filters[name] for name in names}  # one that is not known here fails the test
@@ -414,6 +456,23 @@ def filters_of(app: Litestar) -> Iterator[tuple[str, dict[str, bool]]]:
         if "{" not in path and "get" in item:
             parameters = item["get"].get("parameters", [])
             yield path.removeprefix(ADMIN_PATH), {one["name"]: one["required"] for one in parameters}
+
+
+async def test_machines_and_other_requests_in_a_trace_are_operators_business(world: World, call: Any) -> None:
+    for who, is_told in (("owner", True), ("viewer", True), ("tenant-admin of A", False), ("viewer of A", False)):
+        told = (await call(who, Ask("GET /traces/{trace_id}", ""), world.a)).text
+        assert [word in told for word in ("acme-engine", "somebody-else")] == [is_told, is_told], who
+        assert world.a.request_id in told
+
+
+async def test_a_client_that_takes_anothers_trace_id_sees_its_own_spans_only(world: World, call: Any) -> None:
+    async with world.database.write() as session:
+        own = TraceRecord(tenant_id=world.a.tenant_id, trace_id=world.b.trace_id, span_id="1" * 16, request_id="r-own")
+        session.add(span_of(own, engine="e"))
+    spans = (await call("viewer of A", Ask("GET /traces/{trace_id}", ""), world.b)).json()["spans"]
+    assert [span["attributes"]["moiety.request_id"] for span in spans] == ["r-own"]
+    everything = (await call("viewer", Ask("GET /traces/{trace_id}", ""), world.b)).json()["spans"]
+    assert len(everything) == 2
 
 
 async def test_a_refusal_says_which_role_is_needed(world: World, call: Any) -> None:

@@ -41,7 +41,9 @@ BATCHES = {"files", "file_chunks", "batches", "batch_lines"}
 IDEMPOTENCY = {"idempotent_requests", "idempotency_tenants"}
 ALERTS = {"quota_thresholds", "quota_alerts", "webhooks", "webhook_deliveries", "erasures"}
 UPKEEP = {"upkeep", "usage_cuts", "usage_minutes"}
-LATER = {"service_classes", "responses", *QUOTAS, *USAGE, *BATCHES, *IDEMPOTENCY, *ALERTS, *UPKEEP}  # than the first
+TRACES = {"traces", "spans"}
+KEPT = {*BATCHES, *IDEMPOTENCY, *ALERTS, *UPKEEP, *TRACES}
+LATER = {"service_classes", "responses", *QUOTAS, *USAGE, *KEPT}  # than the first
 TABLES = {"tenants", "projects", "api_keys", "usage", *LATER}
 
 

@@ -31,6 +31,9 @@ def bench_engine(
     quantization: Annotated[str, typer.Option(help="auto, none, int8 or int4")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="auto or fp8")] = "auto",
     moe_kernel: Annotated[MoeKernel, typer.Option(help="who computes experts")] = MoeKernel.AUTO,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="the same bits alone and in any batch")
+    ] = False,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="token budget of a step")] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="requests in the batch")] = None,
@@ -68,6 +71,7 @@ def bench_engine(
             quantization=quantization,
             kv_dtype=kv_dtype,
             moe_kernel=moe_kernel,
+            batch_invariant=batch_invariant,
             batching=batching,
             num_threads=threads,
             max_batch_tokens=max_batch_tokens,

@@ -17,12 +17,11 @@ from moiety_engine.front.sessions import GatewaySession
 from moiety_engine.front.validation import ModelLimits, find_refusal, to_core
 from moiety_engine.messages import CoreAbort, CoreAdmission, CoreExtend, CoreFailure, CoreFinish, CoreStep, ToCore
 from moiety_text.tokenizer import Tokenizer
-from moiety_wire.messages import Abort, Extend, Failed, FailureCode, Finished, FinishReason, Reason, Submit, ToGateway
+from moiety_wire.messages import Abort, Extend, Failed, FailureCode, FinishReason, Reason, Submit, ToGateway
 
 log = structlog.get_logger()
 
 Post = Callable[[GatewaySession, ToGateway], None]
-OnFinished = Callable[[Submit, Finished], None]
 
 SILENT_GATEWAY = "silent_gateway"
 DRAINED = "draining"
@@ -39,7 +38,6 @@ class RequestDesk:
         post: Post,
         meter: Meter,
         *,
-        on_finished: OnFinished | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.limits: ModelLimits | None = None  # None until the core is ready
@@ -49,7 +47,6 @@ class RequestDesk:
         self._table = TokenTable(tokenizer)
         self._post = post
         self._meter = meter
-        self._on_finished = on_finished
         self._clock_ns = clock_ns
         self._open: dict[int, tuple[OpenRequest, GatewaySession]] = {}
         self._ended: dict[int, str] = {}  # key → request id, of the last that ended: events may still name them
@@ -176,8 +173,6 @@ class RequestDesk:
         message = request.finish(finish, self._name_of)
         self._meter.note(session.replica_id, request.submit, message, request.served_class)
         self._post(session, message)
-        if self._on_finished is not None:
-            self._on_finished(request.submit, message)
 
     def _fail(self, request: OpenRequest, session: GatewaySession, failure: CoreFailure) -> None:
         if request.stopped_by is not None:  # all of its answer was sent: what failed later does not concern it

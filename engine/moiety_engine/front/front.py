@@ -18,7 +18,7 @@ import zmq
 
 from moiety_engine.front.announcements import make_card, make_load
 from moiety_engine.front.core_link import CoreLink
-from moiety_engine.front.desk import OnFinished, RequestDesk
+from moiety_engine.front.desk import RequestDesk
 from moiety_engine.front.meter import Meter
 from moiety_engine.front.rest import RestKeeper
 from moiety_engine.front.sessions import GatewaySession, Sessions
@@ -78,7 +78,6 @@ class Front:
         context: zmq.Context[zmq.Socket[bytes]],
         *,
         unsettled: UnsettledLog | None = None,
-        on_finished: OnFinished | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
@@ -96,7 +95,7 @@ class Front:
         self._unsettled = unsettled
         self._meter = Meter(clock, self._journal, unsettled)
         tokenizer = Tokenizer.from_json(text.tokenizer_json)
-        self._desk = RequestDesk(tokenizer, self._post, self._meter, on_finished=on_finished)
+        self._desk = RequestDesk(tokenizer, self._post, self._meter)
         self._rest = RestKeeper()
         self._sleep = SleepState.AWAKE  # as gateways were told
         self._num_tellings = 0

@@ -105,6 +105,14 @@ MoeKernelOption = Annotated[
     MoeKernel,
     typer.Option(envvar="MOIETY_ENGINE_MOE_KERNEL", help="Who computes experts; auto: the fastest that can."),
 ]
+BatchInvariantOption = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant",
+        envvar="MOIETY_ENGINE_BATCH_INVARIANT",
+        help="A request gets the same bits alone and in any batch, at some cost on a GPU.",
+    ),
+]
 ThreadsOption = Annotated[
     int | None, typer.Option(envvar="MOIETY_ENGINE_THREADS", min=1, help="Processor threads of the model.")
 ]

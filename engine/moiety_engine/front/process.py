@@ -39,13 +39,11 @@ class ReadyReport(msgspec.Struct, frozen=True):
     curve_public_key: str
 
 
-def run_front(
-    settings: FrontSettings, text: TextModel, make_core: MakeCore, *, export_spans: bool, say: Callable[[str], None]
-) -> Ending:
+def run_front(settings: FrontSettings, text: TextModel, make_core: MakeCore, *, say: Callable[[str], None]) -> Ending:
     """Serve until told to stop by SIGTERM or SIGINT, or until the core dies. `say` prints the report of readiness.
     Raises InvalidConfig where the settings' file of unsettled usage cannot be had."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(settings, text, make_core, export_spans, say))
+        return runner.run(_serve(settings, text, make_core, say))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -56,26 +54,17 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _serve(
-    settings: FrontSettings, text: TextModel, make_core: MakeCore, export_spans: bool, say: Callable[[str], None]
-) -> Ending:
+async def _serve(settings: FrontSettings, text: TextModel, make_core: MakeCore, say: Callable[[str], None]) -> Ending:
     engine_id = f"engine-{uuid.uuid4().hex[:12]}"
     stack = contextlib.ExitStack()
     unsettled = None
     if settings.unsettled_usage is not None:
         unsettled = UnsettledLog(settings.unsettled_usage)
         stack.callback(unsettled.close)
-    on_finished = None
-    if export_spans:
-        from moiety_engine.front.telemetry import export_by_otlp, phase_recorder  # noqa: PLC0415 - slow to import
-
-        spans = export_by_otlp(engine_id)
-        stack.callback(spans.shutdown)
-        on_finished = phase_recorder(spans.get_tracer("moiety.engine"))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         core = make_core(context)
-        front = Front(settings, engine_id, text, core, context, unsettled=unsettled, on_finished=on_finished)
+        front = Front(settings, engine_id, text, core, context, unsettled=unsettled)
         _drain_on_signals(front)
         try:
             await front.start()

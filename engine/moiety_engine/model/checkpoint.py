@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.names.place import Place, Shares
+    from moiety_engine.model.narrow import Source
     from moiety_engine.model.spec import ModelSpec
     from moiety_kernels.quantization import WeightFormat
 
@@ -47,15 +48,15 @@ def load(
     """
     shards = shard_paths(folder)
     total = sum(path.stat().st_size for path in shards)
-    weights = (
-        allocate(spec, device=device, dtype=dtype)
-        if form is None
-        else allocate(spec, device=torch.device("cpu"), dtype=dtype, product_dtype=torch.float32)
-    )
-    shard_of = {name: path for path in shards for name in _names(path)}
+    filled_on = device if form is None else torch.device("cpu")
+    exactly = dtype if form is None or form.floating else torch.float32  # bfloat16 holds what mxfp4 does
+    weights = allocate(spec, device=filled_on, dtype=dtype, product_dtype=exactly)
+    shard_of = tensor_files(folder)
     found = sources(set(shard_of), spec.fp8_block, spec.weight_format)
     wanted = placements(spec, weights, set(found))
     _complain("lacks", sorted(wanted.keys() - found.keys()), folder)
+    parts_on_disk = {part for name in wanted for part in found[name].names}
+    _complain("lacks", sorted(parts_on_disk - shard_of.keys()), folder)
     _complain("has unexpected", sorted(n for n in found.keys() - wanted.keys() if not ignorable(n, spec)), folder)
     fewer_bits = None if form is None else FewerBits(weights, wanted, form, device)
     starting_at = {found[name].names[0]: name for name in wanted}
@@ -64,10 +65,10 @@ def load(
         with safe_open(path, framework="pt") as file:
             for start in file.keys():  # noqa: SIM118 - not a mapping
                 name = starting_at.get(start)
-                if name is None:
+                if name is None or shard_of[start] != path:
                     continue
                 parts = [file.get_tensor(start), *(_tensor(shard_of[other], other) for other in found[name].names[1:])]
-                _fill(wanted[name], found[name].make(*parts), f"{name} in {path}")
+                _fill(wanted[name], _made(found[name], parts, f"{name} in {path}"), f"{name} in {path}")
                 if fewer_bits is not None:
                     fewer_bits.filled(wanted[name])
                 done += sum(part.numel() * part.element_size() for part in parts)
@@ -80,9 +81,17 @@ def load(
 
 def product_names(folder: Path, spec: ModelSpec) -> set[str]:
     """The tensors on disk that the large products are made of. Raises WeightsError."""
-    names = {name for path in shard_paths(folder) for name in _names(path)}
+    names = set(tensor_files(folder))
     weights = allocate(spec, device=torch.device("cpu"), dtype=torch.bfloat16)  # untouched, so it takes no memory
     return products_among(weights, placements(spec, weights, names)) & names
+
+
+def _made(source: Source, parts: list[Tensor], what: str) -> Tensor:
+    try:
+        return source.make(*parts)
+    except (RuntimeError, ValueError, IndexError) as exc:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise WeightsError(f"{what} is kept in parts of the shapes {shapes}, which do not fit together: {exc}") from exc
 
 
 def _fill(place: Place | Shares, source: Tensor, what: str) -> None:
@@ -102,19 +111,37 @@ def _tensor(path: Path, name: str) -> Tensor:
 
 def shard_paths(folder: Path) -> list[Path]:
     """The safetensors files. Raises WeightsError."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as exc:
-            raise WeightsError(f"{index} is not an index of safetensors shards: {exc}") from exc
-        paths = [folder / name for name in names]
+    index = _index(folder)
+    if index:
+        paths = sorted(set(index.values()))
         _complain("lacks the file", [str(path) for path in paths if not path.is_file()], folder)
         return paths
     single = folder / "model.safetensors"
     if not single.is_file():
         raise WeightsError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
     return [single]
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """The file of each tensor; of several the one that the index names, or else the first. Raises WeightsError."""
+    index = _index(folder)
+    found: dict[str, Path] = {}
+    for path in shard_paths(folder):
+        found |= {name: path for name in _names(path) if name not in found or index.get(name, path) == path}
+    return found
+
+
+def _index(folder: Path) -> dict[str, Path]:
+    """Where each tensor is; empty if there is no index."""
+    path = folder / "model.safetensors.index.json"
+    if not path.is_file():
+        return {}
+    try:
+        return {
+            name: folder / file for name, file in json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
+        }
+    except (ValueError, KeyError, AttributeError, TypeError) as exc:
+        raise WeightsError(f"{path} is not an index of safetensors shards: {exc}") from exc
 
 
 def _names(path: Path) -> list[str]:

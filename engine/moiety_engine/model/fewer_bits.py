@@ -22,7 +22,7 @@ from moiety_engine.model.weights import (
     allocate,
 )
 from moiety_kernels.quantization import QuantizedWeight, quantize
-from moiety_kernels.quantization.weight import BLOCK
+from moiety_kernels.quantization.weight import BLOCK, GPU_PACK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -41,7 +41,8 @@ _PRODUCTS: dict[type, tuple[str, ...]] = {  # the weights that take most of the 
 
 class FewerBits:
     """Owns, while a checkpoint is read, which weights wait for which tensors. `weights` are those that are filled, on a
-    CPU; those of products are emptied once they are in few bits, on `device`."""
+    CPU; those of products, of a floating format only the experts', are emptied once they are in few bits, on `device`.
+    """
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class FewerBits:
         self._weights, self._form, self._device = weights, form, device
         self._done: dict[int, QuantizedWeight] = {}  # by the product's identity, as is what follows
         self._moved: dict[int, Tensor] = {}
-        products = {product.untyped_storage().data_ptr(): product for product in _products(weights)}
+        products = {product.untyped_storage().data_ptr(): product for product in _products(weights, form)}
         for product in products.values():
             if not form.takes(product.shape[-1]):
                 raise UnsupportedModelError(
@@ -94,7 +95,7 @@ class FewerBits:
 def bytes_in(form: WeightFormat, spec: ModelSpec, dtype: torch.dtype) -> int:
     """Memory that the model's weights take with those of products in few bits."""
     weights = allocate(spec, device=torch.device("meta"), dtype=dtype)
-    products = list(_products(weights))
+    products = list(_products(weights, form))
     plain = {id(tensor): tensor.nbytes for _, tensor in named_tensors(weights)}
     rest = sum(plain.values()) - sum(plain[id(product)] for product in products)
     scales = sum(4 * product.numel() // product.shape[-1] * form.num_groups(product.shape[-1]) for product in products)
@@ -107,18 +108,28 @@ def products_among(weights: ModelWeights, places: Mapping[str, Place | Shares]) 
     return {name for name, place in places.items() if _addresses(place) & addresses}
 
 
-def _products(part: Any) -> Iterator[Tensor]:
+def as_packed_for_a_gpu(form: WeightFormat, spec: ModelSpec) -> WeightFormat | None:
+    """The format whose four bits lie as a GPU's kernels read them, or None if some of the model's products are not as
+    wide as that asks for."""
+    packed = replace(form, pack=GPU_PACK)
+    weights = allocate(spec, device=torch.device("meta"), dtype=torch.bfloat16)
+    return packed if all(packed.takes(product.shape[-1]) for product in _products(weights, form)) else None
+
+
+def _products(part: Any, form: WeightFormat | None = None) -> Iterator[Tensor]:
+    """Those that are kept in `form`."""
     if isinstance(part, tuple):
         for one in part:
-            yield from _products(one)
+            yield from _products(one, form)
     elif is_dataclass(part):
-        names = _PRODUCTS.get(type(part), ())
+        experts_only = form is not None and form.floating
+        names = _PRODUCTS.get(type(part), ()) if isinstance(part, MoeWeights) or not experts_only else ()
         for field in fields(part):
             value = getattr(part, field.name)
             if field.name in names and value is not None:
                 yield value
             else:
-                yield from _products(value)
+                yield from _products(value, form)
 
 
 def _addresses(place: Place | Shares) -> set[int]:

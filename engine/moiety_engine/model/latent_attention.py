@@ -9,6 +9,7 @@ query head, L width of a cache row.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from moiety_engine.model.batch import LatentCache
@@ -20,6 +21,7 @@ from moiety_kernels.mla_attention import mla_attention
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import Batch, LayerCache
     from moiety_engine.model.rotary import RotaryTable
     from moiety_engine.model.spec import LatentAttentionSpec
@@ -29,22 +31,26 @@ if TYPE_CHECKING:
 class LatentAttention:
     """Causal attention with a paged cache of latent rows."""
 
-    def __init__(self, spec: LatentAttentionSpec, weights: LatentAttentionWeights, rotary: RotaryTable) -> None:
+    def __init__(
+        self, spec: LatentAttentionSpec, weights: LatentAttentionWeights, rotary: RotaryTable, arithmetic: Arithmetic
+    ) -> None:
         self._spec, self._weights, self._rotary = spec, weights, rotary
+        self._invariant = arithmetic.invariant
+        self._linear = partial(linear, invariant=arithmetic.invariant)
         self._plan = LatentInputPlan(weights.latent_norm_L, weights.query_norm, spec.norm_eps)
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor:
         assert isinstance(cache, LatentCache)
         spec, weights = self._spec, self._weights
         tables = *self._rotary.upto(batch.max_context), batch.positions_T
-        input_TC = linear(x_TD, weights.input_CD, weights.input_bias_C)
+        input_TC = self._linear(x_TD, weights.input_CD, weights.input_bias_C)
         query_TQ = latent_input(input_TC, self._plan, *tables, cache.rows_NPL, batch.slots_T)
         if weights.query_up is not None:
-            query_TQ = linear(query_TQ, weights.query_up)
+            query_TQ = self._linear(query_TQ, weights.query_up)
         heads = (query_TQ.shape[0], spec.num_heads, spec.head_dim)
         q_THd = query_TQ.as_strided(heads, (query_TQ.stride(0), spec.head_dim, 1))
         out_THL = mla_attention(
-            latent_queries(q_THd, weights.key_up_HLd, *tables),
+            latent_queries(q_THd, weights.key_up_HLd, *tables, invariant=self._invariant),
             cache.rows_NPL,
             spec.latent_width,
             batch.query_start_S1,
@@ -55,5 +61,5 @@ class LatentAttention:
             max_query=batch.max_query,
             max_context=batch.max_context,
         )
-        values_THd = head_linear(out_THL, weights.value_up_HdL)
-        return linear(values_THd.view(heads[0], -1), weights.output_DC, weights.output_bias_D)
+        values_THd = head_linear(out_THL, weights.value_up_HdL, invariant=self._invariant)
+        return self._linear(values_THd.view(heads[0], -1), weights.output_DC, weights.output_bias_D)

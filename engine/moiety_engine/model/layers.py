@@ -5,6 +5,7 @@ T tokens, D model width, H query heads, G key-value heads, d head width, E exper
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from moiety_kernels.route import RoutingSpec, route
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import Batch, LatentCache
     from moiety_engine.model.rotary import RotaryTable
     from moiety_engine.model.spec import AttentionSpec, DenseSpec, SharedSpec
@@ -44,14 +46,22 @@ class FeedForward(Protocol):
 class GroupedQueryAttention:
     """Causal attention with a paged cache; query heads share key-value heads in groups."""
 
-    def __init__(self, spec: AttentionSpec, weights: AttentionWeights, rotary: RotaryTable, norm_eps: float) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        weights: AttentionWeights,
+        rotary: RotaryTable,
+        norm_eps: float,
+        arithmetic: Arithmetic,
+    ) -> None:
         self._spec, self._weights, self._rotary = spec, weights, rotary
+        self._linear = partial(linear, invariant=arithmetic.invariant)
         self._plan = AttentionInputPlan(weights.q_norm, weights.k_norm, norm_eps, spec.clip)
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor:
         assert isinstance(cache, LayerCache)
         spec, weights = self._spec, self._weights
-        qkv_TC = linear(x_TD, weights.qkv_CD, weights.qkv_bias_C)
+        qkv_TC = self._linear(x_TD, weights.qkv_CD, weights.qkv_bias_C)
         cos_PR, sin_PR = self._rotary.upto(batch.max_context)
         q_THd = attention_input(
             qkv_TC, self._plan, cos_PR, sin_PR, batch.positions_T, cache.k_NGPd, cache.v_NGPd, batch.slots_T
@@ -70,19 +80,22 @@ class GroupedQueryAttention:
             max_query=batch.max_query,
             max_context=batch.max_context,
         )
-        return linear(out_THd.view(out_THd.shape[0], -1), weights.output_DC, weights.output_bias_D)
+        return self._linear(out_THd.view(out_THd.shape[0], -1), weights.output_DC, weights.output_bias_D)
 
 
 class DenseFeedForward:
     """A gated feed-forward for every token."""
 
-    def __init__(self, spec: DenseSpec, weights: DenseWeights) -> None:
+    def __init__(self, spec: DenseSpec, weights: DenseWeights, arithmetic: Arithmetic) -> None:
         self._activation, self._weights = spec.activation, weights
+        self._invariant = arithmetic.invariant
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         w = self._weights
         biases = w.gate_up_bias_2F, w.down_bias_D
-        return dense_glu(x_TD, w.gate_up_2FD, w.down_DF, *biases, activation=self._activation)
+        return dense_glu(
+            x_TD, w.gate_up_2FD, w.down_DF, *biases, activation=self._activation, invariant=self._invariant
+        )
 
 
 class SharedExperts:
@@ -90,8 +103,9 @@ class SharedExperts:
 
     _ROUTING = RoutingSpec(num_experts=1, top_k=1, renormalize=False, scoring="sigmoid")
 
-    def __init__(self, spec: SharedSpec, weights: SharedWeights) -> None:
+    def __init__(self, spec: SharedSpec, weights: SharedWeights, arithmetic: Arithmetic) -> None:
         self._activation, self._weights = spec.dense.activation, weights
+        self._invariant = arithmetic.invariant
 
     def added_to(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
         """What the routed experts gave, which may be overwritten, plus what these make of x."""
@@ -103,23 +117,33 @@ class SharedExperts:
             w.gate_up_bias_2F,
             w.down_bias_D,
             activation=self._activation,
-            weight_T1=None if gate_1D is None else route(linear(x_TD, gate_1D), self._ROUTING)[0],
+            weight_T1=None if gate_1D is None else self._share(x_TD, gate_1D),
             onto_TD=routed_TD,
+            invariant=self._invariant,
         )
+
+    def _share(self, x_TD: Tensor, gate_1D: Tensor) -> Tensor:
+        return route(linear(x_TD, gate_1D, invariant=self._invariant), self._ROUTING)[0]
 
 
 class MixtureOfExperts:
     """Router, then the chosen experts of each token, weighted and summed; then the shared ones, if there are any."""
 
-    def __init__(self, spec: MoeSpec, weights: MoeWeights, layer: int, counter: ExpertCounter, kernel: str) -> None:
+    def __init__(
+        self, spec: MoeSpec, weights: MoeWeights, layer: int, counter: ExpertCounter, arithmetic: Arithmetic
+    ) -> None:
         self._spec, self._weights, self._layer, self._counter = spec, weights, layer, counter
-        self._kernel = kernel
-        self._shared = SharedExperts(spec.shared, weights.shared) if spec.shared and weights.shared else None
+        self._arithmetic = arithmetic
+        self._shared = (
+            SharedExperts(spec.shared, weights.shared, arithmetic) if spec.shared and weights.shared else None
+        )
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         spec, weights = self._spec, self._weights
         widen = spec.exact_router and x_TD.dtype is not torch.float32
-        logits_TE = linear(x_TD.float() if widen else x_TD, weights.router_ED, weights.router_bias_E)
+        invariant = self._arithmetic.invariant
+        routed_by_TD = x_TD.float() if widen else x_TD
+        logits_TE = linear(routed_by_TD, weights.router_ED, weights.router_bias_E, invariant=invariant)
         weight_TK, expert_TK = route(logits_TE, spec.routing, weights.selection_bias_E)
         self._counter.add(self._layer, expert_TK)
         routed_TD = experts(
@@ -131,7 +155,8 @@ class MixtureOfExperts:
             activation=spec.activation,
             gate_up_bias_E2F=weights.gate_up_bias_E2F,
             down_bias_ED=weights.down_bias_ED,
-            kernel=self._kernel,
+            kernel=self._arithmetic.moe_kernel,
+            invariant=invariant,
         )
         return routed_TD if self._shared is None else self._shared.added_to(routed_TD, x_TD)
 
@@ -141,21 +166,26 @@ def attention(
     weights: AttentionWeights | LatentAttentionWeights,
     rotary: RotaryTable,
     norm_eps: float,
+    arithmetic: Arithmetic,
 ) -> Attention:
     """The attention that the spec describes."""
     if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
-        return LatentAttention(spec, weights, rotary)
+        return LatentAttention(spec, weights, rotary, arithmetic)
     assert isinstance(weights, AttentionWeights)
-    return GroupedQueryAttention(spec, weights, rotary, norm_eps)
+    return GroupedQueryAttention(spec, weights, rotary, norm_eps, arithmetic)
 
 
 def feed_forward(
-    spec: DenseSpec | MoeSpec, weights: DenseWeights | MoeWeights, layer: int, counter: ExpertCounter, kernel: str
+    spec: DenseSpec | MoeSpec,
+    weights: DenseWeights | MoeWeights,
+    layer: int,
+    counter: ExpertCounter,
+    arithmetic: Arithmetic,
 ) -> FeedForward:
-    """The feed-forward that the spec describes; `kernel` computes its experts if it has any."""
+    """The feed-forward that the spec describes."""
     if isinstance(spec, MoeSpec):
         assert isinstance(weights, MoeWeights)
-        return MixtureOfExperts(spec, weights, layer, counter, kernel)
+        return MixtureOfExperts(spec, weights, layer, counter, arithmetic)
     assert isinstance(weights, DenseWeights)
-    return DenseFeedForward(spec, weights)
+    return DenseFeedForward(spec, weights, arithmetic)

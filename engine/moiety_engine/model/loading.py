@@ -9,17 +9,19 @@ import torch
 
 from moiety_engine.config import LoadFormat
 from moiety_engine.memory import device_memory
+from moiety_engine.model.arithmetic import Arithmetic, cannot_be_invariant
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.dummy import fill_at_random
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
-from moiety_engine.model.fewer_bits import bytes_in
+from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in
 from moiety_engine.model.residence import require_fit, weight_bytes
 from moiety_engine.model.spec import LatentAttentionSpec
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weights import allocate
 from moiety_kernels.moe import MOE_KERNELS, unavailable
 from moiety_kernels.quantization import FORMATS
+from moiety_kernels.quantization.weight import BLOCK, GPU_PACK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +44,7 @@ def load_model(
     quantization: str = "auto",
     kv_dtype: str = "auto",
     moe_kernel: str = "auto",
+    batch_invariant: bool = False,
     num_threads: int | None = None,
     load_format: LoadFormat = LoadFormat.AUTO,
     progress: Callable[[int, int], None] | None = None,
@@ -53,8 +56,9 @@ def load_model(
     means that the weights are kept so; activations and the cache are float32. `quantization` is "none", "int8" or
     "int4", how the weights of products are kept, or "auto": as the checkpoint has them. `kv_dtype` is "auto", the
     activations', or "fp8", on a GPU only. `moe_kernel` computes the experts; "auto" takes the fastest that can.
-    `num_threads` sets the compute threads of the process. `progress` is called with (bytes read, bytes in all). Raises
-    ModelError, and OutOfMemory with the figures where the weights do not fit.
+    With `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the compute
+    threads of the process. `progress` is called with (bytes read, bytes in all). Raises ModelError, and OutOfMemory
+    with the figures where the weights do not fit.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -63,10 +67,18 @@ def load_model(
         dtype = "float32" if spec.checkpoint_dtype == "float32" else "bfloat16"
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
-    where, form = torch.device(device), _form(quantization, spec)
+    where = torch.device(device)
+    asked_form = _form(quantization, spec)
+    if load_format is LoadFormat.DUMMY and quantization == "auto":
+        asked_form = None  # nothing is stored
+    form = _on_device(asked_form, spec, where, DTYPES[dtype], moe_kernel)
     cached_in = None if kv_dtype == "auto" else _fp8(spec, where)
     num_bytes = weight_bytes(spec, DTYPES[dtype]) if form is None else bytes_in(form, spec, DTYPES[dtype])
     _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
+    if batch_invariant:
+        reason = cannot_be_invariant(spec, where, DTYPES[dtype], form, moe_kernel)
+        if reason is not None:
+            raise UnsupportedModelError(f"--batch-invariant cannot be had: {reason}")
     require_fit(num_bytes, device_memory(where), where)
     if load_format is LoadFormat.DUMMY:
         if form is not None:
@@ -75,7 +87,7 @@ def load_model(
         fill_at_random(weights)
     else:
         weights = load(folder, spec, device=where, dtype=DTYPES[dtype], form=form, progress=progress)
-    return Transformer(spec, weights, kv_dtype=cached_in, moe_kernel=moe_kernel)
+    return Transformer(spec, weights, kv_dtype=cached_in, arithmetic=Arithmetic(moe_kernel, batch_invariant))
 
 
 def _check_moe_kernel(
@@ -101,13 +113,37 @@ def _check_moe_kernel(
 def _form(quantization: str, spec: ModelSpec) -> WeightFormat | None:
     if quantization == "auto":
         stored = spec.weight_format
-        return stored if stored is not None and stored.is_kept else None
+        if spec.fp8_block is not None:
+            log.info("checkpoint_widened", kept="fp8", reason="weights in float8 are widened for now")
+        return stored if stored is not None and (stored.is_kept or stored.floating) else None
     if quantization == "none":
         return None
     if quantization not in FORMATS:
         known = ", ".join(("auto", "none", *FORMATS))
         raise UnsupportedModelError(f"quantization {quantization!r} is not supported; choose one of {known}")
     return FORMATS[quantization]
+
+
+def _on_device(
+    form: WeightFormat | None, spec: ModelSpec, where: torch.device, dtype: torch.dtype, moe_kernel: str
+) -> WeightFormat | None:
+    """`form` as the device's kernels read it. mxfp4 that none of them reads is widened, and said to be."""
+    if form is None or form.bits != 4 or form.group != BLOCK:
+        return form
+    packed = as_packed_for_a_gpu(form, spec) if where.type == "cuda" else None
+    if where.type != "cuda":
+        reason: str | None = f"the model is on {where.type!r}"
+    elif packed is None:
+        reason = f"some rows have no multiple of {GPU_PACK} inputs"
+    elif moe_kernel not in ("auto", "triton") or dtype.itemsize != 2:
+        reason = f"Triton's would, but --moe-kernel is {moe_kernel} and activations are {dtype}"
+    else:
+        reason = unavailable("triton", where, dtype, packed)
+    if reason is None:
+        return packed
+    if form.floating:
+        log.info("checkpoint_widened", kept=form.name, to=str(dtype), reason=f"no kernel reads it: {reason}")
+    return None if form.floating else form
 
 
 def _fp8(spec: ModelSpec, device: torch.device) -> torch.dtype:

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from moiety_engine.model.errors import UnsupportedModelError
-from moiety_kernels.quantization.weight import WeightFormat
+from moiety_kernels.quantization.weight import MXFP4, WeightFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -54,8 +54,10 @@ def fp8_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def packed_format(settings: Mapping[str, Any]) -> WeightFormat | None:
-    """How whole numbers are packed, by a config.json's quantization_config, if they are. Raises UnsupportedModelError
-    for what cannot be read."""
+    """How whole numbers are packed, by a config.json's quantization_config, if they are, or MXFP4 if experts are that.
+    Raises UnsupportedModelError for what cannot be read."""
+    if settings.get("quant_method") == "mxfp4":
+        return MXFP4
     if settings.get("quant_method") != PACKED_METHOD:
         return None
     groups = list((settings.get("config_groups") or {}).values())
@@ -88,7 +90,7 @@ def sources(present: set[str], block: tuple[int, int] | None, packed: WeightForm
             found[plain] = Source((name, plain + EXPONENTS), from_mxfp4)
         elif block is not None and name + SCALE in present:
             found[name] = Source((name, name + SCALE), partial(from_fp8, block=block))
-        elif packed is not None and name.endswith(PACKED):
+        elif packed is not None and not packed.floating and name.endswith(PACKED):
             plain = name.removesuffix(PACKED)
             found[plain] = Source((name, plain + SCALES, plain + SHAPE), partial(from_packed, bits=packed.bits))
         elif not _is_scale(name, present, block, packed):
@@ -97,7 +99,11 @@ def sources(present: set[str], block: tuple[int, int] | None, packed: WeightForm
 
 
 def _is_scale(name: str, present: set[str], block: tuple[int, int] | None, packed: WeightFormat | None) -> bool:
-    if packed is not None and any(name.removesuffix(end) + PACKED in present for end in (SCALES, SHAPE)):
+    if (
+        packed is not None
+        and not packed.floating
+        and any(name.removesuffix(end) + PACKED in present for end in (SCALES, SHAPE))
+    ):
         return True
     of_fp8 = block is not None and name.endswith(SCALE) and name.removesuffix(SCALE) in present
     return of_fp8 or (name.endswith(EXPONENTS) and name.removesuffix(EXPONENTS) + BLOCKS in present)

@@ -190,8 +190,8 @@ class LayerSpec:
 class ModelSpec:
     """A whole decoder. The multipliers are of the embeddings, of what a layer's halves add to the residual stream, and
     of the logits. `logit_softcap`: logits are bent to stay within it. `fp8_block`: rows and columns that share a scale
-    in a checkpoint of eight bits. `weight_format`: of one whose weights are packed whole numbers. `ignored_prefixes`:
-    of tensors in the checkpoint that are for something else than decoding."""
+    in a checkpoint of eight bits. `weight_format`: of one whose weights are packed whole numbers, or its experts mxfp4.
+    `ignored_prefixes`: of tensors in the checkpoint that are for something else than decoding."""
 
     family: str
     vocab_size: int

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
 from moiety_engine.model.layers import attention, feed_forward
 from moiety_engine.model.norms import make_norm
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from moiety_engine.model.decode_programs import DecodePrograms
     from moiety_engine.model.weights import NormWeights
 
+_PLAIN = Arithmetic()
+
 
 class Transformer:
     """One decoder with its weights. `expert_counter` counts expert use once enabled."""
@@ -38,10 +41,11 @@ class Transformer:
         weights: ModelWeights,
         *,
         kv_dtype: torch.dtype | None = None,
-        moe_kernel: str = "auto",
+        arithmetic: Arithmetic = _PLAIN,
     ) -> None:
-        """`kv_dtype`: of the cache; None for the activations' own. `moe_kernel` computes experts."""
+        """`kv_dtype`: of the cache; None for the activations' own."""
         self.spec = spec
+        self.arithmetic = arithmetic
         self.device = weights.embedding_VD.device
         self.dtype = weights.embedding_VD.dtype
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
@@ -54,7 +58,9 @@ class Transformer:
         on_cpu_alone = self.device.type == "cpu" and self.kv_dtype is torch.float32  # no torch in any layer
         self._programs = _decode_programs(self._layers) if on_cpu_alone else None
         self._attentions = [
-            self._normed(attention(one, w.attention, rotaries[one.rope], spec.norm.eps), w.attention_post_norm)
+            self._normed(
+                attention(one, w.attention, rotaries[one.rope], spec.norm.eps, arithmetic), w.attention_post_norm
+            )
             for one, w in zip((layer.attention for layer in spec.layers), weights.layers, strict=True)
         ]
         self._norms = [
@@ -62,7 +68,7 @@ class Transformer:
         ]
         self._final_norm = make_norm(spec.norm, weights.final_norm)
         self._ffns = [
-            self._normed(feed_forward(one.ffn, w.ffn, index, self.expert_counter, moe_kernel), w.ffn_post_norm)
+            self._normed(feed_forward(one.ffn, w.ffn, index, self.expert_counter, arithmetic), w.ffn_post_norm)
             for index, (one, w) in enumerate(zip(spec.layers, weights.layers, strict=True))
         ]
 
@@ -82,6 +88,11 @@ class Transformer:
 
         empty = partial(torch.empty, dtype=self.kv_dtype, device=self.device)
         return KvCache(tuple(layer(one.attention) for one in self.spec.layers), num_blocks, block_size)
+
+    @property
+    def away(self) -> bool:
+        """Whether the weights are in host memory, where they went with `leave`."""
+        return self._residence.away
 
     def leave(self, on_progress: Callable[[], None]) -> int:
         """The weights go to host memory; returns the bytes that are free thereby. Raises OutOfMemory."""
@@ -113,7 +124,8 @@ class Transformer:
     @torch.inference_mode()
     def logits(self, hidden_LD: Tensor) -> Tensor:
         """logits_LV, float32, of hidden states after the final norm."""
-        logits_LV = linear(hidden_LD, self._weights.head_VD, self._weights.head_bias_V).float()
+        head_VD, bias_V = self._weights.head_VD, self._weights.head_bias_V
+        logits_LV = linear(hidden_LD, head_VD, bias_V, invariant=self.arithmetic.invariant).float()
         logits_LV, cap = _times(self.spec.logits_multiplier, logits_LV), self.spec.logit_softcap
         return logits_LV if cap is None else cap * torch.tanh(logits_LV / cap)
 

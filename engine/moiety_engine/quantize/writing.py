@@ -8,11 +8,11 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from moiety_engine.errors import CheckpointError
-from moiety_engine.model.checkpoint import product_names, shard_paths
+from moiety_engine.model.checkpoint import product_names, shard_paths, tensor_files
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.narrow import PACKED_FORMAT, PACKED_METHOD, to_packed
 from moiety_kernels.quantization.reference import round_to
@@ -50,12 +50,16 @@ def write_quantized(
     draft = target.with_name(target.name + ".part")
     if draft.exists():
         raise CheckpointError(f"{draft} is left of an earlier try; remove it first")
-    draft.mkdir(parents=True)
     try:
+        draft.mkdir(parents=True)
         sizes = _write(source, draft, shards, chosen, form, progress)
         draft.rename(target)
-    except BaseException:
+    except BaseException as exc:
         shutil.rmtree(draft, ignore_errors=True)
+        if isinstance(exc, OSError | SafetensorError):
+            raise CheckpointError(
+                f"{target} cannot be written ({exc}); see to room and rights, or name another"
+            ) from exc
         raise
     return sizes
 
@@ -70,10 +74,13 @@ def _write(
     total, done, after = sum(path.stat().st_size for path in shards), 0, 0
     shard_of: dict[str, str] = {}
     kept: set[str] = set()
+    file_of = tensor_files(source)
     for path in shards:
         written: dict[str, Tensor] = {}
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
+                if file_of[name] != path:
+                    continue
                 tensor = file.get_tensor(name)
                 if name in chosen:
                     written |= {name + end: part for end, part in _packed(tensor, form).items()}

@@ -15,7 +15,7 @@ from torch import Tensor
 from moiety_engine.model.batch import Batch
 from moiety_engine.runner.tables import BlockTables
 from moiety_engine.scheduling.plan import Chunk, Plan
-from moiety_engine.sequence import PENDING
+from moiety_engine.sequence import PENDING, Sequence
 from moiety_engine.staging import Staging
 
 
@@ -43,10 +43,32 @@ class HostBatch:
         return len(self.token_ids_T) == self.num_decode == len(self.wanted_rows_L)
 
 
-class BatchBuilder:
-    """Builds batches; pad rows take token 0 and the positions after their sequence's."""
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What the model takes for sequences of the step: consecutive tokens of one each, from `firsts` on, and pads."""
 
-    def __init__(self, block_size: int, device: torch.device, staging: Staging | None = None) -> None:
+    sequences: list[Sequence]
+    firsts: list[int]
+    num_tokens: list[int]
+    num_pads: list[int]
+    ends: list[int]  # the part in which each chunk of the plan ends
+    num_decode: int  # parts 0 … num_decode - 1 have one token each, and attend as decodes do
+
+
+class BatchBuilder:
+    """Builds batches; pad rows take token 0 and the positions after their sequence's. With `answers_apart` every token
+    of an answer attends as a decode does, also when it is computed once more after a preemption, and every token of a
+    prompt as a chunk's does: the two ways round differently."""
+
+    def __init__(
+        self,
+        block_size: int,
+        device: torch.device,
+        staging: Staging | None = None,
+        *,
+        answers_apart: bool = False,
+    ) -> None:
+        self._parts = _answers_apart if answers_apart else _chunks
         self._block_size = block_size
         self._staging = staging or Staging(device)
         self._tables = BlockTables()
@@ -57,11 +79,11 @@ class BatchBuilder:
 
     def arrange(self, plan: Plan) -> HostBatch:
         """`wanted_rows` are those of the chunks that sample, then of those that embed, each in the plan's order."""
-        chunks = plan.chunks
-        sequences = [chunk.sequence for chunk in chunks]
-        count = len(chunks)
-        lengths = np.fromiter((chunk.num_tokens + chunk.num_pad for chunk in chunks), np.int32, count)
-        firsts = np.fromiter((sequence.num_computed for sequence in sequences), np.int64, count)
+        chunks, parts = plan.chunks, self._parts(plan)
+        sequences, count = parts.sequences, len(parts.sequences)
+        num_tokens = np.array(parts.num_tokens, dtype=np.int32)
+        lengths = num_tokens + np.array(parts.num_pads, dtype=np.int32)
+        firsts = np.array(parts.firsts, dtype=np.int64)
         starts = np.zeros(count + 1, dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
         tables = np.zeros((count, max(len(sequence.blocks) for sequence in sequences)), dtype=np.int32)
@@ -71,10 +93,10 @@ class BatchBuilder:
         sequence_T = np.repeat(np.arange(count), lengths)
         positions = np.arange(starts[-1]) + (firsts - starts[:-1])[sequence_T]
         in_block, offset = np.divmod(positions, self._block_size)
-        token_ids = _tokens(chunks, starts)
+        token_ids = _tokens(parts, starts)
         pending = np.flatnonzero(token_ids == PENDING)
         token_ids[pending] = 0
-        ends = starts[:-1] + np.fromiter((chunk.num_tokens - 1 for chunk in chunks), np.int64, count)
+        ends = (starts[:-1] + num_tokens - 1)[parts.ends].astype(np.int64)
         wanted = [s for s, chunk in enumerate(chunks) if chunk.samples]
         wanted += [s for s, chunk in enumerate(chunks) if chunk.embeds]
         contexts = (firsts + lengths).astype(np.int32)
@@ -88,7 +110,7 @@ class BatchBuilder:
             wanted_rows_L=ends[wanted],
             pending_rows_P=pending,
             sampled_rows_P=np.array([sequences[s].pending_row for s in sequence_T[pending]], dtype=np.int64),
-            num_decode=plan.num_decode,
+            num_decode=parts.num_decode,
             max_context=int(contexts.max()),
             max_query=int(lengths.max()),
         )
@@ -125,16 +147,54 @@ def sampled(plan: Plan) -> list[Chunk]:
     return [chunk for chunk in plan.chunks if chunk.samples]
 
 
-def _tokens(chunks: list[Chunk], starts: np.ndarray) -> np.ndarray:
+def _chunks(plan: Plan) -> _Parts:
+    """The chunks as they are."""
+    chunks = plan.chunks
+    return _Parts(
+        [chunk.sequence for chunk in chunks],
+        [chunk.sequence.num_computed for chunk in chunks],
+        [chunk.num_tokens for chunk in chunks],
+        [chunk.num_pad for chunk in chunks],
+        list(range(len(chunks))),
+        plan.num_decode,
+    )
+
+
+def _answers_apart(plan: Plan) -> _Parts:
+    """First the tokens of answers, each by itself, then what chunks have of prompts."""
+    answers: list[tuple[Sequence, int]] = []
+    prompts: list[tuple[Sequence, int, int]] = []
+    ends: list[tuple[int, int]] = []
+    for chunk in plan.chunks:
+        sequence, first = chunk.sequence, chunk.sequence.num_computed
+        end = first + chunk.num_tokens
+        begin = max(first, sequence.num_prompt)
+        if first < begin:
+            prompts.append((sequence, first, min(end, begin) - first))
+        answers += [(sequence, position) for position in range(begin, end)]
+        ends.append((0, len(answers) - 1) if begin < end else (len(prompts) - 1, -1))
+    num_decode = len(answers)
+    return _Parts(
+        [sequence for sequence, _ in answers] + [sequence for sequence, _, _ in prompts],
+        [position for _, position in answers] + [first for _, first, _ in prompts],
+        [1] * num_decode + [count for _, _, count in prompts],
+        [0] * (num_decode + len(prompts)),
+        [answer if answer >= 0 else num_decode + prompt for prompt, answer in ends],
+        num_decode,
+    )
+
+
+def _tokens(parts: _Parts, starts: np.ndarray) -> np.ndarray:
     """The input tokens of all rows, PENDING where only the device knows them."""
     token_ids = np.zeros(starts[-1], dtype=np.int64)
     singles = []
-    for s, chunk in enumerate(chunks):
-        first, num_tokens = chunk.sequence.num_computed, chunk.num_tokens
+    for s, (sequence, first, num_tokens) in enumerate(
+        zip(parts.sequences, parts.firsts, parts.num_tokens, strict=True)
+    ):
         if num_tokens == 1:
-            singles.append((starts[s], chunk.sequence.tokens[first]))
+            singles.append((starts[s], sequence.tokens[first]))
         else:
-            token_ids[starts[s] : starts[s] + num_tokens] = chunk.sequence.tokens[first : first + num_tokens]
+            token_ids[starts[s] : starts[s] + num_tokens] = sequence.tokens[first : first + num_tokens]
     if singles:
         rows, values = zip(*singles, strict=True)
         token_ids[list(rows)] = values

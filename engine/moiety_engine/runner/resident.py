@@ -32,12 +32,17 @@ class Resident:
         scratch = int(sizes.graphs)  # a block that no sequence gets
         try:
             self.kv = model.allocate_kv(sizes.num_blocks + scratch, sizes.block_size)
-            self.host_kv = HostKv(self.kv, sizes.num_host_blocks) if sizes.num_host_blocks else None
-        except torch.OutOfMemoryError as exc:
+        except RuntimeError as exc:  # which is what torch raises on a CPU
             kv_gib = sizes.num_blocks * model.kv_bytes_per_block(sizes.block_size) / 2**30
             raise OutOfMemory(
                 f"a KV cache of {kv_gib:.2f} GiB does not fit on {model.device}: lower --kv-memory-bytes, or leave it "
                 "out to have the free memory measured"
+            ) from exc
+        try:
+            self.host_kv = HostKv(self.kv, sizes.num_host_blocks) if sizes.num_host_blocks else None
+        except RuntimeError as exc:
+            raise OutOfMemory(
+                f"the host has no room for {sizes.num_host_blocks} blocks of its tier: lower --host-kv-memory-bytes"
             ) from exc
         self.runner = Runner(model, self.kv)
 

@@ -49,7 +49,8 @@ class Runner:
     def __init__(self, model: Transformer, kv: KvCache) -> None:
         self._model, self._kv = model, kv
         self.staging = Staging(model.device)
-        self._builder = BatchBuilder(kv.block_size, model.device, self.staging)
+        apart = model.arithmetic.invariant
+        self._builder = BatchBuilder(kv.block_size, model.device, self.staging, answers_apart=apart)
         self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
         self._sampled_L: Tensor | None = None
         self.graphs: DecodeGraphs | None = None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moiety_engine.messages import CoreLogprob
 from moiety_engine.sampling.adjusting import adjust, is_adjusted
@@ -26,6 +27,7 @@ from moiety_kernels.sample import sample as draw_on_device
 from moiety_wire.messages import Sampling
 
 _PRESELECT = 1024  # top-p seldom needs more of the vocabulary than this; where it does, the whole row is sorted
+_ALIGNED = 4  # values of float32 that fill 16 bytes
 _MOST_TOP_K = np.iinfo(np.int32).max
 
 
@@ -200,6 +202,8 @@ def _invert(weights_LK: Tensor, uniform_L: Tensor) -> Tensor:
 
 
 def _logprobs(raw_LV: Tensor, token_L: Tensor, count: int) -> Logprobs:
+    if raw_LV.shape[1] % _ALIGNED:  # a GPU sums a row in an order that depends on whether it begins at 16 bytes
+        raw_LV = functional.pad(raw_LV, (0, -raw_LV.shape[1] % _ALIGNED), value=-torch.inf)
     logprobs_LV = raw_LV.log_softmax(dim=-1)
     values_LK, ids_LK = logprobs_LV.topk(min(count, raw_LV.shape[1]), dim=-1)
     return Logprobs(logprobs_LV.gather(1, token_L[:, None])[:, 0], values_LK, ids_LK)

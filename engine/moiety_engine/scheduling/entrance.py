@@ -39,7 +39,13 @@ class Entrance:
 
     def add(self, submit: CoreSubmit, *, seed: int, now_ns: int) -> None:
         """Queue a request, or turn it away."""
-        sequence = Sequence(submit, order=self._num_seen, seed=seed, queued_unix_ns=now_ns)
+        sequence = Sequence(
+            submit,
+            order=self._num_seen,
+            seed=seed,
+            queued_unix_ns=now_ns,
+            answer_apart=self._kv.answers_apart,
+        )
         self._num_seen += 1
         sequence.num_uncached = len(sequence.tokens) - len(self._kv.find_prefix(sequence)) * self._kv.block_size
         sequence.set_deadlines()

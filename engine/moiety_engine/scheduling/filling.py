@@ -40,9 +40,7 @@ class Filling:
         self.cached_tokens_total = 0
         self.prompt_tokens_total = 0
 
-    def fill(  # noqa: PLR0912 - one search, told in the order in which it goes
-        self, planner: Planner, view: BatchView, joinable: int, now_ns: int
-    ) -> None:
+    def fill(self, planner: Planner, view: BatchView, joinable: int, now_ns: int) -> None:
         """Prefill for running sequences, and for up to `joinable` that join the batch."""
         now_s = now_ns / 1e9
         set_aside: list[Sequence] = []
@@ -73,9 +71,7 @@ class Filling:
                 set_aside.append(sequence)
             if given is _Given.NOTHING:
                 break
-        for sequence in set_aside:
-            if sequence.place is not Place.ENDED and sequence not in self._places.decoding:  # that go on by themselves
-                self._policy.push(sequence, now_s)
+        self.put_back(set_aside, now_s)
         if planner.rows_left > 0 and given is not _Given.NOTHING:
             self.go_on(planner, now_s)
 
@@ -115,6 +111,20 @@ class Filling:
             sequence.note(now_ns, EventKind.RESUMED, again)
         sequence.delay = None
 
+    def put_back(self, sequences: list[Sequence], now_s: float) -> None:
+        """Queue them again: they have not got all that they want."""
+        for sequence in sequences:
+            if sequence.place is not Place.ENDED and sequence not in self._places.decoding:  # that go on by themselves
+                self._policy.push(sequence, now_s)
+
+    def take_blocks(self, sequence: Sequence, num_tokens: int, hits: list[Hit] | None) -> bool:
+        """What it kept, what was swapped out, or its prefix hits, found if not handed in. False: nothing taken."""
+        if sequence.blocks:
+            return True  # it kept them, and grows as it goes
+        if sequence.host_blocks:
+            return self._kv.swap_in(sequence, num_tokens)
+        return self._kv.start(sequence, self._kv.find_prefix(sequence) if hits is None else hits, num_tokens)
+
     def _advance(self, sequence: Sequence, planner: Planner) -> _Given:
         """Give the sequence what it may have of this step."""
         limit = planner.prefill_room(sequence)
@@ -147,8 +157,8 @@ class Filling:
         reason = self._policy.delays(sequence, view, num_new, now_s)
         if reason is not None:
             return reason
-        if not self._take_blocks(sequence, num_tokens, hits) and not (
-            self._make_room(sequence, num_new, planner, now_ns) and self._take_blocks(sequence, num_tokens, None)
+        if not self.take_blocks(sequence, num_tokens, hits) and not (
+            self._make_room(sequence, num_new, planner, now_ns) and self.take_blocks(sequence, num_tokens, None)
         ):
             return Reason.NO_BLOCKS
         view.blocks_of_tenant = None
@@ -159,10 +169,3 @@ class Filling:
         if self._room.reclaim(num_blocks) or self._room.free_for(sequence, num_blocks, planner, now_ns):
             return True
         return self._room.reclaim(self._kv.blocks_for(len(sequence.tokens)))  # its hits may have been taken meanwhile
-
-    def _take_blocks(self, sequence: Sequence, num_tokens: int, hits: list[Hit] | None) -> bool:
-        if sequence.blocks:
-            return True  # it kept them, and grows as it goes
-        if sequence.host_blocks:
-            return self._kv.swap_in(sequence, num_tokens)
-        return self._kv.start(sequence, self._kv.find_prefix(sequence) if hits is None else hits, num_tokens)

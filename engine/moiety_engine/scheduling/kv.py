@@ -24,8 +24,18 @@ class Hit(NamedTuple):
 class KvLedger:
     """Who holds which blocks. The only place that moves blocks between pool, host tier and sequences."""
 
-    def __init__(self, pool: BlockPool, block_size: int, *, prefix_caching: bool, host: HostTier | None = None) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        *,
+        prefix_caching: bool,
+        host: HostTier | None = None,
+        answers_apart: bool = False,
+    ) -> None:
+        """`answers_apart`: an answer's KV is no prefix of another prompt, because a prompt's has other bits."""
         self.pool = pool
+        self.answers_apart = answers_apart
         self.block_size = block_size
         self.host = host
         self.swapped_out_total = 0  # blocks of sequences, those that needed no copy included

@@ -26,28 +26,25 @@ class PaddedFilling:
         self._filling.go_on(planner, now_s)
         while (sequence := self._policy.pop(now_s)) is not None:
             if len(batch) < joinable and self._fits([*batch, sequence]) and self._start(sequence):
+                self._filling.mark_started(sequence, now_ns)  # at once: what runs keeps its blocks when others start
                 batch.append(sequence)
             else:
                 unfinished.append(sequence)
                 break
         longest, reserve = _padded_lengths(batch) if batch else (0, 0)
         for sequence in batch:
-            self._filling.mark_started(sequence, now_ns)
             sequence.num_padded, sequence.num_reserved = longest, reserve
             self._room.reclaim(self._kv.blocks_for(reserve) - len(sequence.blocks))
             reserved = self._kv.grow(sequence, reserve)
             assert reserved or len(batch) == 1, "a padded batch was admitted that does not fit"
         unfinished += [s for s in batch if not planner.add_prefill(s, planner.prefill_room(s))]
-        for sequence in unfinished:
-            self._policy.push(sequence, now_s)
+        self._filling.put_back(unfinished, now_s)
 
     def _start(self, sequence: Sequence) -> bool:
-        if sequence.blocks:
-            return True
         num_tokens = len(sequence.tokens)
-        return self._kv.start(sequence, self._kv.find_prefix(sequence), num_tokens) or (
+        return self._filling.take_blocks(sequence, num_tokens, None) or (
             self._room.reclaim(self._kv.blocks_for(num_tokens))
-            and self._kv.start(sequence, self._kv.find_prefix(sequence), num_tokens)
+            and self._filling.take_blocks(sequence, num_tokens, None)
         )
 
     def _fits(self, batch: list[Sequence]) -> bool:

@@ -13,8 +13,12 @@ class Planner:
     """Adds chunks as long as rows, blocks and the step's time allow. Lives for one step; what it holds may not lose its
     blocks, unless it is dropped first."""
 
-    def __init__(self, kv: KvLedger, budget_rows: int, step_time: StepTimeModel) -> None:
+    def __init__(
+        self, kv: KvLedger, budget_rows: int, step_time: StepTimeModel, max_answer_rows: int | None = None
+    ) -> None:
+        """`max_answer_rows`: tokens of answers that a step takes, decoded or computed once more; None: any number."""
         self._kv = kv
+        self._answer_rows_left = max_answer_rows
         self._budget_rows = budget_rows
         self._step_time = step_time
         self._budget: StepBudget | None = None
@@ -61,6 +65,7 @@ class Planner:
         self._decoding = None
         self._decode_context += context
         self.num_rows += len(chunks)
+        self._take_answer_rows(len(chunks))
 
     def drop_decode(self, sequence: Sequence) -> None:
         """Take back a decode of this step, so that its sequence can give way."""
@@ -69,10 +74,14 @@ class Planner:
             self._decoding = None
             self._decode_context -= sequence.num_computed
             self.num_rows -= 1
+            self._take_answer_rows(-1)
 
     def prefill_room(self, sequence: Sequence) -> int:
         """How many of the sequence's uncomputed tokens rows and the step's time allow."""
         limit = min(sequence.num_uncomputed, self.rows_left)
+        if self._answer_rows_left is not None:
+            prompt_left = max(0, sequence.num_prompt - sequence.num_computed)
+            limit = min(limit, prompt_left + max(0, self._answer_rows_left))
         budget = self._budget
         if budget is None or limit <= 0:
             return max(0, limit)
@@ -99,8 +108,13 @@ class Planner:
         self._prefills[sequence] = Chunk(sequence, num_tokens, ends and not embeds, pad, embeds)
         self.num_rows += num_tokens + pad
         self._prefill_rows += num_tokens + pad
+        self._take_answer_rows(max(0, end - max(first, sequence.num_prompt)))
         self._attended_pairs += num_tokens * (first + num_tokens // 2)
         return ends
+
+    def _take_answer_rows(self, count: int) -> None:
+        if self._answer_rows_left is not None:
+            self._answer_rows_left -= count
 
     def _decodes_now(self, sequence: Sequence) -> bool:
         if sequence.num_output == 0:

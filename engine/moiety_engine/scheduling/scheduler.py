@@ -146,7 +146,8 @@ class Scheduler:
         """Decide the next step. Empty only if nothing has credit, a request waits for company, or all that can go on
         waits for the step that runs."""
         fixed = None if self.policy.sizes_chunks else self.limits.chunk_tokens
-        planner = Planner(self.kv, fixed or self.limits.max_batch_tokens, self.step_time)
+        answers = self.limits.max_running if self.kv.answers_apart else None
+        planner = Planner(self.kv, fixed or self.limits.max_batch_tokens, self.step_time, answers)
         self._room.preempted = []
         self._plan_into(planner, now_ns)
         while planner.empty and self._running is None and self._room.break_deadlock(now_ns):

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from moiety_kernels.attention_input.plan import AttentionInputPlan
 
 _VALUES = 1024  # of one program, whose two warps read 16 bytes a thread at once
-_MOST_VALUES = 32768  # that the registers of 16 warps hold
+MOST_VALUES = 32768  # that the registers of 16 warps hold
 _NONE, _OF_HEAD, _OF_ROW = "none", "head", "row"  # what is normalised at once
 
 
 def fits(x_THd: Tensor, cos_PR: Tensor) -> bool:
     """Whether heads like these can be rotated by such a table."""
-    return x_THd.stride(-1) == 1 and cos_PR.is_contiguous() and triton.next_power_of_2(x_THd.shape[-1]) <= _MOST_VALUES
+    return x_THd.stride(-1) == 1 and cos_PR.is_contiguous() and triton.next_power_of_2(x_THd.shape[-1]) <= MOST_VALUES
 
 
 def fits_plan(plan: AttentionInputPlan) -> bool:
     """Whether the kernel takes what the plan normalises at once."""
-    return plan.q_norm is None or triton.next_power_of_2(plan.q_norm.shape[0]) <= _MOST_VALUES
+    return plan.q_norm is None or triton.next_power_of_2(plan.q_norm.shape[0]) <= MOST_VALUES
 
 
 def attention_input(

@@ -17,6 +17,7 @@ from moiety_kernels.bench.clocks import Call
 from moiety_kernels.bench.routings import draw_logits, spec_of
 from moiety_kernels.bench.shapes import DECODE_CONTEXT, LayerShape
 from moiety_kernels.bench.work import Work
+from moiety_kernels.linear import linear
 from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.rms_norm import add_rms_norm, rms_norm
 from moiety_kernels.route import route
@@ -71,6 +72,23 @@ def _add_rms_norm(shape: LayerShape, tokens: int, device: torch.device) -> Point
 
     least = work.rms_norm(shape, tokens, add=True, dtype=dtype)
     return Point(lambda: add_rms_norm(x, delta, weight, _EPS), {"torch_add_rms_norm": in_torch}, least, dtype)
+
+
+def _invariant_linear(shape: LayerShape, tokens: int, device: torch.device) -> Point:
+    """What attention projects its queries with."""
+    x_TD = _rows(tokens, shape, device)
+    weight_ND = _projection(shape, device)
+    return Point(
+        lambda: linear(x_TD, weight_ND, invariant=True),
+        {"torch_linear": lambda: functional.linear(x_TD, weight_ND)},
+        work.linear(tokens, weight_ND.shape[0], weight_ND.shape[1], _name(x_TD)),
+        _name(x_TD),
+    )
+
+
+def _projection(shape: LayerShape, device: torch.device) -> Tensor:
+    drawn_ND = torch.randn(shape.heads * shape.head_width, shape.width, device=device)
+    return torch.mul(drawn_ND, shape.width**-0.5).to(_dtype(device))
 
 
 def _route(shape: LayerShape, tokens: int, device: torch.device) -> Point:
@@ -183,6 +201,12 @@ OPERATIONS = {
     for one in (
         Operation("rms_norm", lambda s, t: True, lambda s, t: 12 * t * s.width, _rms_norm),
         Operation("add_rms_norm", lambda s, t: True, lambda s, t: 24 * t * s.width, _add_rms_norm),
+        Operation(
+            "invariant_linear",
+            lambda s, t: s.heads > 0,
+            lambda s, t: 6 * s.width * (t + s.heads * s.head_width) + 6 * t * s.heads * s.head_width,
+            _invariant_linear,
+        ),
         Operation("route", lambda s, t: True, lambda s, t: 32 * t * s.num_experts, _route),
         Operation("sample", lambda s, t: s.vocabulary > 0 and t <= 256, lambda s, t: 48 * t * s.vocabulary, _sample),
         Operation(

@@ -75,6 +75,12 @@ def rms_norm(shape: LayerShape, tokens: int, *, add: bool, dtype: str = "bfloat1
     return Work(flops=(5.0 if add else 4.0) * tokens * shape.width, bytes=moved + 4 * shape.width)
 
 
+def linear(rows: int, outputs: int, inner: int, dtype: str = "bfloat16") -> Work:
+    """The weight and the rows in, the results out."""
+    moved = outputs * inner + rows * (inner + outputs)
+    return Work(flops=2.0 * rows * outputs * inner, bytes=float(moved * ITEM_BYTES[dtype]))
+
+
 def sample(shape: LayerShape, rows: int) -> Work:
     """Float32 scores of the vocabulary read once; what is written is nothing beside that."""
     return Work(flops=4.0 * rows * shape.vocabulary, bytes=4.0 * rows * shape.vocabulary)

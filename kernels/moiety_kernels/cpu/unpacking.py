@@ -36,6 +36,8 @@ def is_unpackable(weight: QuantizedWeight) -> bool:
     group = weight.format.group
     return (
         weight.is_contiguous()
+        and weight.format.pack == BLOCK
+        and not weight.format.floating
         and weight.shape[-1] <= MAX_UNPACKED_WIDTH
         and weight.device_type == "cpu"
         and (group is None or group & (group - 1) == 0)

@@ -28,4 +28,7 @@ def key(problem: Problem) -> str:
     layer = f"E{problem.num_experts} K{problem.top_k} D{problem.width} F{problem.hidden}"
     invariant = " invariant" if problem.invariant else ""
     scales = "" if problem.scales == "none" else f" scaled by {problem.scales}"
-    return f"{layer}, weights of {8 * problem.weight_bytes} bits{scales}{invariant}, {tokens} tokens"
+    weights = (
+        f"weights of {8 * problem.element_bytes} bits" if problem.weights == "wide" else f"{problem.weights} weights"
+    )
+    return f"{layer}, {weights}{scales}{invariant}, {tokens} tokens"

@@ -15,16 +15,18 @@ from moiety_kernels.grouped_gemm.choice import configuration
 from moiety_kernels.grouped_gemm.kernels.cases import compile_cases
 from moiety_kernels.grouped_gemm.kernels.down import combine, down
 from moiety_kernels.grouped_gemm.kernels.launching import kind_of_scales
+from moiety_kernels.grouped_gemm.kernels.rounding import round_rows
 from moiety_kernels.grouped_gemm.kernels.rows import down_rows, up_rows
 from moiety_kernels.grouped_gemm.kernels.shared import SCALE_BLOCK
-from moiety_kernels.grouped_gemm.kernels.up import up
-from moiety_kernels.grouped_gemm.tiles import Problem, Scales, TileConfig, choose
+from moiety_kernels.grouped_gemm.kernels.up import up, up_rounded
+from moiety_kernels.grouped_gemm.tiles import Four, Problem, Scales, TileConfig, Weights, choose
 from moiety_kernels.moe.activation import SILU, Activation
+from moiety_kernels.quantization.weight import GPU_PACK
 from moiety_kernels.route import group
 
 __all__ = ["compile_cases", "experts", "unfit"]
 
-_NARROW = (torch.int8, torch.float8_e4m3fn)
+_NARROW: dict[torch.dtype, Weights] = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 _SCALE_BLOCK = SCALE_BLOCK.value
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -52,12 +54,25 @@ def unfit(
 def _unfit_weight(w_ENK: Tensor, scale: Tensor | None, parts: int, x_TD: Tensor) -> str | None:
     if scale is None:
         return None if w_ENK.dtype is x_TD.dtype else f"weights are {w_ENK.dtype} and activations {x_TD.dtype}"
+    if w_ENK.dtype is torch.uint8:
+        return _unfit_four(w_ENK, scale, x_TD)
     if w_ENK.dtype not in _NARROW:
-        return f"weights with scales are {w_ENK.dtype}, neither int8 nor float8_e4m3fn"
+        return f"weights with scales are {w_ENK.dtype}, not int8, float8_e4m3fn or packed uint8"
     experts, rows, inner = w_ENK.shape
     blocks = (experts, parts * -(-rows // parts // _SCALE_BLOCK), -(-inner // _SCALE_BLOCK))
     if tuple(scale.shape) not in ((experts, rows), blocks) or not scale.is_contiguous():
         return f"scales {tuple(scale.shape)} are neither {(experts, rows)} for rows nor {blocks} for blocks, contiguous"
+    return None
+
+
+def _unfit_four(w_ENK: Tensor, scale: Tensor, x_TD: Tensor) -> str | None:
+    experts, rows, inner = w_ENK.shape[0], w_ENK.shape[1], 2 * w_ENK.shape[2]
+    if x_TD.element_size() != 2:
+        return f"beside weights of 4 bits activations are {x_TD.dtype}, not of 16 bits"
+    if inner % GPU_PACK:
+        return f"rows of 4 bits have {inner} inputs, not a multiple of {GPU_PACK}"
+    if tuple(scale.shape) != (experts, rows, inner // 32) or not scale.is_contiguous():
+        return f"scales {tuple(scale.shape)} of 4 bits are not {(experts, rows, inner // 32)}, contiguous"
     return None
 
 
@@ -73,31 +88,42 @@ def experts(
     down_bias_ED: Tensor | None = None,
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
+    four: Four = "",
     invariant: bool = False,
     config: TileConfig | None = None,
 ) -> Tensor:
     """Σ_k weight · expert(x) for each token; the same bits every time. Never waits for the device.
 
     Weights of int8 or float8_e4m3fn have scales, contiguous and float32: of rows, [E, N], or of blocks of 128 × 128,
-    [E, N ÷ 128, K ÷ 128], gate's and up's apart. With `invariant`, the same bits for a token whatever other tokens
-    there are. Without `config`, what was tuned for this GPU, else what the cost model prefers.
+    [E, N ÷ 128, K ÷ 128], gate's and up's apart. Those of `four` bits are uint8, packed by 64, with scales
+    [E, N, K ÷ 32]. With `invariant`, the same bits for a token whatever other tokens
+    there are. Where rows are many and weights float8, rows are rounded to it too. Without `config`, what was tuned
+    for this GPU, else what the cost model prefers.
     """
     tokens, top_k = expert_TK.shape
     if tokens == 0:
         return torch.empty_like(x_TD)
     expert_TK, weight_TK = expert_TK.contiguous(), weight_TK.float().contiguous()
-    num_experts, width, hidden = w_down_EDF.shape
+    num_experts, width, hidden = *w_down_EDF.shape[:2], w_gate_up_E2FD.shape[1] // 2
     if config is None:
-        problem = _problem(
-            num_experts, top_k, width, hidden, tokens, x_TD.element_size(), invariant, kind_of_scales(down_scale)
-        )
+        weights: Weights = four or _NARROW.get(w_down_EDF.dtype, "wide")
+        kinds = weights, "group" if four else kind_of_scales(down_scale)
+        problem = _problem(num_experts, top_k, width, hidden, tokens, x_TD.element_size(), invariant, *kinds)
         config = (choose if x_TD.is_cpu else configuration)(problem, device_model(x_TD.device))
+    assert config.four == four, "a choice for other weights"
     if config.BM == 1:
         inner_RF = up_rows(x_TD, expert_TK, w_gate_up_E2FD, gate_up_scale, gate_up_bias_E2F, activation, config.up)
         return down_rows(inner_RF, expert_TK, weight_TK, w_down_EDF, down_scale, down_bias_ED, config.down)
     groups = group(expert_TK, num_experts, config.BM)
-    inner_RF = up(x_TD, groups, top_k, w_gate_up_E2FD, gate_up_scale, gate_up_bias_E2F, activation, config)
-    return combine(down(inner_RF, groups, weight_TK, w_down_EDF, down_scale, down_bias_ED, config), top_k)
+    gate_up, downwards = (w_gate_up_E2FD, gate_up_scale, gate_up_bias_E2F), (w_down_EDF, down_scale, down_bias_ED)
+    if config.eight:
+        rounded_TD, x_scale_TG = round_rows(x_TD)
+        inner_RF, inner_scale_RG = up_rounded(rounded_TD, x_scale_TG, groups, top_k, *gate_up, activation, config)
+        weighted = down(inner_RF, groups, weight_TK, *downwards, config, inner_scale_RG, x_TD.dtype)
+    else:
+        inner_RF = up(x_TD, groups, top_k, *gate_up, activation, config)
+        weighted = down(inner_RF, groups, weight_TK, *downwards, config)
+    return combine(weighted, top_k)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -109,8 +135,11 @@ def _problem(
     tokens: int,
     element_bytes: int,
     invariant: bool,
+    weights: Weights,
     scales: Scales,
 ) -> Problem:
     """With the number of tokens rounded up to three binary digits, so that few are ever thought about."""
     unit = 1 << max(0, tokens.bit_length() - 3)
-    return Problem(num_experts, top_k, width, hidden, -(-tokens // unit) * unit, element_bytes, invariant, scales)
+    return Problem(
+        num_experts, top_k, width, hidden, -(-tokens // unit) * unit, element_bytes, invariant, weights, scales
+    )

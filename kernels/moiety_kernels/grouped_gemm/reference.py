@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
 
 from moiety_kernels.moe.activation import SILU
 from moiety_kernels.moe.reference import activate
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
     from moiety_kernels.moe.activation import Activation
     from moiety_kernels.route import Groups
+
+
+LARGEST = 448.0  # of float8_e4m3fn
 
 
 def up(
@@ -67,6 +71,21 @@ def widened(w_ENK: Tensor, scale: Tensor | None, parts: int = 1) -> Tensor:
     full = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[..., :inner]
     full = full.view(experts, parts, -1, inner)[:, :, : rows // parts]
     return wide * full.reshape(experts, rows, inner)
+
+
+def rounded(rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """(float8_e4m3fn, float32 scales): `columns` of a row at a time, by the scale that makes 448 of their largest."""
+    width = rows.shape[1]
+    groups = functional.pad(rows.float(), (0, -width % columns)).view(rows.shape[0], -1, columns)
+    largest = groups.abs().amax(-1, keepdim=True)
+    largest = torch.where(largest > 0, largest, 1.0)
+    values = (groups * (LARGEST / largest)).to(torch.float8_e4m3fn)
+    return values.flatten(1)[:, :width], (largest / LARGEST).squeeze(-1)
+
+
+def unrounded(values: Tensor, scale: Tensor, columns: int) -> Tensor:
+    """float32 rows that `rounded` numbers stand for, and that are multiplied in their place."""
+    return values.float() * scale.repeat_interleave(columns, 1)[:, : values.shape[1]]
 
 
 def combine(weighted_RD: Tensor, top_k: int) -> Tensor:

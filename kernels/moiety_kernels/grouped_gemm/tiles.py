@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ LANE_OPERATIONS = 2  # instructions a weight costs where no tensor core multipli
 LANES_PER_S = 128 * 1.7e9  # of one multiprocessor
 WGMMA_ROWS = 64  # that a warpgroup's product has at least
 OVERLAP = 4  # computing, copying and memory hide each other so well that the sum of their powers counts
+EIGHT_ROWS = 64  # an expert, below which memory is the bound, and rounding rows would gain nothing
 _MANY_ROWS = 512  # an expert; from here on how full last tiles are is as good as uniform
 STORED_BYTES = 32 * 1024  # of a tile that the compiler rearranges at a time, through shared memory, to store it
 INVARIANT_BK = 64  # the steps in which a row is summed where its bits must not depend on the choice
@@ -31,7 +32,11 @@ BLOCK_SCALED_ROWS = 64  # of a tile, at most, where blocks have scales: sums of 
 MMA_SHARE = 0.85  # of the rate of large products that a loop like ours keeps, when nothing else binds it
 
 
-Scales = Literal["none", "row", "block"]
+Weights = Literal["wide", "int8", "fp8", "int4", "mxfp4"]
+Scales = Literal["none", "row", "block", "group"]
+Four = Literal["", "int4", "mxfp4"]
+# Instructions a weight costs before a tensor core takes it.
+WIDENING = {"wide": 0.0, "int8": 1.5, "fp8": 1.5, "int4": 4.0, "mxfp4": 8.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,10 @@ class Problem:
     width: int  # D, of the model
     hidden: int  # F, of an expert
     tokens: int
-    element_bytes: int = 2  # of activations and weights
+    element_bytes: int = 2  # of activations, and of wide weights
     invariant: bool = False  # a row's bits must not depend on what other rows are there
-    scales: Scales = "none"  # what weights of 8 bits have, a row or a block of 128 × 128; "none": weights are wide
+    weights: Weights = "wide"
+    scales: Scales = "none"  # what narrow weights have, a row, a block of 128 × 128, or (of 4 bits) 32 of a row
 
     @property
     def rows(self) -> int:
@@ -53,9 +59,11 @@ class Problem:
         return self.tokens * self.top_k
 
     @property
-    def weight_bytes(self) -> int:
-        """Of one weight."""
-        return self.element_bytes if self.scales == "none" else 1
+    def weight_bytes(self) -> float:
+        """Of one weight, and its share of the scale that 32 have."""
+        if self.scales == "group":
+            return 0.5 + 4 / 32
+        return self.element_bytes if self.weights == "wide" else 1
 
     @property
     def active_experts(self) -> float:
@@ -87,11 +95,14 @@ class TileConfig:
     up: Block
     down: Block
     swap_ab: bool = False  # weights are the 64 rows of a tensor core's product, tokens columns, of which few will do
+    four: Four = ""  # weights are of four bits, a byte's two numbers half a step apart
+    eight: bool = False  # rows are rounded to float8 like weights, and multiplied so
     tail: int = 0  # tiles of at most so many rows are computed as such of this height; not with flat loops
 
     @property
     def name(self) -> str:
-        tile = f"{self.BM}{'s' if self.swap_ab else ''}{f't{self.tail}' if self.tail else ''}"
+        kind = f"{'s' if self.swap_ab else ''}{'e' if self.eight else ''}{self.four}"
+        tile = f"{self.BM}{kind}{f't{self.tail}' if self.tail else ''}"
         return f"{'rows' if self.BM == 1 else tile} up {_block_name(self.up)} down {_block_name(self.down)}"
 
 
@@ -116,6 +127,17 @@ NARROW = (  # weights of 8 bits, widened in registers, from where only swapped p
     TileConfig(64, Block(64, 64, 4, 5, 2, flat=True), Block(128, 64, 4, 5, 2, flat=True), swap_ab=True),
     TileConfig(128, Block(128, 64, 8, 5), Block(128, 64, 8, 5), swap_ab=True),  # too many sums for blocks' scales
 )
+FOUR = (  # bits, widened in registers
+    TileConfig(16, Block(64, 64, 4, 8, 2, flat=True), Block(128, 64, 4, 8, 2, flat=True), swap_ab=True),
+    TileConfig(64, Block(64, 64, 4, 6, 2, flat=True), Block(128, 64, 4, 6, 2, flat=True), swap_ab=True),
+    TileConfig(128, Block(128, 64, 8, 5), Block(128, 64, 8, 5), swap_ab=True),
+)
+EIGHT = (  # float8 by float8: a step is the columns that share a row's scale, 64 of the second product, as many as
+    # the first one's tiles have; with sums of a step beside those of all, more would not fit in registers
+    TileConfig(64, Block(64, 128, 4, 4, 2, flat=True), Block(128, 64, 4, 6, 2, flat=True), eight=True),
+    TileConfig(128, Block(64, 128, 8, 6), Block(128, 64, 8, 8), eight=True),
+    TileConfig(128, Block(64, 128, 8, 5, flat=True), Block(128, 64, 8, 8, flat=True), eight=True),
+)
 PORTABLE = (  # no copy engine, less shared memory
     ROWS,
     TileConfig(16, Block(64, 64, 4, 3), Block(128, 64, 4, 3), swap_ab=True),
@@ -130,8 +152,13 @@ SINGLE = (  # float32, without tensor cores: for exactness, not for speed
 
 def stage_bytes(config: TileConfig, block: Block, problem: Problem, *, gated: bool) -> int:
     """What one step of a tile reads of rows and of weights."""
-    weights = block.BN * (2 if gated else 1) * problem.weight_bytes
-    return (config.BM * problem.element_bytes + weights) * block.BK
+    weights = block.BN * (2 if gated else 1)
+    return round((config.BM * row_bytes(config, problem) + weights * problem.weight_bytes) * block.BK)
+
+
+def row_bytes(config: TileConfig, problem: Problem) -> int:
+    """Of one of a row's numbers as it is multiplied."""
+    return 1 if config.eight else problem.element_bytes
 
 
 def shared_bytes(config: TileConfig, block: Block, problem: Problem, *, gated: bool) -> int:
@@ -149,15 +176,23 @@ def candidates(problem: Problem, device: DeviceModel) -> tuple[TileConfig, ...]:
 def _configs(problem: Problem, device: DeviceModel) -> tuple[TileConfig, ...]:
     if problem.element_bytes == 4:
         return SINGLE
-    if device.target.backend != "cuda" or int(device.target.arch) < 90:
+    portable = device.target.backend != "cuda" or int(device.target.arch) < 90
+    if problem.scales == "group":
+        four: Four = "mxfp4" if problem.weights == "mxfp4" else "int4"
+        return tuple(replace(config, four=four) for config in (PORTABLE if portable else FOUR) if config.BM > 1)
+    if portable:
         return PORTABLE
-    return HOPPER if problem.scales == "none" else NARROW
+    if problem.weights == "wide":
+        return HOPPER
+    return (*NARROW, *EIGHT) if problem.weights == "fp8" and not problem.invariant else NARROW
 
 
 def _takes(config: TileConfig, problem: Problem, device: DeviceModel) -> bool:
     if config.BM == 1:
         return problem.tokens <= MOST_ROW_TOKENS and not problem.invariant and problem.scales != "block"
-    if problem.scales == "block" and config.BM > BLOCK_SCALED_ROWS:
+    if config.eight and problem.rows < EIGHT_ROWS * problem.num_experts:
+        return False
+    if problem.scales == "block" and config.BM > BLOCK_SCALED_ROWS and not config.eight:
         return False
     blocks = (config.up, True), (config.down, False)
     return all(
@@ -180,7 +215,9 @@ def seconds(problem: Problem, config: TileConfig, device: DeviceModel) -> float:
     up = _product_seconds(problem, config, device, gated=True)
     down = _product_seconds(problem, config, device, gated=False)
     combined_bytes = (problem.rows + problem.tokens) * problem.width * problem.element_bytes
-    return 4 * LAUNCH_S + up + down + combined_bytes / device.memory_bytes_per_s
+    rounded_bytes = problem.tokens * problem.width * (problem.element_bytes + 1) if config.eight else 0
+    launches = 5 if config.eight else 4
+    return launches * LAUNCH_S + up + down + (combined_bytes + rounded_bytes) / device.memory_bytes_per_s
 
 
 def expected_tiles(problem: Problem, height: int) -> float:
@@ -218,11 +255,13 @@ def _product_seconds(problem: Problem, config: TileConfig, device: DeviceModel, 
     tiles = expected_tiles(problem, config.BM)
     pieces, slots = tiles * math.ceil(columns / block.BN), device.num_sms * block.per_sm
     step_bytes = stage_bytes(config, block, problem, gated=gated)
-    rate = device.flops_bf16 * MMA_SHARE * _mma_share(config, block) / slots
+    peak = device.flops_fp8 if config.eight else device.flops_bf16
+    rate = peak * MMA_SHARE * _mma_share(config, block) / slots
     height = config.BM if config.swap_ab else max(config.BM, WGMMA_ROWS)
     computing = 2.0 * height * weight_rows * block.BK * steps / rate * _tail_share(problem, config, tiles)
+    computing += _lane_operations(problem, config, block, weight_rows) * steps * block.per_sm / LANES_PER_S
     missing = config.BM - problem.rows / tiles if gated else 0.0  # rows that a tile lacks are not fetched, if gathered
-    fetched_bytes = step_bytes - missing * block.BK * problem.element_bytes
+    fetched_bytes = step_bytes - missing * block.BK * row_bytes(config, problem)
     copying = fetched_bytes * steps * slots / (device.memory_bytes_per_s * L2_OVER_MEMORY)
     piece = _together(computing, copying) + FILL_S / (4 if block.flat else block.per_sm)
     rounds = max(pieces / slots, 1.0)
@@ -231,8 +270,17 @@ def _product_seconds(problem: Problem, config: TileConfig, device: DeviceModel, 
     on_their_way = (block.stages - 1) * step_bytes * min(slots, pieces)
     memory_rate = min(device.memory_bytes_per_s, on_their_way / LATENCY_S)
     moved = problem.active_experts * _weight_bytes(problem) * (2 if gated else 1) / 3
-    moved += problem.rows * (columns + inner) * problem.element_bytes
+    read, written = row_bytes(config, problem), row_bytes(config, problem) if gated else problem.element_bytes
+    moved += problem.rows * (columns * written + inner * read)
     return _together(rounds * piece, moved / memory_rate)
+
+
+def _lane_operations(problem: Problem, config: TileConfig, block: Block, weight_rows: int) -> float:
+    """Of a step, which its products wait for: weights are widened, or its sums scaled and added to all."""
+    if config.eight:
+        return float(config.BM * weight_rows)
+    widening = WIDENING[problem.weights] * weight_rows * block.BK
+    return widening + (config.BM * weight_rows if problem.scales == "block" else 0)
 
 
 def _together(*seconds: float) -> float:

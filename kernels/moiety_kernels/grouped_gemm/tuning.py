@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moiety_kernels.grouped_gemm import choice, kernel, tiles
 from moiety_kernels.grouped_gemm.kernels.shared import SCALE_BLOCK
-from moiety_kernels.grouped_gemm.tiles import Problem, Scales, TileConfig
+from moiety_kernels.grouped_gemm.tiles import Problem, Scales, TileConfig, Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 _SCALE_BLOCK: int = SCALE_BLOCK.value
 _NARROW_SCALE = 1e-3  # of random float8 weights, whose values lie between 0 and 448
-KINDS: dict[str, tuple[Scales, ...]] = {"bf16": ("none",), "fp8": ("row", "block")}
+KINDS: dict[str, tuple[tuple[Weights, Scales], ...]] = {
+    "bf16": (("wide", "none"),),
+    "fp8": (("fp8", "row"), ("fp8", "block")),
+}
 
 
 class GroupedGemmTunable:
@@ -38,7 +41,9 @@ class GroupedGemmTunable:
 
     def problems(self, shape: LayerShape, tokens: Sequence[int], weights: str) -> list[Problem]:
         layer = shape.num_experts, shape.top_k, shape.width, shape.hidden
-        return [Problem(*layer, count, scales=scales) for scales in KINDS[weights] for count in tokens]
+        return [
+            Problem(*layer, count, weights=kind, scales=scales) for kind, scales in KINDS[weights] for count in tokens
+        ]
 
     def key(self, problem: Problem) -> str:
         return choice.key(problem)

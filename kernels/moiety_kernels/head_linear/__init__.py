@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from moiety_kernels.checks import require_shape
+from moiety_kernels.checks import KernelInputError, require_shape
 from moiety_kernels.head_linear import reference
 
 if TYPE_CHECKING:
@@ -21,10 +21,27 @@ def _cpu() -> ModuleType:
     return cpu
 
 
-def head_linear(x_THK: Tensor, weight_HNK: Tensor) -> Tensor:
-    """out_THN = Σ_k x[t, h, k] · weight[h, n, k], contiguous, in x's dtype; as exact as `linear`."""
+@functools.cache
+def _kernel() -> ModuleType:
+    from moiety_kernels.linear import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
+
+    return kernel
+
+
+def head_linear(x_THK: Tensor, weight_HNK: Tensor, *, invariant: bool = False) -> Tensor:
+    """out_THN = Σ_k x[t, h, k] · weight[h, n, k], contiguous, in x's dtype; as exact as `linear`, and as invariant."""
     require_shape("weight", weight_HNK, (x_THK.shape[1], -1, x_THK.shape[2]))
     if x_THK.is_cpu and _cpu().fits(x_THK, weight_HNK, x_THK.shape[2]):
         fast: Tensor = _cpu().head_linear(x_THK, weight_HNK)
         return fast
-    return reference.head_linear(x_THK, weight_HNK)
+    if not invariant:
+        return reference.head_linear(x_THK, weight_HNK)
+    if x_THK.is_cpu:
+        raise KernelInputError(
+            f"invariant results on a CPU need float32 heads of 16, 32 … values, not {x_THK.dtype} of {x_THK.shape[2]}"
+        )
+    reason = _kernel().unfit(x_THK, weight_HNK)
+    if reason is not None:
+        raise KernelInputError(f"invariant results need the Triton kernel, which does not take this: {reason}")
+    on_gpu: Tensor = _kernel().head_linear(x_THK, weight_HNK)
+    return on_gpu

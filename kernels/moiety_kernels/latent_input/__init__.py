@@ -6,8 +6,10 @@ import functools
 from typing import TYPE_CHECKING
 
 from moiety_kernels.checks import require, require_shape
+from moiety_kernels.head_linear import head_linear
 from moiety_kernels.latent_input import reference
 from moiety_kernels.latent_input.plan import LatentInputPlan
+from moiety_kernels.rms_norm import rms_norm
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -47,15 +49,24 @@ def latent_input(
     if input_TC.is_cpu and _cpu().fits(input_TC, plan, cos_PR, positions_T, cache_NPL, slots_T):
         fast: Tensor = _cpu().latent_input(input_TC, plan, cos_PR, sin_PR, positions_T, cache_NPL, slots_T)
         return fast
-    return reference.latent_input(input_TC, plan, cos_PR, sin_PR, positions_T, cache_NPL, slots_T)
+    return reference.latent_input(input_TC, plan, cos_PR, sin_PR, positions_T, cache_NPL, slots_T, rms_norm)
 
 
-def latent_queries(q_THd: Tensor, key_up_HLk: Tensor, cos_PR: Tensor, sin_PR: Tensor, positions_T: Tensor) -> Tensor:
+def latent_queries(
+    q_THd: Tensor,
+    key_up_HLk: Tensor,
+    cos_PR: Tensor,
+    sin_PR: Tensor,
+    positions_T: Tensor,
+    *,
+    invariant: bool = False,
+) -> Tensor:
     """(Σ_k q[t, h, k] · key_up[h, l, k], then the last 2R entries of q, rotated) for each token and head: queries as
-    wide as a row of the cache. Shapes and types otherwise as in `latent_input`."""
+    wide as a row of the cache. Shapes and types otherwise as in `latent_input`, `invariant` as in `head_linear`."""
     require_shape("positions", positions_T, (q_THd.shape[0],))
     require_shape("key_up", key_up_HLk, (q_THd.shape[1], -1, q_THd.shape[2] - 2 * cos_PR.shape[1]))
     if q_THd.is_cpu and _cpu().fits_queries(q_THd, key_up_HLk, cos_PR, positions_T):
         fast: Tensor = _cpu().latent_queries(q_THd, key_up_HLk, cos_PR, sin_PR, positions_T)
         return fast
-    return reference.latent_queries(q_THd, key_up_HLk, cos_PR, sin_PR, positions_T)
+    multiply = functools.partial(head_linear, invariant=invariant)
+    return reference.latent_queries(q_THd, key_up_HLk, cos_PR, sin_PR, positions_T, multiply)

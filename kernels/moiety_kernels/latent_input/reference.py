@@ -15,6 +15,8 @@ from moiety_kernels.rms_norm.reference import rms_norm
 from moiety_kernels.rope.reference import rope
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from moiety_kernels.latent_input.plan import LatentInputPlan
@@ -28,14 +30,15 @@ def latent_input(
     positions_T: Tensor,
     cache_NPL: Tensor,
     slots_T: Tensor,
+    normalize: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
 ) -> Tensor:
     """Normalise, rotate and store what goes into the cache; return what is left of the input, the queries' part."""
     latent_width, rotated_width = plan.latent_norm.shape[0], 2 * cos_PR.shape[1]
     query, latent, rotated = input_TC.tensor_split([-latent_width - rotated_width, -rotated_width], dim=1)
     rotated = rope(rotated.unsqueeze(1), cos_PR, sin_PR, positions_T).squeeze(1)
-    row_TL = torch.cat((rms_norm(latent, plan.latent_norm, plan.norm_eps), rotated), dim=1)
+    row_TL = torch.cat((normalize(latent, plan.latent_norm, plan.norm_eps), rotated), dim=1)
     _store(row_TL.to(cache_NPL.dtype), cache_NPL.flatten(0, 1), slots_T)
-    return query if plan.query_norm is None else rms_norm(query, plan.query_norm, plan.norm_eps)
+    return query if plan.query_norm is None else normalize(query, plan.query_norm, plan.norm_eps)
 
 
 def _store(row_TL: Tensor, rows: Tensor, slots_T: Tensor) -> None:
@@ -50,7 +53,14 @@ def _store(row_TL: Tensor, rows: Tensor, slots_T: Tensor) -> None:
     )
 
 
-def latent_queries(q_THd: Tensor, key_up_HLk: Tensor, cos_PR: Tensor, sin_PR: Tensor, positions_T: Tensor) -> Tensor:
+def latent_queries(
+    q_THd: Tensor,
+    key_up_HLk: Tensor,
+    cos_PR: Tensor,
+    sin_PR: Tensor,
+    positions_T: Tensor,
+    multiply: Callable[[Tensor, Tensor], Tensor] = head_linear,
+) -> Tensor:
     """Each head's query: its first part taken into the latent space, then its rotated part."""
     plain, rotated = q_THd.tensor_split([key_up_HLk.shape[2]], dim=2)
-    return torch.cat((head_linear(plain, key_up_HLk), rope(rotated, cos_PR, sin_PR, positions_T)), dim=2)
+    return torch.cat((multiply(plain, key_up_HLk), rope(rotated, cos_PR, sin_PR, positions_T)), dim=2)

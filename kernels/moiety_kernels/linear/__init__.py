@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from moiety_kernels.checks import require_shape
+from moiety_kernels.checks import KernelInputError, require_shape
 from moiety_kernels.linear import reference
+from moiety_kernels.quantization import QuantizedWeight, dequantize
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from torch import Tensor
-
-    from moiety_kernels.quantization.weight import QuantizedWeight
 
 
 @functools.cache
@@ -23,11 +22,33 @@ def _cpu() -> ModuleType:
     return cpu
 
 
-def linear(x_TD: Tensor, weight_ND: Tensor | QuantizedWeight, bias_N: Tensor | None = None) -> Tensor:
+@functools.cache
+def _kernel() -> ModuleType:
+    from moiety_kernels.linear import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
+
+    return kernel
+
+
+def linear(
+    x_TD: Tensor, weight_ND: Tensor | QuantizedWeight, bias_N: Tensor | None = None, *, invariant: bool = False
+) -> Tensor:
     """x · weightᵀ + bias, in x's dtype. Where the processor has matrix tiles, float32 rows are rounded to a bfloat16
-    weight's dtype first, and what is too small for a normal number counts as zero; products and sums are float32."""
+    weight's dtype first, and what is too small for a normal number counts as zero; products and sums are float32. With
+    `invariant`, a row's bits do not depend on what other rows are there; where that cannot be had it is an error."""
     require_shape("weight", weight_ND, (-1, x_TD.shape[-1]))
     if x_TD.is_cpu and _cpu().fits(x_TD, weight_ND):
         fast: Tensor = _cpu().linear(x_TD, weight_ND, bias_N)
         return fast
-    return reference.linear(x_TD, weight_ND, bias_N)
+    if not invariant:
+        return reference.linear(x_TD, weight_ND, bias_N)
+    if x_TD.is_cpu:
+        raise KernelInputError(
+            f"invariant results on a CPU need float32 rows of 16, 32, 48 … values, not {x_TD.dtype} of {x_TD.shape[-1]}"
+        )
+    if isinstance(weight_ND, QuantizedWeight):
+        weight_ND = dequantize(weight_ND)
+    reason = _kernel().unfit(x_TD.unsqueeze(1), weight_ND.unsqueeze(0))
+    if reason is not None:
+        raise KernelInputError(f"invariant results need the Triton kernel, which does not take this: {reason}")
+    on_gpu: Tensor = _kernel().linear(x_TD, weight_ND, bias_N)
+    return on_gpu

@@ -89,11 +89,17 @@ def _by_triton(
 ) -> Tensor | str:
     """The result, or why the kernels do not take this."""
     (up_values, up_scale), (down_values, down_scale) = _values_and_scales(up), _values_and_scales(down)
-    reason: str | None = unavailable("triton", x_TD.device, x_TD.dtype)
+    forms = {None if isinstance(weight, Tensor) else weight.format for weight in (up, down)}
+    if len(forms) > 1:
+        return "the two weights are kept in different ways"
+    (form,) = forms
+    reason: str | None = unavailable("triton", x_TD.device, x_TD.dtype, form)
     reason = reason or _triton().unfit(x_TD, expert_TK, up_values, down_values, up_scale, down_scale)
     if reason is not None:
         return reason
     scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
+    if form is not None and form.bits == 4:
+        options["four"] = "mxfp4" if form.floating else "int4"
     computed: Tensor = _triton().experts(x_TD, weight_TK, expert_TK, up_values, down_values, **scales, **options)
     return computed
 
@@ -103,7 +109,7 @@ def _values_and_scales(weight: Weight) -> tuple[Tensor, Tensor | None]:
     if isinstance(weight, Tensor):
         return weight, None
     scales = weight.scales_NG
-    return weight.values_NK, scales.squeeze(-1) if scales.shape[-1] == 1 else scales
+    return weight.values_NK, scales.squeeze(-1) if weight.format.group is None else scales
 
 
 def dense_glu(
@@ -116,9 +122,11 @@ def dense_glu(
     activation: Activation = SILU,
     weight_T1: Tensor | None = None,
     onto_TD: Tensor | None = None,
+    invariant: bool = False,
 ) -> Tensor:
     """down(act(gate(x), up(x))), the feed-forward of a layer without experts, and of experts that serve every token:
-    times `weight`, float32, and added to `onto`, where they are given; `onto` may be overwritten."""
+    times `weight`, float32, and added to `onto`, where they are given; `onto` may be overwritten. `invariant` as in
+    `linear`."""
     biases = gate_up_bias_2F, down_bias_D
     if weight_T1 is not None:
         require_shape("weight", weight_T1, (x_TD.shape[0], 1))
@@ -129,9 +137,8 @@ def dense_glu(
         if _cpu().fits(x_TD, None, *as_experts, *biases):
             fast: Tensor = _cpu().experts(x_TD, weight_T1, None, *as_experts, activation, *biases, onto_TD)
             return fast
-    out_TD = linear(
-        reference.activate(linear(x_TD, w_gate_up_2FD, gate_up_bias_2F), activation), w_down_DF, down_bias_D
-    )
+    inner_TF = reference.activate(linear(x_TD, w_gate_up_2FD, gate_up_bias_2F, invariant=invariant), activation)
+    out_TD = linear(inner_TF, w_down_DF, down_bias_D, invariant=invariant)
     if weight_T1 is not None:
         out_TD = out_TD * weight_T1.to(x_TD.dtype)
     return out_TD if onto_TD is None else onto_TD + out_TD

@@ -1,10 +1,13 @@
 """The definition of weights in few bits: w ≈ q · scale, symmetric, round to nearest.
 
-Four bits: of each 32 inputs, byte j holds input j in its lower half and input j + 16 in its upper one, both plus 8.
+Four bits: of each pack of P inputs, byte j holds input j in its lower half and input j + P ÷ 2 in its upper one: whole
+numbers plus 8, floating ones as their sign and the number among `MAGNITUDES`.
 N outputs, K inputs, G groups of inputs that share a scale.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,19 +15,26 @@ from torch import Tensor
 from moiety_kernels.checks import require
 from moiety_kernels.quantization.weight import BLOCK, QuantizedWeight, WeightFormat
 
-HALF = BLOCK // 2
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1
 _CLIPPINGS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the scale that a group's largest value asks for, what may serve it best
 
 
 def quantize(weight_NK: Tensor, form: WeightFormat) -> QuantizedWeight:
     """The weight [..., N, K] in few bits: each group by the scale, of a few, that leaves the least squared error."""
-    q_NK, scales_NG = round_to(weight_NK, form)
+    if form.floating and weight_NK.dim() == 3:  # one expert at a time, for the memory that rounding takes
+        parts = [quantize(one, form) for one in weight_NK]
+        values = torch.stack([part.values_NK for part in parts])
+        return QuantizedWeight(values, torch.stack([part.scales_NG for part in parts]), form)
+    q_NK, scales_NG = _round_floating(weight_NK, form) if form.floating else round_to(weight_NK, form)
     return QuantizedWeight(pack(q_NK, form), scales_NG, form)
 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
     """The weight [..., N, K], float32."""
     q_NK = unpack(weight.values_NK, weight.format)
+    if weight.format.floating:
+        table = torch.tensor([*MAGNITUDES, *(-one for one in MAGNITUDES)], device=q_NK.device)
+        q_NK = table[q_NK.int()]
     groups = _in_groups(q_NK, weight.scales_NG.shape[-1]).float()
     return (groups * weight.scales_NG.unsqueeze(-1)).flatten(-2)
 
@@ -52,21 +62,36 @@ def round_to(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
     return best_q.to(torch.int8).flatten(-2), best_scale.squeeze(-1)
 
 
+def _round_floating(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
+    """(numbers of e2m1 as they are written, scales): the least power of two by which none exceeds 6. So what was mxfp4
+    is kept exactly, if by another power where none of a group's numbers needs its own."""
+    width = weight_NK.shape[-1]
+    require(form.takes(width), f"{form.name} keeps rows of a multiple of {form.pack} inputs, not of {width}")
+    groups = _in_groups(weight_NK.float(), form.num_groups(width))
+    largest = groups.abs().amax(-1, keepdim=True)
+    significand, exponent = torch.frexp(torch.where(largest > 0, largest, 1.0) / MAGNITUDES[-1])
+    scale = torch.ldexp(torch.ones_like(largest), exponent - (significand == 0.5).int())
+    middles = [(below + above) / 2 for below, above in pairwise(MAGNITUDES)]
+    codes = torch.bucketize((groups / scale).abs(), torch.tensor(middles, device=groups.device))
+    return (codes + 8 * (groups < 0)).to(torch.int8).flatten(-2), scale.squeeze(-1)
+
+
 def pack(q_NK: Tensor, form: WeightFormat) -> Tensor:
     """Numbers as they are kept."""
     if form.bits == 8:
         return q_NK
-    blocks = (q_NK + 8).to(torch.uint8)
-    blocks = blocks.view(*blocks.shape[:-1], -1, 2, HALF)
+    blocks = (q_NK if form.floating else q_NK + 8).to(torch.uint8)
+    blocks = blocks.view(*blocks.shape[:-1], -1, 2, form.pack // 2)
     return (blocks[..., 0, :] | (blocks[..., 1, :] << 4)).flatten(-2)
 
 
 def unpack(values_NK: Tensor, form: WeightFormat) -> Tensor:
-    """Numbers as int8."""
+    """Numbers as int8, floating ones as they are written."""
     if form.bits == 8:
         return values_NK
-    halves = values_NK.view(*values_NK.shape[:-1], -1, 1, HALF)
-    return (torch.cat((halves & 15, halves >> 4), dim=-2).to(torch.int8) - 8).flatten(-3)
+    halves = values_NK.view(*values_NK.shape[:-1], -1, 1, form.pack // 2)
+    q_NK = torch.cat((halves & 15, halves >> 4), dim=-2).to(torch.int8).flatten(-3)
+    return q_NK if form.floating else q_NK - 8
 
 
 def _in_groups(values_NK: Tensor, num_groups: int) -> Tensor:

@@ -6,16 +6,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-BLOCK = 32  # inputs that are packed together; every group is some of them
+BLOCK = 32  # inputs that a CPU's kernels want packed together; every group is some of them
+GPU_PACK = 64  # that the GPU's do: the halves of its bytes are then two groups of 32, each next to each other
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """Signed whole numbers of `bits`, and a scale for every `group` of a row's inputs; None: for the row."""
+    """Signed whole numbers of `bits`, and a scale for every `group` of a row's inputs; None: for the row. `floating`
+    ones are of four bits with an exponent (e2m1), by scales that are powers of two. Numbers of four bits lie in packs:
+    the lower halves of a pack's bytes hold its first inputs, the upper ones its last."""
 
     name: str
     bits: int
     group: int | None
+    floating: bool = False
+    pack: int = BLOCK
 
     @property
     def half(self) -> int:
@@ -27,16 +32,17 @@ class WeightFormat:
 
     @property
     def is_kept(self) -> bool:
-        """Whether weights are held so by the kernels."""
-        return self.bits in (4, 8) and (self.group is None or self.group % BLOCK == 0)
+        """Whether weights are held so by every device's kernels."""
+        return self.bits in (4, 8) and not self.floating and (self.group is None or self.group % BLOCK == 0)
 
     def takes(self, width: int) -> bool:
         """Whether rows of so many inputs can be kept so."""
-        return width % BLOCK == 0 and (self.group is None or width % self.group == 0)
+        return width % self.pack == 0 and (self.group is None or width % self.group == 0)
 
 
 INT8 = WeightFormat("int8", 8, None)
 INT4 = WeightFormat("int4", 4, 32)
+MXFP4 = WeightFormat("mxfp4", 4, 32, floating=True)
 FORMATS = {one.name: one for one in (INT8, INT4)}
 
 

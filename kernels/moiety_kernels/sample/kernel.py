@@ -17,7 +17,7 @@ from moiety_kernels.sample.rows import IN_PROMPT, Draws, Penalties
 
 _BLOCK = 2048  # tokens of a row that are looked at together
 _NUM_WARPS = 16
-_MOST_BLOCKS = 255
+MOST_TOKENS = 255 * _BLOCK
 _STAGES = tl.constexpr(6)  # blocks on their way from memory at once, which is what a lone program's speed hangs on
 _LEAST_TEMPERATURE = tl.constexpr(LEAST_TEMPERATURE)
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
@@ -27,7 +27,7 @@ _COUNT, _MASS, _MORE_MASS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  #
 
 def fits(logits_LV: Tensor) -> bool:
     """Whether `sample` takes these logits."""
-    return logits_LV.stride(1) == 1 and logits_LV.shape[1] <= _MOST_BLOCKS * _BLOCK
+    return logits_LV.stride(1) == 1 and logits_LV.shape[1] <= MOST_TOKENS
 
 
 def sample(logits_LV: Tensor, draws: Draws, penalties: Penalties | None = None, *, block: int = _BLOCK) -> Tensor:

@@ -45,6 +45,7 @@ class Action(StrEnum):
     ERASE_KEPT_ANSWERS = "kept_answers.erase"
     READ_WEBHOOKS = "webhooks.read"
     WRITE_WEBHOOKS = "webhooks.write"
+    READ_TRACES = "traces.read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
         Action.ERASE_KEPT_ANSWERS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
         Action.READ_WEBHOOKS: Rule(anyone=_OPERATORS),  # an address may have a secret of its receiver in it
         Action.WRITE_WEBHOOKS: Rule(anyone=_OPERATORS),
+        Action.READ_TRACES: Rule(anyone=_READERS, own=_OWN_READERS),
     }
 )
 

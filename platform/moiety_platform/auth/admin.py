@@ -36,6 +36,7 @@ from moiety_platform.prices.controller import PriceController
 from moiety_platform.quota.controller import QuotaController
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.tenants.controller import ProjectController, TenantController
+from moiety_platform.trace_store.controller import TraceController
 from moiety_platform.usage.controller import UsageController
 
 ADMIN_PATH = "/admin/v1"
@@ -52,10 +53,11 @@ def admin_router(
     clock: Clock,
     *,
     oidc: OidcVerifier | None = None,
+    traces: Database | None = None,
     more: Sequence[ControllerRouterHandler] = (),
 ) -> Router:
     """Routes under /admin/v1; `more` are handlers that others add behind the same door. Each names its action (see
-    access/table.py)."""
+    access/table.py). `traces` is the store of traces, where that is another database."""
     wrapped = Pepper(pepper)
     criteria_of("")  # says now, and not at the first request of a tenant's administrator, what a table lacks
 
@@ -65,6 +67,9 @@ def admin_router(
 
     def reached(request: Request[Any, Any, Any]) -> Database:
         return reach_of(caller(request), database)
+
+    def traces_reached(request: Request[Any, Any, Any]) -> Database:
+        return reach_of(caller(request), traces or database)
 
     def store(request: Request[Any, Any, Any]) -> AuditedStore:
         who = caller(request)
@@ -79,6 +84,7 @@ def admin_router(
             "caller": Provide(caller, sync_to_thread=False),
             "database": Provide(reached, sync_to_thread=False),
             "store": Provide(store, sync_to_thread=False),
+            "traces": Provide(traces_reached, sync_to_thread=False),
             PRECONDITION: Provide(_precondition, sync_to_thread=False),
             "authenticator": Provide(lambda: authenticator, sync_to_thread=False),
             "classes": Provide(lambda: classes, sync_to_thread=False),
@@ -99,6 +105,7 @@ def admin_router(
             UsageController,
             OverviewController,
             CallerController,
+            TraceController,
             *more,
         ],
     )

@@ -126,7 +126,6 @@ class LineRunner:
             operation=endpoint.operation,
             endpoint=endpoint.path,
             traceparent=None,
-            tracestate=None,
             status_of=OPENAI_ERRORS.status,
             bills_failures=False,
         ) as record:

@@ -1,7 +1,7 @@
 """The gateway by itself: a real one in its own process on one core, before the scripted engine, under closed-loop load.
 
 Everything is on that is on in service: keys, limits of every kind on every tenant (far away), prices, the ledger in
-SQLite, spans. The engine and the load generator share the other cores.
+SQLite, and traces with their store unless told otherwise. The engine and the load generator share the other cores.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,7 @@ class GatewayBench:
     output_tokens: int
     stream_tokens: int
     soak_requests: int
+    traces: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,22 @@ class _Running:
     def rss_bytes(self) -> int:
         return int(self.process.memory_info().rss)
 
+    @property
+    def cpu_s(self) -> float:
+        """That it has used so far."""
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
     async def load(self, requests: Iterator[bytes], connections: int, seconds: float = float("inf")) -> Tally:
         return await run_closed_loop("127.0.0.1", self.port, requests, connections=connections, seconds=seconds)
 
 
 def measure_gateway(settings: GatewayBench, say: Callable[[str], None]) -> dict[str, Any]:
     """The figures. Raises BenchFailed, or what `run_closed_loop` raises."""
-    with tempfile.TemporaryDirectory(prefix="moiety-bench-") as folder, _running(Path(folder)) as gateway:
+    with (
+        tempfile.TemporaryDirectory(prefix="moiety-bench-") as folder,
+        _running(Path(folder), settings.traces) as gateway,
+    ):
         return asyncio.run(_measure(settings, gateway, say))
 
 
@@ -95,9 +106,9 @@ async def _measure(settings: GatewayBench, gateway: _Running, say: Callable[[str
     say("one connection …")
     alone = await gateway.load(answers, 1, settings.seconds)
     say(f"{settings.connections} connections …")
-    statements, rss_bytes = await count_statements(gateway.address), gateway.rss_bytes
+    statements, rss_bytes, cpu_s = await count_statements(gateway.address), gateway.rss_bytes, gateway.cpu_s
     busy = await gateway.load(answers, settings.connections, settings.seconds)
-    statements = await count_statements(gateway.address) - statements
+    statements, cpu_s = await count_statements(gateway.address) - statements, gateway.cpu_s - cpu_s
     say("streams …")
     events = _requests(keys, settings.stream_tokens, stream=True)
     streams = await gateway.load(events, settings.connections, settings.seconds)
@@ -105,6 +116,7 @@ async def _measure(settings: GatewayBench, gateway: _Running, say: Callable[[str
         "requests_per_s": round(busy.requests_per_s, 1),
         "latency_ms": _spread_ms(alone),
         "loaded_latency_ms": _spread_ms(busy),
+        "cpu_us_per_request": round(cpu_s / len(busy.latencies_s) * 1e6, 1),
         "chunks_per_s": round(streams.events / streams.duration_s, 1),
         "sql_statements_per_request": round(statements / len(busy.latencies_s), 4),
         "rss_bytes": {"before": rss_bytes, "after": gateway.rss_bytes},
@@ -153,8 +165,8 @@ def _spread_ms(tally: Tally) -> dict[str, float]:
 
 
 @contextmanager
-def _running(folder: Path) -> Iterator[_Running]:
-    """The engine and the gateway, ready, the latter on a core of its own. Raises BenchFailed."""
+def _running(folder: Path, traces: bool) -> Iterator[_Running]:
+    """The engine, the trace store if it is wanted, and the gateway on a core of its own, ready. Raises BenchFailed."""
     if not hasattr(os, "sched_setaffinity"):
         raise BenchFailed("this system cannot give the gateway a core of its own; run it on Linux")
     socket, data_dir = f"ipc://{folder / 'engine'}", folder / "data"
@@ -171,13 +183,21 @@ def _running(folder: Path) -> Iterator[_Running]:
             own,
         ),
     }  # fmt: skip
+    environment = dict(os.environ)
+    if traces:
+        traces_port, token = claim_port("127.0.0.1", 0, "--port"), secrets.token_hex(16)
+        environment |= {
+            "MOIETY_TRACES_ENDPOINT": f"http://127.0.0.1:{traces_port}/otlp",
+            "MOIETY_TRACES_TOKEN": token,
+        }
+        commands["traces"] = ["--port", str(traces_port), "--data-dir", str(data_dir), "--migrate"], others
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for name, (arguments, affinity) in commands.items():
             os.sched_setaffinity(0, affinity)  # is inherited
             command = [sys.executable, "-m", "moiety_platform.cli", name, *arguments]
             with (folder / f"{name}.log").open("wb") as log:
-                processes[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+                processes[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         os.sched_setaffinity(0, others)
         _wait_ready("127.0.0.1", port, processes, folder)
         keys = read_first_keys(data_dir)

@@ -25,10 +25,11 @@ def gateway(
     soak_requests: Annotated[
         int, typer.Option(min=0, help="Then so many requests more, to see how memory grows after a tenth of them.")
     ] = 0,
+    no_traces: Annotated[bool, typer.Option("--no-traces", help="Neither record nor keep traces.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Measure the gateway by itself, on one core, with the scripted engine and everything on that is on in service."""
-    settings = GatewayBench(tenants, connections, seconds, output_tokens, stream_tokens, soak_requests)
+    settings = GatewayBench(tenants, connections, seconds, output_tokens, stream_tokens, soak_requests, not no_traces)
     console = Console(stderr=True)
     say = console.print if sys.stderr.isatty() else lambda _: None
     try:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 from pydantic import ValidationError
@@ -15,16 +13,16 @@ from pydantic import ValidationError
 from moiety_platform.auth.bootstrap import ensure_bootstrap
 from moiety_platform.auth.pepper import BadPepper, resolve_pepper
 from moiety_platform.cli.errors import CommandError
+from moiety_platform.cli.migrations import find_upgrade
 from moiety_platform.clock import SystemClock
 from moiety_platform.config_file import ConfigFileError
 from moiety_platform.db.session import Database
 from moiety_platform.db.url import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
-from moiety_platform.gateway import CannotListen, CannotUseEngine, run_gateway
+from moiety_platform.gateway import CannotUseEngine, run_gateway
+from moiety_platform.listening import CannotListen
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, FirstKeys, write_first_keys
-
-MIGRATIONS_GROUP = "moiety.migrations"  # its entry point `upgrade` takes a database URL
 
 
 def gateway(
@@ -83,14 +81,6 @@ def gateway(
         run_gateway(settings)
     except (CannotListen, CannotUseEngine, BadPepper, BadDatabaseUrl, PlatformError) as exc:
         raise CommandError(str(exc)) from exc
-
-
-def find_upgrade() -> Callable[[str], str]:
-    """The migrations' `upgrade`, which this package does not import."""
-    found = entry_points(group=MIGRATIONS_GROUP, name="upgrade")
-    if not found:
-        raise CommandError("no installed package brings the database's migrations; reinstall moiety")
-    return cast("Callable[[str], str]", next(iter(found)).load())
 
 
 async def ensure_first_keys(settings: GatewaySettings, *, reissue: bool) -> FirstKeys | None:

@@ -17,6 +17,7 @@ from moiety_platform.cli.lazy import add_lazy_commands, explain_missing_package
 COMMANDS = {
     "serve": ("moiety_platform.cli.serve:serve", "Serve a model to tenants with keys: engine, gateway and dashboard."),
     "gateway": ("moiety_platform.cli.gateway:gateway", "Run the HTTP gateway alone."),
+    "traces": ("moiety_platform.cli.traces:traces", "Run the trace store alone."),
     "migrate": (
         "moiety_platform.cli.migrate:migrate",
         "Bring the database up to date, or say where it is.",
@@ -45,6 +46,7 @@ ORDER = [
     "gateway",
     "engine",
     "dashboard",
+    "traces",
     "migrate",
     "tenant",
     "project",

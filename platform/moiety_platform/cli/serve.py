@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from pathlib import Path
 
 from moiety_platform.cli import serve_options as given
@@ -11,7 +12,7 @@ from moiety_platform.cli.errors import CommandError
 from moiety_platform.supervisor.console import standard_console
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, DataDir
 from moiety_platform.supervisor.errors import SupervisorError
-from moiety_platform.supervisor.plan import DEMO_NAME, ServeOptions
+from moiety_platform.supervisor.plan import DEMO_NAME, TOKEN_VARIABLE, ServeOptions
 from moiety_platform.supervisor.ports import claim_port
 from moiety_platform.supervisor.serve import serve as run_serve
 
@@ -25,6 +26,8 @@ def serve(
     data_dir: given.DataDirOption = Path(".moiety"),
     dashboard_port: given.DashboardPortOption = 8501,
     no_dashboard: given.NoDashboardOption = False,
+    traces_port: given.TracesPortOption = 0,
+    no_traces: given.NoTracesOption = False,
     drain_s: given.DrainOption = 30,
     config: given.ConfigOption = None,
     device: given.DeviceOption = None,
@@ -32,6 +35,7 @@ def serve(
     quantization: given.QuantizationOption = None,
     load_format: given.LoadFormatOption = None,
     moe_kernel: given.MoeKernelOption = None,
+    batch_invariant: given.BatchInvariantOption = False,
     batching: given.BatchingOption = None,
     max_batch_tokens: given.MaxBatchTokensOption = None,
     max_running: given.MaxRunningOption = None,
@@ -40,7 +44,8 @@ def serve(
     threads: given.ThreadsOption = None,
     scripted: given.ScriptedOption = False,
 ) -> None:
-    """Serve a model to tenants with keys, everything in one go: engine, gateway, dashboard and an embedded database.
+    """Serve a model to tenants with keys, everything in one go: engine, gateway, dashboard, trace store and an embedded
+    database.
 
     The first start makes an admin key, a tenant and a key for it. Ctrl-C lets running answers end, then stops.
     Ends with 0 after a stop, 1 when it could not start, 2 for a wrong option.
@@ -59,6 +64,7 @@ def serve(
         "--kv-memory-bytes": kv_memory_bytes,
         "--threads": threads,
     }
+    flags = [name for name, wanted in (("--batch-invariant", batch_invariant), ("--scripted", scripted)) if wanted]
     arguments = [str(word) for option, value in engine.items() if value is not None for word in (option, value)]
     try:
         options = ServeOptions(
@@ -69,7 +75,9 @@ def serve(
             name=name or name_of(model),
             drain_s=drain_s,
             config=config,
-            engine_arguments=(*arguments, *(["--scripted"] if scripted else []), *(more or [])),
+            traces_port=None if no_traces else claim_port("127.0.0.1", traces_port, "--traces-port"),
+            traces_token=os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16),
+            engine_arguments=(*arguments, *flags, *(more or [])),
         )
         run(options, data_dir)
     except SupervisorError as exc:

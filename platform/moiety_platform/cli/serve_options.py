@@ -68,6 +68,10 @@ DataDirOption = Annotated[
 ]
 DashboardPortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port of the dashboard; 0 takes a free one.")]
 NoDashboardOption = Annotated[bool, typer.Option("--no-dashboard", help="Leave the dashboard out.")]
+TracesPortOption = Annotated[
+    int, typer.Option(min=0, max=65535, help="Port of the trace store, which takes OTLP; 0 takes a free one.")
+]
+NoTracesOption = Annotated[bool, typer.Option("--no-traces", help="Keep no traces.")]
 DrainOption = Annotated[int, typer.Option(min=0, help="How long a stop waits for running answers.")]
 ConfigOption = Annotated[
     Path | None,
@@ -94,6 +98,12 @@ LoadFormatOption = Annotated[
 MoeKernelOption = Annotated[
     MoeKernel | None,
     typer.Option(rich_help_panel=ENGINE, help="Who computes experts; auto, the fastest that can, if not given."),
+]
+BatchInvariantOption = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant", rich_help_panel=ENGINE, help="A request gets the same bits alone and in any batch."
+    ),
 ]
 BatchingOption = Annotated[
     Batching | None,

@@ -177,7 +177,6 @@ class Exchange(Generic[Body]):
             operation=endpoint.operation,
             endpoint=endpoint.path,
             traceparent=header_of(scope, b"traceparent"),
-            tracestate=header_of(scope, b"tracestate"),
             status_of=endpoint.errors.status,
         ) as record:
             body = await receive_body(

@@ -24,6 +24,7 @@ from moiety_platform.errors import BadRequest, ContextTooLong, Overloaded
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.routing.choose import are_extensible, card_of, choose
 from moiety_platform.routing.replicas import Replicas
+from moiety_platform.traces.request_trace import Phase
 from moiety_wire.messages import Card, Stopping, Submit
 
 
@@ -91,12 +92,15 @@ class Pipeline:
         longest = [_max_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
         num_prompt_tokens = sum(map(len, prompts))
         is_extensible = are_extensible(choice.states, card.model)
+        tariff = await self._tariff(card.model, catalogue, chosen)
+        record.trace.enter(Phase.HOLD)
         credit = await record.spending.begin(
             num_prompt_tokens,
             generation.num_sequences,
             min(max(longest), self._credit_window) if is_extensible else max(longest),
-            await self._tariff(card.model, catalogue, chosen),
+            tariff,
         )
+        record.trace.enter(Phase.ADMISSION)
         common = _Common(record, chosen, credit, record.reserved(num_prompt_tokens), num_prompt_tokens, not streams)
         submits = [
             submit
@@ -145,12 +149,11 @@ class HeldRun:
         self._run: Run | None = None
 
     async def __aenter__(self) -> Run:
-        with self._record.span.child("admission"):
-            try:
-                return await self._admit()
-            except BaseException:
-                await self._leave()
-                raise
+        try:
+            return await self._admit()
+        except BaseException:
+            await self._leave()
+            raise
 
     async def __aexit__(self, *_: object) -> None:
         await self._leave()
@@ -158,6 +161,7 @@ class HeldRun:
     async def _admit(self) -> Run:
         """Submit every sequence and wait for the verdicts."""
         pipeline, record, generation = self._pipeline, self._record, self._generation
+        record.trace.enter(Phase.PREPARE)
         choice = await pipeline.choose(record, generation)
         self._place = pipeline.enter(record, generation)
         run, submits = await pipeline.prepare(record, generation, choice, self._streams)
@@ -166,6 +170,7 @@ class HeldRun:
         for submit in submits:
             await run.submit(submit)
         await run.wait_admitted()
+        record.trace.enter(Phase.ANSWER)
         return run
 
     async def _leave(self) -> None:
@@ -234,7 +239,7 @@ def _submits(
             arrival_unix_ns=record.arrival_unix_ns,
             tenant_weight=record.principal.weight,
             fallback=chosen.fallback,
-            traceparent=record.span.traceparent,
+            traceparent=record.trace.traceparent,
             bill=common.bill,
             shown_ids=shown_ids,
             embed=generation.embed,

@@ -8,18 +8,20 @@ from datetime import datetime
 
 from moiety_platform.auth.principal import Principal
 from moiety_platform.classes.terms import Catalogue
+from moiety_platform.completions.attempts import Attempt
 from moiety_platform.completions.generation import Generation
 from moiety_platform.completions.promise import Progress, is_broken, is_kept
 from moiety_platform.completions.spending import Spending, Used
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.errors import Overloaded, PlatformError
-from moiety_platform.traces.tracing import RequestSpan
+from moiety_platform.traces.request_trace import RequestTrace
 from moiety_platform.usage.bill import Bill, encode_bill
 from moiety_platform.usage.row import UsageRow
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Reason
 
 CLIENT_CLOSED_REQUEST = 499
+UNKNOWN_MODEL = "unknown"  # what a model is called that there is not, whatever its client calls it
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class Failover:
     from_address: str
     to_address: str
     num_relayed: int
+    unix_ns: int
 
 
 @dataclass(slots=True)
@@ -41,7 +44,7 @@ class RequestRecord:
     operation: str
     endpoint: str
     principal: Principal
-    span: RequestSpan
+    trace: RequestTrace
     started_at: datetime
     started_s: float  # monotonic
     arrival_unix_ns: int
@@ -57,7 +60,7 @@ class RequestRecord:
     catalogue: Catalogue | None = None  # as it was when the class was chosen
     admission_outcome: str = ""  # admitted, downgraded, rejected
     admission_reason: str = ""
-    served_model: str = "unknown"
+    served_model: str = UNKNOWN_MODEL
     sequences: list[tuple[EngineClient, str]] = field(default_factory=list)  # given to engines, under these ids
     reached_engine: bool = False
     prompt_tokens: int = 0
@@ -70,6 +73,7 @@ class RequestRecord:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     failovers: list[Failover] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)  # sequences at engines
     finish_reasons: list[str] = field(default_factory=list)
     was_cut_by_limit: bool = False  # a sequence ended because a limit had nothing left
     answered_status: int | None = None  # what the client has been sent already
@@ -134,15 +138,6 @@ class RequestRecord:
         """A sequence goes on at another engine, which computes so many tokens again; they are metered, not billed."""
         self.failovers.append(failover)
         self.num_recomputed_tokens += num_recomputed_tokens
-        self.span.note(
-            "moiety.failed_over",
-            {
-                "moiety.reason": failover.cause,
-                "moiety.engine.from": failover.from_address,
-                "moiety.engine.to": failover.to_address,
-                "moiety.relayed_tokens": failover.num_relayed,
-            },
-        )
 
     def completed(self) -> None:
         """All choices came to their end."""

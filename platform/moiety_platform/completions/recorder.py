@@ -16,17 +16,18 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.clock import Clock
 from moiety_platform.completions.disconnect import ClientDisconnected
 from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.spans import spans_of
 from moiety_platform.completions.spending import Spending, Used
 from moiety_platform.errors import PlatformError, Unavailable
 from moiety_platform.http_errors import internal_error
 from moiety_platform.metrics import Metrics
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.lease import Charge
+from moiety_platform.traces.request_trace import Phase
+from moiety_platform.traces.sampling import Ending
 from moiety_platform.traces.tracing import Tracing
 from moiety_platform.usage.bill import Bill
 from moiety_platform.usage.row import UsageRow, killed
-
-PROVIDER = "moiety"
 
 STOPPING = Unavailable("the server is stopping; send the request again", code="server_stopping", retry_after_s=1)
 
@@ -72,23 +73,23 @@ class RequestRecorder:
         operation: str,
         endpoint: str,
         traceparent: str | None,
-        tracestate: str | None,
         status_of: Callable[[PlatformError], int],
         bills_failures: bool = True,
     ) -> OpenRecord:
         """A record for an authenticated request, whose API tells an error with the status `status_of` it. Leaving it
         writes the one usage row; errors pass through. Without `bills_failures` only an answer counts, and what was
         generated before a failure is neither billed nor charged."""
+        arrival_unix_ns = self._clock.unix_ns()
         record = RequestRecord(
             request_id=request_id,
             client_request_id=client_request_id,
             operation=operation,
             endpoint=endpoint,
             principal=principal,
-            span=self._tracing.start_request(operation, traceparent, tracestate),
+            trace=self._tracing.start(traceparent, arrival_unix_ns, self._clock.unix_ns),
             started_at=self._clock.now(),
             started_s=self._clock.monotonic(),
-            arrival_unix_ns=self._clock.unix_ns(),
+            arrival_unix_ns=arrival_unix_ns,
             on_submitted=self._usage.opened,
             make_bill=self._bill,
             status_of=status_of,
@@ -112,6 +113,7 @@ class RequestRecorder:
                 self._idle.set()
 
     def _tell(self, record: RequestRecord) -> None:
+        record.trace.enter(Phase.SETTLE)
         row = self._row(record, record.spending.settle(record.used))
         self._usage.record(row, record.stored if record.sequences else None)
         self._metrics.observe(row, record.served_model, _tpot_s(record))
@@ -119,13 +121,12 @@ class RequestRecorder:
             self._metrics.observe_failover(record.served_model, failover.cause)
         if record.admission_outcome and record.chosen is not None:
             self._metrics.observe_admission(record.chosen.name, record.admission_outcome, record.admission_reason)
-        if record.span.is_recording:
-            _describe_span(record, row)
-        record.span.end(record.error_code)
+        self._end_trace(record, row)
         log.info(
             "request",
             request_id=row.request_id,
             client_request_id=record.client_request_id,
+            trace_id=record.trace.trace_id,
             tenant_id=row.tenant_id,
             endpoint=row.endpoint,
             model=record.served_model,
@@ -140,6 +141,21 @@ class RequestRecorder:
             recomputed_tokens=record.num_recomputed_tokens or None,
             ms=round(row.duration_ms, 1),
         )
+
+    def _end_trace(self, record: RequestRecord, row: UsageRow) -> None:
+        if not record.trace.is_recorded:
+            return
+        ended_ns = self._clock.unix_ns()
+        ending = Ending(
+            trace_id=record.trace.trace_id,
+            salt=record.principal.cache_salt,
+            service_class=row.service_class,
+            has_failed=row.outcome == "failed",
+            sla_attained=row.sla_attained,
+            num_preemptions=row.num_preemptions,
+            num_failovers=len(record.failovers),
+        )
+        self._tracing.end(ending, self._clock.monotonic(), lambda verdict: spans_of(record, row, verdict, ended_ns))
 
     def _bill(self, record: RequestRecord, num_prompt_tokens: int) -> Bill:
         spending, used = record.spending, Used(record.service_class, num_prompt_tokens, 0, 0)
@@ -213,39 +229,3 @@ def _tpot_s(record: RequestRecord) -> float | None:
         return None
     num_gaps = record.output_tokens // record.generation.num_sequences - 1
     return (record.last_token_s - record.first_token_s) / num_gaps if num_gaps > 0 else None
-
-
-def _describe_span(record: RequestRecord, row: UsageRow) -> None:
-    generation = record.generation
-    sampling = generation.sampling if generation and not generation.embed else None
-    record.span.describe(
-        f"{record.operation} {record.served_model}",
-        {
-            "gen_ai.operation.name": record.operation,
-            "gen_ai.provider.name": PROVIDER,
-            "gen_ai.request.model": generation.model[:256] if generation else None,
-            "gen_ai.request.choice.count": generation.num_choices if generation and sampling else None,
-            "gen_ai.request.max_tokens": generation.max_tokens if generation and sampling else None,
-            "gen_ai.request.temperature": sampling.temperature if sampling else None,
-            "gen_ai.request.top_p": sampling.top_p if sampling else None,
-            "gen_ai.request.seed": sampling.seed if sampling else None,
-            "gen_ai.embeddings.dimension.count": generation.dimensions if generation else None,
-            "gen_ai.response.id": record.request_id,
-            "gen_ai.response.model": record.served_model if record.reached_engine else None,
-            "gen_ai.response.finish_reasons": record.finish_reasons or None,
-            "gen_ai.usage.input_tokens": record.prompt_tokens,
-            "gen_ai.usage.output_tokens": record.output_tokens,
-            "http.response.status_code": record.http_status,
-            "moiety.tenant_id": record.principal.tenant_id,
-            "moiety.service_class": row.service_class,
-            "moiety.service_class.asked": record.chosen.name if record.chosen else None,
-            "moiety.admission": record.admission_outcome or None,
-            "moiety.reason": record.admission_reason or None,
-            "moiety.preemptions": row.num_preemptions,
-            "moiety.recomputed_tokens": record.num_recomputed_tokens,
-            "moiety.failovers": len(record.failovers) or None,
-            "moiety.sla_attained": row.sla_attained,
-            "moiety.cost_nanodollars": row.cost_nanodollars,
-            "moiety.outcome": record.outcome,
-        },
-    )

@@ -9,6 +9,7 @@ import msgspec
 
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.clock import Clock
+from moiety_platform.completions.attempts import Attempt
 from moiety_platform.completions.placement import Place, Placement
 from moiety_platform.completions.record import Failover, RequestRecord
 from moiety_platform.completions.sequence import Sequence
@@ -139,6 +140,8 @@ class Run:
     async def _fail_over(self, sequence: Sequence, error: PlatformError) -> None:
         """Submit a sequence that its engine has ended with that error to another. Raises the error where it is not
         the engine's, and what made the sequence move where no other engine takes it."""
+        if sequence.attempt is not None:
+            sequence.attempt.failed(error.code, self._clock.unix_ns())
         if not sequence.fail(error):
             raise error
         del self._of_stream[sequence.stream]
@@ -147,7 +150,7 @@ class Run:
         await self._submit_elsewhere(sequence, sequence.failure or error)
         self._of_stream[sequence.stream] = sequence
         self._record.failed_over(
-            Failover(error.code, failed_address, sequence.connection[0], sequence.num_relayed),
+            Failover(error.code, failed_address, sequence.connection[0], sequence.num_relayed, self._clock.unix_ns()),
             sequence.num_prompt_tokens + sequence.num_relayed if sequence.num_relayed else 0,
         )
         await self._extend(sequence)  # what was granted while the engine died went to nobody
@@ -163,8 +166,13 @@ class Run:
                 return
 
     async def _give(self, sequence: Sequence, place: Place, service: ServiceClass) -> None:
+        submitted_ns = self._clock.unix_ns()
         await sequence.submit_to(place, self._inbox, service)
         self._record.submitted(place.client, sequence.request_id)
+        sequence.attempt = Attempt(
+            sequence.index, place.connection[0], sequence.stream, sequence.num_relayed, submitted_ns
+        )
+        self._record.attempts.append(sequence.attempt)
 
     def _served(self, sequence: Sequence) -> ServiceClass:
         """The class that the sequence was admitted to, or else the chosen one."""

@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 
 import msgspec
 
+from moiety_platform.completions.attempts import Attempt
 from moiety_platform.completions.placement import Place
 from moiety_platform.completions.promise import Progress
 from moiety_platform.engine_client.base import Connection
@@ -27,6 +28,7 @@ class Sequence:
         self.max_tokens = submit.stopping.max_tokens
         self.accepted: Accepted | None = None  # the first verdict
         self.failure: PlatformError | None = None  # that made it move; until it has been taken in elsewhere
+        self.attempt: Attempt | None = None  # at the engine that has it
         self._submit = submit
         self._output_ids: list[int] = []  # that came, from whichever engine
         self._stream: EngineStream | None = None

@@ -10,6 +10,7 @@ from sqlalchemy import exc as sa
 from moiety_platform.errors import Unavailable
 
 RETRY_AFTER_S = 1.0
+UNMIGRATED = "store_unmigrated"
 
 # SQLSTATE classes and codes of PostgreSQL that time, or an operator, mends: connection, refused credentials or
 # database, resources, operator intervention, system error; then read-only servers, lost races for locks or
@@ -53,7 +54,7 @@ def unavailable_when_away() -> Iterator[None]:
         if is_unmigrated(error):
             raise Unavailable(
                 "The database lacks tables that this release needs; the operator must run: moiety migrate upgrade",
-                code="store_unmigrated",
+                code=UNMIGRATED,
                 retry_after_s=RETRY_AFTER_S,
             ) from error
         raise Unavailable(

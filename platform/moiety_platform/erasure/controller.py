@@ -10,6 +10,7 @@ from litestar.params import FromPath
 from moiety_platform.access.table import Action, needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.db.session import Database
 from moiety_platform.erasure.schemas import ErasureView
 from moiety_platform.erasure.service import Eraser
 from moiety_platform.openapi.described import JSON, Described, describes
@@ -19,8 +20,9 @@ BUDGET_S = 10.0
 _ANSWERS = describes(Described(answers={200: {JSON: ErasureView}, 202: {JSON: ErasureView}}))
 
 
-def erasure_routes(budget_s: float = BUDGET_S) -> list[HTTPRouteHandler]:
-    """The handlers, for the admin router to take in."""
+def erasure_routes(budget_s: float = BUDGET_S, traces: Database | None = None) -> list[HTTPRouteHandler]:
+    """The handlers, for the admin router to take in. `traces` is the store of traces, where that is another
+    database."""
 
     @delete(
         "/tenants/{tenant_id:str}/data",
@@ -34,7 +36,7 @@ def erasure_routes(budget_s: float = BUDGET_S) -> list[HTTPRouteHandler]:
     ) -> Response[ErasureView]:
         """Revoke a tenant's keys and erase its content and names, for good; what it used stays as numbers. While there
         is more to do the answer is 202: ask again, until it is 200."""
-        eraser = Eraser(store, tenant_id)
+        eraser = Eraser(store, tenant_id, traces)
         for key_id in await eraser.begin():
             authenticator.forget(key_id)
         view = ErasureView.of(await eraser.work(budget_s))

@@ -18,6 +18,7 @@ from moiety_platform.db.base import Base
 from moiety_platform.files.models import FileChunk, FileState, StoredFile
 from moiety_platform.quota.models import Quota, QuotaAlert, QuotaLease, QuotaRate, QuotaThreshold, QuotaWindow
 from moiety_platform.tenants.models import ApiKey, Erasure, Project, Tenant
+from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.upkeep.models import ChoreRecord
 from moiety_platform.usage.models import LedgerEntry, UsageCut, UsageHour, UsageRecord
 from moiety_platform.webhooks.models import Webhook, WebhookDelivery
@@ -32,6 +33,7 @@ _NUMBERS: frozenset[Table] = frozenset({UsageRecord, LedgerEntry, UsageHour, Usa
 )
 _BLANKED: frozenset[Table] = frozenset({Tenant, Project, ApiKey, AuditEntry, UsageRecord, UsageHour})
 _OURS: frozenset[Table] = frozenset({Erasure, Webhook, WebhookDelivery, ChoreRecord})
+KEPT_ELSEWHERE: frozenset[Table] = frozenset({SpanRecord, TraceRecord})  # where traces have a database of their own
 KEPT: frozenset[Table] = _NUMBERS | _BLANKED | _OURS
 
 

@@ -21,9 +21,12 @@ from moiety_platform.audit.models import AuditEntry
 from moiety_platform.audit.trail import AuditedStore, Change, note
 from moiety_platform.auth.reach import rows_of
 from moiety_platform.db.dialect import insert_into
-from moiety_platform.erasure.data import delete_some, doomed, name_of, stop_growth
+from moiety_platform.db.failures import UNMIGRATED
+from moiety_platform.db.session import Database
+from moiety_platform.erasure.data import KEPT_ELSEWHERE, Table, delete_some, doomed, name_of, stop_growth
 from moiety_platform.erasure.log import erase_entries
 from moiety_platform.erasure.names import blank_models, blank_names
+from moiety_platform.errors import Unavailable
 from moiety_platform.tenants.models import ApiKey, Erasure, Tenant, TenantStatus
 from moiety_platform.tenants.service import get_tenant
 
@@ -36,6 +39,7 @@ class Eraser:
 
     store: AuditedStore
     tenant_id: str
+    traces: Database | None = None  # where that is another database
 
     async def begin(self) -> list[str]:
         """Suspend the tenant and revoke its keys; the ids of all of these. Raises NotFound."""
@@ -67,9 +71,8 @@ class Eraser:
         for table in doomed():
             num_rows = -1
             while num_rows and time.monotonic() < until_s:
-                async with database.write() as session:
-                    num_rows = await delete_some(session, table, self.tenant_id)
-                    found += await self._count(session, Counter({name_of(table): num_rows}))
+                num_rows = await self._delete_some(table)
+                found += num_rows
         async with database.write() as session:
             found += await self._count(session, await blank_names(session, self.tenant_id))
         async with database.write() as session:
@@ -78,6 +81,25 @@ class Eraser:
             num_entries = await erase_entries(session, self.tenant_id, self.store.clock.now())
             found += await self._count(session, Counter({AuditEntry.__tablename__: num_entries}))
         return found
+
+    async def _delete_some(self, table: Table) -> int:
+        """Of a table in this database, or of one in that of the traces; how many rows."""
+        if self.traces is not None and table in KEPT_ELSEWHERE:
+            num_rows = await self._delete_traces(self.traces, table)
+            async with self.store.database.write() as session:
+                return await self._count(session, Counter({name_of(table): num_rows}))
+        async with self.store.database.write() as session:
+            num_rows = await delete_some(session, table, self.tenant_id)
+            return await self._count(session, Counter({name_of(table): num_rows}))
+
+    async def _delete_traces(self, traces: Database, table: Table) -> int:
+        try:
+            async with traces.write() as session:
+                return await delete_some(session, table, self.tenant_id)
+        except Unavailable as error:
+            if error.code == UNMIGRATED:  # nobody keeps traces here
+                return 0
+            raise
 
     async def _count(self, session: AsyncSession, counts: Counter[str]) -> int:
         """Keep the counts with what they count; their sum. A finding after the end begins the erasure anew."""

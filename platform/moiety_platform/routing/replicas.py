@@ -100,13 +100,14 @@ class Replicas:
         return all(state.has_settled_for(replica_id, seconds) for state in states)
 
     def why_not_ready(self) -> list[str]:
-        """Empty if at least one engine can take a request, else a reason an engine."""
+        """Empty if at least one engine can take a request or was put to sleep, else a reason an engine. Were a gateway
+        whose engines sleep called unready, nobody could reach it any more to wake them."""
         states = self.states()
-        if any(state.can_take for state in states):
+        if any(state.healthy and not state.draining for state in states):
             return []
         if not states and not self.missing:
             return ["no engine is configured; set MOIETY_ENGINES to the address of an engine front"]
-        reasons = [f"engine {state.address}: {state.reason or _why_not(state)}" for state in states]
+        reasons = [f"engine {state.address}: {state.reason or 'draining'}" for state in states]
         return reasons + [f"engines {name}: {why}" for name, why in self.missing.items()]
 
     def rest(self, engine_id: str, *, asleep: bool) -> EngineState:
@@ -123,7 +124,3 @@ class Replicas:
     def _note_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _why_not(state: EngineState) -> str:
-    return "draining" if state.draining else state.sleep.value.replace("_", " ")

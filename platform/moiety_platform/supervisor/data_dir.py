@@ -1,6 +1,7 @@
 """The data directory of a local serve: its layout, its lock and its secrets.
 
 moiety.db      tenants, keys, usage            keys.json    the keys of the first start, 0600
+traces.db      kept traces
 pepper         key of the keys' hashes, 0600   serve.url    where the gateway is, or was
 logs/NAME.log  what each part printed          serve.lock   held while a serve runs
 run/           sockets between the parts

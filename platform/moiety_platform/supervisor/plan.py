@@ -13,6 +13,7 @@ from moiety_platform.supervisor.process import Part
 
 DEMO_NAME = "moiety-demo"
 DEMO_QUESTION = "What is 17 + 25?"
+TOKEN_VARIABLE = "MOIETY_TRACES_TOKEN"
 NEUTRAL_QUESTION = "Say hello in one short sentence."
 
 
@@ -28,6 +29,8 @@ class ServeOptions:
     drain_s: int
     config: Path | None = None
     engine_arguments: tuple[str, ...] = field(default_factory=tuple)
+    traces_port: int | None = None  # of the trace store; None: traces are not kept
+    traces_token: str = field(default="", repr=False)  # by which it knows the gateway
 
     @property
     def url(self) -> str:
@@ -50,7 +53,20 @@ def gateway_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> Part
     ]  # fmt: skip
     if options.config is not None:
         arguments += ["--config", str(options.config)]
-    return Part("gateway", tuple(arguments))
+    environment = {}
+    if options.traces_port is not None:
+        endpoint = f"http://127.0.0.1:{options.traces_port}/otlp"
+        environment = {"MOIETY_TRACES_ENDPOINT": endpoint, TOKEN_VARIABLE: options.traces_token}
+    return Part("gateway", tuple(arguments), environment)
+
+
+def traces_part(options: ServeOptions, data_dir: DataDir) -> Part:
+    """The trace store, on this machine alone unless the environment says otherwise."""
+    assert options.traces_port is not None
+    arguments = ["traces", "--port", str(options.traces_port), "--data-dir", str(data_dir.path), "--migrate"]
+    if options.config is not None:
+        arguments += ["--config", str(options.config)]
+    return Part("traces", tuple(arguments), {TOKEN_VARIABLE: options.traces_token}, serves_requests=False)
 
 
 def dashboard_part(options: ServeOptions) -> Part:

@@ -18,6 +18,7 @@ from moiety_platform.supervisor.plan import (
     dashboard_part,
     engine_part,
     gateway_part,
+    traces_part,
 )
 from moiety_platform.supervisor.supervisor import Supervisor
 
@@ -59,6 +60,8 @@ async def serve(options: ServeOptions, data_dir: DataDir, console: Console) -> N
     try:
         if await wait_for_first(supervisor.wait_until_ready(), stop.wait()):
             announce(supervisor, options, data_dir, console, keys_before)
+            if options.traces_port is not None:  # spans wait for it in the gateway
+                supervisor.start(traces_part(options, data_dir))
             await stop.wait()
         console.say(f"draining: running answers have {options.drain_s} s; Ctrl-C again stops at once")
         await supervisor.drain("gateway", options.drain_s + 1)

@@ -1,1 +1,1 @@
-"""Spans: one trace a request, from the client's context to the engine. Never a prompt or a key in them."""
+"""Traces: one a request, its phases as cheap numbers, and spans of those that are kept. Never a prompt or key."""

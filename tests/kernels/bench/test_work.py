@@ -55,6 +55,8 @@ def test_attention_by_hand() -> None:
 def test_rows_and_scores_by_hand() -> None:
     assert work.rms_norm(TINY, 3, add=False).bytes == 2 * (2 * 3 * 8) + 4 * 8
     assert work.rms_norm(TINY, 3, add=True).bytes == 2 * (4 * 3 * 8) + 4 * 8
+    assert work.linear(3, 5, 7).bytes == 2 * (5 * 7 + 3 * 7 + 3 * 5)
+    assert work.linear(3, 5, 7).flops == 2 * (3 * 5 * 7)
     assert work.sample(TINY, 3).bytes == 4 * (3 * 32)
     assert work.route(TINY, 3).bytes == 4 * (3 * 4) + (4 + 4) * (3 * 2)
 

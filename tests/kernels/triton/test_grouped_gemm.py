@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,10 +12,11 @@ from torch import Tensor
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.gpu.targets import H200
 from moiety_kernels.grouped_gemm import kernel, reference, tiles
-from moiety_kernels.grouped_gemm.kernels import down, rows, up
+from moiety_kernels.grouped_gemm.kernels import down, four_bits, rounding, rows, up
 from moiety_kernels.moe import GELU_TANH, SILU, Activation
 from moiety_kernels.moe import experts as moe_experts
-from moiety_kernels.quantization import INT4, INT8, quantize
+from moiety_kernels.quantization import INT4, INT8, MXFP4, dequantize, quantize
+from moiety_kernels.quantization.weight import GPU_PACK
 from moiety_kernels.route import group
 
 CLIPPED = Activation("clipped", 0.5, 1.702)
@@ -37,7 +38,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     activation: Activation = SILU
     biases: bool = False
-    narrow: str = ""  # "int8" with a scale a row, "fp8" with a scale a block
+    narrow: str = ""  # "int8" and "fp8 rows" with a scale a row, "fp8" with a scale a block
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -55,6 +56,9 @@ class Case:
         self.down_scale: Tensor | None = None
         if self.narrow == "int8":
             self.gate_up, self.down = self.whole(2 * hidden, width), self.whole(width, hidden)
+            self.gate_up_scale, self.down_scale = self.scales(2 * hidden), self.scales(width)
+        elif self.narrow == "fp8 rows":
+            self.gate_up, self.down = (one.mul(100).to(torch.float8_e4m3fn) for one in (self.gate_up, self.down))
             self.gate_up_scale, self.down_scale = self.scales(2 * hidden), self.scales(width)
         elif self.narrow == "fp8":
             across, high = -(-width // 128), -(-hidden // 128)
@@ -87,6 +91,33 @@ def check_down(kernels: Any, config: tiles.TileConfig, case: Case) -> None:
     groups = group(case.expert, len(case.counts), config.BM)
     inputs = case.inner, groups, case.weight, case.down, case.down_scale, case.down_bias
     torch.testing.assert_close(kernels.down(*inputs, config), reference.down(*inputs), **case.tolerance)
+
+
+def check_rounded(kernels: Any, case: Case) -> tuple[Tensor, Tensor]:
+    """Rows and scales agree with the definition to the last bit."""
+    values, scale = kernels.round_rows(case.x)
+    for ours, theirs in zip((values.float(), scale), reference.rounded(case.x, 128), strict=True):
+        assert torch.equal(ours, theirs.float())
+    return values, scale
+
+
+def check_eight(ups: Any, downs: Any, config: tiles.TileConfig, case: Case) -> None:
+    """Both products of rounded rows are those of what they stand for; the first one's result is rounded once more,
+    which a last bit of its sums may turn by a step of float8."""
+    groups = group(case.expert, len(case.counts), config.BM)
+    x, x_scale = reference.rounded(case.x, 128)
+    gate_up = case.gate_up, case.gate_up_scale, case.gate_up_bias, case.activation
+    inner, inner_scale = ups.up_rounded(x, x_scale, groups, 1, *gate_up, config)
+    wide = reference.up(reference.unrounded(x, x_scale, 128), groups, 1, *gate_up)
+    theirs, their_scale = reference.rounded(wide, config.up.BN)
+    torch.testing.assert_close(inner_scale, their_scale, rtol=1e-4, atol=1e-7)
+    assert (inner.float() != theirs.float()).float().mean() < 0.02
+    back = reference.unrounded(inner, inner_scale, config.up.BN)
+    largest = (inner_scale * reference.LARGEST).repeat_interleave(config.up.BN, 1)[:, : back.shape[1]]
+    assert ((back - wide).abs() <= wide.abs() / 15 + largest / 2**14).all()
+    second = case.weight, case.down, case.down_scale, case.down_bias
+    ours = downs.down(inner, groups, *second, config, inner_scale, torch.float32)
+    torch.testing.assert_close(ours, reference.down(back, groups, *second), rtol=1e-4, atol=1e-4)
 
 
 def check_rows(kernels: Any, case: Case) -> None:
@@ -149,6 +180,50 @@ def test_weights_of_eight_bits_are_widened_and_scaled(config: Any, narrow: str, 
         check_rows(rows, Case((0, 2, 1), 72, 40, narrow=narrow, device=device))
 
 
+def test_rows_are_rounded_to_eight_bits_by_scales_of_their_own(device: str) -> None:
+    case = Case((3, 0, 4), 1168, device=device)
+    case.x[2] *= 1e6
+    case.x[3] = 0.0
+    check_rounded(rounding, case)
+
+
+@pytest.mark.parametrize("narrow", ["fp8 rows", "fp8"])
+@pytest.mark.parametrize("config", tiles.EIGHT, ids=lambda config: config.name)
+def test_rounded_rows_are_multiplied_with_float8_weights(config: Any, narrow: str, device: str) -> None:
+    check_eight(up, down, config, Case((3, 0, 18, 65), 208, 144, biases=True, narrow=narrow, device=device))
+
+
+def test_float8_weights_and_rows_that_the_copy_engine_cannot_fetch(device: str) -> None:
+    check_eight(up, down, tiles.EIGHT[-1], Case((3, 0, 18), 141, 77, narrow="fp8", device=device))
+
+
+def test_a_layer_in_float8_errs_at_most_as_much_again_as_its_weights_do(device: str) -> None:
+    """Of random weights and rows: rounding weights to 4 significant bits errs by 2.6 %, rows by as much, inner rows
+    again; errors that know nothing of each other add up by their squares."""
+    case = Case((40, 0, 30), 256, 128, device=device)
+    exact = reference_layer(case)
+    error = {}
+    for config in (tiles.NARROW[2], tiles.EIGHT[-1]):
+        fp8 = Case((40, 0, 30), 256, 128, narrow="fp8", device=device)
+        fp8.x, fp8.weight, fp8.expert = case.x, case.weight, case.expert
+        for name in ("gate_up", "down"):
+            wide, scale = getattr(case, name), torch.full_like(getattr(fp8, f"{name}_scale"), 2.0**-8)
+            setattr(fp8, name, (wide / 2.0**-8).to(torch.float8_e4m3fn))
+            setattr(fp8, f"{name}_scale", scale)
+        ours = kernel.experts(fp8.x, fp8.weight, fp8.expert, fp8.gate_up, fp8.down, gate_up_scale=fp8.gate_up_scale,
+                              down_scale=fp8.down_scale, config=config)  # fmt: skip
+        error[config.eight] = float((ours - exact).norm() / exact.norm())
+    assert 0.02 < error[False] < 0.06
+    assert error[False] < error[True] < 1.5 * error[False]
+
+
+def reference_layer(case: Case) -> Tensor:
+    """What a layer of float32 makes of the rows, each with one expert."""
+    groups = group(case.expert, len(case.counts), 1)
+    inner = reference.up(case.x, groups, 1, case.gate_up)
+    return reference.down(inner, groups, case.weight, case.down)
+
+
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize(("width", "hidden"), [(72, 40), (37, 33)])
 def test_few_rows_agree(width: int, hidden: int, biases: bool, device: str) -> None:
@@ -198,14 +273,68 @@ def test_experts_asked_of_triton_are_its_own_or_refused(device: str) -> None:
         moe_experts(*inputs[:3], case.gate_up.half(), case.down.half(), kernel="triton")
 
 
-def test_weights_kept_in_eight_bits_are_read_by_triton_and_those_in_four_are_refused(device: str) -> None:
+def test_weights_kept_in_eight_bits_are_read_by_triton_and_those_packed_for_a_cpu_are_refused(device: str) -> None:
     case = Case((2, 1, 0), 64, 32, device=device)
     up_int8, down_int8 = quantize(case.gate_up, INT8), quantize(case.down, INT8)
     routed = case.x, case.weight, case.expert
     ours = moe_experts(*routed, up_int8, down_int8, kernel="triton")
     torch.testing.assert_close(ours, moe_experts(*routed, up_int8, down_int8, kernel="reference"), **case.tolerance)
-    with pytest.raises(KernelInputError, match=r"torch\.uint8, neither int8 nor float8_e4m3fn"):
+    with pytest.raises(KernelInputError, match="its kernels do not read int4 weights"):
         moe_experts(*routed, quantize(case.gate_up, INT4), quantize(case.down, INT4), kernel="triton")
+
+
+FOUR_BITS = {"int4": replace(INT4, pack=GPU_PACK), "mxfp4": replace(MXFP4, pack=GPU_PACK)}
+
+
+def check_four(ups: Any, downs: Any, name: str, config: tiles.TileConfig, case: Case) -> None:
+    """The products are those of the weights that the four bits stand for."""
+    config = replace(config, four=name)
+    gate_up, lower = quantize(case.gate_up, FOUR_BITS[name]), quantize(case.down, FOUR_BITS[name])
+    groups = group(case.expert, len(case.counts), config.BM)
+    ours = ups.up(case.x, groups, 1, gate_up.values_NK, gate_up.scales_NG, case.gate_up_bias, SILU, config)
+    theirs = reference.up(case.x, groups, 1, dequantize(gate_up), None, case.gate_up_bias)
+    torch.testing.assert_close(ours, theirs, **case.tolerance)
+    ours = downs.down(case.inner, groups, case.weight, lower.values_NK, lower.scales_NG, case.down_bias, config)
+    theirs = reference.down(case.inner, groups, case.weight, dequantize(lower), None, case.down_bias)
+    torch.testing.assert_close(ours, theirs, **case.tolerance)
+
+
+@pytest.mark.parametrize("name", FOUR_BITS)
+@pytest.mark.parametrize("config", tiles.FOUR, ids=lambda config: config.name)
+def test_weights_of_four_bits_are_widened_and_scaled(config: Any, name: str, device: str) -> None:
+    check_four(up, down, name, config, Case((3, 0, 18), 192, 64, torch.float16, biases=True, device=device))
+
+
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_experts_in_four_bits_are_read_by_triton_where_activations_have_sixteen(name: str, device: str) -> None:
+    case = Case((2, 1, 0), 128, 64, torch.float16, device=device)
+    narrow = quantize(case.gate_up, FOUR_BITS[name]), quantize(case.down, FOUR_BITS[name])
+    routed = case.x, case.weight, case.expert
+    ours = moe_experts(*routed, *narrow, kernel="triton")
+    torch.testing.assert_close(ours, moe_experts(*routed, *narrow, kernel="reference"), **case.tolerance)
+    with pytest.raises(KernelInputError, match=r"activations are torch\.float32, not of 16 bits"):
+        moe_experts(case.x.float(), *routed[1:], *narrow, kernel="triton")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("p_step + 1,", "p_step,"),
+        ("p_step + hidden * num_groups,", "p_step,"),
+        ("multiply(x_high, high, multiply(x_low, low, up", "multiply(x_low, high, multiply(x_low, low, up"),
+        ("inner.load([first, k + HALF])", "inner.load([first, k])"),
+        ("nibbles.to(tl.int8) - 8", "nibbles.to(tl.int8) - 7"),
+        ("expert.to(tl.int64) * width", "expert.to(tl.int64) * hidden"),
+    ],
+)  # fmt: skip
+def test_a_mutant_of_the_products_with_four_bits_is_found(
+    mutated: Any, monkeypatch: pytest.MonkeyPatch, noticed: Any, old: str, new: str, device: str
+) -> None:
+    mutant = mutated(four_bits, old, new)
+    monkeypatch.setattr(up, "up_sums", mutant.up_sums)
+    monkeypatch.setattr(down, "down_sums", mutant.down_sums)
+    with pytest.raises(noticed):
+        check_four(up, down, "int4", tiles.FOUR[0], Case((3, 0, 18), 192, 64, torch.float16, device=device))
 
 
 INVARIANT = tiles.candidates(tiles.Problem(3, 2, 136, 72, 1, invariant=True), H200)
@@ -245,7 +374,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch_whatever_tiles_are_chose
 @pytest.mark.parametrize(
     ("narrow", "old", "new"),
     [
-        ("int8", "tl.load(p_row_scale + hidden,", "tl.load(p_row_scale,"),
+        ("int8", "tl.load(p_column_scale + hidden,", "tl.load(p_column_scale,"),
         ("fp8", "p_up_scale = p_gate_scale + down * across", "p_up_scale = p_gate_scale"),
         ("fp8", "p_gate_scale + k // SCALE_BLOCK", "p_gate_scale"),
         ("fp8", "column // SCALE_BLOCK", "0"),
@@ -255,6 +384,40 @@ def test_a_mutant_that_scales_otherwise_is_found(mutated: Any, narrow: str, old:
     mutant = mutated(up, old, new)
     with pytest.raises(AssertionError):
         check_up(mutant, tiles.NARROW[1], Case((3, 0, 18), 208, 144, torch.float16, narrow=narrow, device=device))
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (up, "w_gate, gate, row_scale,", "w_gate, gate, row_scale * 0 + 1.0,"),
+        (up, "p_row_scale + k // BK", "p_row_scale"),
+        (up, "tl.where(m_column[None, :], inner, 0.0)", "inner"),
+        (up, "tl.cdiv(hidden, BN) + column // BN", "tl.cdiv(hidden, BN)"),
+        (down, "p_row_scale + k // BK", "p_row_scale"),
+        (down, "tl.cdiv(hidden, BK) if EIGHT", "tl.cdiv(width, BK) if EIGHT"),
+    ],
+)
+def test_a_mutant_that_scales_rounded_rows_otherwise_is_found(
+    mutated: Any, noticed: Any, module: Any, old: str, new: str, device: str
+) -> None:
+    kernels = {up: up, down: down} | {module: mutated(module, old, new)}
+    with pytest.raises(noticed):
+        check_eight(
+            kernels[up], kernels[down], tiles.EIGHT[-1], Case((3, 0, 18), 208, 144, narrow="fp8", device=device)
+        )
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("mask=m_column, other=0.0).to(tl.float32)", "mask=i_column >= 0, other=0.0).to(tl.float32)"),
+        ("row * num_groups + i_group", "row + i_group"),
+    ],
+)
+def test_a_mutant_of_the_rounding_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
+    mutant = mutated(rounding, old, new)
+    with pytest.raises(noticed):
+        check_rounded(mutant, Case((3, 0, 4), 1168, device=device))
 
 
 # What a mutant writes where it should not stays within the tensor, or within what the allocator adds to an odd length:

@@ -107,3 +107,5 @@ def spec_from_config(config: Config) -> ModelSpec:
         )
     except KeyError as exc:
         raise ConfigError(f"config.json of a {family} model lacks the key {exc.args[0]!r}") from exc
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
+        raise ConfigError(f"config.json of a {family} model has a value that cannot be: {exc}") from exc

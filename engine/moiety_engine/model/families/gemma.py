@@ -42,7 +42,8 @@ NOT_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "m
 
 def gemma3_config(config: Config) -> Config:
     """The text model's configuration, with what it leaves out."""
-    around = {key: config[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if key in config}
+    shared = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+    around = {key: config[key] for key in shared if key in config}
     text: Config = config.get("text_config", config)
     return DEFAULTS | around | text
 

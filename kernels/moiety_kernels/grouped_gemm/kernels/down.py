@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moiety_kernels.grouped_gemm.kernels.four_bits import down_sums
 from moiety_kernels.grouped_gemm.kernels.launching import (
     GROUP,
     copied_by_engine,
@@ -49,15 +50,19 @@ def down(
     scale: Tensor | None,
     bias_ED: Tensor | None,
     config: TileConfig,
+    inner_scale_RG: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """[R, D], in the order of the pairs: each row's product, times its routing weight."""
+    """[R, D], in the order of the pairs: each row's product, times its routing weight. Rows may be rounded to 8 bits,
+    with scales; then `dtype` is the result's."""
     (rows, hidden), width, block = inner_RF.shape, w_down_EDF.shape[1], config.down
-    weighted_RD = torch.empty(rows, width, dtype=inner_RF.dtype, device=inner_RF.device)
+    weighted_RD = torch.empty(rows, width, dtype=dtype or inner_RF.dtype, device=inner_RF.device)
     engine = copied_by_engine(w_down_EDF)
     most_pieces = groups.tiles_N2.shape[0] * triton.cdiv(width, block.BN)
     _down[(num_programs(inner_RF.device, block.per_sm, most_pieces),)](
-        TensorDescriptor.from_tensor(inner_RF, [config.BM, block.BK]) if engine else None,
+        TensorDescriptor.from_tensor(inner_RF, [config.BM, block.BK // (2 if config.four else 1)]) if engine else None,
         inner_RF,
+        inner_scale_RG,
         weight_argument(w_down_EDF, block, engine),
         scale,
         bias_ED,
@@ -79,6 +84,8 @@ def down(
         SWAP=config.swap_ab,
         TMA=engine,
         SCALES=kind_of_scales(scale),
+        EIGHT=inner_scale_RG is not None,
+        FOUR=config.four,
         BIAS=bias_ED is not None,
         FLAT=block.flat,
         num_warps=block.warps,
@@ -99,10 +106,10 @@ def combine(weighted_RD: Tensor, top_k: int) -> Tensor:
 
 @triton.jit
 def _down_tile(
-    inner, p_inner, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first, end, column, width, hidden,
-    expert_stride, row_stride,
+    inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first, end, column, width,
+    hidden, expert_stride, row_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, ROWS_TMA: tl.constexpr,
-    SCALES: tl.constexpr, BIAS: tl.constexpr,
+    SCALES: tl.constexpr, EIGHT: tl.constexpr, FOUR: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     i_row = first + tl.arange(0, BM)
     m_row = i_row < end
@@ -113,15 +120,22 @@ def _down_tile(
         p_block_scale = p_scale + block * tl.cdiv(hidden, SCALE_BLOCK)
     else:
         p_block_scale = p_row
+    p_row_scale = p_inner_scale + i_row.to(tl.int64) * tl.cdiv(hidden, BK) if EIGHT else p_row
     sums = empty_sums(BM, BN, SWAP)
-    for k in range(0, hidden, BK):
-        if ROWS_TMA:
-            rows = inner.load([first, k])  # those from `end` on are another expert's; no result of theirs is stored
-        else:
-            m_rows = m_row[:, None] & (k + i_k < hidden)[None, :]
-            rows = tl.load(p_row[:, None] + (k + i_k)[None, :], mask=m_rows, other=0.0)
-        weights = load_weights(w, expert, column, k, width, hidden, expert_stride, row_stride, BN, BK, TMA)
-        sums = multiply_scaled(rows, weights, sums, p_block_scale + k // SCALE_BLOCK, SWAP, SCALES)
+    if FOUR == "":
+        for k in range(0, hidden, BK):
+            if ROWS_TMA:
+                rows = inner.load([first, k])  # those from `end` on are another expert's; no result of theirs is stored
+            else:
+                m_rows = m_row[:, None] & (k + i_k < hidden)[None, :]
+                rows = tl.load(p_row[:, None] + (k + i_k)[None, :], mask=m_rows, other=0.0)
+            weights = load_weights(w, expert, column, k, width, hidden, expert_stride, row_stride, BN, BK, TMA)
+            row_scale = tl.load(p_row_scale + k // BK, mask=m_row, other=0.0) if EIGHT else 1.0
+            block_scale = tl.load(p_block_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
+            sums = multiply_scaled(rows, weights, sums, row_scale, block_scale, SWAP, SCALES, EIGHT)
+    else:
+        sums = down_sums(inner, p_row, m_row, w, p_scale, sums, expert, first, column, width, hidden, expert_stride,
+                         row_stride, BN, BK, SWAP, TMA, ROWS_TMA, FOUR)  # fmt: skip
     i_column = column + tl.arange(0, BN)
     m_column = i_column < width
     if SCALES == "row":
@@ -142,10 +156,11 @@ def _down_tile(
 
 @triton.jit
 def _down(
-    inner, p_inner, w, p_scale, p_bias, p_weight, p_out, p_order, p_starts, p_tiles, p_num_tiles, width, hidden,
-    expert_stride, row_stride,
+    inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, p_starts, p_tiles, p_num_tiles, width,
+    hidden, expert_stride, row_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
-    TMA: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr, FLAT: tl.constexpr,
+    TMA: tl.constexpr, SCALES: tl.constexpr, EIGHT: tl.constexpr, FOUR: tl.constexpr,
+    BIAS: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(width, BN)
     num_tiles = tl.load(p_num_tiles)
@@ -156,17 +171,17 @@ def _down(
         end = tl.load(p_starts + expert + 1)
         if TAIL > 0:
             if end - first <= TAIL:
-                _down_tile(inner, p_inner, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first, end,
-                           i_block * BN, width, hidden, expert_stride, row_stride,
-                           TAIL, BN, BK, SWAP, TMA, False, SCALES, BIAS)  # fmt: skip
+                _down_tile(inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first,
+                           end, i_block * BN, width, hidden, expert_stride, row_stride,
+                           TAIL, BN, BK, SWAP, TMA, False, SCALES, EIGHT, FOUR, BIAS)  # fmt: skip
             else:
-                _down_tile(inner, p_inner, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first, end,
-                           i_block * BN, width, hidden, expert_stride, row_stride,
-                           BM, BN, BK, SWAP, TMA, TMA, SCALES, BIAS)  # fmt: skip
+                _down_tile(inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first,
+                           end, i_block * BN, width, hidden, expert_stride, row_stride,
+                           BM, BN, BK, SWAP, TMA, TMA, SCALES, EIGHT, FOUR, BIAS)  # fmt: skip
         else:
-            _down_tile(inner, p_inner, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first, end,
-                       i_block * BN, width, hidden, expert_stride, row_stride,
-                       BM, BN, BK, SWAP, TMA, TMA, SCALES, BIAS)  # fmt: skip
+            _down_tile(inner, p_inner, p_inner_scale, w, p_scale, p_bias, p_weight, p_out, p_order, expert, first,
+                       end, i_block * BN, width, hidden, expert_stride, row_stride,
+                       BM, BN, BK, SWAP, TMA, TMA, SCALES, EIGHT, FOUR, BIAS)  # fmt: skip
 
 
 @triton.jit

@@ -41,11 +41,13 @@ def weight_argument(w_ENK: Tensor, block: Block, engine: bool) -> Tensor | Tenso
     if not engine:
         return w_ENK
     experts, rows, inner = w_ENK.shape
-    return TensorDescriptor(w_ENK, [experts * rows, inner], [w_ENK.stride(1), 1], [block.BN, block.BK])
+    a_step = block.BK // (2 if w_ENK.dtype is torch.uint8 else 1)  # bytes of two numbers each
+    return TensorDescriptor(w_ENK, [experts * rows, inner], [w_ENK.stride(1), 1], [block.BN, a_step])
 
 
 def kind_of_scales(scale: Tensor | None) -> Scales:
-    """Of [E, N] a "row", of [E, N ÷ 128, K ÷ 128] a "block" of weights has each; "none" without."""
+    """Of [E, N] a "row", of [E, N ÷ 128, K ÷ 128] a "block" of weights has each; "none" without. Those of weights of
+    four bits, [E, N, K ÷ 32], have a way of their own."""
     return "none" if scale is None else "row" if scale.dim() == 2 else "block"
 
 

@@ -32,7 +32,7 @@ def load_weights(
         i_k = k + tl.arange(0, BK)
         p_row = w + expert.to(tl.int64) * expert_stride + i_row.to(tl.int64) * row_stride
         m_w = (i_row < num_rows)[:, None] & (i_k < width)[None, :]
-        weights = tl.load(p_row[:, None] + i_k[None, :], mask=m_w, other=0)
+        weights = tl.load(p_row[:, None] + i_k[None, :], mask=m_w, other=0.0)
     return weights
 
 
@@ -43,15 +43,30 @@ def multiply(x, w, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
-def multiply_scaled(x, w, acc, p_scale, SWAP: tl.constexpr, SCALES: tl.constexpr):
+def multiply_scaled(x, w, acc, row_scale, w_scale, SWAP: tl.constexpr, SCALES: tl.constexpr, EIGHT: tl.constexpr):
     """As `multiply`, of weights that may be narrower than x. They are widened in registers, from where swapped products
-    take them; scales of blocks are applied to each step's sums, scales of rows once, by whoever has the sums."""
-    if SCALES == "block":
+    take them; scales of blocks are applied to each step's sums, scales of rows once, by whoever has the sums.
+
+    EIGHT: both are float8, and a step is the columns that share a row's scale. The tensor cores add up such products
+    in few bits, so a step's sums, scaled, are added to all in float32."""
+    if EIGHT:
+        acc += tl.dot(x, w.T) * (row_scale * w_scale)[:, None]
+    elif SCALES == "block":
         step = multiply(x, w.to(x.dtype), tl.zeros_like(acc), SWAP)
-        acc += step * tl.load(p_scale)
+        acc += step * w_scale
     else:
         acc = multiply(x, w.to(x.dtype), acc, SWAP)
     return acc
+
+
+@triton.jit
+def to_eight_bits(values):
+    """(float8_e4m3fn, scales): each row of float32 numbers by the scale that makes 448, the largest there is, of its
+    largest one."""
+    largest = tl.max(tl.abs(values), axis=1)
+    largest = tl.where(largest > 0.0, largest, 1.0)
+    rounded = (values * tl.div_rn(448.0, largest)[:, None]).to(tl.float8e4nv)
+    return rounded, tl.div_rn(largest, 448.0)
 
 
 @triton.jit

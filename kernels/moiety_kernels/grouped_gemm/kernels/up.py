@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moiety_kernels.grouped_gemm.kernels.four_bits import up_sums
 from moiety_kernels.grouped_gemm.kernels.launching import (
     GROUP,
     copied_by_engine,
@@ -27,6 +28,7 @@ from moiety_kernels.grouped_gemm.kernels.shared import (
     load_weights,
     multiply_scaled,
     place,
+    to_eight_bits,
 )
 
 if TYPE_CHECKING:
@@ -48,16 +50,57 @@ def up(
     config: TileConfig,
 ) -> Tensor:
     """[R, F], in the order of the groups: what the activation makes of each row's gate and up products."""
-    hidden, width, block = w_gate_up_E2FD.shape[1] // 2, x_TD.shape[1], config.up
+    hidden = w_gate_up_E2FD.shape[1] // 2
     inner_RF = torch.empty(groups.order_R.numel(), hidden, dtype=x_TD.dtype, device=x_TD.device)
+    _launch(x_TD, None, groups, top_k, w_gate_up_E2FD, scale, bias_E2F, activation, config, inner_RF, None)
+    return inner_RF
+
+
+def up_rounded(
+    x_TD: Tensor,
+    x_scale_TG: Tensor,
+    groups: Groups,
+    top_k: int,
+    w_gate_up_E2FD: Tensor,
+    scale: Tensor | None,
+    bias_E2F: Tensor | None,
+    activation: Activation,
+    config: TileConfig,
+) -> tuple[Tensor, Tensor]:
+    """As `up`, of rows rounded to float8 with a scale for each of a step's columns; so is the result, with a scale for
+    each tile's, [R, F ÷ BN] float32."""
+    rows, hidden = groups.order_R.numel(), w_gate_up_E2FD.shape[1] // 2
+    inner_RF = torch.empty(rows, hidden, dtype=x_TD.dtype, device=x_TD.device)
+    inner_scale = torch.empty(rows, triton.cdiv(hidden, config.up.BN), dtype=torch.float32, device=x_TD.device)
+    outputs = inner_RF, inner_scale
+    _launch(x_TD, x_scale_TG, groups, top_k, w_gate_up_E2FD, scale, bias_E2F, activation, config, *outputs)
+    return outputs
+
+
+def _launch(
+    x_TD: Tensor,
+    x_scale_TG: Tensor | None,
+    groups: Groups,
+    top_k: int,
+    w_gate_up_E2FD: Tensor,
+    scale: Tensor | None,
+    bias_E2F: Tensor | None,
+    activation: Activation,
+    config: TileConfig,
+    inner_RF: Tensor,
+    inner_scale_RG: Tensor | None,
+) -> None:
+    hidden, width, block = inner_RF.shape[1], x_TD.shape[1], config.up
     engine = copied_by_engine(w_gate_up_E2FD)
     most_pieces = groups.tiles_N2.shape[0] * triton.cdiv(hidden, block.BN)
     _up[(num_programs(x_TD.device, block.per_sm, most_pieces),)](
         x_TD,
+        x_scale_TG,
         weight_argument(w_gate_up_E2FD, block, engine),
         scale,
         bias_E2F,
         inner_RF,
+        inner_scale_RG,
         groups.order_R,
         groups.starts_E1,
         groups.tiles_N2,
@@ -80,22 +123,23 @@ def up(
         EVEN=width % block.BK == 0,
         ALIGNED=rows_aligned(x_TD),
         SCALES=kind_of_scales(scale),
+        EIGHT=x_scale_TG is not None,
+        FOUR=config.four,
         BIAS=bias_E2F is not None,
         ACTIVATION=activation.kind,
         FLAT=block.flat,
         num_warps=block.warps,
         num_stages=block.stages,
     )
-    return inner_RF
 
 
 @triton.jit
 def _up_tile(
-    p_x, w, p_scale, p_bias, p_inner, p_order, expert, first, end, column, top_k, width, hidden,
-    x_stride, expert_stride, row_stride, limit, alpha,
+    p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, expert, first, end, column, top_k, width,
+    hidden, x_stride, expert_stride, row_stride, limit, alpha,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
-    EVEN: tl.constexpr, ALIGNED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr, ALIGNED: tl.constexpr, SCALES: tl.constexpr, EIGHT: tl.constexpr,
+    FOUR: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     i_row = first + tl.arange(0, BM)
     m_row = i_row < end
@@ -109,29 +153,43 @@ def _up_tile(
     else:
         p_gate_scale = p_row
         p_up_scale = p_row
+    p_row_scale = p_x_scale + token.to(tl.int64) * tl.cdiv(width, BK) if EIGHT else p_row
     gate = empty_sums(BM, BN, SWAP)
     up = empty_sums(BM, BN, SWAP)
-    for k in range(0, width, BK):
-        m_x = m_row[:, None] if EVEN else m_row[:, None] & (k + i_k < width)[None, :]
-        p_tile = p_row[:, None] + (k + i_k)[None, :]
-        if ALIGNED:  # of which the compiler loses sight in flat loops, and then copies nothing ahead
-            p_tile = tl.max_contiguous(tl.multiple_of(p_tile, (1, 16)), (1, BK))
-        x = tl.load(p_tile, mask=m_x, other=0.0)
-        w_gate = load_weights(w, expert, column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
-        w_up = load_weights(w, expert, hidden + column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
-        gate = multiply_scaled(x, w_gate, gate, p_gate_scale + k // SCALE_BLOCK, SWAP, SCALES)
-        up = multiply_scaled(x, w_up, up, p_up_scale + k // SCALE_BLOCK, SWAP, SCALES)
+    if FOUR == "":
+        for k in range(0, width, BK):
+            m_x = m_row[:, None] if EVEN else m_row[:, None] & (k + i_k < width)[None, :]
+            p_tile = p_row[:, None] + (k + i_k)[None, :]
+            if ALIGNED:  # of which the compiler loses sight in flat loops, and then copies nothing ahead
+                p_tile = tl.max_contiguous(tl.multiple_of(p_tile, (1, 16)), (1, BK))
+            x = tl.load(p_tile, mask=m_x, other=0.0)
+            w_gate = load_weights(w, expert, column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
+            w_up = load_weights(w, expert, hidden + column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK,
+                                TMA)  # fmt: skip
+            row_scale = tl.load(p_row_scale + k // BK) if EIGHT else 1.0
+            gate_scale = tl.load(p_gate_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
+            up_scale = tl.load(p_up_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
+            gate = multiply_scaled(x, w_gate, gate, row_scale, gate_scale, SWAP, SCALES, EIGHT)
+            up = multiply_scaled(x, w_up, up, row_scale, up_scale, SWAP, SCALES, EIGHT)
+    else:
+        gate, up = up_sums(p_row, m_row, w, p_scale, gate, up, expert, column, width, hidden, expert_stride, row_stride,
+                           BN, BK, SWAP, TMA, ALIGNED, FOUR)  # fmt: skip
     i_column = column + tl.arange(0, BN)
     m_column = i_column < hidden
     if SCALES == "row":
-        p_row_scale = p_scale + expert.to(tl.int64) * 2 * hidden + i_column
-        gate *= along_columns(tl.load(p_row_scale, mask=m_column, other=0.0), SWAP)
-        up *= along_columns(tl.load(p_row_scale + hidden, mask=m_column, other=0.0), SWAP)
+        p_column_scale = p_scale + expert.to(tl.int64) * 2 * hidden + i_column
+        gate *= along_columns(tl.load(p_column_scale, mask=m_column, other=0.0), SWAP)
+        up *= along_columns(tl.load(p_column_scale + hidden, mask=m_column, other=0.0), SWAP)
     if BIAS:
         p_gate = p_bias + expert.to(tl.int64) * 2 * hidden + i_column
         gate += along_columns(tl.load(p_gate, mask=m_column, other=0.0), SWAP)
         up += along_columns(tl.load(p_gate + hidden, mask=m_column, other=0.0), SWAP)
-    inner = activate(gate, up, limit, alpha, ACTIVATION).to(p_inner.dtype.element_ty)
+    inner = activate(gate, up, limit, alpha, ACTIVATION)
+    if EIGHT:  # the tile's columns are those that share a scale
+        inner, inner_scale = to_eight_bits(tl.where(m_column[None, :], inner, 0.0))
+        p_scale_out = p_inner_scale + i_row.to(tl.int64) * tl.cdiv(hidden, BN) + column // BN
+        tl.store(p_scale_out, inner_scale, mask=m_row)
+    inner = inner.to(p_inner.dtype.element_ty)
     if SWAP:
         inner = inner.T
     p_out = p_inner + i_row.to(tl.int64)[:, None] * hidden + i_column[None, :]
@@ -140,11 +198,11 @@ def _up_tile(
 
 @triton.jit
 def _up(
-    p_x, w, p_scale, p_bias, p_inner, p_order, p_starts, p_tiles, p_num_tiles, top_k, width, hidden,
-    x_stride, expert_stride, row_stride, limit, alpha,
+    p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, p_starts, p_tiles, p_num_tiles, top_k,
+    width, hidden, x_stride, expert_stride, row_stride, limit, alpha,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
-    TMA: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, FLAT: tl.constexpr,
+    TMA: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr, SCALES: tl.constexpr, EIGHT: tl.constexpr,
+    FOUR: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(hidden, BN)
     num_tiles = tl.load(p_num_tiles)
@@ -155,14 +213,14 @@ def _up(
         end = tl.load(p_starts + expert + 1)
         if TAIL > 0:
             if end - first <= TAIL:
-                _up_tile(p_x, w, p_scale, p_bias, p_inner, p_order, expert, first, end, i_block * BN, top_k, width,
-                         hidden, x_stride, expert_stride, row_stride, limit, alpha,
-                         TAIL, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, BIAS, ACTIVATION)  # fmt: skip
+                _up_tile(p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, expert, first, end,
+                         i_block * BN, top_k, width, hidden, x_stride, expert_stride, row_stride, limit, alpha,
+                         TAIL, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, EIGHT, FOUR, BIAS, ACTIVATION)  # fmt: skip
             else:
-                _up_tile(p_x, w, p_scale, p_bias, p_inner, p_order, expert, first, end, i_block * BN, top_k, width,
-                         hidden, x_stride, expert_stride, row_stride, limit, alpha,
-                         BM, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, BIAS, ACTIVATION)  # fmt: skip
+                _up_tile(p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, expert, first, end,
+                         i_block * BN, top_k, width, hidden, x_stride, expert_stride, row_stride, limit, alpha,
+                         BM, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, EIGHT, FOUR, BIAS, ACTIVATION)  # fmt: skip
         else:
-            _up_tile(p_x, w, p_scale, p_bias, p_inner, p_order, expert, first, end, i_block * BN, top_k, width,
-                     hidden, x_stride, expert_stride, row_stride, limit, alpha,
-                     BM, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, BIAS, ACTIVATION)  # fmt: skip
+            _up_tile(p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, expert, first, end,
+                     i_block * BN, top_k, width, hidden, x_stride, expert_stride, row_stride, limit, alpha,
+                     BM, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, EIGHT, FOUR, BIAS, ACTIVATION)  # fmt: skip

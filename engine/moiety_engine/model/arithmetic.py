@@ -1,0 +1,88 @@
+"""How a model's products are computed: by whom, and whether a request's bits may depend on who else is in the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.model.spec import LatentAttentionSpec, MoeSpec
+from moiety_kernels.moe import unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from moiety_engine.model.spec import AttentionSpec, LayerSpec, ModelSpec
+    from moiety_kernels.quantization import WeightFormat
+
+_LANES = 16  # of the kernels on a CPU: they take rows of whole ones
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """`moe_kernel` computes experts. `invariant`: a request gets the same bits alone and in any batch."""
+
+    moe_kernel: str = "auto"
+    invariant: bool = False
+
+
+def cannot_be_invariant(
+    spec: ModelSpec, device: torch.device, dtype: torch.dtype, form: WeightFormat | None, moe_kernel: str
+) -> str | None:
+    """Why such a model's bits would depend on who else is in the step, and what to do; None if they need not."""
+    if spec.moe_layers and moe_kernel not in ("auto", "triton" if device.type == "cuda" else "auto"):
+        return f"experts computed by {moe_kernel} depend on the others in the step: leave --moe-kernel out"
+    if device.type == "cpu":
+        odd = sorted({width for layer in spec.layers for width in _widths(spec, layer) if width % _LANES})
+        return f"the kernels for a CPU take widths that {_LANES} divides, and this has {odd[0]}" if odd else None
+    if dtype is torch.float32:
+        return "the kernels for a GPU attend in 16 bits: run with --dtype bfloat16"
+    reason = unavailable("triton", device, dtype)
+    if reason is None and spec.moe_layers:
+        reason = unavailable("triton", device, dtype, form)
+    if reason is not None:
+        return f"it needs the Triton kernels, and {reason}"
+    return _not_taken(spec)
+
+
+def _widths(spec: ModelSpec, layer: LayerSpec) -> Iterator[int]:
+    """Of the rows that a layer multiplies, and of heads."""
+    attention, ffn = layer.attention, layer.ffn
+    yield from (spec.hidden_size, ffn.width)
+    if isinstance(attention, LatentAttentionSpec):
+        yield from (attention.nope_width, attention.latent_width, attention.num_heads * attention.value_width)
+        yield from (attention.cached_values, attention.query_rank or 0)
+    else:
+        yield attention.head_dim
+    if isinstance(ffn, MoeSpec) and ffn.shared is not None:
+        yield ffn.shared.dense.width
+
+
+def _not_taken(spec: ModelSpec) -> str | None:
+    """What of the model is too wide, or too many, for the kernels for a GPU, so that torch would compute it."""
+    from moiety_kernels.attention_input.kernel import MOST_VALUES  # noqa: PLC0415 - Triton, as all of these
+    from moiety_kernels.rms_norm.kernel import MAX_WIDTH  # noqa: PLC0415
+    from moiety_kernels.route.kernels.grouping import MAX_EXPERTS  # noqa: PLC0415
+    from moiety_kernels.sample.kernel import MOST_TOKENS  # noqa: PLC0415
+
+    if spec.vocab_size > MOST_TOKENS:
+        return f"the kernel that draws tokens takes {MOST_TOKENS} of them, not {spec.vocab_size}"
+    if spec.hidden_size > MAX_WIDTH:
+        return f"the kernel of norms takes rows of {MAX_WIDTH}, not {spec.hidden_size}"
+    for layer in spec.layers:
+        if isinstance(layer.ffn, MoeSpec) and layer.ffn.routing.num_experts > MAX_EXPERTS:
+            return f"the kernel that routes takes {MAX_EXPERTS} experts"
+        if not _attends(layer.attention, MOST_VALUES):
+            return "the kernels of attention do not take heads of these widths"
+    return None
+
+
+def _attends(attention: AttentionSpec | LatentAttentionSpec, most_values: int) -> bool:
+    from moiety_kernels.mla_attention.kernel import MAX_WIDTH as MAX_ROW  # noqa: PLC0415 - Triton
+    from moiety_kernels.paged_attention.tiles import MAX_WIDTH, parts  # noqa: PLC0415
+
+    if isinstance(attention, LatentAttentionSpec):
+        row = attention.cached_values
+        return torch.version.hip is None and row <= MAX_ROW and parts(row)[0] == attention.latent_width
+    return attention.head_dim <= MAX_WIDTH and 2 * attention.q_width <= most_values

@@ -1,0 +1,162 @@
+"""Linear maps in Triton whose rows have the same bits alone and in any batch; of one weight, or one for each head.
+
+T rows, H heads, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moiety_kernels.gpu.cases import CompileCase
+from moiety_kernels.gpu.devices import device_model
+from moiety_kernels.grouped_gemm.kernels.launching import GROUP, copied_by_engine, num_programs, rows_aligned
+from moiety_kernels.grouped_gemm.kernels.shared import along_columns, empty_sums, load_weights, multiply, place
+from moiety_kernels.linear.tiles import HOPPER, PORTABLE, SINGLE, Tile, choose
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SWAP = tl.constexpr(True)  # weights are the rows of the tensor cores' products, of which 64 are the least
+
+
+def unfit(x_THK: Tensor, weight_HNK: Tensor) -> str | None:
+    """Why the functions here do not take these tensors; None if they do."""
+    if x_THK.dtype not in _DTYPES or weight_HNK.dtype not in _DTYPES:
+        return f"inputs are {x_THK.dtype} and weights {weight_HNK.dtype}, not all of 16 or 32 bits"
+    if x_THK.stride(-1) != 1 or weight_HNK.stride(-1) != 1:
+        return "values of a row do not lie next to each other"
+    return None
+
+
+def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, tile: Tile | None = None) -> Tensor:
+    """x · weightᵀ + bias in x's dtype. A weight of another dtype is widened or rounded to it first."""
+    out_THN = _multiply(x_TK.unsqueeze(1), weight_NK.unsqueeze(0), bias_N, tile)
+    return out_THN.squeeze(1)
+
+
+def head_linear(x_THK: Tensor, weight_HNK: Tensor, *, tile: Tile | None = None) -> Tensor:
+    """out_THN = Σ_k x[t, h, k] · weight[h, n, k], contiguous, in x's dtype."""
+    return _multiply(x_THK, weight_HNK, None, tile)
+
+
+def _multiply(x_THK: Tensor, weight_HNK: Tensor, bias_N: Tensor | None, tile: Tile | None) -> Tensor:
+    (rows, heads, inner), width = x_THK.shape, weight_HNK.shape[1]
+    out_THN = torch.empty(rows, heads, width, dtype=x_THK.dtype, device=x_THK.device)
+    if rows == 0 or width == 0:
+        return out_THN
+    if tile is None:
+        device = device_model(x_THK.device)
+        tile = choose(_tiles(x_THK), rows, heads * width, device.num_sms)
+    engine = copied_by_engine(weight_HNK)
+    rows_engine = engine and heads == 1 and rows_aligned(x_THK)
+    pieces = heads * triton.cdiv(rows, tile.BM) * triton.cdiv(width, tile.BN)
+    _linear[(num_programs(x_THK.device, tile.per_sm, pieces),)](
+        TensorDescriptor.from_tensor(x_THK.squeeze(1), [tile.BM, tile.BK]) if rows_engine else None,
+        x_THK,
+        _matrix(weight_HNK, tile) if engine else weight_HNK,
+        bias_N,
+        out_THN,
+        rows,
+        heads,
+        width,
+        inner,
+        x_THK.stride(0),
+        x_THK.stride(1),
+        weight_HNK.stride(0),
+        weight_HNK.stride(1),
+        BM=tile.BM,
+        BN=tile.BN,
+        BK=tile.BK,
+        GROUP=GROUP,
+        TMA=engine,
+        ROWS_TMA=rows_engine,
+        BIAS=bias_N is not None,
+        FLAT=tile.flat,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out_THN
+
+
+def _tiles(x_THK: Tensor) -> tuple[Tile, ...]:
+    if x_THK.dtype is torch.float32:
+        return SINGLE
+    target = device_model(x_THK.device).target
+    return HOPPER if target.backend == "cuda" and int(target.arch) >= 90 else PORTABLE
+
+
+def _matrix(weight_HNK: Tensor, tile: Tile) -> TensorDescriptor:
+    """All heads' weights as one matrix."""
+    heads, width, inner = weight_HNK.shape
+    return TensorDescriptor(weight_HNK, [heads * width, inner], [weight_HNK.stride(1), 1], [tile.BN, tile.BK])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear(
+    x, p_x, w, p_bias, p_out, num_rows, num_heads, width, inner, x_stride, x_head_stride, w_head_stride, w_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
+    ROWS_TMA: tl.constexpr, BIAS: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    num_tiles = tl.cdiv(num_rows, BM)
+    num_blocks = tl.cdiv(width, BN)
+    of_head = num_tiles * num_blocks
+    for index in tl.range(tl.program_id(0), num_heads * of_head, tl.num_programs(0), flatten=FLAT):
+        head = index // of_head
+        i_tile, i_block = place(index % of_head, num_tiles, num_blocks, GROUP)
+        first = i_tile * BM
+        column = i_block * BN
+        i_row = first + tl.arange(0, BM)
+        m_row = i_row < num_rows
+        i_k = tl.arange(0, BK)
+        p_row = p_x + i_row.to(tl.int64) * x_stride + head.to(tl.int64) * x_head_stride
+        sums = empty_sums(BM, BN, _SWAP)
+        for k in range(0, inner, BK):
+            if ROWS_TMA:
+                rows = x.load([first, k])
+            else:
+                m_rows = m_row[:, None] & (k + i_k < inner)[None, :]
+                rows = tl.load(p_row[:, None] + (k + i_k)[None, :], mask=m_rows, other=0.0)
+            weights = load_weights(w, head, column, k, width, inner, w_head_stride, w_stride, BN, BK, TMA)
+            sums = multiply(rows, weights.to(rows.dtype), sums, _SWAP)
+        i_column = column + tl.arange(0, BN)
+        m_column = i_column < width
+        if BIAS:
+            bias = tl.load(p_bias + i_column, mask=m_column, other=0.0).to(tl.float32)
+            sums += along_columns(bias, _SWAP)
+        p_rows = p_out + (i_row.to(tl.int64) * num_heads + head)[:, None] * width + i_column[None, :]
+        tl.store(p_rows, sums.to(p_out.dtype.element_ty).T, mask=m_row[:, None] & m_column[None, :])
+
+
+def compile_cases() -> list[CompileCase]:
+    """Every tile; those without the copy engine for the targets that lack it, and one for Hopper, too."""
+    found = [_case(tile, "bf16", ("sm_90", "sm_100"), engine=True, bias=tile is HOPPER[0]) for tile in HOPPER]
+    found += [_case(tile, "bf16", ("sm_80", "gfx942"), engine=False) for tile in PORTABLE]
+    found.append(_case(HOPPER[0], "bf16", ("sm_90",), engine=False))
+    return found + [_case(tile, "fp32", ("sm_90",), engine=True) for tile in SINGLE]
+
+
+def _case(tile: Tile, dtype: str, only: tuple[str, ...], *, engine: bool, bias: bool = False) -> CompileCase:
+    pointers = dict.fromkeys(("p_x", "p_out"), f"*{dtype}") | {"p_bias": "*fp32"}
+    pointers["x"] = f"tensordesc<{dtype}[{tile.BM}, {tile.BK}]>" if engine else f"*{dtype}"
+    pointers["w"] = f"tensordesc<{dtype}[{tile.BN}, {tile.BK}]>" if engine else f"*{dtype}"
+    sizes = ("num_rows", "num_heads", "width", "inner", "x_stride", "x_head_stride", "w_head_stride", "w_stride")
+    constants: dict[str, Any] = {
+        "BM": tile.BM,
+        "BN": tile.BN,
+        "BK": tile.BK,
+        "GROUP": GROUP,
+        "TMA": engine,
+        "ROWS_TMA": engine,
+        "BIAS": bias,
+        "FLAT": tile.flat,
+    }
+    # A stage fewer where the compiler has to make the copies of addresses.
+    least = 0 if dtype == "fp32" else (tile.stages - (0 if engine else 1)) * (tile.BM + tile.BN) * tile.BK * 2
+    name = f"linear {tile.name} {dtype}{'' if engine else ' by addresses'}{' bias' if bias else ''}"
+    signature = pointers | dict.fromkeys(sizes, "i32")
+    unaligned = frozenset({"num_rows"})
+    return CompileCase(name, _linear, signature, constants, tile.warps, tile.stages, only, least, unaligned)

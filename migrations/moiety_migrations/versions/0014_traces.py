@@ -1,0 +1,61 @@
+"""Kept traces and their spans."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0014"
+down_revision = "0013"
+branch_labels = None
+depends_on = None
+
+SEARCHED = ("started_at", "span_id", "service_class", "outcome", "duration_ms")
+
+
+def upgrade() -> None:
+    """Make the tables."""
+    op.create_table(
+        "traces",
+        sa.Column("trace_id", sa.String(32), primary_key=True),
+        sa.Column("span_id", sa.String(16), primary_key=True),
+        *(
+            sa.Column(name, sa.Text(), nullable=False)
+            for name in ("request_id", "tenant_id", "service_class", "operation", "model")
+        ),
+        sa.Column("started_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("duration_ms", sa.Double(), nullable=False),
+        sa.Column("outcome", sa.Text(), nullable=False),
+        sa.Column("reason", sa.Text()),
+        sa.Column("error_code", sa.Text()),
+        sa.Column("kept_for", sa.Text(), nullable=False),
+        sa.Column("stored_ms", sa.BigInteger(), nullable=False),
+    )
+    op.create_index("ix_traces_started_at", "traces", [*SEARCHED])
+    op.create_index("ix_traces_tenant_id", "traces", ["tenant_id", *SEARCHED])
+    op.create_index("ix_traces_request_id", "traces", ["request_id"])
+    op.create_index("ix_traces_stored_ms", "traces", ["stored_ms"])
+    op.create_table(
+        "spans",
+        sa.Column("trace_id", sa.String(32), primary_key=True),
+        sa.Column("span_id", sa.String(16), primary_key=True),
+        sa.Column("parent_id", sa.String(16)),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("kind", sa.SmallInteger(), nullable=False),
+        sa.Column("service", sa.Text(), nullable=False),
+        sa.Column("tenant_id", sa.Text(), nullable=False),
+        sa.Column("start_ns", sa.BigInteger(), nullable=False),
+        sa.Column("end_ns", sa.BigInteger(), nullable=False),
+        sa.Column("status", sa.SmallInteger(), nullable=False),
+        sa.Column("status_message", sa.Text(), nullable=False),
+        *(sa.Column(name, sa.JSON(), nullable=False) for name in ("attributes", "events", "links")),
+        sa.Column("stored_ms", sa.BigInteger(), nullable=False),
+    )
+    op.create_index("ix_spans_tenant_id", "spans", ["tenant_id"])
+    op.create_index("ix_spans_stored_ms", "spans", ["stored_ms"])
+
+
+def downgrade() -> None:
+    """Take them away again, with all that is kept."""
+    op.drop_table("spans")
+    op.drop_table("traces")

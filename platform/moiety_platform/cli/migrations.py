@@ -1,0 +1,19 @@
+"""The migrations, which this package does not import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import cast
+
+from moiety_platform.cli.errors import CommandError
+
+MIGRATIONS_GROUP = "moiety.migrations"  # its entry point `upgrade` takes a database URL
+
+
+def find_upgrade() -> Callable[[str], str]:
+    """What brings a database up to date. Raises CommandError where it is not installed."""
+    found = entry_points(group=MIGRATIONS_GROUP, name="upgrade")
+    if not found:
+        raise CommandError("no installed package brings the database's migrations; reinstall moiety")
+    return cast("Callable[[str], str]", next(iter(found)).load())

@@ -1,0 +1,69 @@
+"""`moiety traces`: the options of the trace store, and on request its tables made before it opens them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from moiety_platform.cli.errors import CommandError
+from moiety_platform.cli.migrations import find_upgrade
+from moiety_platform.config_file import ConfigFileError
+from moiety_platform.db.url import BadDatabaseUrl
+from moiety_platform.errors import PlatformError
+from moiety_platform.listening import CannotListen
+from moiety_platform.supervisor.data_dir import PRIVATE_UMASK
+from moiety_platform.trace_receiver.process import run_trace_store
+from moiety_platform.trace_receiver.settings import TraceSettings
+
+
+def traces(
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; MOIETY_TRACES_HOST, or 127.0.0.1 if not set.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on; MOIETY_TRACES_PORT, or 4318 if not set.")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the SQLite file is kept.")] = None,
+    database_url: Annotated[
+        str | None, typer.Option(help="The gateway's database; traces are kept beside it, or in it on PostgreSQL.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="auto, json or console.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML or YAML file; its table `traces` sets these.")] = None,
+    migrate: Annotated[bool, typer.Option("--migrate", help="Bring the database up to date first.")] = False,
+) -> None:
+    """Run the trace store alone: it takes spans by OTLP/HTTP from gateways and whoever else has a token, and keeps them
+    for the admin API. MOIETY_TRACES_TOKEN must be set, to the same as at the gateways.
+
+    Ends with 0 after a stop, 1 when it could not start, 2 for a wrong option or setting.
+    """
+    os.umask(PRIVATE_UMASK)
+    flags = {
+        "traces_host": host, "traces_port": port, "data_dir": data_dir, "database_url": database_url,
+        "log_level": log_level, "log_format": log_format,
+    }  # fmt: skip
+    try:
+        settings = TraceSettings.load(config, **flags)
+    except ConfigFileError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+    except ValidationError as exc:
+        raise typer.BadParameter("; ".join(map(explain, exc.errors(include_input=False)))) from exc
+    try:
+        if migrate:
+            find_upgrade()(settings.store_url)
+        run_trace_store(settings)
+    except (CannotListen, BadDatabaseUrl, PlatformError) as exc:
+        raise CommandError(str(exc)) from exc
+
+
+def explain(problem: ErrorDetails) -> str:
+    """What is wrong with a setting, and of the one that has no default what to set."""
+    name = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "missing":
+        return f"set MOIETY_{name.upper()} to a random text of 16 characters or more, the same as at the gateways"
+    return f"{name}: {problem['msg']}"

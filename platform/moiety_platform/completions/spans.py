@@ -1,0 +1,246 @@
+"""The spans of a request that has ended: its own, one for each phase of the gateway, and those of its sequences at the
+engines, whose times come with `Finished`.
+
+Attributes are OpenTelemetry's GenAI conventions, and `moiety.*` for what they lack. No text of a client's is among
+them, so the name of a model is told only where there is such a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from opentelemetry.trace import SpanKind
+
+from moiety_platform.completions.attempts import Attempt
+from moiety_platform.completions.record import UNKNOWN_MODEL, RequestRecord
+from moiety_platform.randomness import random_hex
+from moiety_platform.traces.request_trace import Phase
+from moiety_platform.traces.sampling import Verdict
+from moiety_platform.traces.span import Attribute, Span, SpanEvent
+from moiety_platform.usage.row import UsageRow
+from moiety_wire.messages import Event, Finished, Phases
+
+PROVIDER = "moiety"
+QUEUE, PREFILL, DECODE = "engine.queue", "engine.prefill", "engine.decode"
+ATTEMPT = "engine.attempt"  # of which the engine never told what it did: it refused, or was lost
+
+Attributes = dict[str, Attribute]
+
+
+def spans_of(record: RequestRecord, row: UsageRow, verdict: Verdict, ended_ns: int) -> list[Span]:
+    """All of them, the request's own first."""
+    own = _own_span(record, row, verdict, ended_ns)
+    return [own, *_phases(record, own), *_at_engines(record, own)]
+
+
+def _own_span(record: RequestRecord, row: UsageRow, verdict: Verdict, ended_ns: int) -> Span:
+    trace = record.trace
+    start_ns = trace.marks[0][1]
+    return Span(
+        trace_id=trace.trace_id,
+        span_id=trace.span_id,
+        parent_id=trace.parent.span_id if trace.parent is not None else None,
+        name=f"{record.operation} {record.served_model}",
+        kind=SpanKind.SERVER,
+        start_ns=start_ns,
+        end_ns=max(start_ns, ended_ns),
+        attributes=_told(_of_generation(record) | _of_end(record, row) | {"moiety.kept_for": verdict.value}),
+        events=tuple(
+            SpanEvent(
+                "moiety.failed_over",
+                failover.unix_ns,
+                {
+                    "moiety.reason": failover.cause,
+                    "moiety.engine.from": failover.from_address,
+                    "moiety.engine.to": failover.to_address,
+                    "moiety.relayed_tokens": failover.num_relayed,
+                },
+            )
+            for failover in record.failovers
+        ),
+        error=record.error_code,
+    )
+
+
+def _of_generation(record: RequestRecord) -> dict[str, Attribute | None]:
+    """What was asked."""
+    generation = record.generation
+    found: dict[str, Attribute | None] = {
+        "gen_ai.operation.name": record.operation,
+        "gen_ai.provider.name": PROVIDER,
+        "url.path": record.endpoint,
+    }
+    if generation is None:
+        return found
+    found["gen_ai.request.model"] = record.served_model if record.served_model != UNKNOWN_MODEL else None
+    found["gen_ai.embeddings.dimension.count"] = generation.dimensions
+    if not generation.embed:
+        sampling = generation.sampling
+        found |= {
+            "gen_ai.request.choice.count": generation.num_choices,
+            "gen_ai.request.max_tokens": generation.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.seed": sampling.seed,
+        }
+    return found
+
+
+def _of_end(record: RequestRecord, row: UsageRow) -> dict[str, Attribute | None]:
+    """What came of it; the counts are those that the ledger has."""
+    return {
+        "gen_ai.response.id": record.request_id,
+        "gen_ai.response.model": record.served_model if record.reached_engine else None,
+        "gen_ai.response.finish_reasons": tuple(record.finish_reasons) or None,
+        "gen_ai.usage.input_tokens": row.prompt_tokens,
+        "gen_ai.usage.output_tokens": row.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": row.cached_tokens,
+        "http.response.status_code": row.http_status,
+        "error.type": row.error_code,
+        "moiety.tenant_id": row.tenant_id,
+        "moiety.project_id": row.project_id,
+        "moiety.key_id": row.key_id,
+        "moiety.request_id": record.request_id,
+        "moiety.service_class": row.service_class,
+        "moiety.service_class.asked": record.chosen.name if record.chosen else None,
+        "moiety.admission": record.admission_outcome or None,
+        "moiety.reason": record.admission_reason or None,
+        "moiety.ttft_ms": row.ttft_ms,
+        "moiety.preemptions": row.num_preemptions,
+        "moiety.recomputed_tokens": record.num_recomputed_tokens,
+        "moiety.failovers": len(record.failovers) or None,
+        "moiety.sla_attained": row.sla_attained,
+        "moiety.cost_nanodollars": row.cost_nanodollars,
+        "moiety.outcome": record.outcome,
+    }
+
+
+def _phases(record: RequestRecord, own: Span) -> Iterator[Span]:
+    """What the gateway did, from one mark to the next: without a gap. The last one before the books is where an error
+    came up."""
+    marks = [*record.trace.marks, (None, own.end_ns)]
+    broken = next((phase for phase, _ in reversed(record.trace.marks) if phase is not Phase.SETTLE), None)
+    for (phase, start_ns), (_, end_ns) in pairwise(marks):
+        assert phase is not None, "only the end has no phase"
+        error = own.error if phase is broken and record.outcome not in ("stop", "length") else None
+        yield _child(own, phase.value, start_ns, end_ns, _common(record), error=error)
+
+
+def _at_engines(record: RequestRecord, own: Span) -> Iterator[Span]:
+    """Of each sequence in its order; one that failed over points from each engine to the one before."""
+    last: dict[int, str] = {}
+    for attempt in record.attempts:
+        spans = list(_of_attempt(record, attempt, own, last.get(attempt.sequence)))
+        last[attempt.sequence] = spans[-1].span_id
+        yield from spans
+
+
+def _of_attempt(record: RequestRecord, attempt: Attempt, own: Span, before: str | None) -> Iterator[Span]:
+    attributes = _common(record) | {"moiety.engine": attempt.address, "moiety.sequence": attempt.sequence}
+    if attempt.num_resumed_tokens:
+        attributes["moiety.resumed_tokens"] = attempt.num_resumed_tokens
+    links = () if before is None else (before,)
+    finished = attempt.stream.finished
+    if finished is None or attempt.error_code is not None:
+        end_ns = attempt.failed_ns or own.end_ns
+        yield _child(own, ATTEMPT, attempt.submitted_ns, end_ns, attributes, links=links, error=attempt.error_code)
+        return
+    shift_ns = _shift_ns(finished.phases, attempt.submitted_ns, own.end_ns)
+    if shift_ns:
+        attributes["moiety.clock_shift_ns"] = shift_ns
+    for name, start_ns, end_ns in _engine_phases(finished.phases):
+        events = tuple(
+            SpanEvent(f"moiety.{event.kind.value}", event.unix_ns + shift_ns, _of_event(event))
+            for event in finished.events
+            if _phase_of(event, finished.phases) == name
+        )
+        more = attributes | _of_engine_phase(name, finished)
+        yield _child(own, name, start_ns + shift_ns, end_ns + shift_ns, more, events=events, links=links)
+        links = ()
+
+
+def _engine_phases(phases: Phases) -> Iterator[tuple[str, int, int]]:
+    """Those that the sequence got to."""
+    received, scheduled, first, finished = (
+        phases.received_unix_ns,
+        phases.scheduled_unix_ns,
+        phases.first_token_unix_ns,
+        phases.finished_unix_ns,
+    )
+    yield QUEUE, received, scheduled or finished
+    if scheduled:
+        yield PREFILL, scheduled, first or finished
+    if first:
+        yield DECODE, first, finished
+
+
+def _shift_ns(phases: Phases, submitted_ns: int, ended_ns: int) -> int:
+    """By how much the engine's clock has to be put right, so that nothing comes before its cause; 0 on one machine."""
+    if phases.received_unix_ns < submitted_ns:
+        return submitted_ns - phases.received_unix_ns
+    if phases.finished_unix_ns > ended_ns:
+        return max(ended_ns - phases.finished_unix_ns, submitted_ns - phases.received_unix_ns)
+    return 0
+
+
+def _of_engine_phase(name: str, finished: Finished) -> Attributes:
+    if name == PREFILL:
+        return {
+            "gen_ai.usage.input_tokens": finished.num_prompt_tokens,
+            "moiety.cached_tokens": finished.num_cached_tokens,
+        }
+    if name == DECODE:
+        return {
+            "gen_ai.usage.output_tokens": finished.num_output_tokens,
+            "gen_ai.response.finish_reasons": (finished.reason.value,),
+            "moiety.recomputed_tokens": finished.num_recomputed_tokens,
+        }
+    return {}
+
+
+def _phase_of(event: Event, phases: Phases) -> str:
+    """The span that an event belongs to: the last phase that had begun by then."""
+    if phases.first_token_unix_ns and event.unix_ns >= phases.first_token_unix_ns:
+        return DECODE
+    if phases.scheduled_unix_ns and event.unix_ns >= phases.scheduled_unix_ns:
+        return PREFILL
+    return QUEUE
+
+
+def _of_event(event: Event) -> Attributes:
+    attributes: Attributes = {"moiety.reason": event.reason.value}
+    if event.other:
+        attributes["moiety.beneficiary"] = event.other
+    return attributes
+
+
+def _common(record: RequestRecord) -> Attributes:
+    """What every span of the request says, so that each can be found by itself."""
+    return {
+        "moiety.tenant_id": record.principal.tenant_id,
+        "moiety.service_class": record.service_class,
+        "moiety.request_id": record.request_id,
+    }
+
+
+def _child(
+    own: Span,
+    name: str,
+    start_ns: int,
+    end_ns: int,
+    attributes: Mapping[str, Attribute],
+    *,
+    events: tuple[SpanEvent, ...] = (),
+    links: tuple[str, ...] = (),
+    error: str | None = None,
+) -> Span:
+    if error is not None:
+        attributes = {**attributes, "error.type": error}
+    span_id, end_ns = random_hex(8), max(start_ns, end_ns)
+    kind = SpanKind.INTERNAL
+    return Span(own.trace_id, span_id, own.span_id, name, kind, start_ns, end_ns, attributes, events, links, error)
+
+
+def _told(attributes: Mapping[str, Attribute | None]) -> Attributes:
+    return {name: value for name, value in attributes.items() if value is not None}

@@ -1,0 +1,37 @@
+"""What became of traces and spans, for Prometheus: read at each scrape, so that no request counts for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moiety_platform.traces.tracing import Tracing
+
+
+class TraceCollector(Collector):
+    """Of one gateway."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+
+    def collect(self) -> Iterator[Metric]:
+        verdicts = CounterMetricFamily(
+            "moiety_trace_verdicts",
+            "Ended requests by why their trace was kept, or was not.",
+            labels=["verdict"],
+        )
+        for verdict, count in self._tracing.sampler.counts.items():
+            verdicts.add_metric([verdict.value], count)
+        sent = CounterMetricFamily("moiety_spans_sent", "Spans that were taken there.", labels=["destination"])
+        dropped = CounterMetricFamily(
+            "moiety_spans_dropped",
+            "Spans that were lost on their way: no room in the queue, or not taken in time.",
+            labels=["destination", "reason"],
+        )
+        for sender in self._tracing.senders:
+            sent.add_metric([sender.name], sender.num_sent)
+            for reason, count in tuple(sender.dropped.items()):
+                dropped.add_metric([sender.name, reason], count)
+        yield from (verdicts, sent, dropped)

@@ -1,0 +1,176 @@
+"""OTLP/HTTP as an ASGI application: `POST /otlp/v1/traces` (and `/v1/traces`), `/healthz`, `/readyz`, `/metrics`.
+
+Answers as the protocol's specification says: protobuf, with `partial_success` for spans that make no sense, 400 for
+what nobody should send again, 503 with Retry-After for what may be.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+from litestar.types import HTTPScope, Receive, Send
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+
+from moiety_platform.db.readiness import StoreReadiness
+from moiety_platform.metrics import CONTENT_TYPE
+from moiety_platform.trace_receiver.writer import TraceWriter
+from moiety_platform.trace_store.rows import rows_of
+
+PATHS = ("/otlp/v1/traces", "/v1/traces")
+PROTOBUF = "application/x-protobuf"
+RETRY_AFTER_S = 1
+
+Headers = Mapping[bytes, bytes]
+
+
+class Refusal(Exception):
+    """What is sent is not taken: the status, and a sentence that says what to do."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Who may send."""
+
+    ours: str
+    guests: str | None
+
+    def is_ours(self, authorization: str) -> bool:
+        """Whether it is one of ours, or a guest. Raises Refusal."""
+        given = authorization.removeprefix("Bearer ").encode()
+        if hmac.compare_digest(given, self.ours.encode()):
+            return True
+        if self.guests is not None and hmac.compare_digest(given, self.guests.encode()):
+            return False
+        raise Refusal(401, "send 'Authorization: Bearer' with the token that the trace store was started with")
+
+
+class TraceApp:
+    """The application of one process."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        writer: TraceWriter,
+        store: StoreReadiness,
+        registry: CollectorRegistry,
+        max_body_bytes: int,
+    ) -> None:
+        self._tokens = tokens
+        self._writer = writer
+        self._store = store
+        self._registry = registry
+        self._max_body_bytes = max_body_bytes
+        self._requests = Counter("moiety_traces_requests", "OTLP requests by status.", ("status",), registry=registry)
+
+    async def __call__(self, scope: HTTPScope, receive: Receive, send: Send) -> None:
+        method, path = scope["method"], scope["path"]
+        if path in PATHS:
+            await self._take(scope, receive, send)
+        elif method == "GET" and path == "/healthz":
+            await _answer(send, 200, b'{"status":"ok"}', "application/json")
+        elif method == "GET" and path == "/readyz":
+            reason = await self._store.why_not_ready()
+            await _answer(send, 503 if reason else 200, (reason or "ready").encode(), "text/plain")
+        elif method == "GET" and path == "/metrics":
+            await _answer(send, 200, generate_latest(self._registry), CONTENT_TYPE)
+        else:
+            await _answer(send, 404, b"spans are taken at POST /otlp/v1/traces", "text/plain")
+
+    async def _take(self, scope: HTTPScope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        try:
+            if scope["method"] != "POST":
+                raise Refusal(405, "send spans by POST")
+            is_ours = self._tokens.is_ours(headers.get(b"authorization", b"").decode("latin-1"))
+            if headers.get(b"content-type", b"").partition(b";")[0].strip() != PROTOBUF.encode():
+                raise Refusal(415, f"send {PROTOBUF}: the exporter's protocol 'http/protobuf'")
+            body = _unpack(headers, await self._receive(receive), self._max_body_bytes)
+            answer = self._store_spans(body, is_ours)
+        except Refusal as refusal:
+            self._requests.labels(str(refusal.status)).inc()
+            await _answer(send, refusal.status, _status(str(refusal)), PROTOBUF)
+        else:
+            self._requests.labels("200").inc()
+            await _answer(send, 200, answer.SerializeToString(), PROTOBUF)
+
+    def _store_spans(self, body: bytes, is_ours: bool) -> ExportTraceServiceResponse:
+        request = ExportTraceServiceRequest()
+        try:
+            request.ParseFromString(body)
+        except DecodeError as exc:
+            raise Refusal(400, "the body is no ExportTraceServiceRequest; send what an OTLP exporter makes") from exc
+        rows = rows_of(request.resource_spans, time.time_ns() // 1_000_000, is_ours=is_ours)
+        if len(rows.spans) > self._writer.max_spans:
+            raise Refusal(413, f"more than {self._writer.max_spans} spans; send fewer at a time")
+        if rows.spans and not self._writer.put(rows):
+            raise Refusal(503, "the database is behind or away; send it again later")
+        if not rows.num_rejected:
+            return ExportTraceServiceResponse()
+        partial = ExportTracePartialSuccess(rejected_spans=rows.num_rejected, error_message=rows.complaint)
+        return ExportTraceServiceResponse(partial_success=partial)
+
+    async def _receive(self, receive: Receive) -> bytes:
+        """The body as it comes, bounded."""
+        parts, num_bytes = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Refusal(400, "the body broke off")
+            assert message["type"] == "http.request", "all that is left"
+            parts.append(message["body"])
+            num_bytes += len(message["body"])
+            if num_bytes > self._max_body_bytes:
+                raise _too_large(self._max_body_bytes)
+            if not message["more_body"]:
+                return b"".join(parts)
+
+
+def _unpack(headers: Headers, body: bytes, max_bytes: int) -> bytes:
+    encoding = headers.get(b"content-encoding", b"identity").strip().lower()
+    if encoding == b"identity":
+        return body
+    if encoding != b"gzip":
+        raise Refusal(415, "compress with gzip, or not at all")
+    unpacker = zlib.decompressobj(wbits=31)
+    try:
+        unpacked = unpacker.decompress(body, max_bytes + 1)
+    except zlib.error as exc:
+        raise Refusal(400, "the body is no gzip, which its Content-Encoding says") from exc
+    if len(unpacked) > max_bytes:
+        raise _too_large(max_bytes)
+    if not unpacker.eof:
+        raise Refusal(400, "the body's gzip breaks off")
+    return unpacked
+
+
+def _too_large(max_bytes: int) -> Refusal:
+    return Refusal(413, f"the body is more than {max_bytes} bytes; send fewer spans at a time")
+
+
+def _status(message: str) -> bytes:
+    """google.rpc.Status with that message: field 2, a string. The specification asks for one."""
+    text = message.encode()
+    assert len(text) < 128, "one byte tells its length"
+    return b"\x12" + bytes([len(text)]) + text
+
+
+async def _answer(send: Send, status: int, body: bytes, content_type: str) -> None:
+    headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
+    if status == 503:
+        headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,123 @@
+"""The trace store's process: opens what it needs, takes spans until a signal, stores what it has, and closes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import structlog
+import uvicorn
+import uvloop
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moiety_platform.connections import ConnectionLimits, ServerConfig
+from moiety_platform.db.now import now_ms
+from moiety_platform.db.readiness import StoreReadiness
+from moiety_platform.db.session import Database
+from moiety_platform.listening import BACKLOG, bind
+from moiety_platform.logs import configure_logging
+from moiety_platform.metrics import Metrics
+from moiety_platform.trace_receiver.app import Tokens, TraceApp
+from moiety_platform.trace_receiver.settings import TraceSettings
+from moiety_platform.trace_receiver.writer import TraceWriter
+from moiety_platform.trace_store.models import SpanRecord, TraceRecord
+from moiety_platform.trace_store.store import Now, purge_of
+from moiety_platform.upkeep.service import Chore, Upkeep
+
+DAY_MS = 24 * 3600 * 1000
+LIMITS = ConnectionLimits(
+    max_header_bytes=32 * 1024, max_headers=100, header_timeout_s=15, body_timeout_s=30, send_timeout_s=60,
+    keep_alive_s=60,
+)  # fmt: skip
+
+log = structlog.get_logger(__name__)
+
+
+def run_trace_store(settings: TraceSettings) -> None:
+    """Serve until SIGINT or SIGTERM. Raises CannotListen."""
+    configure_logging(settings.log_level, settings.log_format)
+    listener = bind(settings.traces_host, settings.traces_port)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings, listener))
+
+
+async def _serve(settings: TraceSettings, listener: socket.socket) -> None:
+    async with build_app(settings) as app:
+        server = TraceServer(app)
+        loop = asyncio.get_running_loop()
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signal_number, server.request_exit)
+        host, port = listener.getsockname()[:2]
+        log.info("traces_listening", host=host, port=port)
+        await server.serve([listener])
+    log.info("traces_stopped")
+
+
+class TraceServer(uvicorn.Server):
+    """uvicorn with the bounds of our other server, and without its signal handlers."""
+
+    def __init__(self, app: TraceApp) -> None:
+        super().__init__(
+            ServerConfig(
+                app, LIMITS, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+                proxy_headers=False, timeout_graceful_shutdown=2, backlog=BACKLOG,
+            )
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def request_exit(self) -> None:
+        self.should_exit = True
+
+
+@asynccontextmanager
+async def build_app(settings: TraceSettings, now: Now = now_ms) -> AsyncIterator[TraceApp]:
+    """Open the store and keep it up; close it when all that was taken is stored. `now` is the database's clock."""
+    database = Database.open(settings.store_url)
+    metrics = Metrics()
+    writer = TraceWriter(database, settings.traces_queue_spans)
+    metrics.registry.register(_Stored(writer))
+    store = StoreReadiness(database)
+    owner = f"{socket.gethostname()[:24]}-{secrets.token_hex(12)}"
+    upkeep = Upkeep(owner, database, chores_of(settings, now), metrics, interval_s=settings.upkeep_interval_s, now=now)
+    guests = settings.traces_guest_token
+    tokens = Tokens(settings.traces_token.get_secret_value(), guests.get_secret_value() if guests else None)
+    await writer.start()
+    await upkeep.start()
+    try:
+        yield TraceApp(tokens, writer, store, metrics.registry, settings.traces_max_body_bytes)
+    finally:
+        await upkeep.stop()
+        await writer.stop()
+        await store.close()
+        await database.close()
+
+
+def chores_of(settings: TraceSettings, now: Now = now_ms) -> list[Chore]:
+    """What is past its time, spans before what they are found by."""
+    keep_ms = round(settings.keep_traces_days * DAY_MS)
+    return [
+        Chore("spans", purge_of(SpanRecord, keep_ms, now)),
+        Chore("traces", purge_of(TraceRecord, keep_ms, now)),
+    ]
+
+
+class _Stored(Collector):
+    """What became of the spans that were taken."""
+
+    def __init__(self, writer: TraceWriter) -> None:
+        self._writer = writer
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily("moiety_traces_spans", "Spans taken, by what became of them.", labels=["outcome"])
+        family.add_metric(["stored"], self._writer.num_stored)
+        family.add_metric(["refused_by_database"], self._writer.num_dropped)
+        yield family

@@ -1,0 +1,88 @@
+"""Spans on their way into the database: a bounded queue, and batches out of it.
+
+Fails open towards the gateways: what the queue has no room for is turned away, and its sender may try again or drop it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import structlog
+
+from moiety_platform.db.session import Database
+from moiety_platform.errors import Unavailable
+from moiety_platform.rounds import Rounds
+from moiety_platform.trace_store.rows import Rows
+from moiety_platform.trace_store.store import insert_rows
+
+BATCH_SPANS = 1000
+INTERVAL_S = 0.5
+PAUSE_S = 1.0  # while the database is away
+LAST_S = 5.0
+
+log = structlog.get_logger(__name__)
+
+
+class TraceWriter:
+    """Owned by the entry point; one event loop. Of what is queued nothing survives a kill."""
+
+    def __init__(self, database: Database, max_spans: int) -> None:
+        self.max_spans = max_spans
+        self.num_stored = 0
+        self.num_dropped = 0  # which the database refused
+        self._database = database
+        self._queue: deque[Rows] = deque()
+        self._num_queued = 0
+        self._rounds = Rounds("traces", self._write_all, INTERVAL_S, pause_s=PAUSE_S)
+
+    async def start(self) -> None:
+        self._rounds.start()
+
+    async def stop(self) -> None:
+        """Store what is left, unless that takes too long."""
+        await self._rounds.stop()
+        try:
+            async with asyncio.timeout(LAST_S):
+                await self._write_all()
+        except (TimeoutError, Unavailable) as error:
+            log.warning("spans_lost", spans=self._num_queued, reason=str(error) or "the database does not answer")
+
+    def put(self, rows: Rows) -> bool:
+        """Whether there was room for them."""
+        if self._num_queued + len(rows.spans) > self.max_spans:
+            return False
+        self._queue.append(rows)
+        self._num_queued += len(rows.spans)
+        if self._num_queued >= BATCH_SPANS:
+            self._rounds.wake()
+        return True
+
+    async def _write_all(self) -> None:
+        """Raises Unavailable; what was not stored then is still queued."""
+        while self._queue:
+            batch, num_requests = Rows(), 0
+            for rows in self._queue:
+                if batch.spans and len(batch.spans) + len(rows.spans) > BATCH_SPANS:
+                    break
+                batch.spans += rows.spans
+                batch.traces += rows.traces
+                num_requests += 1
+            stored = await self._write(batch)
+            for _ in range(num_requests):
+                self._queue.popleft()
+            self._num_queued -= len(batch.spans)
+            self.num_stored += len(batch.spans) if stored else 0
+
+    async def _write(self, batch: Rows) -> bool:
+        """False where the database does not want it, ever."""
+        try:
+            async with self._database.write() as session:
+                await insert_rows(session, batch)
+        except Unavailable:
+            raise
+        except Exception:  # the root of a batch: told, and not tried again
+            log.exception("spans_refused", spans=len(batch.spans))
+            self.num_dropped += len(batch.spans)
+            return False
+        return True

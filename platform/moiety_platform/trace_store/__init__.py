@@ -1,0 +1,1 @@
+"""Kept traces in the database: what they are found by, and their spans."""

@@ -1,0 +1,90 @@
+"""/admin/v1/traces. Maps HTTP to the queries; who may call is the router's affair."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Annotated
+
+from litestar import Controller, get
+from litestar.di import NamedDependency
+from litestar.params import FromPath, QueryParameter, SkipValidation
+
+from moiety_platform.access.caller import Caller
+from moiety_platform.access.table import Action, needs
+from moiety_platform.clock import Clock
+from moiety_platform.db.paging import Limit, parse_page
+from moiety_platform.db.session import Database
+from moiety_platform.errors import BadRequest
+from moiety_platform.query_parameters import Cursor, Filter, Since, Until, parse_moment
+from moiety_platform.tenants.checks import check_moment
+from moiety_platform.trace_store.queries import (
+    DEFAULT_SPAN,
+    EARLIEST,
+    TraceFilter,
+    find_traces,
+    parse_ms,
+    parse_text,
+    read_trace,
+    reading,
+)
+from moiety_platform.trace_store.schemas import TraceDetail, TracePage
+
+# of the machines, and of the request that a preemption was for: perhaps another tenant's
+OPERATORS_ONLY = frozenset({"moiety.engine", "moiety.engine.from", "moiety.engine.to", "moiety.beneficiary"})
+
+_MS = {"type": "number", "minimum": 0}
+Milliseconds = Annotated[str | None, QueryParameter(description="Duration in milliseconds.", schema_extra=_MS)]
+
+
+class TraceController(Controller):
+    """Traces."""
+
+    path = "/traces"
+    tags = ("traces",)
+
+    @get(opt=needs(Action.READ_TRACES))
+    async def list_traces(
+        self,
+        traces: NamedDependency[Database],
+        clock: NamedDependency[SkipValidation[Clock]],
+        limit: Limit = None,
+        cursor: Cursor = None,
+        since: Since = None,
+        until: Until = None,
+        tenant_id: Filter = None,
+        service_class: Filter = None,
+        outcome: Filter = None,
+        model: Filter = None,
+        request_id: Filter = None,
+        reason: Filter = None,
+        min_ms: Milliseconds = None,
+        max_ms: Milliseconds = None,
+    ) -> TracePage:
+        """Requests whose trace was kept, newest first; of the last 24 hours unless `since` or `until` is given.
+        `reason` is the scheduler's, an error's code, or why the trace was kept; durations are at least `min_ms` and
+        below `max_ms`."""
+        page = parse_page(limit, cursor)
+        begin, end = parse_moment(since, "since"), parse_moment(until, "until")
+        before = check_moment(end, "until") if end is not None else clock.now() + timedelta(seconds=1)
+        after = check_moment(begin, "since") if begin is not None else max(before, EARLIEST) - DEFAULT_SPAN
+        if after >= before:
+            raise BadRequest("'since' must lie before 'until'.", param="since")
+        given = {
+            "tenant_id": tenant_id, "service_class": service_class, "outcome": outcome, "model": model,
+            "request_id": request_id,
+        }  # fmt: skip
+        equal = {name: text for name, value in given.items() if (text := parse_text(value, name)) is not None}
+        wanted = TraceFilter(
+            after, before, equal, parse_text(reason, "reason"), parse_ms(min_ms, "min_ms"), parse_ms(max_ms, "max_ms")
+        )
+        async with reading(traces) as session:
+            return await find_traces(session, wanted, page)
+
+    @get("/{trace_id:str}", opt=needs(Action.READ_TRACES))
+    async def get_trace(
+        self, traces: NamedDependency[Database], caller: NamedDependency[Caller], trace_id: FromPath[str]
+    ) -> TraceDetail:
+        """All spans of a trace, by their start."""
+        hidden = OPERATORS_ONLY if caller.tenant_id is not None else ()
+        async with reading(traces) as session:
+            return await read_trace(session, trace_id, hidden)

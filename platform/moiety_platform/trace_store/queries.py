@@ -1,0 +1,115 @@
+"""Finds traces. All is the database's work; a caller of one tenant has a store of that tenant's rows."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, Select, or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.db.failures import RETRY_AFTER_S, UNMIGRATED
+from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
+from moiety_platform.db.session import Database
+from moiety_platform.errors import BadRequest, NotFound, Unavailable
+from moiety_platform.query_parameters import MAX_FILTER_LENGTH
+from moiety_platform.trace_store.models import SpanRecord, TraceRecord
+from moiety_platform.trace_store.schemas import SpanView, TraceDetail, TracePage, TraceView
+
+MAX_SPANS = 2000
+DEFAULT_SPAN = timedelta(hours=24)
+EARLIEST = datetime(1, 1, 2, tzinfo=UTC)  # before which that cannot be
+NO_STORE = "no_trace_store"
+
+_TRACE_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFilter:
+    """Which traces are wanted: of requests that began in [since, until), with these properties where given. `reason` is
+    the scheduler's, an error's code, or why the trace was kept."""
+
+    since: datetime
+    until: datetime
+    equal: dict[str, str]
+    reason: str | None = None
+    min_ms: float | None = None
+    max_ms: float | None = None
+
+    def conditions(self) -> list[ColumnElement[bool]]:
+        """As SQL."""
+        table = TraceRecord
+        found = [table.started_at >= self.since, table.started_at < self.until]
+        found += [getattr(table, name) == value for name, value in self.equal.items()]
+        if self.reason is not None:
+            found.append(or_(*(column == self.reason for column in (table.reason, table.error_code, table.kept_for))))
+        if self.min_ms is not None:
+            found.append(table.duration_ms >= self.min_ms)
+        if self.max_ms is not None:
+            found.append(table.duration_ms < self.max_ms)
+        return found
+
+
+def parse_text(text: str | None, param: str) -> str | None:
+    """Raises BadRequest."""
+    if text is not None and not (text.isprintable() and len(text) <= MAX_FILTER_LENGTH):
+        raise BadRequest(f"'{param}' must have at most {MAX_FILTER_LENGTH} printable characters.", param=param)
+    return text
+
+
+def parse_ms(text: str | None, param: str) -> float | None:
+    """Milliseconds. Raises BadRequest."""
+    if text is None:
+        return None
+    try:
+        value = float(text) if text.isascii() and len(text) <= 32 else math.nan
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise BadRequest(f"'{param}' must be milliseconds such as 250 or 0.5, not {text[:64]!r}.", param=param)
+    return value
+
+
+@asynccontextmanager
+async def reading(traces: Database) -> AsyncIterator[AsyncSession]:
+    """A transaction that reads. Raises Unavailable, with a code of its own where nobody has made a trace store."""
+    try:
+        async with traces.read() as session:
+            yield session
+    except Unavailable as error:
+        if error.code != UNMIGRATED:
+            raise
+        raise Unavailable(
+            "There is no trace store, or not of this release: `moiety serve` starts one; elsewhere run "
+            "`moiety traces --migrate`.",
+            code=NO_STORE,
+            retry_after_s=RETRY_AFTER_S,
+        ) from error
+
+
+async def find_traces(session: AsyncSession, wanted: TraceFilter, page: PageRequest) -> TracePage:
+    """Newest first."""
+    statement: Select[Any] = select(TraceRecord).where(*wanted.conditions())
+    statement = after_position(statement, page, TraceRecord.started_at, TraceRecord.span_id, newest_first=True)
+    found: Sequence[TraceRecord] = (await session.scalars(statement)).all()
+    records, next_cursor = cut_page(found, page, lambda record: Position(record.started_at, record.span_id))
+    return TracePage([TraceView.of(record) for record in records], next_cursor)
+
+
+async def read_trace(session: AsyncSession, trace_id: str, hidden: Collection[str]) -> TraceDetail:
+    """All of its spans, without the attributes of these names. Raises NotFound."""
+    known = trace_id if _TRACE_ID.fullmatch(trace_id) else ""  # what could not be an id is looked up as none
+    statement = select(SpanRecord).where(SpanRecord.trace_id == known)
+    statement = statement.order_by(SpanRecord.start_ns, SpanRecord.end_ns.desc(), SpanRecord.span_id).limit(
+        MAX_SPANS + 1
+    )
+    records = (await session.scalars(statement)).all()
+    if not records:
+        raise NotFound(f"There is no trace {trace_id[:64]!r}, or it was not kept.", code="trace_not_found")
+    spans = [SpanView.of(record, hidden) for record in records[:MAX_SPANS]]
+    return TraceDetail(trace_id, spans, truncated=len(records) > MAX_SPANS)

@@ -1,0 +1,109 @@
+"""What the admin API says of traces."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from moiety_platform.trace_store.models import SpanRecord, TraceRecord
+
+KINDS = ("unspecified", "internal", "server", "client", "producer", "consumer")
+STATUSES = ("unset", "ok", "error")
+
+
+class TraceView(msgspec.Struct, frozen=True):
+    """A request whose trace was kept. `kept_for` says why: failed, sla_missed, preempted, failed_over, first, rate."""
+
+    trace_id: str
+    span_id: str
+    request_id: str
+    tenant_id: str
+    service_class: str
+    operation: str
+    model: str
+    started_at: datetime
+    duration_ms: float
+    outcome: str
+    reason: str | None
+    error_code: str | None
+    kept_for: str
+
+    @classmethod
+    def of(cls, record: TraceRecord) -> TraceView:
+        return cls(**{name: getattr(record, name) for name in cls.__struct_fields__})
+
+
+class TracePage(msgspec.Struct, frozen=True):
+    """Some traces, newest first."""
+
+    data: list[TraceView]
+    next_cursor: str | None
+
+
+class EventView(msgspec.Struct, frozen=True):
+    """Something that happened in a span."""
+
+    name: str
+    unix_ns: int
+    attributes: dict[str, Any]
+
+
+class LinkView(msgspec.Struct, frozen=True):
+    """A span that another one follows from."""
+
+    trace_id: str
+    span_id: str
+
+
+class SpanView(msgspec.Struct, frozen=True):
+    """One span. Times are Unix nanoseconds; `service` is the process that it is of."""
+
+    span_id: str
+    parent_id: str | None
+    name: str
+    kind: str
+    service: str
+    start_ns: int
+    end_ns: int
+    status: str
+    status_message: str
+    attributes: dict[str, Any]
+    events: list[EventView]
+    links: list[LinkView]
+
+    @classmethod
+    def of(cls, record: SpanRecord, hidden: Collection[str]) -> SpanView:
+        """Without the attributes of these names."""
+
+        def shown(attributes: dict[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in attributes.items() if name not in hidden}
+
+        return cls(
+            span_id=record.span_id,
+            parent_id=record.parent_id,
+            name=record.name,
+            kind=_word(KINDS, record.kind),
+            service=record.service,
+            start_ns=record.start_ns,
+            end_ns=record.end_ns,
+            status=_word(STATUSES, record.status),
+            status_message=record.status_message,
+            attributes=shown(record.attributes),
+            events=[EventView(one["name"], one["unix_ns"], shown(one["attributes"])) for one in record.events],
+            links=[LinkView(**link) for link in record.links],
+        )
+
+
+class TraceDetail(msgspec.Struct, frozen=True):
+    """A trace's spans by their start; `truncated` says that there are more than are listed."""
+
+    trace_id: str
+    spans: list[SpanView]
+    truncated: bool
+
+
+def _word(words: tuple[str, ...], number: int) -> str:
+    return words[number] if 0 <= number < len(words) else words[0]

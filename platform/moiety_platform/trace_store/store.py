@@ -1,0 +1,41 @@
+"""Writes traces and deletes old ones, within the caller's transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from sqlalchemy import ColumnElement, delete, select, tuple_
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.db.bulk import BulkInsert
+from moiety_platform.trace_store.models import SpanRecord, TraceRecord
+from moiety_platform.trace_store.rows import Rows
+
+ROWS_AT_ONCE = 1000
+
+Now = Callable[[], ColumnElement[int]]
+
+# what was sent twice, since its sender did not hear the answer, is there once
+_insert_spans = BulkInsert(SpanRecord, lambda insert: insert.on_conflict_do_nothing())
+_insert_traces = BulkInsert(TraceRecord, lambda insert: insert.on_conflict_do_nothing())
+
+
+async def insert_rows(session: AsyncSession, rows: Rows) -> None:
+    """Those that are not there."""
+    await _insert_spans(session, rows.spans)
+    await _insert_traces(session, rows.traces)
+
+
+def purge_of(table: type[SpanRecord | TraceRecord], keep_ms: int, now: Now) -> Callable[[AsyncSession], Awaitable[int]]:
+    """What deletes some of the table's rows that were stored longer ago than that, the oldest first; how many."""
+
+    async def purge(session: AsyncSession) -> int:
+        before = int(await session.scalar(select(now())) or 0) - keep_ms
+        old = select(table.trace_id, table.span_id).where(table.stored_ms < before)
+        oldest = old.order_by(table.stored_ms).limit(ROWS_AT_ONCE).with_for_update(skip_locked=True)
+        keys = [tuple(row) for row in await session.execute(oldest)]
+        if keys:
+            await session.execute(delete(table).where(tuple_(table.trace_id, table.span_id).in_(keys)))
+        return len(keys)
+
+    return purge

@@ -1,0 +1,34 @@
+"""The trace context of the W3C, as clients send it and engines get it."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_TRACEPARENT = re.compile(
+    r"(?:00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}|(?!00|ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?)"
+)
+MAX_LENGTH = 512
+
+
+class Parent(NamedTuple):
+    """A client's span, in hexadecimal, and how the client has put it."""
+
+    trace_id: str
+    span_id: str
+    traceparent: str
+
+
+def parse_traceparent(text: str | None) -> Parent | None:
+    """None for no context, and for one that breaks the rules: such a request begins a trace of its own."""
+    if not text or len(text) > MAX_LENGTH or (found := _TRACEPARENT.fullmatch(text)) is None:
+        return None
+    trace_id, span_id = found[1] or found[3], found[2] or found[4]
+    if not trace_id.strip("0") or not span_id.strip("0"):
+        return None
+    return Parent(trace_id, span_id, text)
+
+
+def format_traceparent(trace_id: str, span_id: str) -> str:
+    """Sampled: whether it is kept is decided at the end, and until then everybody is to record."""
+    return f"00-{trace_id}-{span_id}-01"

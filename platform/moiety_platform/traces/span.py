@@ -1,0 +1,34 @@
+"""A span of a kept trace, as the gateway says it; OpenTelemetry's own objects are made where it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from opentelemetry.trace import SpanKind
+
+Attribute = str | bool | int | float | tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpanEvent:
+    name: str
+    unix_ns: int
+    attributes: Mapping[str, Attribute]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Ids are hexadecimal. `error` is a code, None where it ended well. `links` are ids of spans of the same trace."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str | None
+    name: str
+    kind: SpanKind
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, Attribute]
+    events: tuple[SpanEvent, ...] = ()
+    links: tuple[str, ...] = ()
+    error: str | None = None

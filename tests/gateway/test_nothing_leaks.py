@@ -1,0 +1,97 @@
+"""Marked prompts, answers and keys, sent through every path: in no span, no metric and no line of the log."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+
+import httpx
+
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.trace_store.models import TraceRecord
+from moiety_platform.traces.sender import SpanSender, otlp_exporter
+from moiety_wire.messages import Failed, FailureCode
+
+from .test_batches import chat_line, submit, wait_for
+from .test_trace_receiver import TOKEN, run_store
+
+MARK = "zebracrossing"
+TEXT = f"what is a {MARK}?"
+FAILS = 7  # tokens, at which the engine does
+PIXEL = base64.b64encode(MARK.encode()).decode()
+USER = [{"role": "system", "content": TEXT}, {"role": "user", "content": TEXT, "name": MARK}]
+TOOL = {"name": MARK, "description": TEXT, "parameters": {"type": "object", "properties": {MARK: {"type": "string"}}}}
+CHAT = {"model": "tiny", "messages": USER, "max_tokens": 3, "stop": [MARK], "user": MARK, "metadata": {"m": MARK}}
+HEADERS = {
+    "Idempotency-Key": MARK, "traceparent": MARK, "tracestate": f"v={MARK}", "baggage": f"m={MARK}",
+    "User-Agent": MARK, "X-Api-Key": MARK, "Cookie": MARK,
+}  # fmt: skip
+
+ASKS = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", CHAT | {"stream": True, "n": 2, "logprobs": True, "top_logprobs": 2}),
+    ("/v1/chat/completions", CHAT | {"tools": [{"type": "function", "function": TOOL}]}),
+    ("/v1/chat/completions", CHAT | {"model": MARK}),
+    ("/v1/chat/completions", CHAT | {"max_tokens": 10**6}),
+    ("/v1/chat/completions", CHAT | {MARK: MARK, "temperature": MARK}),
+    ("/v1/chat/completions", CHAT | {"messages": [{"role": MARK, "content": TEXT}]}),
+    ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url", "u": PIXEL}]}]}),
+    ("/v1/chat/completions", f'{{"model": "{MARK}'.encode()),
+    ("/v1/completions", {"model": "tiny", "prompt": [TEXT, MARK], "max_tokens": 3, "stop": [TEXT]}),
+    ("/v1/completions", {"model": "tiny", "prompt": TEXT, "max_tokens": FAILS}),
+    ("/v1/messages", {"model": "tiny", "system": TEXT, "messages": USER[1:], "max_tokens": 3}),
+    ("/v1/messages", {"model": "tiny", "messages": USER[1:], "max_tokens": 3, "stream": True}),
+    ("/v1/messages", {"model": "tiny", "messages": [{"role": "user", "content": TEXT}], "max_tokens": 3}),
+    ("/v1/responses", {"model": "tiny", "input": TEXT, "instructions": TEXT, "store": True, "max_output_tokens": 3}),
+    ("/v1/responses", {"model": "tiny", "input": TEXT, "previous_response_id": MARK}),
+    ("/v1/embeddings", {"model": "tiny", "input": [TEXT, MARK]}),
+    ("/tokenize", {"model": "tiny", "prompt": TEXT}),
+    ("/v1/files", TEXT.encode()),
+    (f"/{MARK}", CHAT),
+]  # fmt: skip
+
+
+def answer(submit):
+    """The prompt's words, or what an engine says that breaks."""
+    if submit.stopping.max_tokens == FAILS:
+        return Failed(submit.request_id, 0, FailureCode.ENGINE_FAILED, TEXT)
+    return [(65, MARK) for _ in range(submit.stopping.max_tokens)]
+
+
+async def test_prompts_answers_and_keys_are_in_no_span_log_or_metric(start_gateway, new_card, logged, tmp_path):
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    async with run_store(folder) as store:
+        sender = SpanSender("store", otlp_exporter(store.endpoint, TOKEN), "g", interval_s=0.01)
+        engine = FakeEngineClient(new_card(embedding_width=8), answer)
+        async with start_gateway([engine], sender, stores_usage=True) as gateway:
+            statuses = [await send_everything(gateway), await send_everything(gateway, f"mty_{'0' * 16}.{MARK}")]
+            batch = await submit(gateway, [chat_line(f"{MARK}-{number}", TEXT) for number in range(3)])
+            await wait_for(gateway, batch, "completed")
+            searched = ("GET", f"/admin/v1/traces?tenant_id={MARK}", b"", gateway.admin_key)
+            statuses.append({(await gateway.request(*searched))[0]})
+            metrics = gateway.metrics.render().decode()
+            keys = [key.rpartition(".")[2] for key in (gateway.key, gateway.admin_key)]
+        await asyncio.to_thread(sender.close)
+        num_traces = await store.count(TraceRecord, 16)
+        async with httpx.AsyncClient() as http:
+            metrics += (await http.get(f"{store.url}/metrics")).text
+    stored = b"".join(file.read_bytes() for file in folder.iterdir()).decode("latin-1")
+    assert statuses[0] >= {200, 400, 404, 502} and statuses[1:] == [{401, 404}, {200}]
+    assert num_traces >= 16 and "chat tiny" in stored and "moiety_requests_total" in metrics
+    assert '"event":"request"' in logged.getvalue()
+    for secret in (MARK, PIXEL, *keys, TOKEN):
+        told = [secret in text for text in (stored, logged.getvalue(), metrics)]
+        assert told == [False, False, False], secret
+
+
+async def send_everything(gateway, key: str | None = None) -> set[int]:
+    """The statuses that came."""
+    found = set()
+    for number, (path, body) in enumerate(ASKS):
+        headers = HEADERS | {"Idempotency-Key": f"{MARK}-{number}", "Content-Type": "application/json"}
+        if "messages" in path and key is None:  # where that header is the key
+            headers["X-Api-Key"] = gateway.key
+        status, _, _ = await gateway.post(path, body, key, headers)
+        found.add(status)
+    return found

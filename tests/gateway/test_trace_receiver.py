@@ -1,0 +1,279 @@
+"""The trace store over HTTP, before the SDK's own exporter; and our sender before a receiver that is not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import threading
+from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+from opentelemetry.exporter.otlp.proto.http import Compression
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import StatusCode
+from sqlalchemy import func, select
+
+from moiety_platform.db.base import Base
+from moiety_platform.db.session import Database
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.listening import bind
+from moiety_platform.trace_receiver.process import TraceServer, build_app
+from moiety_platform.trace_receiver.settings import TraceSettings
+from moiety_platform.trace_store.models import SpanRecord, TraceRecord
+from moiety_platform.traces.sender import SpanSender, otlp_exporter
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+TOKEN, GUEST = "a token of gateways", "a token of anybody"
+PROTOBUF = {"Content-Type": "application/x-protobuf", "Authorization": f"Bearer {TOKEN}"}
+
+
+class Store:
+    """A trace store that listens."""
+
+    def __init__(self, url: str, database: Database) -> None:
+        self.endpoint = f"{url}/otlp"
+        self.url = url
+        self._database = database
+
+    async def count(self, table, at_least: int) -> int:
+        """How many rows, once there are so many."""
+        async with asyncio.timeout(10):
+            while True:
+                async with self._database.read() as session:
+                    found = await session.scalar(select(func.count()).select_from(table))
+                if found >= at_least:
+                    return found
+                await asyncio.sleep(0.02)
+
+    async def rows(self, table, at_least: int):
+        await self.count(table, at_least)
+        async with self._database.read() as session:
+            return (await session.scalars(select(table))).all()
+
+    async def post(self, body: bytes, **headers: str) -> httpx.Response:
+        async with httpx.AsyncClient() as http:
+            sent = {**PROTOBUF, **{name.replace("_", "-"): value for name, value in headers.items()}}
+            return await http.post(f"{self.endpoint}/v1/traces", content=body, headers=sent)
+
+
+@asynccontextmanager
+async def run_store(folder, *, has_tables=True, **settings):
+    url = f"sqlite:///{folder / 'store.db'}"  # the gateway's of these tests, so that its admin API reads it
+    database = Database.open(url)
+    if has_tables:
+        async with database.engine.begin() as connection:
+            await connection.run_sync(Base.metadata.create_all)
+    given = {"traces_database_url": url, "traces_token": TOKEN, "traces_guest_token": GUEST, **settings}
+    async with build_app(TraceSettings(**given)) as app:
+        listener = bind("127.0.0.1", 0)
+        server = TraceServer(app)
+        task = asyncio.create_task(server.serve([listener]))
+        try:
+            yield Store(f"http://127.0.0.1:{listener.getsockname()[1]}", database)
+        finally:
+            server.request_exit()
+            await task
+    await database.close()
+
+
+@pytest.fixture
+async def store(tmp_path):
+    async with run_store(tmp_path) as running:
+        yield running
+
+
+def export(endpoint: str, token: str, compression=Compression.NoCompression, spans: int = 1) -> bool:
+    """What an application does that is instrumented with OpenTelemetry's SDK; whether it was taken."""
+    exporter = OTLPSpanExporter(
+        f"{endpoint}/v1/traces", headers={"Authorization": f"Bearer {token}"}, compression=compression, timeout=5
+    )
+    provider = TracerProvider(resource=Resource.create({"service.name": "shop"}), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    tracer = provider.get_tracer("shop")
+    for _ in range(spans):
+        with tracer.start_as_current_span("checkout", attributes={"moiety.tenant_id": "ten_other", "items": 3}) as span:
+            span.add_event("paid", {"method": "card"})
+            span.set_status(StatusCode.ERROR, "declined")
+            with tracer.start_as_current_span("ask", attributes={"moiety.outcome": "stop", "ratio": float("nan")}):
+                pass
+    taken = provider.force_flush()
+    provider.shutdown()
+    return taken
+
+
+@pytest.mark.parametrize("compression", [Compression.NoCompression, Compression.Gzip])
+async def test_a_stock_exporter_can_send_and_a_guest_says_nothing_of_tenants(store, compression):
+    await asyncio.to_thread(export, store.endpoint, GUEST, compression)
+    inner, outer = sorted(await store.rows(SpanRecord, 2), key=lambda row: row.name)
+    assert (outer.name, outer.service, outer.parent_id, inner.parent_id) == ("checkout", "shop", None, outer.span_id)
+    assert (outer.attributes, inner.attributes) == ({"items": 3}, {"ratio": "nan"})
+    assert (outer.tenant_id, outer.status, outer.status_message) == ("", 2, "declined")
+    (event,) = outer.events
+    assert (event["name"], event["attributes"]) == ("paid", {"method": "card"})
+    assert await store.count(TraceRecord, 0) == 0
+
+
+async def test_one_of_ours_is_believed(store):
+    await asyncio.to_thread(export, store.endpoint, TOKEN)
+    rows = await store.rows(SpanRecord, 2)
+    assert {row.tenant_id for row in rows} == {"ten_other", ""}
+    assert await store.count(TraceRecord, 1) == 1
+
+
+async def test_whoever_has_no_token_is_refused(store):
+    for authorization in ("", "Bearer", "Bearer wrong", f"Bearer {TOKEN}x", "Bearer \u00f6".encode()):
+        refused = await store.post(b"", Authorization=authorization)
+        assert (refused.status_code, b"token" in refused.content) == (401, True)
+
+
+async def test_what_cannot_be_read_is_refused_in_the_protocols_words(store):
+    packed = gzip.compress(bytes(8_000_000))
+    for body, headers, status in (
+        (b"\xff\xff", {}, 400),
+        (b"{}", {"Content_Type": "application/json"}, 415),
+        (b"", {"Content_Encoding": "br"}, 415),
+        (b"no gzip", {"Content_Encoding": "gzip"}, 400),
+        (packed[:100], {"Content_Encoding": "gzip"}, 400),
+        (packed, {"Content_Encoding": "gzip"}, 413),
+        (bytes(5_000_000), {}, 413),
+    ):
+        answer = await store.post(body, **headers)
+        assert (answer.status_code, answer.headers["content-type"]) == (status, "application/x-protobuf"), body[:20]
+        assert answer.content[:1] == b"\x12"  # the message of google.rpc.Status
+    async with httpx.AsyncClient() as http:
+        assert (await http.get(f"{store.endpoint}/v1/traces")).status_code == 405
+        assert (await http.get(f"{store.url}/readyz")).status_code == 200
+        text = (await http.get(f"{store.url}/metrics")).text
+    assert 'moiety_traces_requests_total{status="413"} 2.0' in text
+
+
+def request_of(*spans: dict) -> bytes:
+    request = ExportTraceServiceRequest()
+    scope = request.resource_spans.add().scope_spans.add()
+    for values in spans:
+        good = {"trace_id": b"t" * 16, "span_id": b"s" * 8, "start_time_unix_nano": 10, "end_time_unix_nano": 20}
+        scope.spans.add(**{**good, **values})
+    return request.SerializeToString()
+
+
+async def test_spans_that_make_no_sense_are_told_and_the_others_stored_once(store):
+    body = request_of({}, {"span_id": b""}, {"trace_id": bytes(16)}, {"end_time_unix_nano": 9}, {"name": "a\0b" * 400})
+    answers = [ExportTraceServiceResponse.FromString((await store.post(body)).content) for _ in range(2)]
+    assert [answer.partial_success.rejected_spans for answer in answers] == [3, 3]
+    assert "nanoseconds" in answers[0].partial_success.error_message
+    body = request_of({"span_id": b"2" * 8})
+    assert (await store.post(body)).content == b""
+    first, second = sorted(await store.rows(SpanRecord, 2), key=lambda row: row.span_id)
+    assert (first.span_id, second.name) == ((b"2" * 8).hex(), "")
+    assert await store.count(SpanRecord, 2) == 2
+
+
+async def test_a_store_whose_database_is_away_takes_what_it_has_room_for_and_then_says_when_to_come_back(tmp_path):
+    async with run_store(tmp_path, has_tables=False, traces_queue_spans=1000) as store:
+        many = request_of(*({"span_id": number.to_bytes(8, "big")} for number in range(1, 601)))
+        assert (await store.post(many)).status_code == 200
+        too_many = await store.post(request_of(*({"span_id": number.to_bytes(8, "big")} for number in range(1, 1002))))
+        assert too_many.status_code == 413, "it would never fit"
+        behind = await store.post(many)
+        assert (behind.status_code, behind.headers["retry-after"]) == (503, "1")
+        async with httpx.AsyncClient() as http:
+            assert (await http.get(f"{store.url}/readyz")).status_code == 503
+        async with store._database.engine.begin() as connection:
+            await connection.run_sync(Base.metadata.create_all)
+        assert await store.count(SpanRecord, 600) == 600
+
+
+async def test_a_request_can_be_found_by_its_trace_in_the_admin_api(start_gateway, card, store):
+    sender = SpanSender("store", otlp_exporter(store.endpoint, TOKEN), "gateway-1", interval_s=0.01)
+    async with start_gateway([FakeEngineClient(card)], sender) as gateway:
+        await gateway.post(CHAT, BODY)
+        await gateway.post(CHAT, BODY | {"model": "none"})
+        good, _ = await gateway.rows.wait_for(2)
+        await store.count(TraceRecord, 2)
+
+        async def ask(path: str):
+            status, _, answer = await gateway.request("GET", f"/admin/v1/traces{path}", b"", gateway.admin_key)
+            assert status == 200, answer
+            return json.loads(answer)
+
+        (found,) = (await ask(f"?request_id={good.request_id}"))["data"]
+        assert (found["outcome"], found["model"], found["kept_for"]) == ("length", "tiny", "first")
+        assert abs(found["duration_ms"] - good.duration_ms) < 5
+        (refused,) = (await ask("?reason=model_not_found&outcome=rejected"))["data"]
+        assert refused["request_id"] != good.request_id
+        assert [len((await ask(f"?{bounds}"))["data"]) for bounds in ("min_ms=0", "min_ms=60000", "max_ms=0")] == [
+            2,
+            0,
+            0,
+        ]
+        spans = (await ask(f"/{found['trace_id']}"))["spans"]
+        names = {"chat tiny", "receive", "prepare", "quota.hold", "admission", "answer", "quota.settle"}
+        assert {span["name"] for span in spans} == names | {"engine.queue", "engine.prefill", "engine.decode"}
+        assert spans[0]["span_id"] == found["span_id"] and {span["parent_id"] for span in spans[1:]} == {
+            found["span_id"]
+        }
+        assert (spans[0]["service"], spans[0]["kind"]) == ("moiety-gateway", "server")
+    await asyncio.to_thread(sender.close)
+    assert not sender.dropped
+
+
+class Collector(ThreadingHTTPServer):
+    """Takes OTLP/HTTP as the specification has it, by OpenTelemetry's own messages."""
+
+    def __init__(self) -> None:
+        self.spans = []
+        self.headers = []
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers["Content-Encoding"] == "gzip":
+            body = gzip.decompress(body)
+        request = ExportTraceServiceRequest.FromString(body)
+        self.server.spans += [
+            span for part in request.resource_spans for scope in part.scope_spans for span in scope.spans
+        ]
+        self.server.headers.append((self.path, self.headers["Content-Type"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-protobuf")
+        self.end_headers()
+        self.wfile.write(ExportTraceServiceResponse().SerializeToString())
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+async def test_our_sender_can_send_to_a_receiver_that_is_not_ours(start_gateway, card):
+    collector = Collector()
+    thread = threading.Thread(target=collector.serve_forever)
+    thread.start()
+    try:
+        sender = SpanSender("otlp", otlp_exporter(f"http://127.0.0.1:{collector.server_port}"), "g", interval_s=0.01)
+        async with start_gateway([FakeEngineClient(card)], sender) as gateway:
+            await gateway.post(CHAT, BODY, headers={"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-00"})
+            await gateway.rows.wait_for(1)
+        await asyncio.to_thread(sender.close)
+    finally:
+        collector.shutdown()
+        thread.join()
+        collector.server_close()
+    assert (sender.num_sent, len(collector.spans)) == (10, 10)
+    assert set(collector.headers) == {("/v1/traces", "application/x-protobuf")}
+    assert {span.trace_id.hex() for span in collector.spans} == {"ab" * 16}
+    (root,) = [span for span in collector.spans if span.name == "chat tiny"]
+    assert root.parent_span_id.hex() == "cd" * 8
