@@ -49,9 +49,9 @@ def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) 
         Chore("files", Files(database, BatchFiles(database), now).purge),
         Chore("batches", partial(purge_batches, keep_ms=settings.keep_batches_days * DAY_MS, now=now)),
         Chore("webhook_deliveries", partial(forget_old, now=now)),
+        Chore("usage_minutes", purge_old_minutes),
         Chore("quota_windows", purge_old_windows),
         Chore("forsaken_limits", purge_forsaken),
-        Chore("usage_minutes", purge_old_minutes),
     ]
     if settings.keep_files_s is not None:
         chores.insert(1, Chore("files_without_end", partial(give_ends, keep_s=settings.keep_files_s, now=now)))

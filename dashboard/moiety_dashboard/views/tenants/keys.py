@@ -60,7 +60,7 @@ def show_made() -> None:
             st.rerun()
         if right.button("Try it in the playground", width="stretch"):
             st.session_state[PLAYGROUND_KEY] = st.session_state.pop(MADE)
-            st.toast("The playground has it.")
+            session.tell("The playground has it.")
             st.rerun()
 
 
