@@ -248,7 +248,7 @@ def change_something(admin: Admin, made: list[Made]) -> None:
     admin("POST", f"/keys/{initech.key_id}/rotate", {"grace_s": 86_400})
 
 
-def take_pictures(dashboard: str, admin_key: str, tenant_id: str, key: str, out: Path) -> None:
+def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
     """Every page, light and dark, as a laptop shows it."""
     from playwright.sync_api import Page, sync_playwright
 
@@ -346,7 +346,7 @@ def show(url: str, dashboard: str, admin_key: str, data: Path, options: argparse
         sender.start()
     try:
         time.sleep(options.live_s)
-        take_pictures(dashboard, admin_key, made[1].tenant_id, made[1].key, options.out)
+        take_pictures(dashboard, admin_key, made[1].key, options.out)
     finally:
         ended.set()
         for sender in senders:

@@ -16,10 +16,3 @@ def of_classes(names: Iterable[str]) -> dict[str, str]:
     names = list(names)
     own = sorted(name for name in names if name not in SHIPPED)
     return {name: SHIPPED.get(name) or MORE[own.index(name) % len(MORE)] for name in names}
-
-
-def of_share(share: float | None, warn: float, bad: float) -> str:
-    """Of something of which much is bad, such as a limit's use."""
-    if share is None:
-        return CALM
-    return BAD if share >= bad else WARN if share >= warn else GOOD

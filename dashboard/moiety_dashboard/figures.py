@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import datetime
 
 NOTHING = "–"
 
@@ -67,10 +67,3 @@ def show_time(text: str | None, *, seconds: bool = False) -> str | None:
     """In the time zone of this machine, to the minute or the second."""
     at = moment(text)
     return None if at is None else f"{at.astimezone():{'%Y-%m-%d %H:%M:%S' if seconds else '%Y-%m-%d %H:%M'}}"
-
-
-def ago(at: datetime, now: datetime) -> str:
-    passed = now - at
-    if passed < timedelta(minutes=1):
-        return "just now"
-    return f"{time_left(passed.total_seconds())} ago"
