@@ -1,4 +1,5 @@
-"""The script that Streamlit runs: the frame around the page, the key, and what to say when the gateway is not there."""
+"""The script that Streamlit runs: the frame around the pages, who looks, and what to say when the gateway is not
+there."""
 
 from __future__ import annotations
 
@@ -6,63 +7,71 @@ import sys
 from pathlib import Path
 
 import streamlit as st
+from streamlit.navigation.page import StreamlitPage
 
-from moiety_dashboard.client import AdminClient, ApiRefused, GatewayAway, KeyRefused, RoleRefused
+from moiety_dashboard import panels, session
+from moiety_dashboard.client import ApiRefused, GatewayAway, KeyRefused, RoleRefused
+from moiety_dashboard.page import Page
 from moiety_dashboard.settings import DashboardSettings, read_settings
-from moiety_dashboard.views import overview
+from moiety_dashboard.views import PAGES, View
 
 ICON = Path(__file__).parent / "icon.svg"  # a named one would be fetched from elsewhere
-STYLE = """
-<style>
-  [data-testid="stMainBlockContainer"] { max-width: 1280px; padding-top: 2.2rem; padding-bottom: 3rem; }
-  [data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; font-weight: 600; font-size: 1.7rem; }
-  [data-testid="stMetricLabel"] p { font-size: 0.82rem; color: #5b6461; }
-  h1 { letter-spacing: -0.02em; padding-bottom: 0 !important; }
-  h3 { padding-top: 1.2rem !important; font-size: 1.15rem !important; }
-</style>
-"""
 
 
 def main() -> None:
     settings = read_settings(sys.argv[1:])
-    st.set_page_config(page_title="Moiety", page_icon=str(ICON), layout="wide")
-    st.html(STYLE)
-    st.title("Moiety")
-    admin_key = st.session_state.get("admin_key") or settings.admin_key
-    if admin_key is None:
-        ask_for_key("Enter an admin key. `moiety serve` printed one at its first start.")
-        return
-    show(settings, admin_key)
+    st.set_page_config(page_title="Moiety", page_icon=str(ICON), layout="wide", initial_sidebar_state=230)
+    st.html(panels.STYLE)
+    credential = session.credential()
+    why, is_known = meet(settings, credential)
+    page = Page(settings, credential) if credential is not None and is_known else None
+    views = [view for view in PAGES if page is None or view.needs is None or session.may(view.needs)]
+    # a stranger's address is kept, so that whoever signs in is where the link led
+    chosen = st.navigation([st_page(view, page) for view in views], position="hidden" if page is None else "sidebar")
+    if page is not None:
+        draw_who()
+        session.take_notice()
+        chosen.run()
+    elif credential is not None and session.credential() is not None:
+        st.error(f"{why}.", icon=":material/cloud_off:")
+        st.button("Try again")
+    else:
+        session.ask_to_sign_in(settings, why)
 
 
-def show(settings: DashboardSettings, admin_key: str) -> None:
-    """The page, drawn anew every few seconds."""
-
-    @st.fragment(run_every=settings.refresh_s)
-    def refresh() -> None:
-        client = AdminClient(settings.gateway_url, admin_key)
-        try:
-            overview.draw(client)
-        except GatewayAway as exc:
-            st.error(f"{exc}. This page tries again by itself.", icon=":material/cloud_off:")
-        except KeyRefused as exc:
-            st.error(f"The gateway refused the admin key: {exc}", icon=":material/key_off:")
-            ask_for_key("Enter another admin key.")
-        except (ApiRefused, RoleRefused) as exc:
-            st.error(str(exc), icon=":material/error:")
-        finally:
-            client.close()
-
-    refresh()
+def meet(settings: DashboardSettings, credential: str | None) -> tuple[str | None, bool]:
+    """Whether the gateway knows who looks, and if not, why not. Whom it refuses is signed out."""
+    if credential is None:
+        return None, False
+    try:
+        session.caller(session.client_of(settings, credential))
+    except GatewayAway as exc:
+        return str(exc), False
+    except (KeyRefused, RoleRefused, ApiRefused) as exc:
+        session.sign_out()
+        return f"The gateway refused the sign-in: {exc}", False
+    return None, True
 
 
-def ask_for_key(why: str) -> None:
-    """Keeps the key for this browser session only."""
-    with st.form("admin key", border=True):
-        st.markdown(why)
-        entered = st.text_input("Admin key", type="password", autocomplete="off")
-        if st.form_submit_button("Open the dashboard", type="primary") and entered:
-            st.session_state["admin_key"] = entered.strip()
+def st_page(view: View, page: Page | None) -> StreamlitPage:
+    """A page of the navigation; without a visitor that is known it is never run."""
+
+    def run() -> None:
+        assert page is not None, "strangers are asked to sign in"
+        view.draw(page)
+
+    run.__name__ = view.path  # by which Streamlit tells pages apart
+    return st.Page(run, title=view.title, icon=view.icon, url_path=view.path, default=view is PAGES[0])
+
+
+def draw_who() -> None:
+    """Who is signed in, at the foot of the navigation."""
+    me = st.session_state[session.CALLER]
+    with st.sidebar:
+        whose = "one tenant" if me["tenant_id"] else "all tenants"
+        st.caption(f"Signed in as **{me['role']}** of {whose}")
+        if st.button("Sign out", icon=":material/logout:", width="stretch"):
+            session.sign_out()
             st.rerun()
 
 

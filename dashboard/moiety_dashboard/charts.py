@@ -1,53 +1,113 @@
-"""From data frames to charts, all in one style. Pure; knows no page."""
+"""From data frames to charts, all in one style, which takes its ground and its ink from the theme. Pure; knows no
+page."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import altair as alt
 import pandas as pd
 
-HEIGHT = 220
-BARS_WIDTH = 380  # pixels that the bars take, of the 470 or so that there are
-INK = "#5b6461"
-GRID = "#e6e2d8"
-OUTCOME_COLOURS = {
-    "served": "#0f766e",
-    "disconnected": "#b8b2a3",
-    "rejected": "#d9a13b",
-    "failed": "#b4412f",
-}
-TENANT_COLOURS = ["#0f766e", "#c2703d", "#4f6d9a", "#9a7fb0", "#8a9a3b", "#5ba3a0", "#b0596b", "#7c746a"]
+HEIGHT = 190
+PLOT_WIDTH = 430  # pixels that a chart's bars take, about
 
 
-def bars_over_time(
-    frame: pd.DataFrame, field: str, title: str, span: tuple[datetime, datetime], step: timedelta
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The whole time shown, busy or not, in slots of `step`."""
+
+    since: datetime
+    until: datetime
+    step: timedelta
+
+    @property
+    def num_slots(self) -> int:
+        return max(1, round((self.until - self.since) / self.step))
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What is drawn: a column, its unit, and how numbers of it are written."""
+
+    column: str
+    unit: str
+    number: str = ",.4~r"
+    is_log: bool = False
+
+
+def stacked(frame: pd.DataFrame, figure: Figure, field: str, colours: Mapping[str, str], span: Span) -> alt.Chart:
+    """Bars of a figure by `slot`, one on another, coloured by `field`."""
+    size = max(2, round(PLOT_WIDTH / span.num_slots) - 1)
+    return _over_time(frame, figure, field, colours, span, alt.MarkDef(type="bar", size=size), stack=True)
+
+
+def lines(frame: pd.DataFrame, figure: Figure, field: str, colours: Mapping[str, str], span: Span) -> alt.Chart:
+    """A line of a figure by `slot` for each `field`; where a slot has no figure there is a point and no line."""
+    point = alt.OverlayMarkDef(filled=True, size=18)
+    mark = alt.MarkDef(type="line", point=point, strokeWidth=2, interpolate="linear")
+    return _over_time(frame, figure, field, colours, span, mark, stack=False)
+
+
+def _over_time(
+    frame: pd.DataFrame,
+    figure: Figure,
+    field: str,
+    colours: Mapping[str, str],
+    span: Span,
+    mark: alt.MarkDef,
+    *,
+    stack: bool,
 ) -> alt.Chart:
-    """Stacked bars of `amount` by `slot`, coloured by `field`; `span` is the whole time shown, busy or not."""
-    known = field == "outcome"
-    scale = (
-        alt.Scale(domain=list(OUTCOME_COLOURS), range=list(OUTCOME_COLOURS.values()))
-        if known
-        else alt.Scale(range=TENANT_COLOURS)
-    )
-    num_slots = max(1, round((span[1] - span[0]) / step))
-    domain = [utc_moment(moment) for moment in span]
+    shown = [name for name in colours if name in set(frame[field])]
+    time_format = "%H:%M" if span.until - span.since <= timedelta(days=1) else "%d %b"
+    domain = [utc_moment(span.since), utc_moment(span.until)]
+    scale = alt.Scale(domain=shown, range=[colours[name] for name in shown])
+    data = frame.assign(middle=middle_ms(frame["slot"], span.step))[["middle", field, figure.column]]
     chart = (
-        alt.Chart(frame.assign(middle=middle_ms(frame["slot"], step)))
-        .mark_bar(cornerRadius=1, size=max(2, round(BARS_WIDTH / num_slots)))
+        alt.Chart(data, mark=mark)
         .encode(
-            x=alt.X("middle:T", title=None, scale=alt.Scale(domain=domain), axis=alt.Axis(format="%H:%M", tickCount=6)),
-            y=alt.Y("sum(amount):Q", title=None, axis=alt.Axis(tickCount=4, format=",d")),
-            color=alt.Color(f"{field}:N", scale=scale, legend=alt.Legend(title=None, orient="top")),
+            x=alt.X(
+                "middle:T",
+                title=None,
+                scale=alt.Scale(domain=domain),
+                axis=alt.Axis(format=time_format, tickCount=6, grid=False, labelOverlap=True),
+            ),
+            y=alt.Y(
+                f"{figure.column}:Q",
+                title=figure.unit,
+                stack="zero" if stack else None,
+                scale=_scale_of(figure, frame),
+                axis=alt.Axis(tickCount=4, format="%" if is_share(figure) else "~s"),
+            ),
+            color=alt.Color(f"{field}:N", scale=scale, legend=alt.Legend(title=None, orient="top", columns=6)),
             tooltip=[
-                alt.Tooltip("middle:T", title="around", format="%H:%M:%S"),
-                f"{field}:N",
-                alt.Tooltip("sum(amount):Q", title=title),
+                alt.Tooltip("middle:T", title="around", format="%d %b %H:%M:%S"),
+                alt.Tooltip(f"{field}:N", title=field),
+                alt.Tooltip(f"{figure.column}:Q", title=figure.unit, format=figure.number),
             ],
         )
-        .properties(height=HEIGHT, background="transparent", padding={"left": 0, "right": 12, "top": 0, "bottom": 0})
+        .properties(height=HEIGHT, padding={"left": 0, "right": 8, "top": 0, "bottom": 0})
     )
     return _styled(chart)
+
+
+def is_share(figure: Figure) -> bool:
+    return figure.number.endswith("%")
+
+
+def _scale_of(figure: Figure, frame: pd.DataFrame) -> Any:
+    """A share is shown up to all of it, and so far down that 98 % does not look like a fall."""
+    if is_share(figure):
+        return alt.Scale(domain=[share_floor(frame[figure.column].min()), 1], clamp=True)
+    return alt.Scale(type="log", nice=True) if figure.is_log else alt.Scale(zero=True, nice=True)
+
+
+def share_floor(lowest: float) -> float:
+    """Where the axis of a share begins: a tenth below the lowest of them, and at 80 % at most."""
+    return max(0.0, min(0.8, int(lowest * 10) / 10 - 0.1))
 
 
 def middle_ms(slots: pd.Series[pd.Timestamp], step: timedelta) -> pd.Series[float]:
@@ -66,8 +126,7 @@ def utc_moment(moment: datetime) -> alt.DateTime:
 def _styled(chart: alt.Chart) -> alt.Chart:
     styled: alt.Chart = (
         chart.configure_view(stroke=None)
-        .configure_axis(labelColor=INK, domain=False, ticks=False, gridColor=GRID, labelFontSize=12, labelPadding=6)
-        .configure_axisX(grid=False)
-        .configure_legend(labelColor=INK, labelFontSize=12, symbolType="circle", symbolSize=80, padding=0)
+        .configure_axisY(titleFontSize=11, titleFontWeight="normal", domain=False, ticks=False)
+        .configure_legend(padding=0, offset=6, labelLimit=260, symbolType="circle", symbolSize=60, symbolStrokeWidth=0)
     )
     return styled

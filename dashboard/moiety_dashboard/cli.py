@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,26 +11,33 @@ import typer
 
 from moiety_dashboard.settings import DEFAULT_REFRESH_S, DEFAULT_URL, URL_VARIABLE
 
-SCRIPT = Path(__file__).parent / "app.py"
+FOLDER = Path(__file__).parent
+SCRIPT = FOLDER / "app.py"
+LOOK = FOLDER / ".streamlit" / "config.toml"
 
 
 def dashboard(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8501,
     gateway: Annotated[str, typer.Option(envvar=URL_VARIABLE, help="The gateway to show.")] = DEFAULT_URL,
-    refresh_s: Annotated[float, typer.Option(min=0.2, help="How often the page asks again.")] = DEFAULT_REFRESH_S,
+    refresh_s: Annotated[float, typer.Option(min=0.2, help="How often a page asks again.")] = DEFAULT_REFRESH_S,
+    oidc: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="TOML file whose table `auth` names an identity provider."),
+    ] = None,
 ) -> None:
-    """Run the dashboard alone. The admin key comes from MOIETY_ADMIN_KEY, or is asked for on the page."""
+    """Run the dashboard alone. Whoever opens it signs in with an administrator's key, or at the identity provider."""
     from streamlit.web import bootstrap  # noqa: PLC0415  heavy, and only for those who run it
 
-    options = server_options(host, port)
+    options = server_options(host, port, oidc)
     bootstrap.load_config_options(options)
     arguments = ["--gateway", gateway, "--refresh-s", str(refresh_s)]
     bootstrap.run(str(SCRIPT), False, arguments, options)
 
 
-def server_options(host: str, port: int) -> dict[str, Any]:
+def server_options(host: str, port: int, oidc: Path | None = None) -> dict[str, Any]:
     """Streamlit's options: local, silent, never phoning home, in our colours."""
+    secrets = {} if oidc is None else {"secrets_files": [str(oidc.resolve())]}
     return {
         "server_address": host,
         "server_port": port,
@@ -38,18 +47,15 @@ def server_options(host: str, port: int) -> dict[str, Any]:
         "browser_gatherUsageStats": False,
         "client_toolbarMode": "minimal",
         "client_showErrorDetails": "none",
-        **theme_options(),
+        **secrets,
+        **dict(_flattened(tomllib.loads(LOOK.read_text(encoding="utf-8")))),
     }
 
 
-def theme_options() -> dict[str, Any]:
-    colours = {
-        "primaryColor": "#0f766e",
-        "backgroundColor": "#fbfaf7",
-        "secondaryBackgroundColor": "#f1efe9",
-        "textColor": "#1c2321",
-        "borderColor": "#dcd8ce",
-        "dataframeHeaderBackgroundColor": "#f1efe9",
-    }
-    shape = {"base": "light", "baseRadius": "0.6rem", "showWidgetBorder": True, "font": "sans-serif"}
-    return {f"theme_{name}": value for name, value in (colours | shape).items()}
+def _flattened(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"theme": {"light": {"font": …}}}` as Streamlit's flags have it: theme_light_font."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flattened(value, f"{prefix}{name}_")
+        else:
+            yield f"{prefix}{name}", value

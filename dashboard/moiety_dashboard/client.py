@@ -1,14 +1,17 @@
-"""The gateway's admin API, asked over HTTP with the user's own key.
+"""The gateway's APIs, asked over HTTP with the user's own credential.
 
 ApiError
-├── GatewayAway   it does not answer
-├── KeyRefused    it does not know the key, or the key is no administrator's
-├── RoleRefused   this administrator may not see that
-└── ApiRefused    any other refusal; the message is the gateway's
+├── GatewayAway    it does not answer
+├── KeyRefused     it does not know the key, or the key is no administrator's
+├── RoleRefused    this administrator may not do that
+└── ApiRefused     any other refusal; the message is the gateway's
 """
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -16,6 +19,7 @@ import httpx
 TIMEOUT_S = 5.0
 MAX_PAGES = 20
 PAGE_LIMIT = 500
+ADMIN = "/admin/v1"
 
 
 class ApiError(Exception):
@@ -38,43 +42,76 @@ class ApiRefused(ApiError):
     pass
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the admin API said, and the command that asks it the same; `etag` stands for what can be edited of it.
+    `truncated` says that there is more than was asked for."""
+
+    data: Any
+    query: str
+    etag: str | None = None
+    truncated: bool = False
+
+
 class AdminClient:
-    """Reads only. `transport` is for tests."""
+    """The admin API at a URL, under one credential; `http` is shared by all that ask."""
 
-    def __init__(self, url: str, admin_key: str, transport: httpx.BaseTransport | None = None) -> None:
-        headers = {"Authorization": f"Bearer {admin_key}"}
-        self._client = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, transport=transport)
+    def __init__(self, url: str, credential: str, http: httpx.Client) -> None:
+        self._headers = {"Authorization": f"Bearer {credential}"}
+        self._http = http
+        self.url = url
 
-    def get(self, path: str, **parameters: Any) -> Any:
-        """The decoded answer of one GET. Raises ApiError."""
-        try:
-            response = self._client.get(path, params=parameters)
-        except httpx.HTTPError as exc:
-            raise GatewayAway(f"the gateway at {self._client.base_url} does not answer ({type(exc).__name__})") from exc
-        if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            known = read_error(response, "code") == "missing_role"
-            raise (RoleRefused if known else KeyRefused)(read_message(response))
-        if response.is_error:
-            raise ApiRefused(f"{path} answered {response.status_code}: {read_message(response)}")
-        try:
-            return response.json()
-        except ValueError as exc:
-            raise ApiRefused(f"{path} did not answer with JSON; is {self._client.base_url} a gateway?") from exc
+    def get(self, path: str, **parameters: Any) -> Answer:
+        """The decoded answer of one GET; parameters that are None are left out. Raises ApiError."""
+        given = {name: value for name, value in parameters.items() if value is not None}
+        response = self._send("GET", path, params=given)
+        return Answer(self._decode(response, path), self._command(path, given), response.headers.get("etag"))
 
-    def list(self, path: str, **parameters: Any) -> list[dict[str, Any]]:
+    def list(self, path: str, **parameters: Any) -> Answer:
         """All rows of a paged list, up to MAX_PAGES pages. Raises ApiError."""
         rows: list[dict[str, Any]] = []
         cursor: str | None = None
         for _ in range(MAX_PAGES):
-            page = self.get(path, limit=PAGE_LIMIT, **parameters, **({"cursor": cursor} if cursor else {}))
+            page = self.get(path, limit=PAGE_LIMIT, cursor=cursor, **parameters).data
             rows += page["data"]
             cursor = page.get("next_cursor")
             if cursor is None:
                 break
-        return rows
+        given = {name: value for name, value in parameters.items() if value is not None}
+        query = self._command(path, {"limit": PAGE_LIMIT, **given})
+        return Answer(rows, query, truncated=cursor is not None)
 
-    def close(self) -> None:
-        self._client.close()
+    def change(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, if_match: str | None = None
+    ) -> Any:
+        """The decoded answer of one change. Raises ApiError."""
+        headers = {} if if_match is None else {"If-Match": if_match}
+        return self._decode(self._send(method, path, json=body, headers=headers), path)
+
+    def _send(self, method: str, path: str, headers: Mapping[str, str] | None = None, **options: Any) -> httpx.Response:
+        given = {**self._headers, **(headers or {})}
+        try:
+            response = self._http.request(method, f"{self.url}{ADMIN}{path}", headers=given, **options)
+        except httpx.HTTPError as exc:
+            raise GatewayAway(f"the gateway at {self.url} does not answer ({type(exc).__name__})") from exc
+        if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            known = read_error(response, "code") == "missing_role"
+            raise (RoleRefused if known else KeyRefused)(read_message(response))
+        if response.is_error:
+            raise ApiRefused(read_message(response))
+        return response
+
+    def _decode(self, response: httpx.Response, path: str) -> Any:
+        try:
+            return response.json()
+        except ValueError as exc:
+            raise ApiRefused(f"{path} did not answer with JSON; is {self.url} a gateway?") from exc
+
+    def _command(self, path: str, parameters: Mapping[str, Any]) -> str:
+        """The same for a shell, with the key left to its environment."""
+        words = [f"  -d {shlex.quote(f'{name}={value}')}" for name, value in parameters.items()]
+        first = f'curl -sG {shlex.quote(f"{self.url}{ADMIN}{path}")} -H "Authorization: Bearer $MOIETY_ADMIN_KEY"'
+        return " \\\n".join([first, *words])
 
 
 def read_message(response: httpx.Response) -> str:
@@ -85,6 +122,7 @@ def read_message(response: httpx.Response) -> str:
 def read_error(response: httpx.Response, field: str) -> str | None:
     """A field of an error answer in the gateway's form; None of any other answer."""
     try:
-        return str(response.json()["error"][field])
+        found = response.json()["error"][field]
     except (ValueError, KeyError, TypeError):
         return None
+    return None if found is None else str(found)

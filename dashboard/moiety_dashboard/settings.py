@@ -1,24 +1,22 @@
-"""The dashboard's settings, read once by its entry points."""
+"""The dashboard's settings, read once by its entry points. There is no credential among them: it is the user's."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 URL_VARIABLE = "MOIETY_URL"
-KEY_VARIABLE = "MOIETY_ADMIN_KEY"
-DEFAULT_REFRESH_S = 2.0
+DEFAULT_REFRESH_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class DashboardSettings:
-    """Where the gateway is, the admin key to begin with (asked for if there is none), and how often to ask again."""
+    """Where the gateway is, and how often to ask again."""
 
     gateway_url: str = DEFAULT_URL
-    admin_key: str | None = field(default=None, repr=False)
     refresh_s: float = DEFAULT_REFRESH_S
 
 
@@ -29,4 +27,4 @@ def read_settings(arguments: Sequence[str] = (), environment: Mapping[str, str] 
     parser.add_argument("--gateway", default=given.get(URL_VARIABLE) or DEFAULT_URL)
     parser.add_argument("--refresh-s", type=float, default=DEFAULT_REFRESH_S)
     options = parser.parse_args(list(arguments))
-    return DashboardSettings(options.gateway.rstrip("/"), given.get(KEY_VARIABLE) or None, options.refresh_s)
+    return DashboardSettings(options.gateway.rstrip("/"), options.refresh_s)

@@ -1,133 +1,207 @@
-"""The admin API's answers as frames, from answers written by hand."""
+"""The admin API's answers as frames and words, from answers written by hand."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from moiety_dashboard import charts, frames
+import pandas as pd
+
+from moiety_dashboard import charts, colours, figures
+from moiety_dashboard.cli import server_options
+from moiety_dashboard.frames import changes, fleet, limits, series
+from moiety_dashboard.frames.tenants import keys_frame, tenants_frame
 from moiety_dashboard.settings import read_settings
-from moiety_dashboard.views.overview import share, short
+from moiety_dashboard.views.windows import LIVE
 
-LOAD = {
-    "num_running": 3, "num_waiting": 1, "num_paused": 0, "kv_blocks_total": 200, "kv_blocks_used": 50,
-    "kv_blocks_cached": 20, "prompt_tokens_total": 7, "cached_tokens_total": 2, "output_tokens_total": 9,
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+CLASS = {
+    "name": "standard", "num_waiting": 2, "num_running": 3, "predicted_ttft_s": 0.5, "admitted_total": 9,
+    "rejected_total": {"late": 2, "shed": 1}, "downgraded_total": 4, "preempted_total": {}, "relegated_total": 0,
+    "boosted_total": 0, "recomputed_tokens_total": 0,
 }  # fmt: skip
-CARD = {"model": "m", "device": "cpu", "dtype": "float32"}
-TENANTS = [
-    {"id": "t1", "name": "acme", "service_class": "priority", "weight": 2.0, "status": "active"},
-    {"id": "t2", "name": "idle", "service_class": "standard", "weight": 1.0, "status": "suspended"},
-]
+LOAD = {
+    "engine_id": "e", "num_running": 3, "num_waiting": 1, "num_paused": 0, "kv_blocks_total": 200,
+    "kv_blocks_used": 50, "kv_blocks_cached": 20, "prompt_tokens_total": 8, "cached_tokens_total": 2,
+    "output_tokens_total": 9, "steps_total": 5, "requests_total": 4, "running_for_s": 60.0, "classes": [CLASS],
+}  # fmt: skip
+TERMS = {
+    "name": "standard", "ttft_s": 2.0, "ttft_per_1k_s": 0.2, "tpot_s": 0.1, "completion_s": None, "weight": 1.0,
+    "rank": 1, "price_factor": 1.0, "on_overload": "reject",
+}  # fmt: skip
 
 
-def engine(**changes: Any) -> dict[str, Any]:
-    usual = {"address": "ipc://a", "healthy": True, "draining": False, "reason": "", "card": CARD, "load": LOAD}
-    return usual | changes
+def engine(**changed: Any) -> dict[str, Any]:
+    card = {"model": "m", "device": "cpu", "dtype": "float32"}
+    usual = {"address": "ipc://a", "healthy": True, "draining": False, "reason": "", "card": card, "load": LOAD}
+    return usual | changed
 
 
-def request(started: str, outcome: str, tokens: int, tenant: str = "t1") -> dict[str, Any]:
-    times = {"ttft_ms": 1.0, "duration_ms": 2.0}
-    return {
-        "started_at": started,
-        "tenant_id": tenant,
-        "outcome": outcome,
-        "prompt_tokens": 1,
-        "output_tokens": tokens,
-    } | times
+def minute_sum(at: str, group: dict[str, Any] | None = None, **totals: Any) -> dict[str, Any]:
+    names = ("requests", "failed", "rejected", "disconnected", "prompt_tokens", "cached_tokens", "output_tokens")
+    counts = dict.fromkeys((*names, "good_tokens", "preemptions", "num_kept", "num_promised"), 0)
+    means = {"mean_ttft_ms": None, "mean_queue_ms": None, "mean_duration_ms": None}
+    return {"at": at, "group": group or {"service_class": "standard"}, "totals": counts | means | totals}
+
+
+def quota(kind: str = "tokens_per_day", **changed: Any) -> dict[str, Any]:
+    usual = {"id": "q", "level": "tenant", "scope_id": "t", "kind": kind, "cap": 1000, "used": 400, "reserved": 0}
+    return usual | {"resets_at": "2026-01-02T00:00:00Z"} | changed
 
 
 def test_an_engine_shows_its_load_as_shares_of_its_memory() -> None:
-    row = frames.engines_frame([engine()]).iloc[0]
-    assert (row["state"], row["running"], row["kv_used"], row["kv_cached"]) == ("ready", 3, 0.25, 0.1)
+    row = fleet.engines_frame([engine()]).iloc[0]
+    assert (row["state"], row["running"], row["kv_used"], row["kv_cached"], row["hit_rate"]) == (
+        *("ready", 3, 0.25, 0.1, 0.25),
+    )
 
 
 def test_an_engine_that_never_reported_is_away_with_its_reason_and_no_figures() -> None:
-    row = frames.engines_frame([engine(healthy=False, reason="no answer", card=None, load=None)]).iloc[0]
+    row = fleet.engines_frame([engine(healthy=False, reason="no answer", card=None, load=None)]).iloc[0]
     assert row["state"] == "away: no answer"
     assert row["kv_used"] is None
 
 
-def test_tenants_without_usage_are_listed_after_the_busy_ones() -> None:
-    totals = {"requests": 4, "failed": 1, "prompt_tokens": 10, "output_tokens": 5, "mean_ttft_ms": 12.5}
-    frame = frames.tenants_frame(TENANTS[::-1], [{"group": {"tenant_id": "t1"}, "totals": totals}])
-    assert list(frame["tenant"]) == ["acme", "idle"]
-    assert list(frame["requests"]) == [4, 0]
+def test_engines_are_added_up_and_those_that_are_away_are_left_out() -> None:
+    both = [engine(), engine(healthy=False)]
+    assert fleet.fleet(both)["num_running"] == 3
+    assert fleet.class_loads([*both, engine()])["standard"]["rejected"] == 6
 
 
-def test_keys_are_shown_by_their_owner_and_never_whole() -> None:
-    created = "2026-01-01T10:00:00Z"
-    key = {
-        "id": "secretid",
-        "hint": "wxyz",
-        "name": "ci",
-        "status": "active",
-        "created_at": created,
-        "expires_at": None,
-        "role": None,
-        "tenant_id": None,
-    }
-    owner = {**key, "project_id": None, "role": "owner"}
-    projects = [{"id": "p1", "tenant_id": "t1"}]
-    keys = [{**key, "project_id": "p1"}, owner, {**owner, "role": "viewer", "tenant_id": "t1"}]
-    frame = frames.keys_frame(keys, projects, TENANTS)
-    assert list(frame["owner"]) == ["acme", "owner", "viewer of acme"]
-    assert set(frame["expires"]) == {"never"}
-    assert "secretid" not in frame.to_string()
+def test_tokens_a_second_are_told_between_two_heartbeats_of_one_engine() -> None:
+    later = LOAD | {"output_tokens_total": 29}
+    assert fleet.rates(LOAD, later, 2.0)["output_tokens_total"] == 10.0  # type: ignore[index]
+    assert fleet.rates(LOAD, later | {"engine_id": "another"}, 2.0) is None
 
 
-def test_requests_are_counted_and_summed_by_time_slot() -> None:
-    rows = [
-        request("2026-01-01T10:00:01Z", "served", 5),
-        request("2026-01-01T10:00:14.999Z", "served", 6),
-        request("2026-01-01T10:00:15Z", "failed", 7),
+def test_a_class_shows_its_promise_how_it_was_kept_and_how_fast_what_may_be_missed_is_used_up() -> None:
+    sums = [minute_sum("", num_kept=98, num_promised=100)]
+    row = fleet.classes_frame([TERMS], sums, [engine()]).iloc[0]
+    assert row["promise"] == "TTFT ≤ 2 s + 0.2 s/1k, 100 ms/token"
+    assert (row["attainment"], round(row["burn"], 6), row["waiting"]) == (0.98, 2.0, 2)
+
+
+def test_tenants_have_their_share_of_the_tokens_beside_what_their_weight_entitles_them_to() -> None:
+    usual = {"service_class": "standard", "status": "active"}
+    tenants = [
+        usual | {"id": name, "name": name, "weight": weight} for name, weight in (("a", 3.0), ("b", 1.0), ("c", 9.0))
     ]
-    frame = frames.requests_frame(rows, TENANTS)
-    counts = frames.count_by_time(frame, "outcome", None, timedelta(seconds=15))
-    assert list(zip(counts["outcome"], counts["amount"], strict=True)) == [("served", 2), ("failed", 1)]
-    sums = frames.count_by_time(frame, "tenant", "output_tokens", timedelta(seconds=15))
-    assert list(sums["amount"]) == [11, 7]
+    totals = {"requests": 4, "failed": 1, "rejected": 0, "output_tokens": 5, "cost_nanodollars": 0, "attainment": 1.0}
+    totals |= {"mean_ttft_ms": 12.5}
+    usage = [{"group": {"tenant_id": name}, "totals": totals | {"prompt_tokens": 10}} for name in "ab"]
+    frame = tenants_frame(tenants, usage)
+    assert list(frame["tenant"]) == ["a", "b", "c"], "who used nothing comes last"
+    assert list(frame["share"]) == [0.5, 0.5, 0.0]
+    assert list(frame["entitled"])[:2] == [0.75, 0.25], "and takes part in no share"
 
 
-def test_hours_tell_served_from_broken_requests() -> None:
-    totals = {"requests": 10, "failed": 1, "rejected": 2, "disconnected": 3, "output_tokens": 99}
-    group = {"hour": "2026-01-01T10:00:00Z", "tenant_id": "t1", "tenant_name": None}
-    row = frames.hourly_frame([{"group": group, "totals": totals}]).iloc[0]
-    assert (row["served"], row["tenant"], row["output_tokens"]) == (4, "t1", 99)
+def test_keys_are_shown_by_what_they_are_for_and_never_whole() -> None:
+    usual = {"hint": "wxyz", "name": "ci", "status": "active", "created_at": "2026-01-01T10:00:00Z", "expires_at": None,
+             "allowed_models": None, "role": None, "project_id": "p"}  # fmt: skip
+    keys = [usual | {"id": "k1"}, usual | {"id": "k2", "project_id": None, "role": "viewer"}]
+    frame = keys_frame(keys, [{"id": "p", "name": "web"}])
+    assert list(frame["for"]) == ["web", "administration (viewer)"]
+    assert list(frame["key"]) == ["…wxyz"] * 2
 
 
-def test_nothing_at_all_makes_empty_frames_with_their_columns() -> None:
-    assert "tenant" in frames.tenants_frame([], []).columns
-    assert "owner" in frames.keys_frame([], [], []).columns
-    assert "slot" in frames.hourly_frame([]).columns
-    assert "started" in frames.requests_frame([], []).columns
+def test_minutes_become_rates_and_the_one_of_now_is_told_by_the_time_so_far() -> None:
+    sums = [
+        minute_sum("2026-01-01T11:59:00Z", requests=4, rejected=1, output_tokens=120, good_tokens=60, num_promised=0),
+        minute_sum("2026-01-01T12:00:00Z", requests=1, output_tokens=120, num_kept=1, num_promised=2),
+    ]
+    frame = series.minutes_frame(sums, timedelta(minutes=1), NOON + timedelta(seconds=30))
+    assert list(frame["tokens_per_s"]) == [2.0, 4.0]
+    assert list(frame["good_per_s"]) == [1.0, 0.0]
+    assert pd.isna(frame["attainment"][0])
+    assert frame["attainment"][1] == 0.5
+    ended = series.outcomes(frame)
+    assert set(zip(ended["outcome"], ended["per_minute"], strict=True)) == {
+        ("served", 3.0),
+        ("rejected", 1.0),
+        ("served", 2.0),
+    }
 
 
-def test_a_chart_places_its_bars_in_the_middle_of_their_slots() -> None:
-    frame = frames.count_by_time(
-        frames.requests_frame([request("2026-01-01T10:00:01Z", "served", 5)], TENANTS),
-        "outcome", None, timedelta(seconds=10),
-    )  # fmt: skip
-    middle = charts.middle_ms(frame["slot"], timedelta(seconds=10))
-    assert list(middle) == [datetime(2026, 1, 1, 10, 0, 5, tzinfo=UTC).timestamp() * 1000]
-    span = (datetime(2026, 1, 1, 9, 45, tzinfo=UTC), datetime(2026, 1, 1, 10, 0, tzinfo=UTC))
-    chart = charts.bars_over_time(frame, "outcome", "requests", span, timedelta(seconds=10)).to_dict()
-    assert chart["encoding"]["x"]["scale"]["domain"][0]["minutes"] == 45
+def test_a_limit_lasts_as_long_as_the_pace_of_late_allows() -> None:
+    pace = limits.Pace(seconds=3600, requests=10, tokens=100, nanodollars=0)
+    frame = limits.quotas_frame([quota()], {"t": "acme"}, {"t": pace}, NOON)
+    assert (frame["scope"][0], frame["share"][0], frame["lasts"][0]) == ("tenant acme", 0.4, "6 h 0 min")
+    slow = limits.quotas_frame([quota()], {}, {"t": limits.Pace(3600, tokens=10)}, NOON)
+    assert slow["lasts"][0] == "beyond its window"
+    assert limits.quotas_frame([quota(used=1000)], {}, {"t": pace}, NOON)["lasts"][0] == "used up"
 
 
-def test_settings_come_from_arguments_before_the_environment() -> None:
+def test_a_new_cap_says_beforehand_what_it_would_do() -> None:
+    pace = limits.Pace(seconds=3600, requests=600, tokens=100)
+    told = " ".join(limits.preview("tokens_per_day", 800, quota(), pace, NOON))
+    assert "From 1,000 to 800" in told
+    assert "50 % of it" in told or "50.0 % of it" in told
+    assert "used up in 4 h 0 min" in told
+    spent = " ".join(limits.preview("tokens_per_day", 100, quota(), pace, NOON))
+    assert "used up already" in spent
+    assert "until 2026-01-02 00:00 UTC" in spent
+    assert "would be refused" in " ".join(limits.preview("requests_per_minute", 5, None, pace, NOON))
+    assert "Nothing gets through" in " ".join(limits.preview("tokens_per_day", 0, None, pace, NOON))
+
+
+def test_changes_are_told_field_by_field() -> None:
+    entry = {"seq": 1, "at": "2026-01-01T10:00:00Z", "actor": "k1", "actor_role": "owner", "action": "change",
+             "object_kind": "quotas", "object_id": "q", "erased_at": None,
+             "before": {"cap": 5, "kind": "x"}, "after": {"cap": 7, "kind": "x"}}  # fmt: skip
+    row = changes.audit_frame([entry], {"k1": "ops …abcd"}).iloc[0]
+    assert (row["change"], row["actor"]) == ("cap: 5 → 7", "ops …abcd")
+    made = entry | {"before": None, "after": {"level": "tenant", "kind": "tokens_per_day", "cap": 5}}
+    assert changes.in_words(made) == "tenant tokens_per_day 5"
+
+
+def test_a_class_keeps_its_colour_wherever_it_is_shown() -> None:
+    both = colours.of_classes(["standard", "gold", "batch"])
+    assert colours.of_classes(["batch"])["batch"] == both["batch"]
+    assert len(set(both.values())) == 3
+    span = LIVE[1].span(NOON)
+    frame = series.minutes_frame([minute_sum("2026-01-01T11:59:00Z", output_tokens=6)], timedelta(minutes=1), NOON)
+    chart = charts.stacked(frame, charts.Figure("tokens_per_s", "tokens/s"), "class", both, span).to_dict()
+    assert chart["encoding"]["color"]["scale"] == {"domain": ["standard"], "range": [both["standard"]]}
+    assert chart["encoding"]["y"]["title"] == "tokens/s"
+
+
+def test_the_axis_of_a_share_goes_up_to_all_of_it_and_down_below_the_lowest() -> None:
+    assert [round(charts.share_floor(lowest), 1) for lowest in (1.0, 0.97, 0.84, 0.35, 0.0)] == [
+        0.8,
+        0.8,
+        0.7,
+        0.2,
+        0.0,
+    ]
+
+
+def test_windows_are_whole_slots_up_to_now() -> None:
+    span = LIVE[3].span(NOON + timedelta(minutes=5))
+    assert (span.until, span.since, span.num_slots) == (NOON + timedelta(hours=1), NOON - timedelta(hours=23), 24)
+
+
+def test_numbers_are_written_for_people() -> None:
+    short = [figures.short(number) for number in (0, 9_999, 12_345, 1_200_000, 3.2e9, 0.25, None)]
+    assert short == ["0", "9,999", "12.3 k", "1.2 M", "3.2 G", "0.2", "–"]
+    shares = [figures.percent(share) for share in (0.25, 1.0, 0.99996, 0, None)]
+    assert shares == ["25.0 %", "100 %", "99.99 %", "0 %", "–"], "all but nothing is not all"
+    assert [figures.time_left(seconds) for seconds in (30, 5400, 3 * 86_400)] == [
+        "under a minute",
+        "1 h 30 min",
+        "3 d 0 h",
+    ]
+    assert [figures.dollars(nano) for nano in (2_500_000_000, 1_234, 0)] == ["$2.50", "$0.000001", "$0.00"]
+
+
+def test_settings_come_from_arguments_before_the_environment_and_hold_no_key() -> None:
     environment = {"MOIETY_URL": "http://one:1", "MOIETY_ADMIN_KEY": "mty_a.b"}
     assert read_settings([], environment).gateway_url == "http://one:1"
     settings = read_settings(["--gateway", "http://two:2/"], environment)
-    assert (settings.gateway_url, settings.admin_key) == ("http://two:2", "mty_a.b")
+    assert settings.gateway_url == "http://two:2"
     assert "mty_" not in repr(settings)
 
 
-def test_large_numbers_are_shortened() -> None:
-    assert [short(number) for number in (0, 9_999, 12_345, 1_200_000, 3.2e9)] == [
-        "0",
-        "9,999",
-        "12.3 k",
-        "1.2 M",
-        "3.2 G",
-    ]
-    assert [share(1, 4), share(0, 0)] == ["25.0%", "0 %"]
+def test_the_theme_has_a_light_and_a_dark_side() -> None:
+    options = server_options("127.0.0.1", 8501)
+    grounds = {options[f"theme_{side}_backgroundColor"] for side in ("light", "dark", "light_sidebar", "dark_sidebar")}
+    assert len(grounds) == 4

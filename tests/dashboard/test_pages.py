@@ -1,11 +1,13 @@
-"""The dashboard's page against a real gateway: what it shows, and what it says when it cannot."""
+"""The dashboard against a real gateway: signing in, and in a real browser every page, with nothing in the store and
+with something."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,110 +20,215 @@ from moiety_dashboard import settings as dashboard_settings
 SCRIPT = Path(dashboard_settings.__file__).parent / "app.py"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DEADLINE_S = 60
+PAGES = ("Overview", "Tenants", "SLA classes", "Engines", "Quotas", "Playground", "Audit")
+FOR_OPERATORS = {"Engines"}
+
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on this machine; .ci/run installs it where it may"
+)
 
 
 @pytest.fixture(scope="module")
 def serve(start_serve: Callable[..., Any]) -> Any:
-    """A serve with its dashboard, that has answered three requests."""
+    """A serve with its dashboard, that nobody has used."""
     running = start_serve("--dashboard-port", "0")
-    body = {"model": "moiety-demo", "messages": [{"role": "user", "content": "hello"}]}
-    for _ in range(3):
-        headers = {"Authorization": f"Bearer {running.tenant_key}"} if running.url else {}
-        assert httpx.post(f"{running.url}/v1/chat/completions", json=body, headers=headers).status_code == 200
+    running.wait_for_line("moiety is ready at")
     return running
 
 
-def open_page(monkeypatch: pytest.MonkeyPatch, url: str, admin_key: str | None) -> AppTest:
-    monkeypatch.setenv("MOIETY_URL", url)
-    monkeypatch.setattr("sys.argv", [str(SCRIPT)])
-    if admin_key is None:
-        monkeypatch.delenv("MOIETY_ADMIN_KEY", raising=False)
-    else:
-        monkeypatch.setenv("MOIETY_ADMIN_KEY", admin_key)
+def open_app(monkeypatch: pytest.MonkeyPatch, url: str) -> AppTest:
+    monkeypatch.setattr("sys.argv", [str(SCRIPT), "--gateway", url])
     return AppTest.from_file(str(SCRIPT), default_timeout=DEADLINE_S).run()
 
 
-def test_the_page_shows_requests_engine_tenant_and_keys(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = open_page(monkeypatch, serve.url, serve.admin_key)
-    assert not page.exception
-    assert {metric.label: metric.value for metric in page.metric}["Active keys"] == "2"
-    assert [heading.value for heading in page.subheader] == ["Engines", "Tenants", "Keys"]
-    engines, tenants, keys = (table.value for table in page.dataframe)
-    assert list(engines["state"]) == ["ready"]
-    assert list(tenants["tenant"]) == ["demo"]
-    assert len(keys) == 2
+def sign_in(app: AppTest, key: str) -> AppTest:
+    app.text_input[0].input(key)
+    return app.button[0].click().run()
 
 
-def test_a_tenants_administrator_sees_its_tenant_and_no_engines(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with httpx.Client(base_url=f"{serve.url}/admin/v1", headers={"Authorization": f"Bearer {serve.admin_key}"}) as http:
-        tenant = http.post("/tenants", json={"name": "acme"}).json()
-        new = {"name": "boss", "role": "tenant-admin", "tenant_id": tenant["id"]}
-        made = http.post("/keys", json=new).json()
-        page = open_page(monkeypatch, serve.url, made["secret"])
-        assert not page.exception
-        assert not page.error
-        assert [heading.value for heading in page.subheader] == ["Tenants", "Keys"]
-        tenants, keys = (table.value for table in page.dataframe)
-        assert (list(tenants["tenant"]), list(keys["owner"])) == (["acme"], ["tenant-admin of acme"])
-        http.post(f"/keys/{made['key']['id']}/revoke")
-
-
-def test_without_a_key_the_page_asks_for_one_and_takes_it(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = open_page(monkeypatch, serve.url, None)
-    assert not page.metric
-    page.text_input[0].input(serve.admin_key)
-    page.button[0].click().run()
-    assert page.metric
-    assert not page.error
-
-
-def test_a_refused_key_is_said_and_another_is_asked_for(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = open_page(monkeypatch, serve.url, serve.tenant_key)  # good, but no administrator's
-    assert "refused the admin key" in page.error[0].value
-    assert page.text_input[0].label == "Admin key"
-    page.text_input[0].input(serve.admin_key)
-    page.button[0].click().run()
-    assert page.metric
-    assert not page.error
+def test_whoever_opens_it_signs_in_with_an_administrators_key(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOIETY_ADMIN_KEY", serve.admin_key)  # which is not used: it is not the visitor's
+    app = open_app(monkeypatch, serve.url)
+    assert not app.metric
+    app = sign_in(app, serve.tenant_key)  # good, but no administrator's
+    assert "refused the key" in app.error[0].value
+    app = sign_in(app, serve.admin_key)
+    assert not app.error
+    assert not app.exception
+    assert "Goodput, 5 min" in {metric.label for metric in app.metric}
+    assert "owner" in app.sidebar.caption[0].value
 
 
 def test_a_gateway_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    page = open_page(monkeypatch, f"http://127.0.0.1:{port}", "mty_aaaaaaaaaaaaaaaa." + "b" * 32)
-    assert "does not answer" in page.error[0].value
-    assert not page.exception
+    app = sign_in(open_app(monkeypatch, f"http://127.0.0.1:{port}"), "mty_aaaaaaaaaaaaaaaa." + "b" * 32)
+    assert "does not answer" in app.error[0].value
+    assert not app.exception
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine; .ci/run installs it where it may")
-def test_a_browser_shows_the_page_without_an_error_or_a_request_to_elsewhere(serve: Any, tmp_path: Path) -> None:
+class Browser:
+    """A real browser on the dashboard. It keeps what goes wrong on any page."""
+
+    def __init__(self, page: Any, address: str) -> None:
+        self.page = page
+        self.address = address
+        self.complaints: list[str] = []
+        page.set_default_timeout(DEADLINE_S * 1000)
+        page.on("console", self._hear)
+        page.on("pageerror", lambda error: self._note(str(error)))
+        page.on("request", lambda sent: None if self._is_own(sent.url) else self._note(f"asked {sent.url}"))
+
+    def _hear(self, message: Any) -> None:
+        """Errors, but for where Streamlit looks for its server: below the address of a page that was linked to."""
+        if message.type == "error" and not re.search(r"/\w+/_stcore/", message.location["url"]):
+            self._note(f"{message.text} {message.location['url']}")
+
+    def _note(self, complaint: str) -> None:
+        self.complaints.append(complaint)
+
+    def _is_own(self, url: str) -> bool:
+        return url.startswith((self.address, self.address.replace("http", "ws"), "data:", "blob:"))
+
+    def sign_in(self, key: str, path: str = "") -> None:
+        self.page.goto(f"{self.address}/{path}")
+        self.page.get_by_label("Administrator's key").fill(key)
+        self.press("Sign in")
+        self.page.get_by_text("Signed in as").wait_for()
+
+    def press(self, name: str) -> None:
+        self.page.get_by_role("button", name=name, exact=True).click()
+
+    def go(self, name: str) -> str:
+        """To a page; all that it shows."""
+        self.page.get_by_test_id("stSidebarNav").get_by_role("link", name=name).click()
+        self.page.get_by_role("heading", name=name, exact=True).wait_for()
+        return self.look()
+
+    def look(self) -> str:
+        """All that the page shows, tables included, which are drawn and stand beside as text."""
+        self.page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for()
+        main = self.page.get_by_test_id("stMain")
+        for table in range(main.get_by_test_id("stDataFrame").count()):
+            cells = main.get_by_test_id("stDataFrame").nth(table).locator("canvas td")
+            cells.first.wait_for(state="attached")
+        assert main.get_by_test_id("stException").count() == 0, main.inner_text()
+        return str(main.text_content())
+
+    def see(self, text: str | re.Pattern[str]) -> None:
+        self.page.get_by_text(text).first.wait_for()
+
+    def see_in_table(self, text: str) -> None:
+        self.page.locator("canvas td", has_text=text).first.wait_for(state="attached")  # beside what is drawn
+
+
+@pytest.fixture
+def open_browser(serve: Any) -> Iterator[Callable[[], Browser]]:
     from playwright.sync_api import sync_playwright
 
     address = next(line.split()[1] for line in serve.output.splitlines() if line.startswith("  dashboard"))
     serve.wait_for_line("Uvicorn server started")
-    complaints: list[str] = []
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 1350})
-        page.set_default_timeout(DEADLINE_S * 1000)
-        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda sent: None if is_local(sent.url, address) else complaints.append(sent.url))
-        page.goto(address)
-        page.get_by_text("serving moiety-demo").wait_for()
-        page.get_by_role("heading", name="Keys").wait_for()
-        page.locator(".mark-rect.role-mark path").first.wait_for(state="attached")
-        shown = page.inner_text("body")
-        page.screenshot(path=tmp_path / "overview.png")
-        serve.part("gateway").send_signal(signal.SIGSTOP)  # the page must say so, and recover
-        page.get_by_text("does not answer").wait_for()
-        serve.part("gateway").send_signal(signal.SIGCONT)
-        page.get_by_text("serving moiety-demo").wait_for()
-        browser.close()
-    assert complaints == []
-    assert "Requests, 24 h" in shown
-    assert (tmp_path / "overview.png").stat().st_size > 20_000
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        size = {"width": 1440, "height": 900}
+        yield lambda: Browser(chromium.new_page(viewport=size), address)  # type: ignore[arg-type]
+        chromium.close()
 
 
-def is_local(url: str, address: str) -> bool:
-    return url.startswith((address, address.replace("http", "ws"), "data:", "blob:"))
+@needs_browser
+def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_again(
+    serve: Any, open_browser: Callable[[], Browser]
+) -> None:
+    browser = open_browser()
+    page = browser.page
+    browser.sign_in(serve.admin_key)
+    for name in PAGES:
+        browser.go(name)  # with nothing in the store
+
+    browser.go("Tenants")
+    browser.press("New tenant")
+    page.get_by_label("Name").fill("globex")
+    browser.press("Make it")
+    page.get_by_role("heading", name="globex").wait_for()
+    page.get_by_role("radio", name="Keys").click()
+    page.get_by_label("Key name").fill("website")
+    browser.press("Make the key")
+    browser.see("Copy this key now.")
+    browser.press("Try it in the playground")
+    browser.see("The playground has it.")
+    browser.see_in_table("website")
+
+    browser.go("Playground")
+    browser.press("Send")
+    browser.see("Whole answer")
+    browser.go("Overview")
+    browser.see("1 in 1 h")
+
+    browser.go("Tenants")
+    page.get_by_role("radio", name="Limits").click()
+    page.get_by_label("Cap", exact=True).fill("5")
+    page.get_by_label("Cap", exact=True).press("Tab")
+    browser.see("it would be 5 tokens a day")
+    browser.press("Set the limit")
+    browser.see_in_table("tenant globex")
+    browser.go("Playground")
+    browser.press("Send")
+    browser.see(re.compile("429 quota_exceeded: .*"))
+
+    browser.go("Audit")
+    browser.see_in_table("tenant tokens_per_day 5")
+    browser.press("Verify the chain")
+    browser.see(re.compile("All .* entries are what they were"))
+    for name in PAGES:
+        browser.go(name)  # with something in it
+    browser.go("Engines")
+    browser.press("Drain")
+    browser.see("Are you sure?")
+    browser.press("Drain it")
+    browser.see_in_table("asleep")
+    browser.press("Wake")
+    page.get_by_role("dialog").get_by_role("button", name="Wake").click()
+    browser.see_in_table("ready")
+
+    browser.go("Overview")
+    serve.part("gateway").send_signal(signal.SIGSTOP)  # the page must say so, and recover
+    browser.see(re.compile("does not answer"))
+    serve.part("gateway").send_signal(signal.SIGCONT)
+    browser.see("serving moiety-demo")
+    assert browser.complaints == []
+
+
+@needs_browser
+def test_a_tenants_administrator_sees_nothing_of_another_on_any_page_or_by_any_address(
+    serve: Any, open_browser: Callable[[], Browser]
+) -> None:
+    headers = {"Authorization": f"Bearer {serve.admin_key}"}
+    with httpx.Client(base_url=f"{serve.url}/admin/v1", headers=headers) as http:
+        own, other = (http.post("/tenants", json={"name": name}).json() for name in ("initech", "hidden-corp"))
+        for tenant in (own, other):
+            project = {"tenant_id": tenant["id"], "name": f"project of {tenant['name']}"}
+            made = http.post("/projects", json=project).json()
+            http.post("/keys", json={"name": f"key of {tenant['name']}", "project_id": made["id"]})
+            limit = {"level": "tenant", "scope_id": tenant["id"], "kind": "tokens_per_day", "cap": 777}
+            http.put("/quotas", json=limit)
+        boss = {"name": "boss", "role": "tenant-admin", "tenant_id": own["id"]}
+        key = http.post("/keys", json=boss).json()["secret"]
+    browser = open_browser()
+    browser.sign_in(key, f"tenants?tenant={other['id']}")
+    browser.see("initech")
+    shown = {name: browser.go(name) for name in PAGES if name not in FOR_OPERATORS}
+    parts = {"Usage": "Prompt tokens, 1 h", "Limits": "Set a limit", "Keys": "New key", "Settings": "are set by owners"}
+    tables = {"Limits": "tokens a day", "Keys": "project of initech"}
+    for part, sign in parts.items():
+        browser.go("Tenants")
+        browser.page.get_by_role("radio", name=part, exact=True).click()
+        browser.see(sign)
+        if part in tables:
+            browser.see_in_table(tables[part])
+        shown[part] = browser.look()
+    assert "initech" in shown["Tenants"]
+    for name, text in shown.items():
+        assert "hidden-corp" not in text, name
+        assert other["id"] not in text, name
+    assert browser.page.get_by_role("link", name="Engines").count() == 0
+    assert browser.complaints == []

@@ -123,6 +123,18 @@ async def test_administrators_cannot_lock_themselves_out(admin: Admin, demo: Dem
     await admin.call("POST", f"keys/{demo.admin_key_id}/revoke", 200)
 
 
+async def test_a_caller_learns_what_its_role_may_do(admin: Admin, app: Litestar, demo: Demo) -> None:
+    me = await admin.call("GET", "caller", 200)
+    assert (me["role"], me["tenant_id"], "admin_keys.write" in me["may"]) == ("owner", None, True)
+    new = {"name": "boss", "role": "tenant-admin", "tenant_id": demo.tenant_id}
+    made = await admin.call("POST", "keys", 201, json=new)
+    boss = Admin(app, made["secret"])
+    async with boss.http:
+        mine = await boss.call("GET", "caller", 200)
+    assert (mine["role"], mine["tenant_id"]) == ("tenant-admin", demo.tenant_id)
+    assert ("keys.write" in mine["may"], "tenants.write" in mine["may"]) == (True, False)
+
+
 async def test_keys_and_projects_are_listed_by_tenant(admin: Admin, demo: Demo) -> None:
     other = await admin.call("POST", "tenants", 201, json={"name": "other"})
     project = await admin.call("POST", "projects", 201, json={"tenant_id": other["id"], "name": "p"})

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, select, update
 
+from moiety_platform.audit import controller as audit_controller
 from moiety_platform.audit.chain import FIELDS, GENESIS, BrokenChain, digest, entry_hash, verify
 from moiety_platform.audit.models import AuditEntry
 from moiety_platform.db.session import Database
@@ -74,6 +75,33 @@ async def test_the_chain_covers_the_role_of_who_acted_and_entries_from_before_ro
     earlier = {**entry, "actor_role": None, "version": 1, "salt": None, "digest": None}
     written = {name: earlier[name] for name in FIELDS}  # all that there was
     verify([{**earlier, "hash": entry_hash(GENESIS, written)}])
+
+
+async def test_the_newest_entries_come_first_where_they_are_asked_for(admin: Any) -> None:
+    for number in range(5):
+        await admin.call("POST", "tenants", 201, json={"name": f"t{number}"})
+    whole = await log(admin)
+    page = await admin.call("GET", "audit", 200, params={"before": "1000", "limit": 3})
+    rest = await admin.call("GET", "audit", 200, params={"before": page["next_before"], "limit": 500})
+    assert [*page["data"], *rest["data"]] == whole[::-1]
+    assert (rest["next_before"], rest["next_after"]) == (None, None)
+
+
+async def test_the_server_verifies_the_chain_page_by_page_and_says_where_it_is_broken(
+    admin: Any, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_controller, "VERIFIED_AT_ONCE", 2)
+    for number in range(5):
+        await admin.call("POST", "tenants", 201, json={"name": f"t{number}"})
+    entries = await log(admin)
+    verdict = await admin.call("GET", "audit/verification", 200)
+    expected = {"num_entries": len(entries), "num_erased": 0, "head": entries[-1]["hash"]}
+    assert verdict == {"intact": True, "complaint": None, **expected}
+    async with database.write() as session:
+        await session.execute(update(AuditEntry).where(AuditEntry.seq == 3).values(action="delete"))
+    broken = await admin.call("GET", "audit/verification", 200)
+    assert (broken["intact"], broken["num_entries"], broken["head"]) == (False, 2, entries[1]["hash"])
+    assert "entry 3 is not what it was" in broken["complaint"]
 
 
 async def test_changes_at_once_make_one_chain(admin: Any) -> None:

@@ -116,6 +116,8 @@ ASKS = [
     Ask("PUT /quotas", OPERATORS, body={"level": "tenant", "scope_id": "{tenant_id}", **LIMIT}),
     Ask("PUT /quotas", WRITERS, body={"level": "project", "scope_id": "{project_id}", **LIMIT}),
     Ask("PUT /quotas", WRITERS, body={"level": "key", "scope_id": "{key_id}", **LIMIT}),
+    Ask("GET /quotas", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
+    Ask("GET /quotas/leases", EVERYBODY),
     Ask("GET /quotas/{quota_id}", OWN_ONLY, path={"quota_id": "{tenant_quota_id}"}),
     Ask("GET /quotas/{quota_id}", OWN_ONLY, path={"quota_id": "{key_quota_id}"}),
     Ask("DELETE /quotas/{quota_id}", OPERATORS_CHANGE, path={"quota_id": "{tenant_quota_id}"}),
@@ -123,9 +125,12 @@ ASKS = [
     Ask("DELETE /quotas/{quota_id}", WRITERS, path={"quota_id": "{key_quota_id}"}),
     Ask("GET /usage", EVERYBODY, query={"tenant_id": "{tenant_id}", "group_by": "tenant,project,key"}),
     Ask("GET /usage/requests", EVERYBODY, query={"key_id": "{key_id}"}),
+    Ask("GET /usage/minutes", EVERYBODY, query={"tenant_id": "{tenant_id}", "group_by": "tenant,service_class"}),
     Ask("GET /usage/reconciliation", ALL_READERS),
     Ask("GET /overview", EVERYBODY),
+    Ask("GET /caller", EVERYBODY),
     Ask("GET /audit", "200 200   403 403   200 200   403 403   200 200", query={"object_id": "{project_id}"}),
+    Ask("GET /audit/verification", "200 200   403 403   403 403   403 403   403 403"),
     Ask("GET /engines", ALL_READERS),
     Ask("GET /traces", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
     Ask("GET /traces/{trace_id}", OWN_ONLY),
@@ -415,7 +420,7 @@ async def test_nobody_else_gets_in(world: World, call: Any, who: str, status: in
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), ask
 
 
-OF_ALL = ("/engines", "/usage/reconciliation", "/webhooks")  # what is of no one tenant
+OF_ALL = ("/engines", "/usage/reconciliation", "/webhooks", "/audit/verification")  # what is of no one tenant
 
 
 @pytest.mark.parametrize("who", ["tenant-admin of A", "viewer of A"])
@@ -426,10 +431,13 @@ async def test_lists_hold_only_the_own_tenants_objects_whatever_is_asked(world: 
         "scope_id": world.b.tenant_id, "object_id": world.b.project_id, "name": "globex", "model": "globex-model",
         "cursor": first.json()["next_cursor"], "after": "0", "limit": "500", "role": "viewer", "outcome": "stop",
         "group_by": "tenant,project,key,model", "since": "2020-01-01T00:00:00Z", "until": "2030-01-01T00:00:00Z",
-        "service_class": "standard", "request_id": world.b.request_id, "reason": "rate", "min_ms": "0", "max_ms": "9",
+        "service_class": "standard", "step": "5", "before": "1000", "lease_state": "live",
+        "request_id": world.b.request_id, "reason": "rate", "min_ms": "0", "max_ms": "9",
     }  # fmt: skip
     for route, names in filters_of(world.app):
         own = {name: filters[name] for name in names}  # one that is not known here fails the test
+        if route == "/usage/minutes":
+            own["group_by"] = "tenant,service_class"  # it has no others
         needed = {name: filters[name] for name, is_needed in names.items() if is_needed}
         for query in [needed, own, *({**needed, name: value} for name, value in own.items())]:
             answer = await call(who, Ask(f"GET {route}", "", query=query), world.b)

@@ -19,6 +19,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.quota.account import Account
 from moiety_platform.quota.errors import QuotaExceeded
+from moiety_platform.quota.holdings import list_leases
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import Kind, Level, Meter, Period, Scope, Unit, window_end, window_start
 from moiety_platform.quota.lease import Charge, Hold, Lease, WindowId
@@ -155,6 +156,28 @@ async def test_who_does_not_renew_is_quarantined_and_takes_it_up_again(database:
     async with database.read() as session:
         lease = (await session.scalars(select(QuotaLease).where(QuotaLease.replica_id == "lost"))).one()
     assert (lease.state, lease.granted) == (LeaseState.LIVE, 30)
+
+
+async def test_administrators_see_who_holds_what_and_what_is_quarantined(database: Database) -> None:
+    await set_caps(database, {WHOLE: 100})
+    stores = [LeaseStore(name, 0.05) for name in ("lost", "here")]
+    for keeper in (QuotaKeeper(database, store, SystemClock(), ttl_s=20.0) for store in stores):
+        waiting = asyncio.create_task(keeper.hold([WHOLE], {Unit.TOKENS: 30}))
+        await asyncio.sleep(0.05)
+        await keeper.transact()
+        await waiting
+    await asyncio.sleep(0.1)
+    async with database.write() as session:
+        await stores[1].quarantine_expired(session)
+    async with database.write() as session:
+        await stores[1].renew(session, [WindowId(WHOLE.id, window_start(Period.DAY, datetime.now(UTC)))])
+    async with database.read() as session:
+        live = await list_leases(session, LeaseState.LIVE, 10)
+        quarantined = await list_leases(session, LeaseState.QUARANTINED, 10)
+    (held,), (lost,) = live.data, quarantined.data
+    assert (held.replica_id, held.state, held.granted, held.left, held.cap) == ("here", "live", 30, 30, 100)
+    assert (lost.replica_id, lost.state, lost.left) == ("lost", "quarantined", 30)
+    assert not live.truncated
 
 
 async def change(database: Database, scope: Scope, cap: int | None) -> None:

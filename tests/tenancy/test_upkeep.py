@@ -182,6 +182,7 @@ async def test_what_is_past_its_time_goes_and_nothing_else(database: Database, s
         "webhook_deliveries": 1,
         "quota_windows": 1 + 3,
         "forsaken_limits": 2,
+        "usage_minutes": 1,
     }
     assert await left(database, IdempotentRequest.claim_id) == {"new"}
     assert await left(database, StoredResponse.id) == {"new"}

@@ -1,1 +1,32 @@
-"""One module a page; each draws what `frames` and `charts` made of the API's answers."""
+"""The pages, in the order of the navigation; each draws what `frames` and `charts` made of the API's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moiety_dashboard.page import Page
+from moiety_dashboard.views import audit, classes, engines, overview, playground, quotas
+from moiety_dashboard.views.tenants import page as tenants
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One page. `needs` is the action without which there is nothing to see on it."""
+
+    title: str
+    icon: str
+    path: str
+    draw: Callable[[Page], None]
+    needs: str | None = None
+
+
+PAGES = (
+    View("Overview", ":material/monitoring:", "overview", overview.draw),
+    View("Tenants", ":material/groups:", "tenants", tenants.draw),
+    View("SLA classes", ":material/speed:", "classes", classes.draw),
+    View("Engines", ":material/memory:", "engines", engines.draw, "engines.read"),
+    View("Quotas", ":material/data_usage:", "quotas", quotas.draw),
+    View("Playground", ":material/chat:", "playground", playground.draw),
+    View("Audit", ":material/history:", "audit", audit.draw, "audit.read"),
+)

@@ -1,206 +1,177 @@
-"""The overview: is it well, who uses it, and how much."""
+"""The overview: is it well, now and over time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
 import pandas as pd
 import streamlit as st
 
-from moiety_dashboard import charts, frames
-from moiety_dashboard.client import AdminClient, RoleRefused
+from moiety_dashboard import charts, colours, panels, session
+from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.figures import percent, ratio, short
+from moiety_dashboard.frames import fleet, series
+from moiety_dashboard.page import Page
+from moiety_dashboard.panels import Tile
+from moiety_dashboard.views.columns import class_columns
+from moiety_dashboard.views.windows import HOUR, LIVE, MINUTE, Window
+from moiety_dashboard.views.windows import series as read_series
 
-LIVE_SPAN, LIVE_STEP = timedelta(minutes=15), timedelta(seconds=15)
-DAY_SPAN, DAY_STEP = timedelta(hours=24), timedelta(hours=1)
-WINDOWS = ("Last 15 minutes", "Last 24 hours")
-ENDINGS = {"stop": "served", "length": "served"}  # the rest are named as they are
-
-
-@dataclass(frozen=True, slots=True)
-class OverviewData:
-    """All that the page shows, asked for at one moment; `engines` is None for administrators of one tenant, who do not
-    see them."""
-
-    now: datetime
-    overview: Mapping[str, Any]
-    engines: list[dict[str, Any]] | None
-    tenants: list[dict[str, Any]]
-    projects: list[dict[str, Any]]
-    keys: list[dict[str, Any]]
-    by_tenant: list[dict[str, Any]]
+NOW = 5 * MINUTE
+EMPTY = "No request has ended in this time. Send one on the Playground page, or with the `curl` of `moiety serve`."
 
 
-def load(client: AdminClient) -> OverviewData:
-    """Ask for everything but the charts' data. Raises ApiError."""
-    overview = client.get("/admin/v1/overview")
-    return OverviewData(
-        now=datetime.now(UTC),
-        overview=overview,
-        engines=load_engines(client),
-        tenants=client.list("/admin/v1/tenants"),
-        projects=client.list("/admin/v1/projects"),
-        keys=client.list("/admin/v1/keys"),
-        by_tenant=client.get("/admin/v1/usage", group_by="tenant")["data"],
-    )
+def draw(page: Page) -> None:
+    labels = [window.label for window in LIVE]
+    page.live(lambda client: draw_live(client, labels))
 
 
-def load_engines(client: AdminClient) -> list[dict[str, Any]] | None:
-    try:
-        engines: list[dict[str, Any]] = client.get("/admin/v1/engines")["data"]
-    except RoleRefused:
-        return None
-    return engines
+def draw_live(client: AdminClient, labels: list[str]) -> None:
+    panels.head("Overview", "Is it well, now and over time")
+    engines = client.get("/engines") if session.may("engines.read") else None
+    classes = client.get("/classes")
+    draw_state(engines)
+    draw_now(client, engines)
+    shown = st.segmented_control("Window", labels, default=labels[1], key="window", label_visibility="collapsed")
+    window = next((window for window in LIVE if window.label == shown), LIVE[1])
+    inks = colours.of_classes(terms["name"] for terms in classes.data["data"])
+    draw_charts(client, window, inks)
+    draw_classes(client, classes, engines, inks)
 
 
-def draw(client: AdminClient) -> None:
-    """The whole page. Raises ApiError before it draws anything of a gateway that is away."""
-    data = load(client)
-    draw_state(data)
-    draw_figures(data.overview)
-    draw_charts(client, data)
-    if data.engines is not None:
-        draw_engines(data.engines)
-    draw_tenants(data)
-    draw_keys(data)
-
-
-def draw_state(data: OverviewData) -> None:
-    ready = [engine for engine in data.engines or [] if engine["healthy"] and not engine["draining"]]
+def draw_state(engines: Answer | None) -> None:
+    if engines is None:
+        st.badge("your tenant's requests, tokens and promises", icon=":material/lock_person:", color="gray")
+        return
+    listed = engines.data["data"]
+    ready = [engine for engine in listed if fleet.engine_state(engine) == "ready"]
     models = ", ".join(sorted({engine["card"]["model"] for engine in ready if engine["card"]}))
-    left, right = st.columns([3, 1], vertical_alignment="center")
-    with left:
-        if ready:
-            st.badge(f"serving {models}", icon=":material/check_circle:", color="green")
-        elif data.engines is not None:
-            st.badge("no engine is ready: requests are refused", icon=":material/error:", color="red")
-    right.caption(f"as of {data.now.astimezone():%H:%M:%S}", text_alignment="right")
+    if not ready:
+        st.badge("no engine is ready: requests are refused", icon=":material/error:", color="red")
+    elif len(ready) < len(listed):
+        said = f"{len(ready)} of {len(listed)} engines ready, serving {models}"
+        st.badge(said, icon=":material/warning:", color="orange")
+    else:
+        st.badge(
+            f"serving {models} on {len(ready)} engine{'s'[: len(ready) > 1]}",
+            icon=":material/check_circle:",
+            color="green",
+        )
 
 
-def draw_figures(overview: Mapping[str, Any]) -> None:
-    """The day in six numbers."""
-    day, hour = overview["last_24_hours"], overview["last_hour"]
-    broken = day["failed"] + day["rejected"]
-    ttft_ms = hour["mean_ttft_ms"]
-    cached = share(day["cached_tokens"], day["prompt_tokens"])
-    figures = (
-        ("Requests, 24 h", f"{day['requests']:,}", f"{hour['requests']:,} in the last hour"),
-        ("Output tokens, 24 h", short(day["output_tokens"]), f"{short(hour['output_tokens'])} in the last hour"),
-        ("Prompt tokens, 24 h", short(day["prompt_tokens"]), f"{cached} cached"),
-        ("Mean time to first token", "–" if ttft_ms is None else f"{ttft_ms:,.0f} ms", "over the last hour"),
-        ("Failed or rejected, 24 h", f"{broken:,}", f"{share(broken, day['requests'])} of the requests"),
-        ("Active keys", f"{overview['keys_active']:,}", f"of {overview['tenants_active']:,} active tenants"),
+def draw_now(client: AdminClient, engines: Answer | None) -> None:
+    """The last minutes in numbers, beside the last hour."""
+    now = datetime.now(UTC)
+    recent = client.get("/usage/minutes", step=60, since=(now - NOW).isoformat())
+    hour = client.get("/usage/minutes", since=(now - HOUR).isoformat())
+    last, whole = series.totals_of(recent.data["data"]), series.totals_of(hour.data["data"])
+    frame = series.minutes_frame(hour.data["data"], MINUTE, now)
+    last_s, whole_s = NOW.total_seconds(), HOUR.total_seconds()
+    kept, kept_hour = (ratio(sums["num_kept"], sums["num_promised"]) for sums in (last, whole))
+    broken, broken_hour = (ratio(sums["failed"] + sums["rejected"], sums["requests"]) for sums in (last, whole))
+    found = [
+        Tile(
+            "Goodput, 5 min", f"{short(last['good_tokens'] / last_s)} tok/s",
+            f"{short(whole['good_tokens'] / whole_s)} tok/s over 1 h",
+            "Output tokens a second of requests whose class's promise was kept.", series.history(frame, "good_per_s"),
+        ),
+        Tile(
+            "SLA attained, 5 min", percent(kept), f"{percent(kept_hour)} over 1 h",
+            "Share of the requests with a promise that had it kept; requests refused for overload did not.",
+            series.shares(hour.data["data"], ("num_kept",), "num_promised"),
+        ),
+        Tile(
+            "Requests, 5 min", f"{short(last['requests'] / last_s)} /s", f"{short(whole['requests'])} in 1 h",
+            "Requests that ended, however they ended.", series.history(frame, "requests"),
+        ),
+        Tile(
+            "Output, 5 min", f"{short(last['output_tokens'] / last_s)} tok/s",
+            f"{short(whole['output_tokens'])} tokens in 1 h",
+            "All output tokens, promise kept or not.", series.history(frame, "tokens_per_s"),
+        ),
+        *fleet_tiles(engines),
+        Tile(
+            "Errors, 5 min", percent(broken), f"{percent(broken_hour)} over 1 h",
+            "Failed and rejected requests, as a share of all.",
+            series.shares(hour.data["data"], ("failed", "rejected"), "requests"),
+        ),
+    ]  # fmt: skip
+    panels.tiles(found)
+
+
+def fleet_tiles(engines: Answer | None) -> list[Tile]:
+    """The queue and the memory, as the engines' last heartbeats have them."""
+    if engines is None:
+        return []
+    now = fleet.fleet(engines.data["data"])
+    used = ratio(now["kv_blocks_used"], now["kv_blocks_total"])
+    cached = ratio(now["kv_blocks_cached"], now["kv_blocks_total"])
+    return [
+        Tile("Queue, now", f"{now['num_waiting']:,.0f}", f"{now['num_running']:,.0f} running", "Requests that wait."),
+        Tile("KV cache, now", percent(used), f"{percent(cached)} kept for reuse", "Share of its blocks in use."),
+    ]
+
+
+def draw_charts(client: AdminClient, window: Window, inks: Mapping[str, str]) -> None:
+    span = window.span()
+    answer, frame = read_series(client, window, span, ["service_class"])
+    over = (
+        f"by class, last {window.label}, {'an hour' if window.by_hour else f'{round(window.step / MINUTE)} min'} a slot"
     )
-    for column, (label, value, note) in zip(st.columns(len(figures)), figures, strict=True):
-        with column.container(border=True, height="stretch", gap=None):
-            st.metric(label, value)
-            st.caption(note)
-
-
-def draw_charts(client: AdminClient, data: OverviewData) -> None:
-    window = st.segmented_control("Window", WINDOWS, default=WINDOWS[0], key="window", label_visibility="collapsed")
-    live = window != WINDOWS[1]
-    by_outcome, by_tenant = read_live(client, data) if live else read_day(client)
-    span, step = (LIVE_SPAN, LIVE_STEP) if live else (DAY_SPAN, DAY_STEP)
-    shown = (data.now - span, data.now)
     left, right = st.columns(2)
-    with left.container(border=True):
-        st.markdown("**Requests** by how they ended")
-        draw_bars(by_outcome, "outcome", "requests", shown, step)
-    with right.container(border=True):
-        st.markdown("**Output tokens** by tenant")
-        draw_bars(by_tenant, "tenant", "tokens", shown, step)
+    with left, panels.panel("Output tokens per second", over, [answer], key="tokens", frame=frame):
+        figure = charts.Figure("tokens_per_s", "tokens/s")
+        panels.draw(lambda: charts.stacked(frame, figure, "class", inks, span), frame, EMPTY, "tokens chart")
+    with right, panels.panel("SLA attainment", over, [answer], key="attainment", frame=frame):
+        promised = frame[frame["attainment"].notna()]
+        figure = charts.Figure("attainment", "promises kept", ".1%")
+        panels.draw(lambda: charts.lines(promised, figure, "class", inks, span), promised, EMPTY, "attainment chart")
+    ended = series.outcomes(frame)
+    with (
+        left,
+        panels.panel("Requests per minute", over.replace("class", "their end"), [answer], key="ends", frame=ended),
+    ):
+        figure = charts.Figure("per_minute", "requests/min")
+        panels.draw(
+            lambda: charts.stacked(ended, figure, "outcome", colours.OUTCOMES, span), ended, EMPTY, "ends chart"
+        )
+    with right, panels.panel("Mean time to first token", over, [answer], key="ttft", frame=frame):
+        begun = frame[frame["ttft_ms"].notna()]
+        figure = charts.Figure("ttft_ms", "ms, log scale", is_log=True)
+        panels.draw(lambda: charts.lines(begun, figure, "class", inks, span), begun, EMPTY, "ttft chart")
 
 
-def draw_bars(frame: pd.DataFrame, field: str, title: str, span: tuple[datetime, datetime], step: timedelta) -> None:
-    if frame.empty:
-        st.caption("Nothing in this time.")
-        return
-    st.altair_chart(charts.bars_over_time(frame, field, title, span, step), width="stretch")
+def draw_classes(client: AdminClient, classes: Answer, engines: Answer | None, inks: Mapping[str, str]) -> None:
+    since = (datetime.now(UTC) - HOUR).isoformat()
+    sums = client.get("/usage/minutes", group_by="service_class", step=60, since=since)
+    frame = classes_of_hour(classes, sums, engines)
+    answers = [sums, classes, *([engines] if engines else [])]
+    with panels.panel("Classes", "the last hour, and what waits now", answers, key="classes", frame=frame):
+        panels.table(frame, class_columns(), "There is no class.", classes=inks)
 
 
-def read_live(client: AdminClient, data: OverviewData) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The last minutes from single requests: by outcome, and tokens by tenant."""
-    rows = client.list("/admin/v1/usage/requests", since=(data.now - LIVE_SPAN).isoformat())
-    requests = frames.requests_frame(rows, data.tenants)
-    requests["outcome"] = requests["outcome"].replace(ENDINGS)
-    if requests.empty:
-        return requests, requests
-    counts = frames.count_by_time(requests, "outcome", None, LIVE_STEP)
-    return counts, frames.count_by_time(requests, "tenant", "output_tokens", LIVE_STEP)
+def classes_of_hour(classes: Answer, sums: Answer, engines: Answer | None) -> pd.DataFrame:
+    """Of sums by class that may lie in two slots of an hour."""
+    merged: dict[str, dict[str, Any]] = {}
+    for one in sums.data["data"]:
+        known = merged.setdefault(one["group"]["service_class"], {"group": one["group"], "totals": {}})
+        known["totals"] = add_totals(known["totals"], one["totals"])
+    return fleet.classes_frame(classes.data["data"], list(merged.values()), engines.data["data"] if engines else [])
 
 
-def read_day(client: AdminClient) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The last day from the hours' sums."""
-    hours = frames.hourly_frame(client.get("/admin/v1/usage", group_by="hour,tenant")["data"])
-    outcomes = list(charts.OUTCOME_COLOURS)
-    by_outcome = hours.melt(["slot"], outcomes, var_name="outcome", value_name="amount")
-    return by_outcome[by_outcome["amount"] > 0], hours.rename(columns={"output_tokens": "amount"})
-
-
-def draw_engines(engines: list[dict[str, Any]]) -> None:
-    st.subheader("Engines")
-    if not engines:
-        st.caption("The gateway knows no engine.")
-        return
-    share_of_memory: dict[str, Any] = {"min_value": 0.0, "max_value": 1.0, "format": "percent"}
-    columns: dict[str, Any] = {
-        "model": "Model",
-        "device": "Runs on",
-        "state": "State",
-        "running": st.column_config.NumberColumn("Running", help="Sequences in the batch"),
-        "waiting": st.column_config.NumberColumn("Waiting", help="Sequences in the queue"),
-        "paused": st.column_config.NumberColumn("Paused", help="Running, but without credit"),
-        "kv_used": st.column_config.ProgressColumn("KV cache in use", **share_of_memory),
-        "kv_cached": st.column_config.ProgressColumn("KV cache kept for reuse", **share_of_memory),
-        "output_tokens": st.column_config.NumberColumn("Output tokens", format="localized", help="Since its start"),
-        "address": None,
-        "prompt_tokens": None,
-        "cached_tokens": None,
-    }
-    st.dataframe(frames.engines_frame(engines), column_config=columns, hide_index=True, width="stretch")
-
-
-def draw_tenants(data: OverviewData) -> None:
-    st.subheader("Tenants")
-    columns: dict[str, Any] = {
-        "tenant": "Tenant",
-        "class": "Class",
-        "weight": st.column_config.NumberColumn("Weight", format="%.2g"),
-        "status": "Status",
-        "requests": st.column_config.NumberColumn("Requests, 24 h", format="localized"),
-        "failed": st.column_config.NumberColumn("Failed", format="localized"),
-        "prompt_tokens": st.column_config.NumberColumn("Prompt tokens", format="localized"),
-        "output_tokens": st.column_config.NumberColumn("Output tokens", format="localized"),
-        "ttft_ms": st.column_config.NumberColumn("Mean TTFT, ms", format="%.0f"),
-    }
-    frame = frames.tenants_frame(data.tenants, data.by_tenant)
-    st.dataframe(frame, column_config=columns, hide_index=True, width="stretch")
-
-
-def draw_keys(data: OverviewData) -> None:
-    st.subheader("Keys")
-    columns: dict[str, Any] = {
-        "key": "Ends in",
-        "name": "Name",
-        "owner": "Owner",
-        "status": "Status",
-        "created": "Created",
-        "expires": "Expires",
-    }
-    frame = frames.keys_frame(data.keys, data.projects, data.tenants)
-    st.dataframe(frame, column_config=columns, hide_index=True, width="stretch")
-
-
-def short(number: float) -> str:
-    """1234 → 1.2 k."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= 10 * size or (unit != "k" and number >= size):
-            return f"{number / size:,.1f} {unit}"
-    return f"{number:,.0f}"
-
-
-def share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "0 %"
+def add_totals(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Sums added, means by their requests."""
+    if not before:
+        return dict(more)
+    weights = before["requests"], more["requests"]
+    added: dict[str, Any] = {}
+    for name, value in more.items():
+        pair = [(one, weight) for one, weight in zip((before[name], value), weights, strict=True) if one is not None]
+        if not name.startswith("mean_"):
+            added[name] = before[name] + value
+        else:
+            whole = sum(weight for _, weight in pair)
+            added[name] = sum(one * weight for one, weight in pair) / whole if whole else None
+    return added

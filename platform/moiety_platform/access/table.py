@@ -35,6 +35,7 @@ class Action(StrEnum):
     RECONCILE_USAGE = "usage.reconcile"
     READ_OVERVIEW = "overview.read"
     READ_AUDIT = "audit.read"
+    VERIFY_AUDIT = "audit.verify"
     READ_CLASSES = "classes.read"
     WRITE_CLASSES = "classes.write"
     READ_PRICES = "prices.read"
@@ -79,6 +80,7 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
         Action.RECONCILE_USAGE: Rule(anyone=_READERS),
         Action.READ_OVERVIEW: Rule(anyone=_READERS, own=_OWN_READERS),
         Action.READ_AUDIT: Rule(anyone=_OWNER, own=_OWN_READERS),
+        Action.VERIFY_AUDIT: Rule(anyone=_OWNER),
         Action.READ_CLASSES: Rule(anyone=_READERS, own=_OWN_READERS),
         Action.WRITE_CLASSES: Rule(anyone=_OPERATORS),
         Action.READ_PRICES: Rule(anyone=_READERS, own=_OWN_READERS),

@@ -67,31 +67,45 @@ def is_intact(previous: str, entry: Mapping[str, Any]) -> bool:
     return bool(entry["hash"] == entry_hash(previous, entry))
 
 
-def verify(entries: Iterable[Mapping[str, Any]]) -> Verified:
-    """Go through all entries from the first. Raises BrokenChain."""
-    previous, seq, num_erased = GENESIS, 0, 0
-    unlisted: dict[str, str] = {}  # what was erased and no entry has listed yet: number → seal
-    for entry in entries:
-        if entry["seq"] != seq + 1:
-            raise BrokenChain(f"after entry {seq} comes {entry['seq']}: something is missing")
-        seq += 1
-        if entry.get("erased_at") is None:
-            is_good = is_intact(previous, entry)
+class Verifier:
+    """Goes through all entries from the first, a few at a time."""
+
+    def __init__(self) -> None:
+        self.head, self.num_entries, self.num_erased = GENESIS, 0, 0  # of what was taken and held
+        self._unlisted: dict[str, str] = {}  # what was erased and no entry has listed yet: number → seal
+
+    def take(self, entry: Mapping[str, Any]) -> None:
+        """The next entry. Raises BrokenChain."""
+        seq = self.num_entries + 1
+        if entry["seq"] != seq:
+            raise BrokenChain(f"after entry {self.num_entries} comes {entry['seq']}: something is missing")
+        is_erased = entry.get("erased_at") is not None
+        if is_erased:
+            is_good = _is_empty(entry) and (_version(entry) == 1 or entry["hash"] == entry_hash(self.head, entry))
+            self._unlisted[str(seq)] = seal(entry)
         else:
-            is_good = _is_empty(entry) and (_version(entry) == 1 or entry["hash"] == entry_hash(previous, entry))
-            unlisted[str(seq)] = seal(entry)
-            num_erased += 1
+            is_good = is_intact(self.head, entry)
         if not is_good:
             raise BrokenChain(f"entry {seq} is not what it was when it was written, or one before it is not")
         for number, expected in _listed(entry).items():
-            if unlisted.pop(number, expected) != expected:
+            if self._unlisted.pop(number, expected) != expected:
                 raise BrokenChain(f"entry {number} is not what was left of it when it was erased")
-        previous = entry["hash"]
-    if unlisted:
-        raise BrokenChain(
-            f"the content of entry {min(map(int, unlisted))} is gone, and no entry says that it was erased"
-        )
-    return Verified(seq, previous, num_erased)
+        self.head, self.num_entries, self.num_erased = entry["hash"], seq, self.num_erased + is_erased
+
+    def finish(self) -> Verified:
+        """There are no more. Raises BrokenChain."""
+        if self._unlisted:
+            first = min(map(int, self._unlisted))
+            raise BrokenChain(f"the content of entry {first} is gone, and no entry says that it was erased")
+        return Verified(self.num_entries, self.head, self.num_erased)
+
+
+def verify(entries: Iterable[Mapping[str, Any]]) -> Verified:
+    """Go through all entries from the first. Raises BrokenChain."""
+    verifier = Verifier()
+    for entry in entries:
+        verifier.take(entry)
+    return verifier.finish()
 
 
 def _listed(entry: Mapping[str, Any]) -> Mapping[str, str]:

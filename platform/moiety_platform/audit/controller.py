@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from litestar import Controller, get
 from litestar.di import NamedDependency
 from litestar.params import FromQuery
@@ -11,15 +12,18 @@ from sqlalchemy import select
 
 from moiety_platform.access.caller import Caller
 from moiety_platform.access.table import Action, needs
+from moiety_platform.audit.chain import BrokenChain, Verifier
 from moiety_platform.audit.models import AuditEntry
-from moiety_platform.audit.schemas import AuditPage, AuditView
+from moiety_platform.audit.schemas import AuditPage, AuditVerdict, AuditView
 from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest
 from moiety_platform.query_parameters import parse_whole, whole
 
 MAX_SEQ = 2**62
+VERIFIED_AT_ONCE = 200
 After = Annotated[str | None, whole("Entries after this number; all if not given.", 0, MAX_SEQ)]
+Before = Annotated[str | None, whole("Entries before this number, the newest first.", 0, MAX_SEQ)]
 
 
 class AuditController(Controller):
@@ -35,18 +39,51 @@ class AuditController(Controller):
         caller: NamedDependency[Caller],
         limit: Limit = None,
         after: After = None,
+        before: Before = None,
         object_id: FromQuery[str | None] = None,
     ) -> AuditPage:
-        """Changes, oldest first; with `object_id`, those to one thing."""
+        """Changes, oldest first, or newest first with `before`; with `object_id`, those to one thing."""
         size = parse_page(limit, None).limit
-        number = 0 if after is None else parse_whole(after, "after")
-        if not 0 <= number <= MAX_SEQ:
-            raise BadRequest(f"'after' must be the number of an entry, from 0 to {MAX_SEQ}.", param="after")
-        statement = select(AuditEntry).where(AuditEntry.seq > number).order_by(AuditEntry.seq).limit(size + 1)
+        seq, newest_first = AuditEntry.seq, before is not None
+        statement = select(AuditEntry).where(seq > (0 if after is None else _parse_number(after, "after")))
+        if before is not None:
+            statement = statement.where(seq < _parse_number(before, "before"))
+        statement = statement.order_by(seq.desc() if newest_first else seq).limit(size + 1)
         if object_id is not None:
             statement = statement.where(AuditEntry.object_id == object_id)
         async with database.read() as session:
             found = (await session.scalars(statement)).all()
         entries = found[:size]
-        next_after = entries[-1].seq if len(found) > size else None
-        return AuditPage([AuditView.of(e) for e in entries], next_after, whole=caller.tenant_id is None)
+        last = entries[-1].seq if len(found) > size else None
+        rows = [AuditView.of(entry) for entry in entries]
+        return AuditPage(
+            rows, None if newest_first else last, last if newest_first else None, whole=caller.tenant_id is None
+        )
+
+    @get("/verification", opt=needs(Action.VERIFY_AUDIT))
+    async def verify_chain(self, database: NamedDependency[Database]) -> AuditVerdict:
+        """Compute the whole chain anew and compare: some hundred entries a read, so it takes a while where the log is
+        long."""
+        verifier, seq = Verifier(), 0
+        try:
+            while True:
+                page = select(AuditEntry).where(AuditEntry.seq > seq).order_by(AuditEntry.seq).limit(VERIFIED_AT_ONCE)
+                async with database.read() as session:
+                    found = (await session.scalars(page)).all()
+                for entry in found:
+                    verifier.take(msgspec.structs.asdict(AuditView.of(entry)))
+                if len(found) < VERIFIED_AT_ONCE:
+                    break
+                seq = found[-1].seq
+            verified = verifier.finish()
+        except BrokenChain as exc:
+            return AuditVerdict(False, verifier.num_entries, verifier.num_erased, verifier.head, str(exc))
+        return AuditVerdict(True, verified.num_entries, verified.num_erased, verified.head, None)
+
+
+def _parse_number(text: str, param: str) -> int:
+    """Raises BadRequest."""
+    number = parse_whole(text, param)
+    if not 0 <= number <= MAX_SEQ:
+        raise BadRequest(f"'{param}' must be the number of an entry, from 0 to {MAX_SEQ}.", param=param)
+    return number

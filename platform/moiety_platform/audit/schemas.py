@@ -51,10 +51,23 @@ class AuditView(msgspec.Struct, frozen=True):
         )
 
 
+class AuditVerdict(msgspec.Struct, frozen=True):
+    """What computing the whole chain anew has found. `head` is the last entry's hash; `complaint` says where the chain
+    is broken, and is null where it holds."""
+
+    intact: bool
+    num_entries: int
+    num_erased: int
+    head: str
+    complaint: str | None
+
+
 class AuditPage(msgspec.Struct, frozen=True):
-    """Some entries, oldest first; `next_after` is null on the last page. `whole` says whether all entries may be read:
+    """Some entries, oldest first, or newest first where `before` was asked for, after which `next_before` goes on;
+    `next_after` and `next_before` are null on the last page. `whole` says whether all entries may be read:
     an administrator of one tenant reads only those of that tenant, whose chain cannot be verified alone."""
 
     data: list[AuditView]
     next_after: int | None
+    next_before: int | None
     whole: bool

@@ -19,7 +19,7 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.controller import KeyController
 from moiety_platform.auth.guard import action_of, admin_guard
 from moiety_platform.auth.oidc import OidcVerifier
-from moiety_platform.auth.overview import OverviewController
+from moiety_platform.auth.overview import CallerController, OverviewController
 from moiety_platform.auth.pepper import Pepper
 from moiety_platform.auth.reach import criteria_of, reach_of, tenant_of
 from moiety_platform.classes.cache import ClassCache
@@ -104,6 +104,7 @@ def admin_router(
             QuotaController,
             UsageController,
             OverviewController,
+            CallerController,
             TraceController,
             *more,
         ],

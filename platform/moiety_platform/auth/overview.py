@@ -1,4 +1,4 @@
-"""/admin/v1/overview: the state of the deployment at a glance, as far as the store knows it."""
+"""/admin/v1/overview: the state of the deployment at a glance, as far as the store knows it; and /admin/v1/caller."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from litestar.di import NamedDependency
 from litestar.params import SkipValidation
 from sqlalchemy import func, or_, select
 
+from moiety_platform.access.caller import Caller
 from moiety_platform.access.table import Action, needs
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
@@ -29,6 +30,29 @@ class Overview(msgspec.Struct, frozen=True):
     keys_total: int
     last_hour: UsageTotals
     last_24_hours: UsageTotals
+
+
+class CallerView(msgspec.Struct, frozen=True):
+    """Whoever asks. `actor` is what the audit log names it by; `tenant_id` is null for the whole deployment; `may` are
+    the actions that its role allows."""
+
+    actor: str
+    role: str
+    tenant_id: str | None
+    may: list[str]
+
+
+class CallerController(Controller):
+    """Whoever asks."""
+
+    path = "/caller"
+    tags = ("overview",)
+
+    @get(opt=needs(Action.READ_OVERVIEW))
+    async def get_caller(self, caller: NamedDependency[Caller]) -> CallerView:
+        """Who you are to the admin API, and what you may do."""
+        may = sorted(action.value for action in Action if caller.may(action))
+        return CallerView(caller.actor, caller.role.value, caller.tenant_id, may)
 
 
 class OverviewController(Controller):

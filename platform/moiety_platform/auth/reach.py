@@ -12,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, or_, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import with_loader_criteria
 from sqlalchemy.orm.interfaces import ORMOption
@@ -25,9 +25,8 @@ from moiety_platform.db.session import Database
 from moiety_platform.prices.models import PriceRecord
 from moiety_platform.quota.kinds import Level
 from moiety_platform.quota.models import Quota, QuotaLease, QuotaRate, QuotaThreshold, QuotaWindow
+from moiety_platform.quota.owners import Condition, own_key, own_quota
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
-
-Condition = ColumnElement[bool]
 
 SHARED: frozenset[type[Base]] = frozenset({ClassRecord, PriceRecord})  # of no tenant: everybody may know them
 
@@ -81,32 +80,15 @@ def rows_of(table: type[Any], tenant_id: str) -> Condition:
     return condition
 
 
-def _projects(tenant_id: str) -> Select[Any]:
-    return select(Project.id).where(Project.tenant_id == tenant_id)
-
-
-def _own_key(tenant_id: str) -> Condition:
-    return or_(ApiKey.tenant_id == tenant_id, ApiKey.project_id.in_(_projects(tenant_id)))
-
-
-def _own_quota(tenant_id: str) -> Condition:
-    keys = select(ApiKey.id).where(_own_key(tenant_id))
-    return or_(
-        and_(Quota.level == Level.TENANT, Quota.scope_id == tenant_id),
-        and_(Quota.level == Level.PROJECT, Quota.scope_id.in_(_projects(tenant_id))),
-        and_(Quota.level == Level.KEY, Quota.scope_id.in_(keys)),
-    )
-
-
 def _of_own_quota(table: type[QuotaWindow | QuotaRate | QuotaLease | QuotaThreshold], tenant_id: str) -> Condition:
-    return table.quota_id.in_(select(Quota.id).where(_own_quota(tenant_id)))
+    return table.quota_id.in_(select(Quota.id).where(own_quota(tenant_id)))
 
 
 _CONDITIONS: Mapping[type[Any], Callable[[str], Condition]] = MappingProxyType(
     {
         Tenant: lambda tenant_id: Tenant.id == tenant_id,
-        ApiKey: _own_key,
-        Quota: _own_quota,
+        ApiKey: own_key,
+        Quota: own_quota,
         QuotaWindow: partial(_of_own_quota, QuotaWindow),
         QuotaRate: partial(_of_own_quota, QuotaRate),
         QuotaLease: partial(_of_own_quota, QuotaLease),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from litestar import Controller, Response, delete, get, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
@@ -12,13 +14,18 @@ from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
+from moiety_platform.errors import BadRequest
 from moiety_platform.etags import Precondition, tagged
 from moiety_platform.openapi.described import fails
-from moiety_platform.query_parameters import Cursor
+from moiety_platform.query_parameters import Cursor, one_of
 from moiety_platform.quota import service
+from moiety_platform.quota.holdings import LeaseList, list_leases
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import Level, Scope
+from moiety_platform.quota.models import LeaseState
 from moiety_platform.quota.schemas import NewQuota, QuotaPage, QuotaView
+
+OfState = Annotated[str | None, one_of("Of leases in this state; live if not given.", *LeaseState)]
 
 
 class QuotaController(Controller):
@@ -53,10 +60,24 @@ class QuotaController(Controller):
         limit: Limit = None,
         cursor: Cursor = None,
         scope_id: FromQuery[str | None] = None,
+        tenant_id: FromQuery[str | None] = None,
     ) -> QuotaPage:
-        """Limits, oldest first; with `scope_id`, those of one tenant, project or key."""
+        """Limits, oldest first; with `scope_id`, those of one tenant, project or key, with `tenant_id` those of a
+        tenant and of all that is its."""
+        page = parse_page(limit, cursor)
         async with database.read() as session:
-            return await service.list_quotas(session, parse_page(limit, cursor), clock.now(), scope_id=scope_id)
+            return await service.list_quotas(session, page, clock.now(), scope_id=scope_id, tenant_id=tenant_id)
+
+    @get("/leases", opt=needs(Action.READ_QUOTAS))
+    async def list_leases(
+        self, database: NamedDependency[Database], limit: Limit = None, lease_state: OfState = None
+    ) -> LeaseList:
+        """What gateways hold of the limits; those that are live, unless others are asked for."""
+        if lease_state is not None and lease_state not in frozenset(LeaseState):
+            raise BadRequest(f"'lease_state' must be one of: {', '.join(LeaseState)}.", param="lease_state")
+        wanted = LeaseState.LIVE if lease_state is None else LeaseState(lease_state)
+        async with database.read() as session:
+            return await list_leases(session, wanted, parse_page(limit, None).limit)
 
     @get("/{quota_id:str}", opt=needs(Action.READ_QUOTAS))
     async def get_quota(

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, delete, select, tuple_
+from sqlalchemy import ColumnElement, delete, false, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.audit.trail import Change, note, row_of
@@ -17,6 +17,7 @@ from moiety_platform.db.paging import PageRequest, Position, after_position, cut
 from moiety_platform.errors import BadRequest, NotFound
 from moiety_platform.quota.kinds import MAX_CAP, MAX_RATE, Kind, Level, Meter, Scope, window_start
 from moiety_platform.quota.models import Quota, QuotaAlert, QuotaRate, QuotaThreshold, QuotaWindow
+from moiety_platform.quota.owners import own_quota
 from moiety_platform.quota.schemas import MAX_THRESHOLDS, NewQuota, QuotaPage, QuotaView, rate_view, window_view
 from moiety_platform.tenants.checks import is_id, new_id
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
@@ -60,9 +61,14 @@ async def get_quota(session: AsyncSession, quota_id: str, now: datetime) -> Quot
     return (await _views(session, [await _find(session, quota_id)], now))[0]
 
 
-async def list_quotas(session: AsyncSession, page: PageRequest, now: datetime, *, scope_id: str | None) -> QuotaPage:
-    """Limits, oldest first; with `scope_id`, those of one tenant, project or key."""
+async def list_quotas(
+    session: AsyncSession, page: PageRequest, now: datetime, *, scope_id: str | None, tenant_id: str | None
+) -> QuotaPage:
+    """Limits, oldest first; with `scope_id`, those of one tenant, project or key; with `tenant_id`, those of one tenant
+    and of its projects and keys."""
     statement = select(Quota)
+    if tenant_id is not None:
+        statement = statement.where(own_quota(tenant_id) if is_id(tenant_id) else false())
     if scope_id is not None:
         key = await session.get(ApiKey, scope_id) if is_id(scope_id) else None
         statement = statement.where(Quota.scope_id == ((key and key.root_id) or scope_id))

@@ -13,7 +13,7 @@ from moiety_platform.audit.trail import AuditedStore, Change, note
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.openapi.described import fails
 from moiety_platform.routing.replicas import Replicas
-from moiety_wire.messages import Load
+from moiety_wire.messages import ClassLoad, Load, SleepState
 
 
 class CardView(msgspec.Struct, frozen=True):
@@ -30,6 +30,65 @@ class CardView(msgspec.Struct, frozen=True):
     created_unix_s: int
 
 
+class ClassLoadView(msgspec.Struct, frozen=True):
+    """One class's state in an engine, and what was decided since the engine's start, by reason where there are some."""
+
+    name: str
+    num_waiting: int
+    num_running: int
+    predicted_ttft_s: float
+    admitted_total: int
+    rejected_total: dict[str, int]
+    downgraded_total: int
+    preempted_total: dict[str, int]
+    relegated_total: int
+    boosted_total: int
+    recomputed_tokens_total: int
+
+    @classmethod
+    def of(cls, load: ClassLoad) -> ClassLoadView:
+        return cls(*(getattr(load, name) for name in cls.__struct_fields__))
+
+
+class LoadView(msgspec.Struct, frozen=True):
+    """An engine's last heartbeat: its state, and its counters since its start."""
+
+    engine_id: str
+    seq: int
+    num_running: int
+    num_waiting: int
+    num_paused: int
+    kv_blocks_total: int
+    kv_blocks_used: int
+    kv_blocks_cached: int
+    block_size: int
+    steps_total: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    output_tokens_total: int
+    requests_total: int
+    draining: bool
+    host_blocks_total: int
+    host_blocks_used: int
+    swapped_out_blocks_total: int
+    swapped_in_blocks_total: int
+    running_for_s: float
+    overshot_tokens_total: int
+    sleep: SleepState
+    sleep_problem: str
+    unsettled_replicas: list[str]
+    classes: list[ClassLoadView]
+
+    @classmethod
+    def of(cls, load: Load) -> LoadView:
+        plain = {name: getattr(load, name) for name in cls.__struct_fields__ if name != "classes"}
+        return cls(**plain, classes=[ClassLoadView.of(one) for one in load.classes])
+
+
+assert set(LoadView.__struct_fields__) == set(Load.__struct_fields__), "all that an engine says is shown"
+assert set(ClassLoadView.__struct_fields__) == set(ClassLoad.__struct_fields__)
+
+
 class EngineView(msgspec.Struct, frozen=True):
     """An engine and how it fares. `reason` says why it is not healthy; `num_inflight` are the requests of this gateway.
     The card is the last known, the load the engine's last heartbeat."""
@@ -40,7 +99,7 @@ class EngineView(msgspec.Struct, frozen=True):
     reason: str
     num_inflight: int
     card: CardView | None
-    load: Load | None
+    load: LoadView | None
 
 
 class EngineViews(msgspec.Struct, frozen=True):
@@ -101,5 +160,5 @@ def _describe(state: EngineState) -> EngineView:
         reason=state.reason,
         num_inflight=state.num_inflight,
         card=None if card is None else CardView(*(getattr(card, name) for name in CardView.__struct_fields__)),
-        load=state.load,
+        load=None if state.load is None else LoadView.of(state.load),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moiety_platform.supervisor.data_dir import DataDir, FirstKeys
-from moiety_platform.supervisor.ports import is_loopback, reachable_host
+from moiety_platform.supervisor.ports import reachable_host
 from moiety_platform.supervisor.process import Part
 
 DEMO_NAME = "moiety-demo"
@@ -69,13 +69,11 @@ def traces_part(options: ServeOptions, data_dir: DataDir) -> Part:
     return Part("traces", tuple(arguments), {TOKEN_VARIABLE: options.traces_token}, serves_requests=False)
 
 
-def dashboard_part(options: ServeOptions, keys: FirstKeys) -> Part:
-    """The dashboard. It gets the admin key only where nobody but this machine can open the page; elsewhere the page
-    asks for it."""
+def dashboard_part(options: ServeOptions) -> Part:
+    """The dashboard. It gets no key: whoever opens it shows one."""
     assert options.dashboard_port is not None
     arguments = ("dashboard", "--host", options.host, "--port", str(options.dashboard_port), "--gateway", options.url)
-    # an empty one also hides a key in our own environment
-    environment = {"MOIETY_ADMIN_KEY": keys.admin_key if is_loopback(options.host) else ""}
+    environment = {"MOIETY_ADMIN_KEY": ""}  # nor one of our own environment
     return Part("dashboard", arguments, environment, serves_requests=False)
 
 
@@ -95,8 +93,8 @@ def announcement(options: ServeOptions, keys: FirstKeys, new_keys: bool) -> str:
     """Addresses, keys (the admin's only when it is new, and before the tenant's) and the command to try."""
     lines = ["", f"  API         {options.url}/v1", f"  API schema  {options.url}/schema"]
     if options.dashboard_port is not None:
-        asks = "" if is_loopback(options.host) else "  (asks for the admin key)"
-        lines.append(f"  dashboard   http://{reachable_host(options.host)}:{options.dashboard_port}{asks}")
+        address = f"http://{reachable_host(options.host)}:{options.dashboard_port}"
+        lines.append(f"  dashboard   {address}  (sign in with the admin key)")
     lines.append(f"  model       {options.name}")
     if new_keys:
         lines.append(f"  admin key   {keys.admin_key}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import socket
 from dataclasses import dataclass
@@ -37,16 +36,6 @@ def claim_port(host: str, port: int, option: str) -> int:
 def reachable_host(host: str) -> str:
     """Where a client on this machine finds a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens there; False for any name but localhost."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True, slots=True)

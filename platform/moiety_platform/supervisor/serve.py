@@ -82,7 +82,7 @@ def announce(
     console.write(announcement(options, keys, keys != keys_before))
     console.say_ready(options.url)
     if options.dashboard_port is not None:
-        supervisor.start(dashboard_part(options, keys))
+        supervisor.start(dashboard_part(options))
 
 
 async def wait_for_first(wanted: Coroutine[Any, Any, None], other: Coroutine[Any, Any, None]) -> bool:

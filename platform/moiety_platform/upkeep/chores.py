@@ -23,6 +23,7 @@ from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.upkeep.service import Chore
 from moiety_platform.upkeep.turns import Now
+from moiety_platform.usage.minutes import KEPT_HOURS, purge_minutes
 from moiety_platform.usage.purge import purge_requests
 from moiety_platform.webhooks.deliveries import forget_alerts, forget_old
 
@@ -33,11 +34,14 @@ def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) 
     """What one gateway process does, in this order: what is known by other rows goes before them."""
 
     async def purge_old_windows(session: AsyncSession) -> int:
-        before = await _days_ago(session, settings.keep_limit_windows_days, now)
+        before = await _ago(session, timedelta(days=settings.keep_limit_windows_days), now)
         return await forget_alerts(session, before) or await purge_windows(session, before)
 
     async def purge_old_requests(session: AsyncSession) -> int:
-        return await purge_requests(session, await _days_ago(session, settings.keep_requests_days, now))
+        return await purge_requests(session, await _ago(session, timedelta(days=settings.keep_requests_days), now))
+
+    async def purge_old_minutes(session: AsyncSession) -> int:
+        return await purge_minutes(session, await _ago(session, timedelta(hours=KEPT_HOURS), now))
 
     chores = [
         Chore("idempotent_requests", KeyStore(now=now).purge),
@@ -45,6 +49,7 @@ def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) 
         Chore("files", Files(database, BatchFiles(database), now).purge),
         Chore("batches", partial(purge_batches, keep_ms=settings.keep_batches_days * DAY_MS, now=now)),
         Chore("webhook_deliveries", partial(forget_old, now=now)),
+        Chore("usage_minutes", purge_old_minutes),
         Chore("quota_windows", purge_old_windows),
         Chore("forsaken_limits", purge_forsaken),
     ]
@@ -55,7 +60,7 @@ def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) 
     return chores
 
 
-async def _days_ago(session: AsyncSession, days: int, now: Now) -> datetime:
+async def _ago(session: AsyncSession, span: timedelta, now: Now) -> datetime:
     """By the database's clock."""
     moment = datetime.fromtimestamp(await read_clock(session, now) / 1000, UTC)
-    return moment - timedelta(days=days)
+    return moment - span

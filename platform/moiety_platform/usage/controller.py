@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import timedelta
 from typing import Annotated
 
 from litestar import Controller, get
@@ -12,12 +14,18 @@ from moiety_platform.access.table import Action, needs
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
-from moiety_platform.query_parameters import Cursor, Filter, Since, Until, some_of
+from moiety_platform.errors import BadRequest
+from moiety_platform.query_parameters import Cursor, Filter, Since, Until, parse_whole, some_of, whole
+from moiety_platform.usage.minutes import GROUPINGS as MINUTE_GROUPINGS
+from moiety_platform.usage.minutes import KEPT_HOURS, MAX_STEP, MinuteReport, parse_groups, sum_minutes
 from moiety_platform.usage.queries import GROUPINGS, list_requests, parse_filter, parse_grouping, sum_usage
 from moiety_platform.usage.reconciliation import Reconciliation, hold_still, reconcile
 from moiety_platform.usage.schemas import RequestPage, UsageReport
 
 Groups = Annotated[str | None, some_of("What to sum by; all together if not given.", GROUPINGS)]
+MinuteGroups = Annotated[str | None, some_of("What to sum by; all together if not given.", MINUTE_GROUPINGS)]
+Step = Annotated[str | None, whole("How many minutes to sum up; 1 if not given.", 1, MAX_STEP)]
+HOUR = timedelta(hours=1)
 
 
 class UsageController(Controller):
@@ -47,6 +55,31 @@ class UsageController(Controller):
         )
         async with database.read() as session:
             return await sum_usage(session, wanted, grouping)
+
+    @get("/minutes", opt=needs(Action.READ_USAGE))
+    async def sum_minutes(
+        self,
+        database: NamedDependency[Database],
+        clock: NamedDependency[SkipValidation[Clock]],
+        group_by: MinuteGroups = None,
+        step: Step = None,
+        since: Since = None,
+        until: Until = None,
+        tenant_id: Filter = None,
+        service_class: Filter = None,
+    ) -> MinuteReport:
+        """What ended in the last hour, or since another time, by the minute. Minutes are kept for six hours, and the
+        answer's `since` is no earlier."""
+        grouping = parse_groups(group_by)
+        size = 1 if step is None else parse_whole(step, "step")
+        if not 1 <= size <= MAX_STEP:
+            raise BadRequest(f"'step' must be from 1 to {MAX_STEP} minutes.", param="step")
+        now = clock.now()
+        equal = {"tenant_id": tenant_id, "service_class": service_class}
+        wanted = parse_filter(now, since or (now - HOUR).isoformat(), until, **equal)
+        wanted = replace(wanted, since=max(wanted.since, now - timedelta(hours=KEPT_HOURS)))
+        async with database.read() as session:
+            return await sum_minutes(session, wanted, grouping, size)
 
     @get("/requests", opt=needs(Action.READ_USAGE))
     async def list_requests(

@@ -6,7 +6,7 @@ request: its tokens and cost in `usage` are the sum of its entries; and every ro
 requests.
 
 Rows of `usage` may be deleted when they are old; `usage_cuts` then has what they came to. So of every tenant and hour:
-requests and cuts = ledger = hours.
+requests and cuts = ledger = hours. `usage_minutes` are for looking at, proven by nothing, and gone after some hours.
 """
 
 from __future__ import annotations
@@ -117,3 +117,30 @@ class UsageCut(Base):
     cached_tokens: Mapped[int] = mapped_column(BigInteger)
     output_tokens: Mapped[int] = mapped_column(BigInteger)
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger)
+
+
+class UsageMinute(Base):
+    """Sums over the requests of a tenant and class that ended in one minute, as they were when they ended: what is
+    corrected later stays as it was. `good_tokens` are the output tokens of requests whose promise was kept."""
+
+    __tablename__ = "usage_minutes"
+
+    minute: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)  # since 1970
+    tenant_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    service_class: Mapped[str] = mapped_column(Text, primary_key=True)
+    requests: Mapped[int] = mapped_column(BigInteger)
+    failed: Mapped[int] = mapped_column(BigInteger)
+    rejected: Mapped[int] = mapped_column(BigInteger)
+    disconnected: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    output_tokens: Mapped[int] = mapped_column(BigInteger)
+    good_tokens: Mapped[int] = mapped_column(BigInteger)
+    ttft_ms: Mapped[float] = mapped_column(Double)
+    num_ttft: Mapped[int] = mapped_column(BigInteger)
+    queue_ms: Mapped[float] = mapped_column(Double)
+    num_queue: Mapped[int] = mapped_column(BigInteger)
+    duration_ms: Mapped[float] = mapped_column(Double)
+    preemptions: Mapped[int] = mapped_column(BigInteger)
+    num_kept: Mapped[int] = mapped_column(BigInteger)  # promises
+    num_promised: Mapped[int] = mapped_column(BigInteger)

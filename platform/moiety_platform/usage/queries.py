@@ -28,7 +28,7 @@ from moiety_platform.errors import BadRequest
 from moiety_platform.query_parameters import MAX_FILTER_LENGTH, parse_moment
 from moiety_platform.tenants.checks import check_moment
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
-from moiety_platform.usage.models import UsageHour, UsageRecord
+from moiety_platform.usage.models import UsageHour, UsageMinute, UsageRecord
 from moiety_platform.usage.schemas import RequestPage, RequestView, UsageGroup, UsageReport, UsageTotals
 
 MAX_GROUPS = 1000
@@ -53,10 +53,11 @@ class UsageFilter:
     key_id: str | None = None
     model: str | None = None
     outcome: str | None = None
+    service_class: str | None = None
 
-    def conditions(self, table: type[UsageRecord | UsageHour] = UsageRecord) -> list[ColumnElement[bool]]:
+    def conditions(self, table: type[UsageRecord | UsageHour | UsageMinute] = UsageRecord) -> list[ColumnElement[bool]]:
         """As SQL, but for the time."""
-        names = ("tenant_id", "project_id", "key_id", "model", "outcome")
+        names = ("tenant_id", "project_id", "key_id", "model", "outcome", "service_class")
         given = {name: getattr(self, name) for name in names}
         return [getattr(table, name) == value for name, value in given.items() if value is not None]
 
@@ -110,17 +111,9 @@ async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequen
         statement = statement.group_by(*keys).order_by(*order, output, *keys).limit(MAX_GROUPS + 1)
         statement = statement.having(func.sum(source.c.requests) > 0)  # an hour's may have gone to another class
     rows = (await session.execute(statement)).all()
-    names = await _names(session, grouping, rows[:MAX_GROUPS])
+    names = await find_names(session, grouping, rows[:MAX_GROUPS])
     groups = [
-        UsageGroup(
-            group={
-                part: value
-                for name, value in zip(grouping, row, strict=False)
-                for part, value in names.label(name, value)
-            },
-            totals=_totals(row[len(keys) :]),
-        )
-        for row in rows[:MAX_GROUPS]
+        UsageGroup(group=names.label_all(grouping, row), totals=_totals(row[len(keys) :])) for row in rows[:MAX_GROUPS]
     ]
     return UsageReport(since=wanted.since, until=wanted.until, data=groups, truncated=len(rows) > MAX_GROUPS)
 
@@ -136,18 +129,23 @@ async def list_requests(session: AsyncSession, wanted: UsageFilter, page: PageRe
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class Names:
     """What people call the ids in a report."""
 
     by_id: dict[str, str]
 
-    def label(self, grouping: str, value: str) -> list[tuple[str, str | None]]:
+    def label_all(self, grouping: Sequence[str], row: Sequence[Any]) -> dict[str, str | None]:
+        """A row's group, which its first columns name."""
+        return dict(part for name, value in zip(grouping, row, strict=False) for part in self._label(name, value))
+
+    def _label(self, grouping: str, value: str) -> list[tuple[str, str | None]]:
         if grouping in _NAMED:
             return [(f"{grouping}_id", value), (f"{grouping}_name", self.by_id.get(value))]
         return [(grouping, value)]
 
 
-async def _names(session: AsyncSession, grouping: Sequence[str], rows: Sequence[Any]) -> _Names:
+async def find_names(session: AsyncSession, grouping: Sequence[str], rows: Sequence[Any]) -> Names:
+    """Of the ids in the rows, whose first columns are the groups."""
     by_id: dict[str, str] = {}
     for index, name in enumerate(grouping):
         if name in _NAMED and rows:
@@ -155,7 +153,7 @@ async def _names(session: AsyncSession, grouping: Sequence[str], rows: Sequence[
             ids = {row[index] for row in rows}
             found = await session.execute(select(model.id, model.name).where(model.id.in_(ids)))
             by_id.update((row_id, row_name) for row_id, row_name in found)
-    return _Names(by_id)
+    return Names(by_id)
 
 
 def _floor(moment: datetime) -> datetime:

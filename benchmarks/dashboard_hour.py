@@ -1,0 +1,358 @@
+"""An hour of several tenants for the dashboard, and pictures of its pages in light and dark.
+
+Starts `moiety serve` with the scripted engine, makes tenants, keys and limits through the admin API, writes an hour of
+past requests into the store as gateways write them, sends live requests beside it, and takes a picture of every page:
+
+    .venv/bin/python benchmarks/dashboard_hour.py --out docs/img
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from sqlalchemy import select
+
+from moiety_platform.db.session import Database
+from moiety_platform.quota.kinds import Kind, Unit, window_start
+from moiety_platform.quota.lease import Charge, WindowId
+from moiety_platform.quota.models import Quota
+from moiety_platform.quota.store import LeaseStore, Want
+from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.store import insert_rows
+
+HOUR_S = 3600
+BATCH = 400
+GATEWAY = "gateway-of-the-hour-before"
+VIEWPORT = {"width": 1440, "height": 900}
+THEMES = ("light", "dark")
+
+
+@dataclass(frozen=True)
+class Habit:
+    """How a tenant behaves: its mean requests a second, their sizes, and when in the hour it bursts."""
+
+    name: str
+    service_class: str
+    weight: float
+    per_s: float
+    prompt: int
+    output: int
+    ttft_ms: float
+    burst: tuple[float, float] | None = None  # begin and end, as parts of the hour
+    limits: tuple[tuple[str, int], ...] = ()
+
+
+HABITS = (
+    Habit(
+        "acme",
+        "priority",
+        2.0,
+        1.1,
+        420,
+        160,
+        90,
+        limits=(("tokens_per_day", 20_000_000), ("requests_per_minute", 600)),
+    ),
+    Habit("globex", "standard", 1.0, 0.9, 700, 220, 240, (0.45, 0.62), (("tokens_per_day", 7_500_000),)),
+    Habit("initech", "standard", 1.0, 0.5, 300, 120, 220, limits=(("money_per_month", 10**9),)),
+    Habit("hooli", "standard", 0.5, 0.25, 1800, 90, 380, limits=(("concurrent_requests", 24),)),
+    Habit("umbrella", "flex", 1.0, 0.35, 2400, 400, 1400, (0.7, 0.85), (("tokens_per_month", 60_000_000),)),
+    Habit("research", "batch", 0.5, 0.2, 900, 700, 5200),
+)
+
+
+@dataclass
+class Made:
+    """A tenant that there is now."""
+
+    habit: Habit
+    tenant_id: str
+    project_id: str
+    key_id: str
+    key: str
+
+
+class Admin:
+    """The admin API."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._http = httpx.Client(base_url=f"{url}/admin/v1", headers={"Authorization": f"Bearer {key}"}, timeout=20)
+
+    def __call__(self, method: str, path: str, body: Any = None) -> Any:
+        response = self._http.request(method, path, json=body)
+        response.raise_for_status()
+        return response.json()
+
+
+def make_tenants(admin: Admin) -> list[Made]:
+    """Tenants with a project, a key and their limits, and a price, so that money is spent."""
+    admin("PUT", "/prices", {"model": "moiety-demo", "input": "0.30", "output": "1.20", "cached_input": "0.03"})
+    made = []
+    for habit in HABITS:
+        tenant = admin(
+            "POST", "/tenants", {"name": habit.name, "service_class": habit.service_class, "weight": habit.weight}
+        )
+        project = admin("POST", "/projects", {"tenant_id": tenant["id"], "name": "production"})
+        key = admin("POST", "/keys", {"name": "backend", "project_id": project["id"]})
+        for kind, cap in habit.limits:
+            admin("PUT", "/quotas", {"level": "tenant", "scope_id": tenant["id"], "kind": kind, "cap": cap})
+        made.append(Made(habit, tenant["id"], project["id"], key["key"]["id"], key["secret"]))
+    return made
+
+
+def past_requests(made: list[Made], until: datetime, rng: random.Random) -> list[UsageRow]:
+    """The hour before, request by request: arrivals are Poisson with a wave and bursts; when many come at once, all
+    but the best class wait, miss promises, are preempted or refused."""
+    rows: list[UsageRow] = []
+    for second in range(HOUR_S):
+        part = second / HOUR_S
+        pressure = sum(rate_at(one.habit, part) for one in made) / 3.6
+        started = until - timedelta(seconds=HOUR_S - second)
+        for one in made:
+            rows += [
+                past_request(one, started, f"past-{one.habit.name}-{second}-{number}", pressure, rng)
+                for number in range(poisson(rng, rate_at(one.habit, part)))
+            ]
+    return rows
+
+
+def rate_at(habit: Habit, part: float) -> float:
+    wave = 1 + 0.35 * math.sin(2 * math.pi * (part * 1.5 + len(habit.name) / 7))
+    burst = 4.5 if habit.burst and habit.burst[0] <= part < habit.burst[1] else 1.0
+    return habit.per_s * wave * burst
+
+
+def poisson(rng: random.Random, mean: float) -> int:
+    limit, product, number = math.exp(-mean), rng.random(), 0
+    while product > limit:
+        product *= rng.random()
+        number += 1
+    return number
+
+
+PATIENCE = {"priority": 0.15, "standard": 1.0, "flex": 2.5, "batch": 4.0}
+PROMISED_MS = {"priority": 500.0, "standard": 2000.0, "flex": 600_000.0, "batch": 86_400_000.0}
+
+
+def past_request(one: Made, started: datetime, request_id: str, pressure: float, rng: random.Random) -> UsageRow:
+    habit = one.habit
+    waits = max(0.0, pressure - 1.0) * PATIENCE[habit.service_class]
+    queue_ms = rng.expovariate(1) * (4 + 900 * waits)
+    ttft_ms = queue_ms + habit.ttft_ms * rng.lognormvariate(0, 0.35)
+    prompt, output = (max(1, int(rng.lognormvariate(math.log(size), 0.6))) for size in (habit.prompt, habit.output))
+    refused = habit.service_class in ("standard", "priority") and rng.random() < 0.12 * waits
+    failed = not refused and rng.random() < 0.002
+    left = not refused and not failed and rng.random() < 0.008
+    kept = not refused and not failed and ttft_ms <= PROMISED_MS[habit.service_class]
+    generated = 0 if refused else output // 2 if left or failed else output
+    outcome = "rejected" if refused else "failed" if failed else "disconnected" if left else "stop"
+    cached = 0 if refused else int(prompt * 0.6 * rng.random())
+    cost = 0 if refused else (prompt - cached) * 300 + cached * 30 + generated * 1200
+    return UsageRow(
+        request_id=request_id,
+        tenant_id=one.tenant_id,
+        project_id=one.project_id,
+        key_id=one.key_id,
+        endpoint="/v1/chat/completions",
+        model="moiety-demo",
+        service_class=habit.service_class,
+        started_at=started + timedelta(seconds=rng.random()),
+        outcome=outcome,
+        http_status=429 if refused else 502 if failed else 499 if left else 200,
+        num_choices=1,
+        prompt_tokens=0 if refused else prompt,
+        cached_tokens=cached,
+        output_tokens=generated,
+        queue_ms=None if refused else queue_ms,
+        ttft_ms=None if refused else ttft_ms,
+        duration_ms=2.0 if refused else ttft_ms + generated * 14,
+        error_code="overloaded" if refused else "engine_failed" if failed else None,
+        num_preemptions=int(habit.service_class in ("flex", "batch") and rng.random() < 0.3 * waits),
+        sla_attained=None if left else kept,
+        cost_nanodollars=cost,
+    )
+
+
+async def store(url: str, rows: list[UsageRow]) -> None:
+    """As a gateway does that has leased what the rows charge."""
+    database = Database.open(url)
+    try:
+        async with database.write() as session:
+            quotas = list(await session.scalars(select(Quota)))
+            rows = [charged(row, quotas) for row in rows]
+            wants = [Want(window, 1, amount, 0) for window, amount in sums_of(rows).items()]
+            await LeaseStore(GATEWAY, 20.0).exchange(session, {}, wants, lambda lacking, *_: lacking)
+        for first in range(0, len(rows), BATCH):
+            async with database.write() as session:
+                await insert_rows(session, rows[first : first + BATCH])
+    finally:
+        await database.close()
+
+
+def charged(row: UsageRow, quotas: list[Quota]) -> UsageRow:
+    """The row with what it charges to the limits a day or a month of its tenant."""
+    used = {Unit.TOKENS: row.prompt_tokens + row.output_tokens, Unit.MONEY: row.cost_nanodollars}
+    charges = []
+    for quota in quotas:
+        kind = Kind(quota.kind)
+        if quota.scope_id == row.tenant_id and kind.period is not None and used[kind.unit]:
+            window = WindowId(quota.id, window_start(kind.period, datetime.now(UTC)))
+            charges.append(Charge(window, GATEWAY, used[kind.unit]))
+    return msgspec.structs.replace(row, charges=tuple(charges))
+
+
+def sums_of(rows: list[UsageRow]) -> Counter[WindowId]:
+    sums: Counter[WindowId] = Counter()
+    for row in rows:
+        for charge in row.charges:
+            sums[charge.window] += charge.amount
+    return sums
+
+
+def send_live(url: str, made: list[Made], ended: threading.Event, seed: int) -> None:
+    """Requests of all tenants through the engine, some at a time, until it is enough."""
+    rng = random.Random(seed)
+    with httpx.Client(base_url=url, timeout=60) as http:
+        while not ended.is_set():
+            one = rng.choices(made, [other.habit.per_s for other in made])[0]
+            text = " ".join(rng.choice(("weigh", "route", "expert", "share")) for _ in range(rng.randint(4, 60)))
+            body = {"model": "moiety-demo", "messages": [{"role": "user", "content": text}],
+                    "max_tokens": rng.randint(8, 120)}  # fmt: skip
+            http.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {one.key}"})
+            ended.wait(rng.expovariate(4))
+
+
+def change_something(admin: Admin, made: list[Made]) -> None:
+    """So that the audit log has more to tell than beginnings."""
+    globex, initech = made[1], made[2]
+    limit = {"level": "tenant", "scope_id": globex.tenant_id, "kind": "tokens_per_day", "cap": 8_000_000}
+    admin("PUT", "/quotas", limit)
+    admin("PATCH", f"/tenants/{initech.tenant_id}", {"weight": 1.5})
+    admin("PATCH", "/classes/flex", {"price_factor": 0.5})
+    admin("POST", f"/keys/{initech.key_id}/rotate", {"grace_s": 86_400})
+
+
+def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
+    """Every page, light and dark, as a laptop shows it."""
+    from playwright.sync_api import Page, sync_playwright
+
+    def settle(page: Page) -> None:
+        page.wait_for_timeout(2500)
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        for theme in THEMES:
+            page = browser.new_page(viewport=VIEWPORT, color_scheme=theme)
+            page.goto(dashboard)
+            page.get_by_label("Administrator's key").fill(admin_key)
+            page.screenshot(path=out / f"sign-in-{theme}.png")
+            page.get_by_role("button", name="Sign in").click()
+            page.get_by_text("Goodput, 5 min").wait_for()
+            for name in ("Overview", "Tenants", "SLA classes", "Engines", "Quotas", "Audit"):
+                page.get_by_test_id("stSidebarNav").get_by_role("link", name=name, exact=True).click()
+                page.get_by_role("heading", name=name, exact=True).wait_for()
+                settle(page)
+                if name == "Audit":
+                    page.get_by_role("button", name="Verify the chain").click()
+                    settle(page)
+                if name == "Tenants":
+                    page.get_by_role("combobox", name="Look at one tenant").click()
+                    page.get_by_role("option", name="globex").click()
+                    settle(page)
+                    shoot(page, out / f"tenants-{theme}.png")
+                    for part in ("Limits", "Keys", "Settings"):
+                        page.get_by_role("radio", name=part, exact=True).click()
+                        settle(page)
+                        shoot(page, out / f"tenant-{part.lower()}-{theme}.png")
+                    continue
+                shoot(page, out / f"{name.lower().replace(' ', '-')}-{theme}.png")
+            page.get_by_test_id("stSidebarNav").get_by_role("link", name="Playground").click()
+            page.get_by_role("textbox", name="Tenant's key").fill(key)
+            page.get_by_role("button", name="Send").click()
+            page.get_by_text("Whole answer").wait_for()
+            shoot(page, out / f"playground-{theme}.png")
+            page.close()
+        browser.close()
+
+
+def shoot(page: Any, path: Path) -> None:
+    """The whole of the page, however long it is."""
+    main = page.get_by_test_id("stMain")
+    height = main.evaluate("node => node.scrollHeight")
+    page.set_viewport_size({**VIEWPORT, "height": max(VIEWPORT["height"], int(height))})
+    page.wait_for_timeout(900)
+    page.screenshot(path=path)
+    page.set_viewport_size(VIEWPORT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="Where the pictures go.")
+    parser.add_argument("--live-s", type=float, default=45.0, help="How long requests are sent before the pictures.")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder)
+        command = [sys.executable, "-m", "moiety_platform.cli", "serve", "--scripted", "--port", "0"]
+        command += ["--dashboard-port", "0", "--data-dir", folder]
+        with (data / "serve.log").open("w") as log:
+            serve = subprocess.Popen([*command, "--", "--scripted-step-ms", "12"], stdout=log, stderr=subprocess.STDOUT)
+        try:
+            url, dashboard = addresses(data / "serve.log")
+            admin_key = json.loads((data / "keys.json").read_text())["admin_key"]
+            show(url, dashboard, admin_key, data, options)
+        finally:
+            serve.terminate()
+            serve.wait()
+
+
+def addresses(log: Path) -> tuple[str, str]:
+    """Of the gateway and the dashboard, once both are there."""
+    while True:
+        text = log.read_text()
+        if "moiety is ready at" in text and "Uvicorn server started" in text:
+            lines = text.splitlines()
+            url = next(line.rsplit(" ", 1)[1] for line in lines if "moiety is ready at" in line)
+            return url, next(line.split()[1] for line in lines if line.startswith("  dashboard"))
+        time.sleep(0.1)
+
+
+def show(url: str, dashboard: str, admin_key: str, data: Path, options: argparse.Namespace) -> None:
+    admin = Admin(url, admin_key)
+    made = make_tenants(admin)
+    rows = past_requests(made, datetime.now(UTC), random.Random(7))
+    asyncio.run(store(f"sqlite:///{data / 'moiety.db'}", rows))
+    print(f"{len(rows)} requests of the last hour are stored")
+    change_something(admin, made)
+    ended = threading.Event()
+    senders = [threading.Thread(target=send_live, args=(url, made, ended, seed)) for seed in range(6)]
+    for sender in senders:
+        sender.start()
+    try:
+        time.sleep(options.live_s)
+        take_pictures(dashboard, admin_key, made[1].key, options.out)
+    finally:
+        ended.set()
+        for sender in senders:
+            sender.join()
+    print(f"pictures are in {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""How numbers are written for people. Pure."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+NOTHING = "–"
+
+
+def short(number: float | None) -> str:
+    """12345 → 12.3 k."""
+    if number is None:
+        return NOTHING
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 10 * size or (unit != "k" and number >= size):
+            return f"{number / size:,.1f} {unit}"
+    return f"{number:,.0f}" if number == round(number) or number >= 100 else f"{number:.1f}"
+
+
+def percent(share: float | None) -> str:
+    """0.98765 → 98.8 %; all but nothing is not all."""
+    if share is None:
+        return NOTHING
+    if 0.999 <= share < 1:
+        return f"{int(share * 10_000) / 100:.2f} %"
+    return f"{share * 100:.1f} %" if share not in (0, 1) else f"{share * 100:.0f} %"
+
+
+def ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def milliseconds(ms: float | None) -> str:
+    """0.83 → 0.8 ms, 1234 → 1.23 s."""
+    if ms is None:
+        return NOTHING
+    if ms >= 1000:
+        return f"{ms / 1000:,.2f} s"
+    return f"{ms:,.0f} ms" if ms >= 10 else f"{ms:.1f} ms"
+
+
+def time_left(seconds: float | None) -> str:
+    """5400 → 1 h 30 min."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 60:
+        return "under a minute"
+    minutes = int(seconds // 60)
+    hours, days = minutes // 60, minutes // (24 * 60)
+    if days >= 2:
+        return f"{days} d {hours % 24} h"
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min"
+
+
+def dollars(nano: float | None) -> str:
+    if nano is None:
+        return NOTHING
+    amount = nano / 1e9
+    return f"${amount:,.2f}" if amount >= 0.01 or amount == 0 else f"${amount:.6f}"
+
+
+def moment(text: str | None) -> datetime | None:
+    return None if text is None else datetime.fromisoformat(text)
+
+
+def show_time(text: str | None, *, seconds: bool = False) -> str | None:
+    """In the time zone of this machine, to the minute or the second."""
+    at = moment(text)
+    return None if at is None else f"{at.astimezone():{'%Y-%m-%d %H:%M:%S' if seconds else '%Y-%m-%d %H:%M'}}"

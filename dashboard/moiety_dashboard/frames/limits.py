@@ -1,0 +1,202 @@
+"""Limits: how they stand, how long they last at the pace of now, and what another cap would mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import pandas as pd
+
+from moiety_dashboard.figures import dollars, moment, percent, ratio, short, time_left
+
+Rows = Sequence[Mapping[str, Any]]
+
+KINDS = {
+    "requests_per_minute": "requests a minute",
+    "tokens_per_minute": "tokens a minute",
+    "concurrent_requests": "open requests",
+    "tokens_per_day": "tokens a day",
+    "tokens_per_month": "tokens a month",
+    "money_per_day": "dollars a day",
+    "money_per_month": "dollars a month",
+}
+COLUMNS = ("scope", "limit", "cap", "used", "reserved", "share", "lasts", "resets", "quota_id", "use", "of", "level")
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What was used of late: amounts over so many seconds."""
+
+    seconds: float
+    requests: float = 0
+    tokens: float = 0
+    nanodollars: float = 0
+
+    @classmethod
+    def of(cls, totals: Mapping[str, Any], seconds: float) -> Pace:
+        tokens = totals["prompt_tokens"] + totals["output_tokens"]
+        return cls(seconds, totals["requests"] - totals["rejected"], tokens, totals["cost_nanodollars"])
+
+    def __add__(self, other: Pace) -> Pace:
+        return Pace(
+            self.seconds,
+            self.requests + other.requests,
+            self.tokens + other.tokens,
+            self.nanodollars + other.nanodollars,
+        )
+
+    def per_second(self, kind: str) -> float:
+        """In the unit of a limit of that kind."""
+        if is_money(kind):
+            return self.nanodollars / self.seconds
+        return (self.requests if kind.startswith("requests") else self.tokens) / self.seconds
+
+
+def paces(groups: Rows, seconds: float) -> dict[str, Pace]:
+    """By the id of a tenant, project or key: sums by all three."""
+    found: dict[str, Pace] = {}
+    for one in groups:
+        pace = Pace.of(one["totals"], seconds)
+        for name in ("tenant_id", "project_id", "key_id"):
+            scope = one["group"].get(name)
+            if scope is not None:
+                found[scope] = found.get(scope, Pace(seconds)) + pace
+    return found
+
+
+def is_stock(kind: str) -> bool:
+    return kind.endswith(("_day", "_month"))
+
+
+def is_rate(kind: str) -> bool:
+    return kind.endswith("_minute")
+
+
+def is_money(kind: str) -> bool:
+    return kind.startswith("money")
+
+
+def amount(kind: str, number: float | None) -> str:
+    """In the unit of the kind, for people."""
+    return dollars(number) if is_money(kind) else short(number)
+
+
+def lasts_s(quota: Mapping[str, Any], pace: Pace | None, cap: float | None = None) -> float | None:
+    """In how many seconds a stock's cap is used up at that pace; None where it does not come to that."""
+    if not is_stock(quota["kind"]) or pace is None:
+        return None
+    speed = pace.per_second(quota["kind"])
+    left = (quota["cap"] if cap is None else cap) - quota["used"]
+    if left <= 0:
+        return 0.0
+    return left / speed if speed > 0 else None
+
+
+def quotas_frame(quotas: Rows, names: Mapping[str, str], by_scope: Mapping[str, Pace], now: datetime) -> pd.DataFrame:
+    """A line a limit, those that are nearest to their end first. `names` are of tenants, projects and keys, by id."""
+    rows = []
+    for quota in quotas:
+        kind = quota["kind"]
+        resets = moment(quota["resets_at"])
+        seconds = lasts_s(quota, by_scope.get(quota["scope_id"]))
+        rows.append(
+            {
+                "scope": f"{quota['level']} {names.get(quota['scope_id'], quota['scope_id'])}",
+                "limit": KINDS.get(kind, kind),
+                "cap": amount(kind, quota["cap"]),
+                "used": amount(kind, quota["used"]),
+                "reserved": amount(kind, quota["reserved"]) if quota["reserved"] else "",
+                "share": min(1.0, ratio(quota["used"], quota["cap"]) or (0.0 if quota["cap"] else 1.0)),
+                "lasts": _lasts(kind, seconds, resets, now),
+                "resets": "" if resets is None or resets <= now else f"in {time_left((resets - now).total_seconds())}",
+                "quota_id": quota["id"],
+                "use": quota["used"],
+                "of": quota["cap"],
+                "level": quota["level"],
+            }
+        )
+    frame = pd.DataFrame(rows, columns=list(COLUMNS))
+    return frame.sort_values(["share", "scope"], ascending=[False, True], ignore_index=True)
+
+
+def _lasts(kind: str, seconds: float | None, resets: datetime | None, now: datetime) -> str:
+    if not is_stock(kind):
+        return ""
+    if seconds == 0:
+        return "used up"
+    if seconds is None or (resets is not None and now + timedelta(seconds=seconds) > resets):
+        return "beyond its window"
+    return time_left(seconds)
+
+
+def preview(kind: str, cap: int, current: Mapping[str, Any] | None, pace: Pace | None, now: datetime) -> list[str]:
+    """What a cap would mean, sentence by sentence. `current` is the limit that it would replace."""
+    told = [_change(kind, cap, current)]
+    if cap == 0:
+        return [*told, "**Nothing gets through**: every request is answered 429."]
+    if is_rate(kind):
+        return told + _preview_rate(kind, cap, pace)
+    if not is_stock(kind):
+        open_now = current["used"] if current else None
+        return told + ([] if open_now is None else [f"Open now, or kept room for: {short(open_now)}."])
+    return told + _preview_stock(kind, cap, current, pace, now)
+
+
+def _change(kind: str, cap: int, current: Mapping[str, Any] | None) -> str:
+    new = f"{amount(kind, cap)} {KINDS[kind].removeprefix('dollars ')}"
+    if current is None:
+        return f"There is no such limit yet; it would be {new}."
+    if current["cap"] == cap:
+        return f"This is what it is: {new}."
+    return f"From {amount(kind, current['cap'])} to {new}."
+
+
+def _preview_rate(kind: str, cap: int, pace: Pace | None) -> list[str]:
+    if pace is None or not pace.requests:
+        return ["Nothing was used in the last hour or so."]
+    mean = pace.per_second(kind) * 60
+    said = f"The mean of the last hour or so is {short(mean)} a minute, {percent(mean / cap)} of it."
+    return [said, "**Requests would be refused** (429), or wait."] if mean > cap else [said]
+
+
+def _preview_stock(
+    kind: str, cap: int, current: Mapping[str, Any] | None, pace: Pace | None, now: datetime
+) -> list[str]:
+    told = []
+    used = current["used"] if current else 0
+    resets = moment(current["resets_at"]) if current else None
+    if current:
+        told.append(f"Used in this window: {amount(kind, used)}, {percent(used / cap)} of it.")
+    if used >= cap:
+        until = "" if resets is None else f" until {resets:%Y-%m-%d %H:%M} UTC"
+        return [*told, f"**That is used up already**: every request is answered 429{until}."]
+    speed = 0.0 if pace is None else pace.per_second(kind)
+    if speed <= 0:
+        return [*told, "Nothing was used in the last hour or so, so it lasts."]
+    left_s = (cap - used) / speed
+    said = f"At the pace of the last hour or so ({amount(kind, speed * 3600)} an hour)"
+    if resets is not None and now + timedelta(seconds=left_s) > resets:
+        return [*told, f"{said} it lasts to the end of its window."]
+    return [*told, f"{said} it is **used up in {time_left(left_s)}**."]
+
+
+def leases_frame(leases: Rows, names: Mapping[str, str]) -> pd.DataFrame:
+    """A line a gateway's part of a limit."""
+    rows = [
+        {
+            "state": lease["state"],
+            "scope": f"{lease['level']} {names.get(lease['scope_id'], lease['scope_id'])}",
+            "limit": KINDS.get(lease["kind"], lease["kind"]),
+            "gateway": lease["replica_id"],
+            "granted": amount(lease["kind"], lease["granted"]),
+            "settled": amount(lease["kind"], lease["settled"]),
+            "left": amount(lease["kind"], lease["left"]),
+            "of": amount(lease["kind"], lease["cap"]),
+            "expires": moment(lease["expires_at"]),
+        }
+        for lease in leases
+    ]
+    columns = ["state", "scope", "limit", "gateway", "granted", "settled", "left", "of", "expires"]
+    return pd.DataFrame(rows, columns=columns)

@@ -1,0 +1,95 @@
+"""Sums over time, by the minute and by the hour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+import pandas as pd
+
+from moiety_dashboard.figures import ratio
+
+Rows = Sequence[Mapping[str, Any]]
+
+OUTCOMES = ("served", "disconnected", "rejected", "failed")
+COLUMNS = (
+    *("slot", "class", "tenant", "requests", *OUTCOMES, "prompt_tokens", "cached_tokens", "output_tokens"),
+    *("good_tokens", "tokens_per_s", "good_per_s", "attainment", "ttft_ms", "queue_ms", "preemptions", "seconds"),
+)
+
+
+def minutes_frame(sums: Rows, step: timedelta, now: datetime) -> pd.DataFrame:
+    """A line a slot and group, of GET /usage/minutes. What the slot of now has so far is told by the time so far."""
+    rows = []
+    for one in sums:
+        totals = one["totals"]
+        slot = datetime.fromisoformat(one["at"])
+        seconds = seconds_of(slot, step, now)
+        row = _row(slot, one["group"], totals, seconds)
+        good = totals["good_tokens"]
+        row |= {
+            "good_tokens": good,
+            "good_per_s": good / seconds,
+            "attainment": ratio(totals["num_kept"], totals["num_promised"]),
+            "queue_ms": totals["mean_queue_ms"],
+        }
+        rows.append(row)
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def hours_frame(groups: Rows, now: datetime) -> pd.DataFrame:
+    """A line an hour and group, of GET /usage by the hour; goodput and queue time are not summed by the hour."""
+    rows = []
+    for one in groups:
+        group, totals = one["group"], one["totals"]
+        slot = datetime.fromisoformat(group["hour"])
+        row = _row(slot, group, totals, seconds_of(slot, timedelta(hours=1), now))
+        rows.append(row | {"attainment": totals["attainment"]})
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def seconds_of(slot: datetime, step: timedelta, now: datetime) -> float:
+    """How much of a slot has passed; of one that has just begun, a quarter of a minute at the least."""
+    return max(15.0, min(step, now - slot).total_seconds())
+
+
+def _row(slot: datetime, group: Mapping[str, Any], totals: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    broken = totals["failed"] + totals["rejected"] + totals["disconnected"]
+    return {
+        "slot": slot,
+        "class": group.get("service_class"),
+        "tenant": group.get("tenant_name") or group.get("tenant_id"),
+        "served": totals["requests"] - broken,
+        "tokens_per_s": totals["output_tokens"] / seconds,
+        "seconds": seconds,
+        "ttft_ms": totals["mean_ttft_ms"],
+        **{name: totals[name] for name in ("requests", "failed", "rejected", "disconnected", "preemptions")},
+        **{name: totals[name] for name in ("prompt_tokens", "cached_tokens", "output_tokens")},
+    }
+
+
+def outcomes(frame: pd.DataFrame) -> pd.DataFrame:
+    """Requests a minute by how they ended: columns `slot`, `outcome`, `per_minute`."""
+    sums = frame.groupby(["slot", "seconds"], as_index=False)[list(OUTCOMES)].sum()
+    long = sums.melt(["slot", "seconds"], list(OUTCOMES), var_name="outcome", value_name="requests")
+    long["per_minute"] = long["requests"] / (long["seconds"] / 60)
+    return long[long["requests"] > 0]
+
+
+def history(frame: pd.DataFrame, column: str) -> list[float]:
+    """Sums of a column over all groups, slot by slot, for a line without axes."""
+    return [float(value) for value in frame.groupby("slot")[column].sum()]
+
+
+def shares(sums: Rows, parts: Sequence[str], whole: str) -> list[float]:
+    """Of each slot that has any: the parts of the whole, for a line without axes."""
+    totals = [one["totals"] for one in sums if one["totals"][whole]]
+    return [sum(one[part] for part in parts) / one[whole] for one in totals]
+
+
+def totals_of(sums: Rows) -> dict[str, float]:
+    """The counts of a report of minutes, added up."""
+    names = ("requests", "failed", "rejected", "disconnected", "prompt_tokens", "cached_tokens", "output_tokens")
+    more = ("good_tokens", "preemptions", "num_kept", "num_promised")
+    return {name: sum(one["totals"][name] for one in sums) for name in (*names, *more)}

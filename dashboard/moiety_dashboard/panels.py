@@ -1,0 +1,176 @@
+"""What all pages are put together from: panels whose query and data are one click away, figures, and questions before
+what is dangerous."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import altair as alt
+import pandas as pd
+import streamlit as st
+
+from moiety_dashboard import colours, session
+from moiety_dashboard.client import Answer, ApiError
+
+ROW_HEIGHT = 36  # pixels, of a table
+STYLE = """
+<style>
+  [data-testid="stMainBlockContainer"] { max-width: 1320px; padding: 2.4rem 2rem 3rem; }
+  [data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; font-weight: 600; font-size: 1.55rem; }
+  [data-testid="stMetricLabel"] p { font-size: 0.82rem; opacity: 0.8; }
+  [data-testid="stSidebarHeader"] { height: 2.5rem; }
+  [data-testid="stPopover"] button { min-height: 1.5rem; padding: 0 0.4rem; }
+  h1 { letter-spacing: -0.02em; padding: 0 !important; font-size: 1.7rem !important; }
+  h3 { padding: 0.6rem 0 0 !important; font-size: 1.1rem !important; }
+  /* what is drawn anew every few seconds must not fade meanwhile */
+  [data-stale="true"] { opacity: 1 !important; transition: none !important; }
+  [data-testid="stStatusWidget"] { visibility: hidden; }
+</style>
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One figure: what, how much with its unit, and over which time or against what."""
+
+    label: str
+    value: str
+    note: str
+    help: str | None = None
+    history: Sequence[float] | None = None
+
+
+def head(title: str, says: str) -> None:
+    """A page's title and what it is for."""
+    left, right = st.columns([5, 1], vertical_alignment="bottom")
+    left.title(title, anchor=False)
+    left.caption(says)
+    right.caption(f"as of {datetime.now().astimezone():%H:%M:%S}", text_alignment="right")
+
+
+def tiles(figures: Sequence[Tile]) -> None:
+    """A row of figures."""
+    for column, tile in zip(st.columns(len(figures)), figures, strict=True):
+        with column.container(border=True, height="stretch", gap=None):
+            history = None if tile.history is None or len(tile.history) < 2 else list(tile.history)
+            st.metric(tile.label, tile.value, help=tile.help, chart_data=history, chart_type="area")
+            st.caption(tile.note)
+
+
+@contextmanager
+def panel(
+    title: str, note: str, answers: Sequence[Answer], *, key: str, frame: pd.DataFrame | None = None
+) -> Iterator[None]:
+    """A bordered part of a page. Behind its button are the queries that it shows, and its data as CSV."""
+    with st.container(border=True, gap="xsmall"):
+        row = st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center")
+        row.markdown(f"**{title}**  :small[:gray[{note}]]")
+        with row.popover(":material/more_horiz:", type="tertiary", key=f"{key} more", help="Query and data"):
+            st.caption("The query behind this: paste it into a shell with an administrator's key.")
+            for answer in answers:
+                st.code(answer.query, language="bash", wrap_lines=True)
+            if any(answer.truncated for answer in answers):
+                st.caption("There is more than is shown; narrow it down by the parameters of the query.")
+            if frame is not None:
+                _offer(frame, key)
+        yield
+
+
+def _offer(frame: pd.DataFrame, key: str) -> None:
+    name = f"moiety-{key.replace(' ', '-')}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.csv"
+    st.download_button(
+        "Download CSV",
+        lambda: frame.to_csv(index=False),
+        name,
+        "text/csv",
+        key=f"{key} csv",
+        on_click="ignore",
+        icon=":material/download:",
+    )
+
+
+def draw(chart: Callable[[], alt.Chart], frame: pd.DataFrame, empty: str, key: str) -> None:
+    """A chart, or what to do to get one."""
+    if frame.empty:
+        st.caption(empty)
+    else:
+        st.altair_chart(chart(), width="stretch", key=key)
+
+
+def table(
+    frame: pd.DataFrame,
+    columns: Mapping[str, Any],
+    empty: str,
+    *,
+    classes: Mapping[str, str] | None = None,
+    states: Mapping[str, str] | None = None,
+    max_rows: int = 10,
+) -> None:
+    """Rows, of which so many are seen at once, or what to do to get some; classes in their colours, and states."""
+    if frame.empty:
+        st.caption(empty)
+        return
+    shown: Any = frame[[name for name in columns if name in frame.columns]]
+    inks = {"class": classes or {}, "state": states or STATES, "status": states or STATES}
+    styled = shown.style
+    for name, ink in inks.items():
+        if name in shown.columns:
+            styled = styled.map(lambda value, ink=ink: _ink(ink.get(str(value).split(":")[0])), subset=[name])
+    height: Any = "content" if len(frame) <= max_rows else ROW_HEIGHT * (max_rows + 1)
+    st.dataframe(styled, column_config=dict(columns), hide_index=True, width="stretch", height=height, placeholder="–")
+
+
+STATES = {
+    "active": colours.GOOD,
+    "ready": colours.GOOD,
+    "live": colours.GOOD,
+    "suspended": colours.WARN,
+    "draining": colours.WARN,
+    "falling asleep": colours.WARN,
+    "asleep": colours.CALM,
+    "waking": colours.WARN,
+    "expired": colours.WARN,
+    "quarantined": colours.WARN,
+    "revoked": colours.BAD,
+    "away": colours.BAD,
+}
+
+
+def _ink(colour: str | None) -> str:
+    return "" if colour is None else f"color: {colour}; font-weight: 600"
+
+
+def chips(names: Mapping[str, str]) -> None:
+    """The classes and their colours."""
+    dots = "".join(
+        f'<span style="margin-right:1.1rem;white-space:nowrap"><span style="display:inline-block;width:.65rem;'
+        f'height:.65rem;border-radius:50%;background:{colour};margin-right:.4rem"></span>{name}</span>'
+        for name, colour in names.items()
+    )
+    st.html(f'<div style="font-size:.85rem">{dots}</div>')
+
+
+def attempt(change: Callable[[], Any], done: str) -> Any:
+    """Do it; say that it is done on the page that is drawn anew, or here why not. None where it failed."""
+    try:
+        result = change()
+    except ApiError as exc:
+        st.error(str(exc), icon=":material/error:")
+        return None
+    session.tell(done)
+    return {} if result is None else result
+
+
+@st.dialog("Are you sure?")
+def ask_first(what: str, button: str, change: Callable[[], Any], done: str) -> None:
+    """A question, and the change if the answer is yes."""
+    st.markdown(what)
+    yes, no = st.columns(2)
+    if yes.button(button, type="primary", width="stretch") and attempt(change, done) is not None:
+        st.rerun()
+    if no.button("Cancel", width="stretch"):
+        st.rerun()

@@ -1,0 +1,109 @@
+"""Who looks: the credential of this browser's session, and what the gateway says of it. It is kept in the session's
+memory, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import streamlit as st
+
+from moiety_dashboard.client import TIMEOUT_S, AdminClient, ApiError, GatewayAway
+from moiety_dashboard.settings import DashboardSettings
+
+CREDENTIAL = "credential"
+CALLER = "caller"
+NOTICE = "notice"
+
+
+@st.cache_resource
+def connections() -> httpx.Client:
+    """Shared by all sessions: it knows no credential, and making one takes longer than asking."""
+    return httpx.Client(timeout=TIMEOUT_S)
+
+
+def client_of(settings: DashboardSettings, credential: str) -> AdminClient:
+    return AdminClient(settings.gateway_url, credential, connections())
+
+
+def credential() -> str | None:
+    """The key that was entered, or the token of who has signed in at the identity provider; None of a stranger."""
+    entered: str | None = st.session_state.get(CREDENTIAL)
+    if entered is not None or not has_provider() or not st.user.is_logged_in:
+        return entered
+    tokens: Mapping[str, Any] = getattr(st.user, "tokens", {})
+    token = tokens.get("access") or tokens.get("id")
+    return None if token is None else str(token)
+
+
+def has_provider() -> bool:
+    return st.secrets.load_if_toml_exists() and "auth" in st.secrets
+
+
+def caller(client: AdminClient) -> Mapping[str, Any]:
+    """Who this is to the gateway: asked once a session. Raises ApiError."""
+    if CALLER not in st.session_state:
+        st.session_state[CALLER] = client.get("/caller").data
+    found: Mapping[str, Any] = st.session_state[CALLER]
+    return found
+
+
+def may(action: str) -> bool:
+    """Whether the role allows it. Only for what is shown: the gateway decides again."""
+    return action in st.session_state[CALLER]["may"]
+
+
+def is_of_one_tenant() -> bool:
+    return st.session_state[CALLER]["tenant_id"] is not None
+
+
+def sign_out() -> None:
+    """Forget everything of this session; what it showed is gone with it."""
+    with_provider = CREDENTIAL not in st.session_state
+    st.session_state.clear()
+    if with_provider:
+        st.logout()
+
+
+def ask_to_sign_in(settings: DashboardSettings, why: str | None = None) -> None:
+    """The page of a stranger."""
+    _, middle, _ = st.columns([1, 1.4, 1])
+    with middle:
+        st.title("Moiety", anchor=False)
+        st.caption(f"Administration of the gateway at {settings.gateway_url}")
+        if why is not None:
+            st.error(why, icon=":material/key_off:")
+        if has_provider() and st.button("Sign in with your identity provider", type="primary", width="stretch"):
+            st.login()
+        with st.form("sign in", border=True):
+            entered = st.text_input("Administrator's key", type="password", autocomplete="off", placeholder="mty_…")
+            st.caption(
+                "`moiety serve` printed one at its first start, and keeps it in `.moiety/keys.json`. It is sent to the "
+                "gateway with every request, and forgotten with this tab."
+            )
+            if st.form_submit_button("Sign in", type="primary", width="stretch") and entered:
+                _try(settings, entered.strip())
+
+
+def _try(settings: DashboardSettings, entered: str) -> None:
+    try:
+        found = client_of(settings, entered).get("/caller").data
+    except GatewayAway as exc:
+        st.error(f"{exc}. Is it running?", icon=":material/cloud_off:")
+    except ApiError as exc:
+        st.error(f"The gateway refused the key: {exc}", icon=":material/key_off:")
+    else:
+        st.session_state[CREDENTIAL], st.session_state[CALLER] = entered, found
+        st.rerun()
+
+
+def tell(text: str) -> None:
+    """Say that once, after the page was drawn anew."""
+    st.session_state[NOTICE] = text
+
+
+def take_notice() -> None:
+    text = st.session_state.pop(NOTICE, None)
+    if text is not None:
+        st.toast(text, icon=":material/check_circle:")

@@ -1,0 +1,98 @@
+"""The audit log: who changed what, and whether the chain of entries holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import streamlit as st
+
+from moiety_dashboard import panels, session
+from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.frames.changes import audit_frame
+from moiety_dashboard.page import Page
+from moiety_dashboard.views.tenants.names import names_of
+
+LIMIT = 200
+NEWEST = 2**62
+VERDICT = "audit verdict"
+BEFORE = "audit before"
+KINDS = {
+    "tenants": "tenants", "projects": "projects", "api_keys": "keys", "quotas": "limits", "service_classes": "classes",
+    "prices": "prices", "engines": "engines", "webhooks": "webhooks", "erasures": "erasures", "audit_log": "the log",
+}  # fmt: skip
+
+
+def draw(page: Page) -> None:
+    panels.head("Audit", "Who changed what; each entry holds the one before it in place")
+    with page.asking() as client:
+        if session.may("audit.verify"):
+            draw_verdict(client)
+        first, second, third = st.columns([2, 2, 3])
+        kinds = first.multiselect(
+            "Changes of", list(KINDS), format_func=lambda kind: KINDS[kind], placeholder="anything"
+        )
+        actions = second.multiselect("That", ["create", "change", "delete", "erase"], placeholder="did anything")
+        object_id = third.text_input("To the thing with the id", placeholder="ten_…, prj_…, a key's id, a class's name")
+        before = st.session_state.get(BEFORE, NEWEST)
+        answer = client.get("/audit", limit=LIMIT, before=before, object_id=object_id.strip() or None)
+        draw_entries(answer, names_of(client), kinds, actions)
+        turn(answer, before)
+
+
+def draw_entries(answer: Answer, names: Mapping[str, str], kinds: list[str], actions: list[str]) -> None:
+    frame = audit_frame(answer.data["data"], names)
+    if kinds:
+        frame = frame[frame["kind"].isin(kinds)]
+    if actions:
+        frame = frame[frame["action"].isin(actions)]
+    whose = "of all" if answer.data["whole"] else "of your tenant"
+    with panels.panel("Changes", f"newest first, {whose}", [answer], key="audit", frame=frame):
+        none = "No such change among these. Take a filter away, or look at older ones."
+        panels.table(frame, columns(), none, max_rows=14)
+
+
+def columns() -> dict[str, Any]:
+    column = st.column_config
+    return {
+        "seq": column.NumberColumn("No.", format="%d", width="small"),
+        "at": column.DatetimeColumn("When", format="YYYY-MM-DD HH:mm:ss"),
+        "actor": column.TextColumn("Who", help="The key, or oidc: and the person"),
+        "role": "As",
+        "action": "Did",
+        "kind": "To",
+        "change": column.TextColumn("What", width="large"),
+        "object": column.TextColumn("Id", width="medium"),
+    }
+
+
+def turn(answer: Answer, before: int) -> None:
+    """To older entries and back."""
+    left, right, _ = st.columns([1, 1, 3])
+    older = answer.data["next_before"]
+    if left.button("Older", icon=":material/chevron_left:", disabled=older is None, width="stretch"):
+        st.session_state[BEFORE] = older
+        st.rerun()
+    if right.button("Newest", icon=":material/last_page:", disabled=before == NEWEST, width="stretch"):
+        st.session_state.pop(BEFORE, None)
+        st.rerun()
+
+
+def draw_verdict(client: AdminClient) -> None:
+    left, right = st.columns([4, 1], vertical_alignment="center")
+    if right.button("Verify the chain", icon=":material/verified:", width="stretch"):
+        st.session_state[VERDICT] = client.get("/audit/verification").data
+    verdict = st.session_state.get(VERDICT)
+    if verdict is None:
+        left.caption(
+            "The gateway computes the whole chain anew when you ask for it. `moiety audit verify` does it here."
+        )
+    elif verdict["intact"]:
+        left.success(
+            f"All {verdict['num_entries']} entries are what they were. Keep their head, and "
+            "`moiety audit verify --expect` tells later that none is missing: "
+            f"`{verdict['num_entries']}:{verdict['head']}`",
+            icon=":material/verified:",
+        )
+    else:
+        left.error(f"The log was tampered with: {verdict['complaint']}.", icon=":material/gpp_bad:")

@@ -1,0 +1,196 @@
+"""Engines: what each is at, and a way to take it out of service."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from moiety_dashboard import charts, colours, panels, session
+from moiety_dashboard.client import AdminClient
+from moiety_dashboard.figures import NOTHING, percent, ratio, short, time_left
+from moiety_dashboard.frames import fleet
+from moiety_dashboard.page import Page
+from moiety_dashboard.panels import Tile
+
+SAMPLES = "engine samples"
+DRAWN = "engine states as drawn"
+KEPT = 300
+WATCHED = timedelta(minutes=15)
+
+
+def draw(page: Page) -> None:
+    st.session_state.pop(DRAWN, None)
+    page.live(draw_live)
+    with page.asking() as client:
+        draw_drain(client)
+
+
+def draw_live(client: AdminClient) -> None:
+    panels.head("Engines", "The replicas of this gateway, as of their last heartbeat")
+    answer = client.get("/engines")
+    engines = answer.data["data"]
+    if not engines:
+        st.info(
+            "This gateway knows no engine. Start one with `moiety engine --listen tcp://127.0.0.1:5757`, and the "
+            "gateway with `--engine tcp://127.0.0.1:5757`.",
+            icon=":material/memory:",
+        )
+        return
+    samples = watch(engines)
+    panels.tiles(fleet_tiles(engines, samples))
+    frame = fleet.engines_frame(engines)
+    frame["output_per_s"] = [latest_rate(samples, address, "output_tokens_total") for address in frame["address"]]
+    frame["prompt_per_s"] = [latest_rate(samples, address, "prompt_tokens_total") for address in frame["address"]]
+    with panels.panel("Replicas", "now; tokens per second since the last look", [answer], key="engines", frame=frame):
+        panels.table(frame, columns(), "")
+    draw_watched(samples, engines)
+    draw_classes(client, engines)
+    if st.session_state.get(DRAWN, states_of(engines)) != states_of(engines):
+        st.rerun()  # the buttons below stand outside of this part
+
+
+def states_of(engines: list[dict[str, Any]]) -> dict[str, str]:
+    return {engine["address"]: fleet.engine_state(engine) for engine in engines}
+
+
+def watch(engines: list[dict[str, Any]]) -> dict[str, deque[tuple[float, Mapping[str, Any]]]]:
+    """What was seen of each engine since this session began to look, the latest last. It is kept nowhere else."""
+    samples: dict[str, deque[tuple[float, Mapping[str, Any]]]] = st.session_state.setdefault(SAMPLES, {})
+    for engine in engines:
+        seen = samples.setdefault(engine["address"], deque(maxlen=KEPT))
+        if engine["load"] and (not seen or seen[-1][1]["seq"] != engine["load"]["seq"]):
+            seen.append((time.time(), engine["load"]))
+    return samples
+
+
+def latest_rate(samples: Mapping[str, Any], address: str, name: str) -> float | None:
+    seen = samples[address]
+    if len(seen) < 2:
+        return None
+    (before_s, before), (now_s, now) = seen[-2], seen[-1]
+    found = fleet.rates(before, now, now_s - before_s)
+    return None if found is None else found[name]
+
+
+def fleet_tiles(engines: list[dict[str, Any]], samples: Mapping[str, Any]) -> list[Tile]:
+    now = fleet.fleet(engines)
+    ready = sum(fleet.engine_state(engine) == "ready" for engine in engines)
+    speeds = [latest_rate(samples, engine["address"], "output_tokens_total") for engine in engines]
+    known = [speed for speed in speeds if speed is not None]
+    loads = [engine["load"] for engine in engines if engine["load"]]
+    hits = ratio(sum(load["cached_tokens_total"] for load in loads), sum(load["prompt_tokens_total"] for load in loads))
+    used = ratio(now["kv_blocks_used"], now["kv_blocks_total"])
+    return [
+        Tile("Ready", f"{ready} of {len(engines)}", "engines"),
+        Tile("In the batch", f"{now['num_running']:,.0f}", f"{now['num_paused']:,.0f} paused, without credit"),
+        Tile("Waiting", f"{now['num_waiting']:,.0f}", "requests in the engines' queues"),
+        Tile("Output", f"{short(sum(known)) if known else NOTHING} tok/s", "since the last look"),
+        Tile("KV cache in use", percent(used), f"of {short(now['kv_blocks_total'])} blocks"),
+        Tile("Prefix hits", percent(hits), "of prompt tokens, since start"),
+    ]
+
+
+def columns() -> dict[str, Any]:
+    column = st.column_config
+    share: dict[str, Any] = {"min_value": 0.0, "max_value": 1.0, "format": "percent"}
+    return {
+        "address": column.TextColumn("Address", width=150),
+        "state": "State",
+        "model": "Model",
+        "device": "Runs on",
+        "running": column.NumberColumn("Running", help="Sequences in the batch"),
+        "waiting": column.NumberColumn("Waiting", help="Sequences in the queue"),
+        "paused": column.NumberColumn("Paused", help="Running, but without credit"),
+        "kv_used": column.ProgressColumn("KV in use", **share),
+        "kv_cached": column.NumberColumn("KV kept", format="percent", help="Free, but kept for reuse"),
+        "hit_rate": column.NumberColumn("Prefix hits", format="percent", help="Of prompt tokens, since its start"),
+        "prompt_per_s": column.NumberColumn("Prompt tok/s", format="%.0f"),
+        "output_per_s": column.NumberColumn("Output tok/s", format="%.0f"),
+    }
+
+
+def draw_watched(samples: Mapping[str, Any], engines: list[dict[str, Any]]) -> None:
+    """Memory and batch since this page was opened; the engines keep no history of them."""
+    now = datetime.now(UTC)
+    since = now - WATCHED
+    rows = [
+        {
+            "slot": datetime.fromtimestamp(at_s, UTC),
+            "engine": address,
+            "kv_used": ratio(load["kv_blocks_used"], load["kv_blocks_total"]),
+            "running": load["num_running"],
+        }
+        for address in (engine["address"] for engine in engines)
+        for at_s, load in samples[address]
+        if at_s >= since.timestamp()
+    ]
+    frame = pd.DataFrame(rows, columns=["slot", "engine", "kv_used", "running"])
+    inks = {name: colours.TENANTS[n % len(colours.TENANTS)] for n, name in enumerate(sorted(samples))}
+    span = charts.Span(since, now, timedelta(0))
+    note = "since you opened this page, 15 min at most"
+    left, right = st.columns(2)
+    with left, panels.panel("KV cache in use", note, [], key="kv over time", frame=frame):
+        known = frame[frame["kv_used"].notna()]
+        figure = charts.Figure("kv_used", "of its blocks", ".1%")
+        none = "This engine tells nothing of its KV cache."
+        panels.draw(lambda: charts.lines(known, figure, "engine", inks, span), known, none, "kv chart")
+    with right, panels.panel("Sequences in the batch", note, [], key="batch over time", frame=frame):
+        figure = charts.Figure("running", "sequences")
+        panels.draw(lambda: charts.lines(frame, figure, "engine", inks, span), frame, "", "batch chart")
+
+
+def draw_classes(client: AdminClient, engines: list[dict[str, Any]]) -> None:
+    """By engine and class, what was decided since the engine started."""
+    classes = client.get("/classes")
+    inks = colours.of_classes(terms["name"] for terms in classes.data["data"])
+    rows = [
+        {"engine": engine["address"], "class": name, **counts}
+        for engine in engines
+        for name, counts in fleet.class_loads([engine]).items()
+    ]
+    frame = pd.DataFrame(rows)
+    counts = {"admitted": "Admitted", "rejected": "Refused", "downgraded": "Downgraded", "preempted": "Preempted",
+              "relegated": "Relegated", "boosted": "Boosted"}  # fmt: skip
+    shown = {"engine": "Engine", "class": "Class", "num_waiting": "Waiting now", "num_running": "Running now", **counts}
+    with panels.panel("Decisions by class", "since each engine started", [classes], key="decisions", frame=frame):
+        panels.table(frame, shown, "No engine has decided on a request yet.", classes=inks)
+
+
+def draw_drain(client: AdminClient) -> None:
+    listed = client.get("/engines").data["data"]
+    st.session_state[DRAWN] = states_of(listed)
+    engines = [engine for engine in listed if engine["card"]]
+    if not engines or not session.may("engines.rest"):
+        return
+    st.subheader("Take out of service", anchor=False)
+    st.caption(
+        "An engine that is drained takes no new requests from any gateway, finishes those that it has, then sleeps and "
+        "frees its device's memory. It takes requests again when it was woken, or is started anew."
+    )
+    for engine in engines:
+        load = engine["load"] or {}
+        state = fleet.engine_state(engine)
+        row = st.container(border=True, horizontal=True, vertical_alignment="center")
+        up = f", up {time_left(load['running_for_s'])}" if load.get("running_for_s") else ""
+        row.markdown(f"`{engine['address']}`  {state.split(':')[0]}{up}  {load.get('sleep_problem', '')}")
+        rests = state in ("falling asleep", "asleep", "waking")
+        label, icon = ("Wake", ":material/play_arrow:") if rests else ("Drain", ":material/pause:")
+        if row.button(label, icon=icon, key=f"drain {engine['address']}", disabled=not engine["healthy"]):
+            ask(client, engine, rests)
+
+
+def ask(client: AdminClient, engine: Mapping[str, Any], rests: bool) -> None:
+    path = f"/engines/{engine['card']['engine_id']}"
+    if rests:
+        what, button, done = "Wake it? Its weights are loaded again first.", "Wake", "It wakes."
+        panels.ask_first(what, button, lambda: client.change("POST", f"{path}/wake"), done)
+        return
+    open_now = f"Its {(engine['load'] or {}).get('num_running', 0)} running requests end first."
+    what = f"Drain `{engine['address']}`? {open_now} If no other engine serves its model, requests are answered 503."
+    panels.ask_first(what, "Drain it", lambda: client.change("POST", f"{path}/sleep"), "It falls asleep.")

@@ -1,0 +1,141 @@
+"""The playground: a request under a tenant's key, and its tokens as they arrive."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import streamlit as st
+
+from moiety_dashboard import panels
+from moiety_dashboard.client import read_error, read_message
+from moiety_dashboard.figures import milliseconds, short
+from moiety_dashboard.page import Page
+from moiety_dashboard.panels import Tile
+from moiety_dashboard.views.tenants.keys import PLAYGROUND_KEY
+
+TIERS = {"auto": "the tenant's own", "priority": "priority", "default": "standard", "flex": "flex"}
+TIMEOUT_S = 120.0
+LIMIT_HEADERS = ("x-ratelimit-", "ratelimit")
+
+
+class Refused(Exception):
+    """The gateway did not answer the request; the message says why."""
+
+
+@dataclass
+class Run:
+    """One request as it goes. Owned by the page that sends it."""
+
+    started_s: float = field(default_factory=time.monotonic)
+    first_s: float | None = None
+    ended_s: float | None = None
+    request_id: str = ""
+    tier: str = ""
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    limits: Mapping[str, str] = field(default_factory=dict)
+
+
+def draw(page: Page) -> None:
+    panels.head("Playground", "Send a request as a tenant would, and watch its tokens arrive")
+    with st.form("request", border=True):
+        first, second, third, fourth = st.columns([3, 2, 2, 1])
+        kept = st.session_state.get(PLAYGROUND_KEY, "")
+        key = first.text_input(
+            "Tenant's key", kept, type="password", autocomplete="off", placeholder="mty_…",
+            help="A key for inference. It is sent to the gateway with this request, and forgotten with this tab.",
+        )  # fmt: skip
+        model = second.text_input("Model", st.session_state.get("playground model", "moiety-demo"))
+        tier = third.selectbox("Class", list(TIERS), format_func=lambda tier: TIERS[tier])
+        tokens = fourth.number_input("Max tokens", 1, value=64)
+        prompt = st.text_area("Prompt", "What is 17 + 25?", height=90)
+        sent = st.form_submit_button("Send", type="primary", icon=":material/send:")
+    if not sent:
+        st.caption("Nothing is sent yet. Make a key on the Tenants page if you have none.")
+        return
+    st.session_state[PLAYGROUND_KEY], st.session_state["playground model"] = key.strip(), model
+    body = {
+        "model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": int(tokens),
+        "service_tier": tier, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    send(page.settings.gateway_url, key.strip(), body)
+
+
+def send(url: str, key: str, body: Mapping[str, Any]) -> None:
+    run = Run()
+    try:
+        with st.container(border=True):
+            st.write_stream(arriving(url, key, body, run))
+    except Refused as exc:
+        st.error(str(exc), icon=":material/block:")
+        return
+    except httpx.HTTPError as exc:
+        st.error(f"The connection broke: {type(exc).__name__}. Is the gateway at {url} running?")
+        return
+    tell(run)
+
+
+def arriving(url: str, key: str, body: Mapping[str, Any], run: Run) -> Iterator[str]:
+    """Pieces of text as they come. Raises Refused, or httpx.HTTPError."""
+    headers = {"Authorization": f"Bearer {key}"}
+    with (
+        httpx.Client(timeout=TIMEOUT_S) as http,
+        http.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers) as response,
+    ):
+        run.request_id = response.headers.get("x-request-id", "")
+        run.limits = {name: value for name, value in response.headers.items() if name.startswith(LIMIT_HEADERS)}
+        if response.is_error:
+            response.read()
+            raise Refused(refusal(response))
+        for line in response.iter_lines():
+            data = line.removeprefix("data: ")
+            if not line.startswith("data: ") or data == "[DONE]":
+                continue
+            yield from take(json.loads(data), run)
+    run.ended_s = time.monotonic()
+
+
+def take(event: Mapping[str, Any], run: Run) -> Iterator[str]:
+    """What one event adds. Raises Refused for an answer that failed on its way."""
+    if "error" in event:
+        raise Refused(f"The answer broke off: {event['error']['message']}")
+    run.tier = event.get("service_tier") or run.tier
+    run.usage = event.get("usage") or run.usage
+    for choice in event.get("choices", []):
+        text = choice["delta"].get("content")
+        if text:
+            run.first_s = run.first_s or time.monotonic()
+            yield text
+
+
+def refusal(response: httpx.Response) -> str:
+    """Status, code, message, and when to come back."""
+    code = read_error(response, "code") or "error"
+    after = response.headers.get("retry-after")
+    return f"{response.status_code} {code}: {read_message(response)}" + (f" Retry after {after} s." if after else "")
+
+
+def tell(run: Run) -> None:
+    """What it took, as this client saw it."""
+    ended_s = run.ended_s or time.monotonic()
+    output = run.usage.get("completion_tokens")
+    decode_s = ended_s - run.first_s if run.first_s is not None else 0.0
+    speed = (output - 1) / decode_s if output and output > 1 and decode_s > 0 else None
+    first_ms = None if run.first_s is None else (run.first_s - run.started_s) * 1000
+    panels.tiles(
+        [
+            Tile("First token", milliseconds(first_ms), "seen from the dashboard"),
+            Tile("Whole answer", milliseconds((ended_s - run.started_s) * 1000), "seen from the dashboard"),
+            Tile("Speed", f"{short(speed)} tok/s", "after the first token"),
+            Tile("Tokens", f"{short(output)} out", f"{short(run.usage.get('prompt_tokens'))} in"),
+            Tile("Tier", run.tier or "–", "in which it was served"),
+        ]
+    )
+    st.caption(f"Request `{run.request_id}`" if run.request_id else "")
+    if run.limits:
+        st.caption("Where the key's limits stand")
+        st.code("\n".join(f"{name}: {value}" for name, value in sorted(run.limits.items())), language=None)

@@ -1,0 +1,126 @@
+"""A tenant's projects and keys: make, rotate, revoke. A key's text is shown once, to whoever made it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import streamlit as st
+
+from moiety_dashboard import panels, session
+from moiety_dashboard.client import AdminClient
+from moiety_dashboard.frames.tenants import keys_frame
+from moiety_dashboard.views.tenants.names import forget_names
+
+MADE = "made key"
+PLAYGROUND_KEY = "playground key"
+GRACES = {"none": 0, "1 hour": 3600, "1 day": 86_400, "7 days": 7 * 86_400}
+
+
+def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
+    projects = client.list("/projects", tenant_id=tenant["id"])
+    keys = client.list("/keys", tenant_id=tenant["id"])
+    show_made()
+    frame = keys_frame(keys.data, projects.data)
+    with panels.panel("Keys", "by their last four characters", [keys, projects], key="keys", frame=frame):
+        panels.table(frame, columns(), "No key yet: make one below, and send it with every request.")
+    if not session.may("keys.write"):
+        st.caption("Your role reads keys; it does not make, rotate or revoke them.")
+        return
+    left, right = st.columns(2)
+    with left:
+        ask_new(client, tenant, projects.data)
+    with right:
+        ask_change(client, [key for key in keys.data if key["status"] == "active"])
+
+
+def columns() -> dict[str, Any]:
+    return {
+        "key": "Ends in",
+        "name": "Name",
+        "for": "For",
+        "status": "Status",
+        "models": "Models",
+        "created": "Created",
+        "expires": "Expires",
+    }
+
+
+def show_made() -> None:
+    """The text of a key that was just made, until it is put away."""
+    text = st.session_state.get(MADE)
+    if text is None:
+        return
+    with st.container(border=True):
+        st.markdown(":material/key: **Copy this key now.** It is shown this once, and nobody can look it up.")
+        st.code(text, language=None)
+        left, right, _ = st.columns([1, 1, 2])
+        if left.button("I have it", type="primary", width="stretch"):
+            del st.session_state[MADE]
+            st.rerun()
+        if right.button("Try it in the playground", width="stretch"):
+            st.session_state[PLAYGROUND_KEY] = st.session_state.pop(MADE)
+            session.tell("The playground has it.")
+            st.rerun()
+
+
+def ask_new(client: AdminClient, tenant: Mapping[str, Any], projects: list[dict[str, Any]]) -> None:
+    names = [project["name"] for project in projects]
+    with st.form("new key", border=True):
+        st.markdown("**New key**")
+        name = st.text_input("Key name", placeholder="website")
+        project = st.selectbox(
+            "Project", names or ["default"], accept_new_options=True, help="A new name makes a project"
+        )
+        if st.form_submit_button("Make the key", type="primary"):
+            made = panels.attempt(lambda: make(client, tenant, projects, project, name), "The key is made.")
+            if made is not None:
+                keep(made)
+
+
+def make(
+    client: AdminClient, tenant: Mapping[str, Any], projects: list[dict[str, Any]], project: str, name: str
+) -> Any:
+    """A key of a project, which is made if there is none of that name."""
+    found = next((one["id"] for one in projects if one["name"] == project), None)
+    if found is None:
+        found = client.change("POST", "/projects", {"tenant_id": tenant["id"], "name": project})["id"]
+    return client.change("POST", "/keys", {"name": name, "project_id": found})
+
+
+def keep(made: Mapping[str, Any]) -> None:
+    st.session_state[MADE] = made["secret"]
+    forget_names()
+    st.rerun()
+
+
+def ask_change(client: AdminClient, keys: list[dict[str, Any]]) -> None:
+    with st.container(border=True):
+        st.markdown("**Rotate or revoke**")
+        if not keys:
+            st.caption("There is no active key.")
+            return
+        labels = {key["id"]: f"{key['name']} …{key['hint']}" for key in keys}
+        chosen = st.selectbox("Key", list(labels), format_func=lambda key_id: labels[key_id])
+        grace = st.selectbox("The old one works on for", list(GRACES), 2)
+        left, right = st.columns(2)
+        if left.button("Rotate", icon=":material/autorenew:", width="stretch"):
+            rotate(client, chosen, labels[chosen], grace)
+        if right.button("Revoke", icon=":material/key_off:", width="stretch"):
+            panels.ask_first(
+                f"Revoke **{labels[chosen]}**? Whoever uses it is refused at once, and there is no way back.",
+                "Revoke",
+                lambda: client.change("POST", f"/keys/{chosen}/revoke"),
+                f"The key {labels[chosen]} is revoked.",
+            )
+
+
+@st.dialog("Rotate a key")
+def rotate(client: AdminClient, key_id: str, label: str, grace: str) -> None:
+    until = "at once" if grace == "none" else f"after {grace}"
+    st.markdown(f"Make a successor of **{label}**? The old key is refused {until}.")
+    if st.button("Rotate it", type="primary"):
+        body = {"grace_s": GRACES[grace]}
+        made = panels.attempt(lambda: client.change("POST", f"/keys/{key_id}/rotate", body), "The key is rotated.")
+        if made is not None:
+            keep(made)

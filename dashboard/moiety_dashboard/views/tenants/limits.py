@@ -1,0 +1,119 @@
+"""A tenant's limits, its projects' and keys': how they stand, and a change with what it would mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import streamlit as st
+
+from moiety_dashboard import panels, session
+from moiety_dashboard.client import AdminClient
+from moiety_dashboard.figures import show_time
+from moiety_dashboard.frames import limits
+from moiety_dashboard.views.columns import limit_columns
+from moiety_dashboard.views.tenants.names import read_paces
+
+Scope = tuple[str, str]  # level and id
+
+
+def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
+    quotas = client.list("/quotas", tenant_id=tenant["id"])
+    usage, by_scope = read_paces(client, tenant["id"])
+    scopes = scopes_of(client, tenant)
+    names = {scope_id: name for (_, scope_id), name in scopes.items()}
+    now = datetime.now(UTC)
+    frame = limits.quotas_frame(quotas.data, names, by_scope, now)
+    note = "a request needs room under all of them; pace of the last hour or so"
+    with panels.panel("Limits", note, [quotas, usage], key="own limits", frame=frame):
+        panels.table(frame, limit_columns(), "No limit: it may use what there is. Set one below.")
+    allowed = {
+        scope: name
+        for scope, name in scopes.items()
+        if session.may("tenant_quotas.write" if scope[0] == "tenant" else "quotas.write")
+    }
+    if not allowed:
+        st.caption("Your role reads limits; it does not change them.")
+        return
+    left, right = st.columns([3, 2])
+    with left.container(border=True):
+        ask_change(client, allowed, quotas.data, by_scope, now)
+    with right.container(border=True):
+        ask_removal(client, allowed, quotas.data)
+
+
+def scopes_of(client: AdminClient, tenant: Mapping[str, Any]) -> dict[Scope, str]:
+    """All that a limit of this tenant can stand on."""
+    found = {("tenant", tenant["id"]): tenant["name"]}
+    for project in client.list("/projects", tenant_id=tenant["id"]).data:
+        found["project", project["id"]] = project["name"]
+    for key in client.list("/keys", tenant_id=tenant["id"]).data:
+        if key["status"] == "active" and key["project_id"]:
+            found["key", key["id"]] = f"{key['name']} …{key['hint']}"
+    return found
+
+
+def ask_change(
+    client: AdminClient,
+    scopes: Mapping[Scope, str],
+    quotas: list[dict[str, Any]],
+    by_scope: Mapping[str, limits.Pace],
+    now: datetime,
+) -> None:
+    """Fields that show at once what they would mean."""
+    st.markdown("**Set a limit**")
+    first, second, third = st.columns(3)
+    scope = first.selectbox("On", list(scopes), format_func=lambda scope: f"{scope[0]} {scopes[scope]}")
+    kind = second.selectbox("Of", list(limits.KINDS), 3, format_func=lambda kind: limits.KINDS[kind])
+    current = next((quota for quota in quotas if (quota["scope_id"], quota["kind"]) == (scope[1], kind)), None)
+    cap = ask_cap(third, kind, current, scope)
+    for sentence in limits.preview(kind, cap, current, by_scope.get(scope[1]), now):
+        st.markdown(f"- {sentence}")
+    if not st.button("Set the limit", type="primary"):
+        return
+    body = {"level": scope[0], "scope_id": scope[1], "kind": kind, "cap": cap}
+    done = f"The limit of {limits.KINDS[kind]} is {limits.amount(kind, cap)}."
+
+    def put() -> Any:
+        return client.change("PUT", "/quotas", body)
+
+    if cap == 0 or (current is not None and cap < current["used"]):
+        panels.ask_first("With this cap **requests are refused from now on**. Set it?", "Set it", put, done)
+    elif panels.attempt(put, done) is not None:
+        st.rerun()
+
+
+def ask_cap(place: Any, kind: str, current: Mapping[str, Any] | None, scope: Scope) -> int:
+    """In the unit of the API; people write dollars."""
+    key = f"cap {scope[1]} {kind}"
+    if limits.is_money(kind):
+        dollars: float = place.number_input(
+            "Cap, dollars", 0.0, value=current["cap"] / 1e9 if current else 10.0, key=key
+        )
+        return round(dollars * 10**9)
+    cap: int = place.number_input("Cap", 0, value=current["cap"] if current else 1000, key=key)
+    return cap
+
+
+def ask_removal(client: AdminClient, scopes: Mapping[Scope, str], quotas: list[dict[str, Any]]) -> None:
+    st.markdown("**Take a limit away**")
+    mine = {quota["id"]: quota for quota in quotas if (quota["level"], quota["scope_id"]) in scopes}
+    if not mine:
+        st.caption("There is none that you may take away.")
+        return
+
+    def label(quota_id: str) -> str:
+        quota = mine[quota_id]
+        name = scopes[quota["level"], quota["scope_id"]]
+        return f"{limits.amount(quota['kind'], quota['cap'])} {limits.KINDS[quota['kind']]} on {quota['level']} {name}"
+
+    chosen = st.selectbox("Limit", list(mine), format_func=label)
+    st.caption(f"Set {show_time(mine[chosen]['created_at'])}.")
+    if st.button("Take it away", icon=":material/delete:"):
+        panels.ask_first(
+            f"Take away **{label(chosen)}**? From the next request on nothing holds back what it held back.",
+            "Take it away",
+            lambda: client.change("DELETE", f"/quotas/{chosen}"),
+            "The limit is gone.",
+        )

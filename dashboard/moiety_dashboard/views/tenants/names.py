@@ -1,0 +1,49 @@
+"""What people call the ids of tenants, projects and keys, and what each used of late."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+
+import streamlit as st
+
+from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.frames.limits import Pace, paces
+from moiety_dashboard.views.windows import HOUR
+
+NAMES = "names"
+FRESH_S = 30.0
+
+
+def names_of(client: AdminClient) -> dict[str, str]:
+    """By id. Asked anew after half a minute, since they seldom change and may be many."""
+    known: tuple[float, dict[str, str]] | None = st.session_state.get(NAMES)
+    if known is not None and time.monotonic() - known[0] < FRESH_S:
+        return known[1]
+    names = {tenant["id"]: tenant["name"] for tenant in client.list("/tenants").data}
+    projects = {project["id"]: project for project in client.list("/projects").data}
+    names |= {one["id"]: f"{names.get(one['tenant_id'], '–')} / {one['name']}" for one in projects.values()}
+    for key in client.list("/keys").data:
+        whose = names.get(key["project_id"] or key["tenant_id"] or "", "")
+        names[key["id"]] = f"{whose} / {key['name']} …{key['hint']}".removeprefix(" / ")
+    st.session_state[NAMES] = time.monotonic(), names
+    return names
+
+
+def forget_names() -> None:
+    """Something was made or renamed."""
+    st.session_state.pop(NAMES, None)
+
+
+def read_paces(client: AdminClient, tenant_id: str | None = None) -> tuple[Answer, dict[str, Pace]]:
+    """What tenants, projects and keys used since the beginning of the last whole hour."""
+    now = datetime.now(UTC)
+    hour = now.replace(minute=0, second=0, microsecond=0)
+    answer = client.get(
+        "/usage",
+        group_by="tenant,project,key",
+        since=(hour - HOUR).isoformat(),
+        until=(hour + HOUR).isoformat(),
+        tenant_id=tenant_id,
+    )
+    return answer, paces(answer.data["data"], (now - hour + HOUR).total_seconds())

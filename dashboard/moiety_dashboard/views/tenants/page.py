@@ -1,0 +1,166 @@
+"""Tenants: who uses how much of what is theirs; and of one of them all that can be set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from moiety_dashboard import charts, colours, panels, session
+from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.figures import percent, ratio, short
+from moiety_dashboard.frames.tenants import tenants_frame
+from moiety_dashboard.page import Page
+from moiety_dashboard.panels import Tile
+from moiety_dashboard.views.tenants import keys, limits, settings
+from moiety_dashboard.views.tenants.names import forget_names
+from moiety_dashboard.views.windows import LIVE, LONG
+from moiety_dashboard.views.windows import series as read_series
+
+LAST = "last tenant"
+CHOSEN = "tenant"  # in the page's address too, so that a tenant can be linked to
+
+
+def draw(page: Page) -> None:
+    page.live(draw_live, slower=2)
+    with page.asking() as client:
+        tenants = client.list("/tenants").data
+        left, right = st.columns([3, 1], vertical_alignment="bottom")
+        names = {tenant["id"]: tenant["name"] for tenant in tenants}
+        chosen = choose(left, names)
+        if session.may("tenants.write") and right.button("New tenant", icon=":material/add:", width="stretch"):
+            create(client)
+        tenant = next((tenant for tenant in tenants if tenant["id"] == chosen), None)
+        if tenant is not None:
+            draw_one(page, client, tenant)
+
+
+def choose(place: Any, names: Mapping[str, str]) -> str | None:
+    """The tenant that is looked at closely: as in the address, else as it was last, else none."""
+    if session.is_of_one_tenant():
+        return next(iter(names), None)
+    ids = list(names)
+    asked = st.query_params.get(CHOSEN) or st.session_state.get(LAST)
+    at = ids.index(asked) if asked in ids else None
+    chosen: str | None = place.selectbox(
+        "Look at one tenant", ids, at, format_func=names.get, placeholder="Choose a tenant …", key=f"chosen {asked}"
+    )
+    if chosen is not None:
+        st.session_state[LAST] = chosen
+        if st.query_params.get(CHOSEN) != chosen:
+            st.query_params[CHOSEN] = chosen
+    return chosen
+
+
+def draw_live(client: AdminClient) -> None:
+    panels.head("Tenants", "Who uses how much, against what is theirs by weight")
+    labels = [window.label for window in LONG]
+    shown = st.segmented_control("Window", labels, default=labels[1], key="long", label_visibility="collapsed")
+    window = next((window for window in LONG if window.label == shown), LONG[1])
+    span = window.span()
+    tenants = client.list("/tenants")
+    usage = client.get("/usage", group_by="tenant", since=span.since.isoformat(), until=span.until.isoformat())
+    classes = client.get("/classes").data["data"]
+    frame = tenants_frame(tenants.data, usage.data["data"])
+    note = f"last {window.label} in whole hours, the one of now included"
+    with panels.panel("All tenants", note, [usage, tenants], key="tenants", frame=frame):
+        inks = colours.of_classes(terms["name"] for terms in classes)
+        none = "There is no tenant yet: make one with the button below."
+        panels.table(with_cost(frame), columns(), none, classes=inks, max_rows=9)
+
+
+def with_cost(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame.assign(cost=frame["cost_nanodollars"] / 1e9)
+
+
+def columns() -> dict[str, Any]:
+    column = st.column_config
+    entitled = "Its weight, of the weights of all tenants that used any tokens in the time"
+    shares: dict[str, Any] = {"min_value": 0.0, "max_value": 1.0, "format": "percent"}
+    shown = {
+        "tenant": "Tenant",
+        "status": "Status",
+        "class": "Class",
+        "weight": column.NumberColumn("Weight", format="%.3g"),
+        "share": column.ProgressColumn("Share of tokens", **shares),
+        "entitled": column.ProgressColumn("Entitled to", help=entitled, **shares),
+        "requests": column.NumberColumn("Requests", format="localized"),
+        "rejected": column.NumberColumn("Refused", format="localized"),
+        "failed": column.NumberColumn("Failed", format="localized"),
+        "output_tokens": column.NumberColumn("Output tokens", format="localized"),
+        "attainment": column.NumberColumn("SLA attained", format="percent"),
+        "ttft_ms": column.NumberColumn("TTFT, ms", format="%.0f", help="Mean time to the first token"),
+        "cost": column.NumberColumn("Cost", format="dollar"),
+    }
+    if session.is_of_one_tenant():  # it does not see the others, so a share would say nothing
+        del shown["share"], shown["entitled"]
+    return shown
+
+
+def draw_one(page: Page, client: AdminClient, tenant: dict[str, Any]) -> None:
+    st.subheader(tenant["name"], anchor=False)
+    panels.chips(colours.of_classes([tenant["service_class"]]))
+    names = ["Usage", "Limits", "Keys", "Settings"]
+    shown = st.segmented_control("Part", names, default="Usage", key="part", label_visibility="collapsed")
+    if shown == "Limits":
+        limits.draw(client, tenant)
+    elif shown == "Keys":
+        keys.draw(client, tenant)
+    elif shown == "Settings":
+        settings.draw(client, tenant)
+    else:
+        page.live(lambda live: draw_usage(live, tenant), slower=2)
+
+
+def draw_usage(client: AdminClient, tenant: Mapping[str, Any]) -> None:
+    """The last hour of one tenant, by class."""
+    window = LIVE[1]
+    span = window.span()
+    answer, frame = read_series(client, window, span, ["service_class"], tenant_id=tenant["id"])
+    panels.tiles(tiles(answer, window.length.total_seconds()))
+    inks = colours.of_classes(sorted(set(frame["class"])))
+    left, right = st.columns(2)
+    note = "by class, last 1 h, 1 min a slot"
+    none = "This tenant has sent nothing in the last hour."
+    with left, panels.panel("Output tokens per second", note, [answer], key="own tokens", frame=frame):
+        figure = charts.Figure("tokens_per_s", "tokens/s")
+        panels.draw(lambda: charts.stacked(frame, figure, "class", inks, span), frame, none, "own tokens chart")
+    with right, panels.panel("SLA attainment", note, [answer], key="own attainment", frame=frame):
+        promised = frame[frame["attainment"].notna()]
+        figure = charts.Figure("attainment", "promises kept", ".1%")
+        panels.draw(lambda: charts.lines(promised, figure, "class", inks, span), promised, none, "own sla chart")
+
+
+def tiles(answer: Answer, seconds: float) -> list[Tile]:
+    totals: dict[str, float] = {}
+    for one in answer.data["data"]:
+        for name, value in one["totals"].items():
+            totals[name] = totals.get(name, 0) + (value or 0)
+    get = totals.get
+    cached = ratio(get("cached_tokens", 0), get("prompt_tokens", 0))
+    refused = ratio(get("rejected", 0), get("requests", 0))
+    return [
+        Tile("Requests, 1 h", short(get("requests", 0)), f"{percent(refused)} refused"),
+        Tile("Prompt tokens, 1 h", short(get("prompt_tokens", 0)), f"{percent(cached)} from the cache"),
+        Tile("Output tokens, 1 h", short(get("output_tokens", 0)), f"{short(get('output_tokens', 0) / seconds)} tok/s"),
+        Tile("SLA attained, 1 h", percent(ratio(get("num_kept", 0), get("num_promised", 0))), "of what was promised"),
+        Tile("Preempted, 1 h", short(get("preemptions", 0)), "for better classes, or for memory"),
+    ]
+
+
+@st.dialog("New tenant")
+def create(client: AdminClient) -> None:
+    classes = [terms["name"] for terms in client.get("/classes").data["data"]]
+    with st.form("new tenant", border=False):
+        name = st.text_input("Name", placeholder="acme")
+        best = st.selectbox("Best class", classes, classes.index("standard") if "standard" in classes else 0)
+        weight = st.number_input("Weight", 0.001, 1000.0, 1.0, help="Its share beside other tenants of the class")
+        if st.form_submit_button("Make it", type="primary"):
+            body = {"name": name, "service_class": best, "weight": weight}
+            made = panels.attempt(lambda: client.change("POST", "/tenants", body), f"The tenant {name} is made.")
+            if made is not None:
+                forget_names()
+                st.query_params[CHOSEN] = made["id"]
+                st.rerun()

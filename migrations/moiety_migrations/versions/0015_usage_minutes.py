@@ -1,0 +1,34 @@
+"""Sums of the last hours by the minute, tenant and class, for the dashboard."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0015"
+down_revision = "0014"
+branch_labels = None
+depends_on = None
+
+COUNTS = (
+    *("requests", "failed", "rejected", "disconnected", "prompt_tokens", "cached_tokens", "output_tokens"),
+    *("good_tokens", "num_ttft", "num_queue", "preemptions", "num_kept", "num_promised"),
+)
+TIMES = ("ttft_ms", "queue_ms", "duration_ms")
+
+
+def upgrade() -> None:
+    """Make the table. It is empty at first: what was before is in the sums of hours."""
+    op.create_table(
+        "usage_minutes",
+        sa.Column("minute", sa.Integer(), primary_key=True, autoincrement=False),
+        sa.Column("tenant_id", sa.Text(), primary_key=True),
+        sa.Column("service_class", sa.Text(), primary_key=True),
+        *(sa.Column(name, sa.BigInteger(), nullable=False) for name in COUNTS),
+        *(sa.Column(name, sa.Double(), nullable=False) for name in TIMES),
+    )
+
+
+def downgrade() -> None:
+    """Take it away again."""
+    op.drop_table("usage_minutes")

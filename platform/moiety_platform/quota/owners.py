@@ -1,0 +1,31 @@
+"""Whose a limit is: the tenant's that it stands on, or that its project or key belongs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import ColumnElement, Select, and_, or_, select
+
+from moiety_platform.quota.kinds import Level
+from moiety_platform.quota.models import Quota
+from moiety_platform.tenants.models import ApiKey, Project
+
+Condition = ColumnElement[bool]
+
+
+def own_key(tenant_id: str) -> Condition:
+    """Keys of the tenant's projects, and its administrators'."""
+    return or_(ApiKey.tenant_id == tenant_id, ApiKey.project_id.in_(_projects(tenant_id)))
+
+
+def own_quota(tenant_id: str) -> Condition:
+    keys = select(ApiKey.id).where(own_key(tenant_id))
+    return or_(
+        and_(Quota.level == Level.TENANT, Quota.scope_id == tenant_id),
+        and_(Quota.level == Level.PROJECT, Quota.scope_id.in_(_projects(tenant_id))),
+        and_(Quota.level == Level.KEY, Quota.scope_id.in_(keys)),
+    )
+
+
+def _projects(tenant_id: str) -> Select[Any]:
+    return select(Project.id).where(Project.tenant_id == tenant_id)

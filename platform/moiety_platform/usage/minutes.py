@@ -1,0 +1,178 @@
+"""What ended in each minute of the last hours, by tenant and class: kept, read and deleted. For looking at; what is
+billed is the ledger's. Within the caller's transaction."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+from sqlalchemy import BigInteger, ColumnElement, Double, cast, delete, func, select, tuple_
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.db.bulk import BulkInsert
+from moiety_platform.errors import BadRequest
+from moiety_platform.usage.models import UsageMinute
+from moiety_platform.usage.queries import UsageFilter, find_names
+from moiety_platform.usage.row import UsageRow
+
+KEPT_HOURS = 6
+ROWS_AT_ONCE = 500
+MAX_STEP = 60
+MAX_SUMS = 2000
+GROUPINGS = ("tenant", "service_class")
+
+_COLUMNS = {"tenant": "tenant_id", "service_class": "service_class"}
+_KEYS = tuple(column.name for column in UsageMinute.__table__.primary_key)
+_SUMS = tuple(column.name for column in UsageMinute.__table__.columns if column.name not in _KEYS)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MINUTE = timedelta(minutes=1)
+
+assert tuple(column.name for column in UsageMinute.__table__.columns) == (*_KEYS, *_SUMS)
+
+
+class MinuteTotals(msgspec.Struct, frozen=True):
+    """Sums over the requests that ended in the time; means are null where no request has the figure. `good_tokens` are
+    output tokens of requests whose promise was kept: goodput, divided by the time."""
+
+    requests: int
+    failed: int
+    rejected: int
+    disconnected: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    good_tokens: int
+    mean_ttft_ms: float | None
+    mean_queue_ms: float | None
+    mean_duration_ms: float | None
+    preemptions: int
+    num_kept: int  # promises
+    num_promised: int
+
+
+class MinuteSum(msgspec.Struct, frozen=True):
+    """One group's sums in the time from `at` on, as long as the report's step."""
+
+    at: datetime
+    group: dict[str, str | None]
+    totals: MinuteTotals
+
+
+class MinuteReport(msgspec.Struct, frozen=True):
+    """Sums by time, oldest first; of times and groups without requests there is none. `truncated` says that there are
+    more than are listed."""
+
+    since: datetime
+    until: datetime
+    step_minutes: int
+    data: list[MinuteSum]
+    truncated: bool
+
+
+def _raising(insert: Any) -> Any:
+    columns = UsageMinute.__table__.c
+    raised = {name: columns[name] + insert.excluded[name] for name in _SUMS}
+    return insert.on_conflict_do_update(index_elements=list(_KEYS), set_=raised)
+
+
+_raise_minutes = BulkInsert(UsageMinute, _raising)
+
+
+async def add_to_minutes(session: AsyncSession, rows: Iterable[UsageRow]) -> None:
+    """Add requests to the sums of the minutes that they ended in. Sums are locked in order."""
+    sums: defaultdict[tuple[int, str, str], list[float]] = defaultdict(lambda: [0] * len(_SUMS))
+    for row in rows:
+        ended_s = row.started_at.timestamp() + row.duration_ms / 1000
+        total = sums[int(ended_s // 60), row.tenant_id, row.service_class]
+        for index, amount in enumerate(_amounts(row)):
+            total[index] += amount
+    await _raise_minutes(session, [(*key, *total) for key, total in sorted(sums.items())])
+
+
+def _amounts(row: UsageRow) -> tuple[float, ...]:
+    """What a request adds to each sum, in the order of the columns."""
+    return (
+        1,
+        row.outcome == "failed",
+        row.outcome == "rejected",
+        row.outcome == "disconnected",
+        row.prompt_tokens,
+        row.cached_tokens,
+        row.output_tokens,
+        row.output_tokens if row.sla_attained else 0,
+        row.ttft_ms or 0.0,
+        row.ttft_ms is not None,
+        row.queue_ms or 0.0,
+        row.queue_ms is not None,
+        row.duration_ms,
+        row.num_preemptions,
+        row.sla_attained is True,
+        row.sla_attained is not None,
+    )
+
+
+def parse_groups(text: str | None) -> tuple[str, ...]:
+    """`tenant,service_class` as names of groupings; nothing for None. Raises BadRequest."""
+    names = tuple(part.strip() for part in text.split(",")) if text else ()
+    if len(set(names)) != len(names) or not set(names) <= set(GROUPINGS):
+        told = f"'group_by' must be one or both of {', '.join(GROUPINGS)}, separated by commas, each once."
+        raise BadRequest(told, param="group_by")
+    return names
+
+
+async def sum_minutes(session: AsyncSession, wanted: UsageFilter, grouping: Sequence[str], step: int) -> MinuteReport:
+    """Sums of so many minutes each, by group. What is older than is kept is not in it."""
+    table, first, last = UsageMinute, _minute(wanted.since), _minute(wanted.until)
+    slot = ((table.minute - first) // step).label("slot")
+    keys: list[Any] = [getattr(table, _COLUMNS[name]) for name in grouping]
+    in_time = table.minute >= first, table.minute <= last
+    statement = select(slot, *keys, *_totals()).where(*in_time, *wanted.conditions(table))
+    statement = statement.group_by(slot, *keys).order_by(slot, *keys).limit(MAX_SUMS + 1)
+    rows = (await session.execute(statement)).all()
+    names = await find_names(session, grouping, [row[1:] for row in rows[:MAX_SUMS]])
+    sums = [
+        MinuteSum(
+            at=_EPOCH + (first + row[0] * step) * _MINUTE,
+            group=names.label_all(grouping, row[1:]),
+            totals=MinuteTotals(*row[1 + len(keys) :]),
+        )
+        for row in rows[:MAX_SUMS]
+    ]
+    return MinuteReport(_EPOCH + first * _MINUTE, wanted.until, step, sums, truncated=len(rows) > MAX_SUMS)
+
+
+async def purge_minutes(session: AsyncSession, before: datetime) -> int:
+    """Delete some sums of minutes before that; how many."""
+    keys = [getattr(UsageMinute, name) for name in _KEYS]
+    old = select(*keys).where(UsageMinute.minute < _minute(before)).order_by(*keys).limit(ROWS_AT_ONCE)
+    found = [tuple(row) for row in await session.execute(old.with_for_update(skip_locked=True))]
+    if found:
+        await session.execute(delete(UsageMinute).where(tuple_(*keys).in_(found)))
+    return len(found)
+
+
+def _minute(moment: datetime) -> int:
+    return (moment - _EPOCH) // _MINUTE
+
+
+def _totals() -> list[ColumnElement[Any]]:
+    """The fields of MinuteTotals, in their order."""
+    of = UsageMinute
+
+    def mean(column: Any, count: Any) -> ColumnElement[Any]:
+        return cast(cast(func.sum(column), Double) / func.nullif(func.sum(count), 0), Double).label(
+            f"mean_{column.key}"
+        )
+
+    means = {
+        "mean_ttft_ms": mean(of.ttft_ms, of.num_ttft),
+        "mean_queue_ms": mean(of.queue_ms, of.num_queue),
+        "mean_duration_ms": mean(of.duration_ms, of.requests),
+    }
+    return [
+        means[name] if name in means else cast(func.sum(getattr(of, name)), BigInteger).label(name)
+        for name in MinuteTotals.__struct_fields__
+    ]
