@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
+from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.kv_store import reference
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
 
-@functools.cache
-def _kernel() -> ModuleType:
-    from moiety_kernels.attention_input import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
-
-    return kernel
+_kernel = when_asked("moiety_kernels.attention_input", "kernel")
 
 
 def kv_store(k_TGd: Tensor, v_TGd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, slots_T: Tensor) -> None:

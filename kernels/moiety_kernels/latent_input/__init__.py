@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.head_linear import head_linear
 from moiety_kernels.latent_input import reference
@@ -12,18 +13,12 @@ from moiety_kernels.latent_input.plan import LatentInputPlan
 from moiety_kernels.rms_norm import rms_norm
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
 __all__ = ["LatentInputPlan", "latent_input", "latent_queries"]
 
 
-@functools.cache
-def _cpu() -> ModuleType:
-    from moiety_kernels.latent_input import cpu  # noqa: PLC0415 - numba, which a GPU has no use for
-
-    return cpu
+_cpu = when_asked(__name__, "cpu")
 
 
 def latent_input(

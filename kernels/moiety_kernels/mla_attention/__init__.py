@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
+from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.mla_attention import reference
 from moiety_kernels.paged_attention import batched
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
 
-@functools.cache
-def _cpu() -> ModuleType:
-    from moiety_kernels.paged_attention import cpu  # noqa: PLC0415 - numba, which a GPU has no use for
-
-    return cpu
-
-
-@functools.cache
-def _kernel() -> ModuleType:
-    from moiety_kernels.mla_attention import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
-
-    return kernel
+_cpu = when_asked("moiety_kernels.paged_attention", "cpu")
+_kernel = when_asked(__name__, "kernel")
 
 
 def mla_attention(

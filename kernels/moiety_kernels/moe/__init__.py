@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import grouped, reference
@@ -14,25 +14,13 @@ from moiety_kernels.moe.activation import GELU_TANH, SILU, Activation
 from moiety_kernels.moe.choice import MOE_KERNELS, unavailable
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from moiety_kernels.quantization import Weight
 
 __all__ = ["GELU_TANH", "MOE_KERNELS", "SILU", "Activation", "dense_glu", "experts", "unavailable"]
 
 
-@functools.cache
-def _cpu() -> ModuleType:
-    from moiety_kernels.moe import cpu  # noqa: PLC0415 - numba, which a GPU has no use for
-
-    return cpu
-
-
-@functools.cache
-def _triton() -> ModuleType:
-    from moiety_kernels.grouped_gemm import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
-
-    return kernel
+_cpu = when_asked(__name__, "cpu")
+_triton = when_asked("moiety_kernels.grouped_gemm", "kernel")
 
 
 def experts(

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
 
+from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.paged_attention import batched, reference
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)  # what a cache may be kept in, whatever the queries are
 
 
-@functools.cache
-def _cpu() -> ModuleType:
-    from moiety_kernels.paged_attention import cpu  # noqa: PLC0415 - numba, which a GPU has no use for
-
-    return cpu
-
-
-@functools.cache
-def _kernel() -> ModuleType:
-    from moiety_kernels.paged_attention import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
-
-    return kernel
+_cpu = when_asked(__name__, "cpu")
+_kernel = when_asked(__name__, "kernel")
 
 
 def paged_attention(

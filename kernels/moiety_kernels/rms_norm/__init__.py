@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
+from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.rms_norm import reference
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
 
-@functools.cache
-def _cpu() -> ModuleType:
-    from moiety_kernels.rms_norm import cpu  # noqa: PLC0415 - numba, which a GPU has no use for
-
-    return cpu
-
-
-@functools.cache
-def _kernel() -> ModuleType:
-    from moiety_kernels.rms_norm import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
-
-    return kernel
+_cpu = when_asked(__name__, "cpu")
+_kernel = when_asked(__name__, "kernel")
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
 
+from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.route import reference
 from moiety_kernels.route.groups import Groups
 from moiety_kernels.route.spec import RoutingSpec
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
-__all__ = ["Groups", "RoutingSpec", "group", "group_by_expert", "route", "route_and_group"]
+__all__ = ["Groups", "RoutingSpec", "group", "group_by_expert", "route"]
 
 
-@functools.cache
-def _cpu() -> ModuleType:
-    from moiety_kernels.route import cpu  # noqa: PLC0415 - numba, which a GPU has no use for
-
-    return cpu
-
-
-@functools.cache
-def _grouping() -> ModuleType:
-    from moiety_kernels.route.kernels import grouping  # noqa: PLC0415 - likewise
-
-    return grouping
-
-
-@functools.cache
-def _kernel() -> ModuleType:
-    from moiety_kernels.route import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
-
-    return kernel
+_cpu = when_asked(__name__, "cpu")
+_grouping = when_asked("moiety_kernels.route.kernels", "grouping")
+_kernel = when_asked(__name__, "kernel")
 
 
 def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -52,18 +34,6 @@ def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) ->
         on_gpu: tuple[Tensor, Tensor] = _kernel().route(logits_TE, spec, bias_E)
         return on_gpu
     return reference.route(logits_TE, spec, bias_E)
-
-
-def route_and_group(
-    logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None, tile_rows: int
-) -> tuple[Tensor, Tensor, Groups]:
-    """What `route` and `group` return, which for few tokens on a GPU takes one launch."""
-    if logits_TE.is_cuda and _kernel().groups_too(logits_TE, spec):
-        _check(logits_TE, spec, bias_E)
-        on_gpu: tuple[Tensor, Tensor, Groups] = _kernel().route_and_group(logits_TE, spec, bias_E, tile_rows)
-        return on_gpu
-    weight_TK, expert_TK = route(logits_TE, spec, bias_E)
-    return weight_TK, expert_TK, group(expert_TK, spec.num_experts, tile_rows)
 
 
 def group_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

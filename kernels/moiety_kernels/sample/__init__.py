@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
 
+from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.sample import reference
 from moiety_kernels.sample.rows import IN_PROMPT, Draws, Penalties
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor
 
 __all__ = ["IN_PROMPT", "Draws", "Penalties", "sample"]
 
 
-@functools.cache
-def _kernel() -> ModuleType:
-    from moiety_kernels.sample import kernel  # noqa: PLC0415 - Triton, which a CPU has no use for
-
-    return kernel
+_kernel = when_asked(__name__, "kernel")
 
 
 def sample(logits_LV: Tensor, draws: Draws, penalties: Penalties | None = None) -> Tensor:

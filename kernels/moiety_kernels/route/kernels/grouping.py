@@ -31,7 +31,7 @@ def group(
 ) -> Groups:
     """The pairs grouped by expert; every id must be in 0 … num_experts - 1."""
     pairs = expert_TK.numel()
-    groups = empty_groups(expert_TK, num_experts, tile_rows)
+    groups = _empty_groups(expert_TK, num_experts, tile_rows)
     tensors = groups.order_R, groups.starts_E1, groups.tiles_N2, groups.num_tiles_1
     most, bins = groups.tiles_N2.shape[0], max(2, triton.next_power_of_2(num_experts))
     sizes = {"E": num_experts, "BINS": bins, "TILE_ROWS": tile_rows, "num_warps": 8}
@@ -48,7 +48,7 @@ def group(
     return groups
 
 
-def empty_groups(expert_TK: Tensor, num_experts: int, tile_rows: int) -> Groups:
+def _empty_groups(expert_TK: Tensor, num_experts: int, tile_rows: int) -> Groups:
     pairs = expert_TK.numel()
     tiles = most_tiles(pairs, num_experts, tile_rows)
     return Groups(
@@ -182,36 +182,6 @@ def _write_unused(p_tiles, p_num_tiles, num_tiles, most_tiles):
     i_lane = tl.arange(0, 128)
     for first in range(2 * num_tiles, 2 * most_tiles, 128):
         tl.store(p_tiles + first + i_lane, -1, mask=first + i_lane < 2 * most_tiles)
-
-
-@triton.jit
-def group_chosen(
-    chosen,
-    pair,
-    i_expert,
-    m_expert,
-    p_order,
-    p_starts,
-    p_tiles,
-    p_num_tiles,
-    most_tiles,
-    E: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-):
-    """Group all pairs where they are known as [tokens, experts], a token having each expert at most once."""
-    counts = tl.sum(chosen.to(tl.int32), axis=0)
-    starts = tl.cumsum(counts, axis=0) - counts
-    i_row = starts[None, :] + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-    tl.store(p_order + i_row, pair, mask=chosen)
-    tl.store(p_starts + i_expert, starts, mask=m_expert)
-    tl.store(p_starts + E, tl.sum(counts, axis=0))
-    tiles = tl.cdiv(counts, TILE_ROWS)
-    first_tile = tl.cumsum(tiles, axis=0) - tiles
-    for i_tile in range(tl.max(tiles, axis=0)):
-        p_tile = p_tiles + 2 * (first_tile + i_tile)
-        tl.store(p_tile, i_expert, mask=i_tile < tiles)
-        tl.store(p_tile + 1, starts + i_tile * TILE_ROWS, mask=i_tile < tiles)
-    _write_unused(p_tiles, p_num_tiles, tl.sum(tiles, axis=0), most_tiles)
 
 
 def grouping_cases() -> list[CompileCase]:
