@@ -48,7 +48,7 @@ class Overlap(StrEnum):
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
-QUANTIZATIONS = ("auto", "none", "int8", "int4")
+QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
 KV_DTYPES = ("auto", "fp8")
 
 

@@ -28,7 +28,7 @@ def bench_engine(
     scale: Annotated[float, typer.Option(min=0.0001, help="multiplies the trace's lengths")] = 1.0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
-    quantization: Annotated[str, typer.Option(help="auto, none, int8 or int4")] = "auto",
+    quantization: Annotated[str, typer.Option(help="auto, none, int8, int4 or fp8")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="auto or fp8")] = "auto",
     moe_kernel: Annotated[MoeKernel, typer.Option(help="who computes experts")] = MoeKernel.AUTO,
     batch_invariant: Annotated[
