@@ -20,8 +20,8 @@ from moiety_engine.model.spec import LatentAttentionSpec
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weights import allocate
 from moiety_kernels.moe import MOE_KERNELS, unavailable
-from moiety_kernels.moe.choice import FLOAT8_CAPABILITY
 from moiety_kernels.quantization import FORMATS
+from moiety_kernels.quantization.on_gpu import FLOAT8_CAPABILITY
 from moiety_kernels.quantization.weight import BLOCK, GPU_PACK
 
 if TYPE_CHECKING:

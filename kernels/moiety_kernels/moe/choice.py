@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from moiety_kernels.quantization.weight import GPU_PACK, SCALE_BLOCK
+from moiety_kernels.quantization.on_gpu import unreadable
 
 if TYPE_CHECKING:
     from moiety_kernels.quantization import WeightFormat
 
 MOE_KERNELS = ("auto", "triton", "grouped", "reference")
 
-FLOAT8_CAPABILITY = (8, 9)  # from which on there is float8_e4m3fn
 _LEAST_CAPABILITY = (8, 0)  # of NVIDIA's, with bfloat16 in the tensor cores
 
 
@@ -24,7 +23,7 @@ _LEAST_CAPABILITY = (8, 0)  # of NVIDIA's, with bfloat16 in the tensor cores
 def unavailable(kernel: str, device: torch.device, dtype: torch.dtype, form: WeightFormat | None = None) -> str | None:
     """Why `kernel` cannot run on `device` with activations of `dtype` and weights in `form`; None if it can."""
     if kernel == "triton":
-        reason = None if form is None else _unreadable(form, device)
+        reason = None if form is None else unreadable(form, device)
         return reason or _triton_unavailable(device)
     if kernel == "grouped":
         if form is not None:
@@ -34,23 +33,6 @@ def unavailable(kernel: str, device: torch.device, dtype: torch.dtype, form: Wei
         if dtype is not torch.bfloat16:
             return f"torch's grouped product takes bfloat16, and activations are {str(dtype).removeprefix('torch.')}"
     return None
-
-
-def _unreadable(form: WeightFormat, device: torch.device) -> str | None:
-    if form.is_float8:
-        if (form.group, form.rows % SCALE_BLOCK) not in ((None, 1), (SCALE_BLOCK, 0)):
-            block = f"{form.rows} by {form.group}"
-            return f"its kernels read float8 with scales of rows or of blocks of {SCALE_BLOCK}, not of {block}"
-        if device.type == "cuda" and not has_float8(device):
-            return "this GPU has no fp8, which came with compute capability 8.9"
-        return None
-    four_bits = (form.bits, form.group, form.pack) == (4, 32, GPU_PACK)
-    return None if four_bits or (form.bits, form.group) == (8, None) else f"its kernels do not read {form.name} weights"
-
-
-def has_float8(device: torch.device) -> bool:
-    """Whether a GPU multiplies, and Triton converts, float8_e4m3fn."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
 def _triton_unavailable(device: torch.device) -> str | None:
