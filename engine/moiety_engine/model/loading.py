@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -55,10 +56,10 @@ def load_model(
     `dtype` is "float32", "bfloat16", or "auto": bfloat16 for a checkpoint in 16 bits, else float32. On a CPU bfloat16
     means that the weights are kept so; activations and the cache are float32. `quantization` is "none", "int8",
     "int4" or "fp8", how the weights of products are kept, or "auto": as the checkpoint has them. `kv_dtype` is "auto",
-    the activations', or "fp8", on a GPU only. `moe_kernel` computes the experts; "auto" takes the fastest that can.
-    With `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the compute
-    threads of the process. `progress` is called with (bytes read, bytes in all). Raises ModelError, and OutOfMemory
-    with the figures where the weights do not fit.
+    the activations', or, on a GPU only, "fp8" or "int8". `moe_kernel` computes the experts; "auto" takes the fastest
+    that can. With `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the
+    compute threads of the process. `progress` is called with (bytes read, bytes in all). Raises ModelError, and
+    OutOfMemory with the figures where the weights do not fit.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -72,7 +73,7 @@ def load_model(
     if load_format is LoadFormat.DUMMY and quantization == "auto":
         asked_form = None  # nothing is stored
     form = _on_device(asked_form, spec, where, DTYPES[dtype], moe_kernel)
-    cached_in = None if kv_dtype == "auto" else _fp8(spec, where)
+    cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where)
     num_bytes = weight_bytes(spec, DTYPES[dtype]) if form is None else bytes_in(form, spec, DTYPES[dtype])
     _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
     if batch_invariant:
@@ -160,12 +161,18 @@ def _unreadable(
     return None if where.type == "cpu" else unavailable("triton", where, dtype, form)
 
 
-def _fp8(spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """The type of a cache in fp8. Raises UnsupportedModelError where there cannot be one."""
+def _cached_in(kv_dtype: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """The type of a cache in 8 bits. Raises UnsupportedModelError where there cannot be one."""
+    if kv_dtype not in KV_DTYPES:
+        raise UnsupportedModelError(f"kv_dtype {kv_dtype!r} is not known; choose one of auto, {', '.join(KV_DTYPES)}")
     if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
-        raise UnsupportedModelError("latent attention's cache cannot be fp8: leave --kv-dtype out")
+        raise UnsupportedModelError(f"latent attention's cache cannot be {kv_dtype}: leave --kv-dtype out")
     if device.type != "cuda":
-        raise UnsupportedModelError("a cache in fp8 needs a GPU: leave --kv-dtype out, or run with --device cuda")
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
-        raise UnsupportedModelError("this GPU has no fp8, which came with compute capability 8.9: leave --kv-dtype out")
-    return torch.float8_e4m3fn
+        raise UnsupportedModelError(
+            f"a cache in {kv_dtype} needs a GPU: leave --kv-dtype out, or run with --device cuda"
+        )
+    if kv_dtype == "fp8" and torch.version.hip is None and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
+        raise UnsupportedModelError(
+            "this GPU has no fp8, which came with compute capability 8.9: take --kv-dtype int8, or leave it out"
+        )
+    return KV_DTYPES[kv_dtype]
