@@ -108,6 +108,41 @@ def test_its_numbers_and_scales_are_those_on_disk_and_it_takes_half_the_memory(
     assert bytes_in(spec.weight_format, spec, torch.bfloat16) < 0.7 * weight_bytes(spec, torch.bfloat16)
 
 
+def stack_experts(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """As transformers 5 holds them: all of a layer in one tensor, gate above up, and so their scales."""
+    for layer in range(3):
+        name = f"model.layers.{layer}.block_sparse_moe.experts."
+        for end in ("weight", "weight_scale_inv"):
+            w1, w3, w2 = (
+                torch.stack([tensors.pop(f"{name}{expert}.{one}.{end}") for expert in range(4)])
+                for one in ("w1", "w3", "w2")
+            )
+            suffix = end.removeprefix("weight")
+            tensors |= {f"{name}gate_up_proj{suffix}": torch.cat((w1, w3), 1), f"{name}down_proj{suffix}": w2}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(("rows", "keeps"), [(32, True), (128, False)])
+def test_experts_stacked_on_disk_stay_so_where_gate_and_up_begin_with_blocks_of_their_own(
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any, monkeypatch: pytest.MonkeyPatch, rows: int, keeps: bool
+) -> None:
+    settings = {"quant_method": "fp8", "weight_block_size": [rows, 32]}
+    monkeypatch.setitem(KINDS, "stacked", ((rows, 32), "_scale_inv", settings))
+    folder = make_checkpoint("mixtral, sliding window").folder
+    tensors = put_in_float8(folder, "stacked")
+    if not keeps:  # one block has all 128 rows of gate and up
+        for name in [name for name in tensors if ".w3." in name and name.endswith("scale_inv")]:
+            tensors[name] = tensors[name][:0]
+    stack_experts(folder, tensors)
+    with capture_logs() as lines:
+        kept = make_driver(folder, dtype="bfloat16")
+    assert isinstance(layers(kept)[0].ffn.gate_up_E2FD, QuantizedWeight) is keeps
+    assert [line["of"] for line in lines if line["event"] == "checkpoint_widened"] == ([] if keeps else [6])
+    wide = make_driver(folder, dtype="bfloat16", quantization="none")
+    of_kept, of_wide = (driver.prefill(make_sequence(PROMPT), 64) for driver in (kept, wide))
+    assert torch.equal(of_kept, of_wide)
+
+
 def test_products_with_a_part_that_is_wide_on_disk_are_wide_and_the_others_narrow(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any
 ) -> None:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from moiety_kernels.quantization import WeightFormat
 
 
+_STACKED = 3  # dimensions of a tensor that holds all experts
+
+
 class AsStored:
     """Owns the numbers and scales of `weights`' products until each is handed out whole. Memory is taken only by what
     is filled."""
@@ -35,10 +38,12 @@ class AsStored:
         self._of_product = {id(wide): parts for wide, *parts in three}
 
     def takes(self, name: str) -> bool:
-        """Whether the scales of that tensor go where its rows go."""
+        """Whether the scales of that tensor go where its rows go, and of gate and up, where it stacks them, each begins
+        with a block of its own."""
         values, scales = self._values[name], self._scales[name]
         rows_alike = scales.shape == (*values.shape[:-1], self._form.num_groups(values.shape[-1]))
-        return isinstance(values, Place) and rows_alike
+        stacked = len(values.shape) == _STACKED
+        return isinstance(values, Place) and rows_alike and not (stacked and values.shape[1] // 2 % self._form.rows)
 
     def places(self, name: str) -> tuple[Place | Shares, Place | Shares]:
         """Where a tensor's bytes go, and the scales of its rows."""

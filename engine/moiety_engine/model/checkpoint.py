@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from moiety_engine.model.narrow import Source
     from moiety_engine.model.spec import ModelSpec
     from moiety_kernels.quantization import WeightFormat
+
+log = structlog.get_logger()
 
 MAX_NAMES_SHOWN = 8
 
@@ -102,7 +105,12 @@ def _fewer_bits(
     if not form.is_float8:
         return FewerBits(weights, wanted, form, device, wide)
     kept = AsStored(spec, weights, form, set(found))
-    wide |= {name for name in wanted if not kept.takes(name)}
+    others = {name for name in wanted if found[name].is_narrow and not kept.takes(name)}
+    if names := sorted(others & products_among(weights, wanted)):
+        log.info(
+            "checkpoint_widened", kept=form.name, reason="rows and blocks lie across", first=names[0], of=len(names)
+        )
+    wide |= others
     return FewerBits(weights, wanted, form, device, wide, kept)
 
 
