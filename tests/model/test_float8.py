@@ -173,6 +173,8 @@ def test_what_no_kernel_reads_is_widened_and_said_to_be(
     with capture_logs() as lines:
         model = load_model(folder, device="cpu", dtype=dtype)
     (said,) = [line for line in lines if line["event"] == "checkpoint_widened"]
+    with pytest.raises(UnsupportedModelError, match=f"--quantization fp8 cannot be had: {reason}"):
+        load_model(folder, device="cpu", dtype=dtype, quantization="fp8")
     assert said["kept"] == "fp8"
     assert reason in said["reason"]
     assert isinstance(model._weights.layers[0].attention.output_DC, Tensor)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig
@@ -116,6 +116,20 @@ def test_what_is_written_says_what_it_is_and_nothing_is_overwritten(tmp_path: Pa
     with pytest.raises(CheckpointError, match="quantized already"):
         write_quantized(tmp_path / "narrow", tmp_path / "again", INT4, silent)
     assert not (tmp_path / "again").exists()
+
+
+def test_what_is_wide_in_a_written_checkpoint_is_not_rounded(make_checkpoint: Any, tmp_path: Path) -> None:
+    folder = make_checkpoint("llama, llama3 rope").folder
+    write_quantized(folder, tmp_path / "narrow", INT8, silent)
+    wide = load_file(folder / "model.safetensors")
+    tensors = load_file(tmp_path / "narrow" / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    for end in ("_packed", "_scale", "_shape"):
+        del tensors[name + end]
+    save_file(tensors | {name: wide[name]}, tmp_path / "narrow" / "model.safetensors", metadata={"format": "pt"})
+    layers = load_model(tmp_path / "narrow", device="cpu", dtype="bfloat16")._weights.layers
+    assert torch.equal(layers[1].ffn.down_DF, wide[name].bfloat16())
+    assert all(isinstance(layers[index].ffn.down_DF, QuantizedWeight) for index in (0, 2))
 
 
 def test_bad_requests_say_what_to_do(tmp_path: Path) -> None:

@@ -54,12 +54,11 @@ def load_model(
     only its config.json is read.
 
     `dtype` is "float32", "bfloat16", or "auto": bfloat16 for a checkpoint in 16 bits, else float32. On a CPU bfloat16
-    means that the weights are kept so; activations and the cache are float32. `quantization` is "none", "int8",
-    "int4" or "fp8", how the weights of products are kept, or "auto": as the checkpoint has them. `kv_dtype` is "auto",
-    the activations', or, on a GPU only, "fp8" or "int8". `moe_kernel` computes the experts; "auto" takes the fastest
-    that can. With `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the
-    compute threads of the process. `progress` is called with (bytes read, bytes in all). Raises ModelError, and
-    OutOfMemory with the figures where the weights do not fit.
+    means that the weights are kept so; activations and the cache are float32. `quantization`: how the weights of
+    products are kept, "none" or one of FORMATS; "auto": as the checkpoint has them. `kv_dtype` is "auto", the
+    activations', or, on a GPU only, "fp8" or "int8". `moe_kernel` computes the experts; "auto" takes the fastest. With
+    `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the threads of the
+    process. `progress` is called with (bytes read, bytes in all). Raises ModelError, and OutOfMemory with the figures.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -69,10 +68,9 @@ def load_model(
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
     where = torch.device(device)
-    asked_form = _form(quantization, spec)
-    if load_format is LoadFormat.DUMMY and quantization == "auto":
-        asked_form = None  # nothing is stored
-    form = _on_device(asked_form, spec, where, DTYPES[dtype], moe_kernel)
+    nothing_stored = load_format is LoadFormat.DUMMY and quantization == "auto"
+    wanted = None if nothing_stored else _form(quantization, spec)
+    form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, asked=quantization != "auto")
     cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where)
     num_bytes = weight_bytes(spec, DTYPES[dtype]) if form is None else bytes_in(form, spec, DTYPES[dtype])
     _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
@@ -124,10 +122,10 @@ def _form(quantization: str, spec: ModelSpec) -> WeightFormat | None:
 
 
 def _on_device(
-    form: WeightFormat | None, spec: ModelSpec, where: torch.device, dtype: torch.dtype, moe_kernel: str
+    form: WeightFormat | None, spec: ModelSpec, where: torch.device, dtype: torch.dtype, moe_kernel: str, *, asked: bool
 ) -> WeightFormat | None:
     """`form` as the device's kernels read it. What a checkpoint has and none of them reads is widened, and said to be;
-    raises UnsupportedModelError for floating numbers that it has not."""
+    raises UnsupportedModelError where it was asked for."""
     if form is None:
         return None
     packed = (
@@ -138,7 +136,7 @@ def _on_device(
         return packed
     if form.is_kept and not form.floating:
         return form  # read by the kernels of a CPU, or widened before each product
-    if not form.is_stored_as(spec.weight_format):
+    if asked:
         raise UnsupportedModelError(f"--quantization {form.name} cannot be had: {reason}; leave it out, or take int8")
     log.info("checkpoint_widened", kept=form.name, to=str(dtype), reason=f"no kernel reads it: {reason}")
     return None
