@@ -98,7 +98,7 @@ def _launch(
         return
     q_norm, k_norm, eps, clip = (None, None, 0.0, None) if plan is None else _settings(plan)
     cos_PR, sin_PR, positions_T = rotation or (None,) * 3
-    k_cache, v_cache, slots_T, k_scale, v_scale = caches or (None,) * 5
+    k_cache, v_cache, slots_T, *scales = caches or (None,) * 5
     _attention_input[(some.shape[0], programs)](
         q_THd,
         k_TGd,
@@ -111,8 +111,7 @@ def _launch(
         out_THd,
         k_cache,
         v_cache,
-        k_scale,
-        v_scale,
+        *scales,
         slots_T,
         *_strides(q_THd, 2),
         *_strides(k_TGd, 2),

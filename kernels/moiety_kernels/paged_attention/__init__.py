@@ -43,8 +43,7 @@ def paged_attention(
     each; `max_query` and `max_context` bound the queries and the context of any sequence, so nothing has to ask the
     device. `window`: a query sees so many positions, itself included. `sinks_H`, float32: a score for each query head
     that takes its share of the softmax and adds nothing. Slots beyond a sequence's context are never read. A cache of 8
-    bits (float8_e4m3fn, int8) has what is to be multiplied by `k_scale` and `v_scale`, float32, a number for each key
-    and each value, both or none.
+    bits (float8_e4m3fn, int8) is to be multiplied by `k_scale` and `v_scale`, float32, both or none.
     """
     require_shape("query_start", query_start_S1, (context_len_S.shape[0] + 1,))
     require(scale > 0, "scale must be positive")
