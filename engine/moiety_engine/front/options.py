@@ -32,11 +32,13 @@ class Quantization(StrEnum):
     none = "none"
     int8 = "int8"
     int4 = "int4"
+    fp8 = "fp8"
 
 
 class KvDtype(StrEnum):
     auto = "auto"
     fp8 = "fp8"
+    int8 = "int8"
 
 
 ModelOption = Annotated[
@@ -98,7 +100,7 @@ KvDtypeOption = Annotated[
     typer.Option(
         envvar="MOIETY_ENGINE_KV_DTYPE",
         rich_help_panel=MEMORY,
-        help="Type of cached keys and values; fp8, on a GPU, holds twice the tokens.",
+        help="Type of cached keys and values; fp8 or int8, on a GPU, holds twice the tokens.",
     ),
 ]
 MoeKernelOption = Annotated[
