@@ -1,6 +1,7 @@
 """What engines say of themselves, for Prometheus: read from their last Load messages when they are scraped.
 
-Labels are bounded: engines, the deployment's classes, the wire's reason codes.
+Labels are bounded: engines, the deployment's classes, the wire's reason codes. An engine that is read from several
+gateways is told by each of them; `max by (engine)` tells it once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from prometheus_client.registry import Collector
 from moiety_platform.engine_client.base import EngineState
 from moiety_wire.messages import ClassLoad
 
+_ENGINE = ("engine",)
 _CLASS = ("engine", "class")
 
 
@@ -20,12 +22,24 @@ class EngineCollector(Collector):
     """Of all engines that `states` tells of."""
 
     _GAUGES = (
-        *("num_running", "num_waiting", "num_paused", "kv_blocks_total", "kv_blocks_used", "kv_blocks_cached"),
-        *("host_blocks_total", "host_blocks_used"),
+        ("num_running", "Requests in the batch."),
+        ("num_waiting", "Requests that wait for a place in the batch."),
+        ("num_paused", "Requests without credit, which hold no place in the batch."),
+        ("kv_blocks_total", "Blocks of the KV cache."),
+        ("kv_blocks_used", "Blocks of the KV cache that requests hold."),
+        ("kv_blocks_cached", "Free blocks that hold a prefix which may be hit."),
+        ("host_blocks_total", "Blocks of the host-memory tier."),
+        ("host_blocks_used", "Blocks of the host-memory tier in use."),
     )
     _COUNTERS = (
-        *("steps", "prompt_tokens", "cached_tokens", "output_tokens", "requests"),
-        *("swapped_out_blocks", "swapped_in_blocks", "overshot_tokens"),
+        ("steps", "Steps of the engine."),
+        ("prompt_tokens", "Prompt tokens of its requests."),
+        ("cached_tokens", "Of these, tokens that the prefix cache had."),
+        ("output_tokens", "Output tokens that it made."),
+        ("requests", "Requests that it was given."),
+        ("swapped_out_blocks", "Blocks moved to the host-memory tier."),
+        ("swapped_in_blocks", "Blocks moved back from it."),
+        ("overshot_tokens", "Tokens computed for requests that had ended by then; nobody pays for them."),
     )
     _CLASS_GAUGES = (
         ("num_waiting", "num_waiting", "Requests of the class that wait."),
@@ -49,22 +63,33 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         states = self._states()
-        up = GaugeMetricFamily("moiety_engine_up", "1 if the engine can take requests.", labels=("engine",))
-        for state in states:
-            up.add_metric((state.address,), float(state.can_take))
-        yield up
+        yield from self._collect_links(states)
         loads = [(state.address, state.load) for state in states if state.load is not None]
-        for name in self._GAUGES:
-            gauge = GaugeMetricFamily(f"moiety_engine_{name}", f"The engine's last {name}.", labels=("engine",))
+        for name, text in self._GAUGES:
+            gauge = GaugeMetricFamily(f"moiety_engine_{name}", text, labels=_ENGINE)
             for address, load in loads:
                 gauge.add_metric((address,), getattr(load, name))
             yield gauge
-        for name in self._COUNTERS:
-            counter = CounterMetricFamily(f"moiety_engine_{name}", f"The engine's {name} so far.", labels=("engine",))
+        for name, text in self._COUNTERS:
+            counter = CounterMetricFamily(f"moiety_engine_{name}", text, labels=_ENGINE)
             for address, load in loads:
                 counter.add_metric((address,), getattr(load, f"{name}_total"))
             yield counter
         yield from self._collect_classes([(address, one) for address, load in loads for one in load.classes])
+
+    def _collect_links(self, states: Sequence[EngineState]) -> Iterator[Metric]:
+        """What this gateway knows of its links to them."""
+        up = GaugeMetricFamily("moiety_engine_up", "1 if the engine can take requests.", labels=_ENGINE)
+        inflight = GaugeMetricFamily("moiety_engine_inflight", "This gateway's open requests there.", labels=_ENGINE)
+        age = GaugeMetricFamily(
+            "moiety_engine_load_age_seconds", "How long ago the engine last told its load.", labels=_ENGINE
+        )
+        for state in states:
+            up.add_metric((state.address,), float(state.can_take))
+            inflight.add_metric((state.address,), state.num_inflight)
+            if state.load_age_s is not None:
+                age.add_metric((state.address,), state.load_age_s)
+        yield from (up, inflight, age)
 
     def _collect_classes(self, loads: Sequence[tuple[str, ClassLoad]]) -> Iterator[Metric]:
         for field, name, text in self._CLASS_GAUGES:
