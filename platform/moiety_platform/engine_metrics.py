@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moiety_platform.engine_client.base import EngineState
+from moiety_wire import figures
 from moiety_wire.messages import ClassLoad
 
 _ENGINE = ("engine",)
@@ -21,43 +22,6 @@ _CLASS = ("engine", "class")
 class EngineCollector(Collector):
     """Of all engines that `states` tells of."""
 
-    _GAUGES = (
-        ("num_running", "Requests in the batch."),
-        ("num_waiting", "Requests that wait for a place in the batch."),
-        ("num_paused", "Requests without credit, which hold no place in the batch."),
-        ("kv_blocks_total", "Blocks of the KV cache."),
-        ("kv_blocks_used", "Blocks of the KV cache that requests hold."),
-        ("kv_blocks_cached", "Free blocks that hold a prefix which may be hit."),
-        ("host_blocks_total", "Blocks of the host-memory tier."),
-        ("host_blocks_used", "Blocks of the host-memory tier in use."),
-    )
-    _COUNTERS = (
-        ("steps", "Steps of the engine."),
-        ("prompt_tokens", "Prompt tokens of its requests."),
-        ("cached_tokens", "Of these, tokens that the prefix cache had."),
-        ("output_tokens", "Output tokens that it made."),
-        ("requests", "Requests that it was given."),
-        ("swapped_out_blocks", "Blocks moved to the host-memory tier."),
-        ("swapped_in_blocks", "Blocks moved back from it."),
-        ("overshot_tokens", "Tokens computed for requests that had ended by then; nobody pays for them."),
-    )
-    _CLASS_GAUGES = (
-        ("num_waiting", "num_waiting", "Requests of the class that wait."),
-        ("num_running", "num_running", "Requests of the class in the batch."),
-        ("predicted_ttft_s", "predicted_ttft_seconds", "Predicted time to first token of an empty prompt."),
-    )
-    _CLASS_COUNTERS = (
-        ("admitted", "Requests admitted to the class."),
-        ("downgraded", "Requests of the class that were served in its fallback."),
-        ("relegated", "Requests that could not keep their promise any more and were put behind those that can."),
-        ("boosted", "Requests that had waited too long and were put before others."),
-        ("recomputed_tokens", "Tokens computed again after preemptions."),
-    )
-    _CLASS_COUNTERS_BY_REASON = (
-        ("rejected", "Requests of the class that were rejected."),
-        ("preempted", "Preemptions of the class's requests."),
-    )
-
     def __init__(self, states: Callable[[], Sequence[EngineState]]) -> None:
         self._states = states
 
@@ -65,12 +29,12 @@ class EngineCollector(Collector):
         states = self._states()
         yield from self._collect_links(states)
         loads = [(state.address, state.load) for state in states if state.load is not None]
-        for name, text in self._GAUGES:
+        for name, text in figures.GAUGES:
             gauge = GaugeMetricFamily(f"moiety_engine_{name}", text, labels=_ENGINE)
             for address, load in loads:
                 gauge.add_metric((address,), getattr(load, name))
             yield gauge
-        for name, text in self._COUNTERS:
+        for name, text in figures.COUNTERS:
             counter = CounterMetricFamily(f"moiety_engine_{name}", text, labels=_ENGINE)
             for address, load in loads:
                 counter.add_metric((address,), getattr(load, f"{name}_total"))
@@ -92,17 +56,17 @@ class EngineCollector(Collector):
         yield from (up, inflight, age)
 
     def _collect_classes(self, loads: Sequence[tuple[str, ClassLoad]]) -> Iterator[Metric]:
-        for field, name, text in self._CLASS_GAUGES:
+        for field, name, text in figures.CLASS_GAUGES:
             gauge = GaugeMetricFamily(f"moiety_engine_class_{name}", text, labels=_CLASS)
             for address, load in loads:
                 gauge.add_metric((address, load.name), getattr(load, field))
             yield gauge
-        for name, text in self._CLASS_COUNTERS:
+        for name, text in figures.CLASS_COUNTERS:
             counter = CounterMetricFamily(f"moiety_engine_class_{name}", text, labels=_CLASS)
             for address, load in loads:
                 counter.add_metric((address, load.name), getattr(load, f"{name}_total"))
             yield counter
-        for name, text in self._CLASS_COUNTERS_BY_REASON:
+        for name, text in figures.CLASS_COUNTERS_BY_REASON:
             counter = CounterMetricFamily(f"moiety_engine_class_{name}", text, labels=(*_CLASS, "reason"))
             for address, load in loads:
                 for reason, count in sorted(getattr(load, f"{name}_total").items()):

@@ -196,7 +196,7 @@ async def test_what_was_proven_unspent_is_free_again_and_a_note_of_it_that_comes
     assert await charge_all(leased, metered(make_bill(), output=40)) == [True]
     async with leased.write() as session:
         (found,) = (await store.quarantined(session)).items()
-        assert found == ("dead", Remains(pytest.approx(time.time() + 20, abs=60), 1))
+        assert found == ("dead", Remains(pytest.approx(time.time() + 20, abs=60), 2))
         assert await store.release_quarantined(session, "dead") == 2
     async with leased.read() as session:
         assert await store.quarantined(session) == {}
