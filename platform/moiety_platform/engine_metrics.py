@@ -13,10 +13,10 @@ from prometheus_client.registry import Collector
 
 from moiety_platform.engine_client.base import EngineState
 from moiety_wire import figures
-from moiety_wire.messages import ClassLoad
+from moiety_wire.messages import ClassLoad, SleepState
 
 _ENGINE = ("engine",)
-_CLASS = ("engine", "class")
+_CLASS = ("engine", "service_class")
 
 
 class EngineCollector(Collector):
@@ -45,15 +45,17 @@ class EngineCollector(Collector):
         """What this gateway knows of its links to them."""
         up = GaugeMetricFamily("moiety_engine_up", "1 if the engine can take requests.", labels=_ENGINE)
         inflight = GaugeMetricFamily("moiety_engine_inflight", "This gateway's open requests there.", labels=_ENGINE)
+        asleep = GaugeMetricFamily("moiety_engine_asleep", "1 while the engine was put to sleep.", labels=_ENGINE)
         age = GaugeMetricFamily(
             "moiety_engine_load_age_seconds", "How long ago the engine last told its load.", labels=_ENGINE
         )
         for state in states:
             up.add_metric((state.address,), float(state.can_take))
+            asleep.add_metric((state.address,), float(state.sleep is SleepState.ASLEEP))
             inflight.add_metric((state.address,), state.num_inflight)
             if state.load_age_s is not None:
                 age.add_metric((state.address,), state.load_age_s)
-        yield from (up, inflight, age)
+        yield from (up, asleep, inflight, age)
 
     def _collect_classes(self, loads: Sequence[tuple[str, ClassLoad]]) -> Iterator[Metric]:
         for field, name, text in figures.CLASS_GAUGES:

@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import TypeVar, cast
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Info,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -45,6 +53,7 @@ class _Statements(Collector):
 
 def new_registry() -> CollectorRegistry:
     """With what every process tells of itself: its version, processor time, memory and open files."""
+    disable_created_metrics()  # when each series began is of no use, and doubles their number
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     Info("moiety_build", "What runs.", registry=registry).info({"version": version("moiety")})
@@ -93,8 +102,8 @@ class Metrics:
         )
         self._admissions = Counter(
             "moiety_admission",
-            "Generation requests by the verdict on them; `class` is the one that was asked for.",
-            ("class", "outcome", "reason"),
+            "Generation requests by the verdict on them; `service_class` is the one that was asked for.",
+            ("service_class", "outcome", "reason"),
             registry=self.registry,
         )
         self._failovers = Counter(
@@ -177,7 +186,8 @@ class Metrics:
         if row.error_code is not None:
             self._of(self._errors, row.service_class, row.error_code).inc()
         if row.sla_attained is not None:
-            self._of(self._promises, *labels, str(row.sla_attained).lower()).inc()
+            kept, missed = self._of(self._promises, *labels, "true"), self._of(self._promises, *labels, "false")
+            (kept if row.sla_attained else missed).inc()  # both are there, so that a share of them always is
             if row.sla_attained and row.output_tokens:
                 self._of(self._good_tokens, *labels).inc(row.output_tokens)
         if row.queue_ms is not None:

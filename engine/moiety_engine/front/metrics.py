@@ -1,6 +1,6 @@
 """An engine's own /metrics, for Prometheus, from a thread of its own: what its core and its front count.
 
-The gateway tells the core's figures too, as `moiety_engine_…` with the engine as a label; here they are `moiety_core_…`,
+The gateway tells the core's figures too, as `moiety_engine_…` with a label `engine`; here they are `moiety_core_…`,
 so that no sum counts them twice. Labels are bounded: the deployment's classes and the scheduler's reasons.
 """
 
@@ -61,17 +61,17 @@ class FrontCollector(Collector):
 
 def _classes(loads: list[ClassLoad]) -> Iterator[Metric]:
     for field, name, text in figures.CLASS_GAUGES:
-        gauge = GaugeMetricFamily(f"moiety_core_class_{name}", text, labels=["class"])
+        gauge = GaugeMetricFamily(f"moiety_core_class_{name}", text, labels=["service_class"])
         for load in loads:
             gauge.add_metric([load.name], getattr(load, field))
         yield gauge
     for name, text in figures.CLASS_COUNTERS:
-        counter = CounterMetricFamily(f"moiety_core_class_{name}", text, labels=["class"])
+        counter = CounterMetricFamily(f"moiety_core_class_{name}", text, labels=["service_class"])
         for load in loads:
             counter.add_metric([load.name], getattr(load, f"{name}_total"))
         yield counter
     for name, text in figures.CLASS_COUNTERS_BY_REASON:
-        counter = CounterMetricFamily(f"moiety_core_class_{name}", text, labels=["class", "reason"])
+        counter = CounterMetricFamily(f"moiety_core_class_{name}", text, labels=["service_class", "reason"])
         for load in loads:
             for reason, count in sorted(getattr(load, f"{name}_total").items()):
                 counter.add_metric([load.name, reason], count)
