@@ -140,7 +140,7 @@ def metric_of(family: Family, start_ns: int, now_ns: int) -> Metric:
     else:
         suffix = "_total" if family.type == "counter" else "_info" if family.type == "info" else ""
         points = [
-            NumberDataPoint(attributes(sample.labels), start_ns, now_ns, sample.value)
+            NumberDataPoint(attributes(sample.labels), start_ns, now_ns, float(sample.value))
             for sample in family.samples
             if sample.name == family.name + suffix
         ]
