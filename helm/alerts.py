@@ -113,7 +113,7 @@ ENGINES = (
     ),
     Alert(
         "MoietyKvFull", TICKET,
-        "max by (engine) (moiety_engine_kv_blocks_used / moiety_engine_kv_blocks_total) > 0.95 "
+        "max by (engine) (moiety_engine_kv_blocks_used / moiety_engine_kv_blocks) > 0.95 "
         "and max by (engine) (moiety_engine_num_waiting) > 0",
         "10m",
         "Engine {{ $labels.engine }} is out of KV memory",

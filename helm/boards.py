@@ -121,7 +121,7 @@ def latencies() -> list[list[Panel]]:
 
 def batches() -> list[list[Panel]]:
     used = f"max by (engine) (moiety_engine_kv_blocks_used{{{ENGINE}}})"
-    total = f"max by (engine) (moiety_engine_kv_blocks_total{{{ENGINE}}})"
+    total = f"max by (engine) (moiety_engine_kv_blocks{{{ENGINE}}})"
     cached = f"max by (engine) (moiety_engine_kv_blocks_cached{{{ENGINE}}})"
     prompt = of_engine("moiety_engine_prompt_tokens_total")
     steps = of_engine("moiety_engine_steps_total")

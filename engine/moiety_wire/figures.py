@@ -1,5 +1,6 @@
 """What the figures of a Load mean, for whoever shows them as metrics: the gateway of all its engines, and each engine
-of itself. Fields of `Load` and of `ClassLoad`; counters are the fields that end in `_total`, named without it."""
+of itself. Fields of `Load` and of `ClassLoad`; counters are the fields that
+end in `_total`, named without it, and so is a gauge, since Prometheus keeps that ending for counters."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class EngineCollector(Collector):
         yield from self._collect_links(states)
         loads = [(state.address, state.load) for state in states if state.load is not None]
         for name, text in figures.GAUGES:
-            gauge = GaugeMetricFamily(f"moiety_engine_{name}", text, labels=_ENGINE)
+            gauge = GaugeMetricFamily(f"moiety_engine_{name.removesuffix('_total')}", text, labels=_ENGINE)
             for address, load in loads:
                 gauge.add_metric((address,), getattr(load, name))
             yield gauge

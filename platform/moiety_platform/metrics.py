@@ -53,7 +53,7 @@ class _Statements(Collector):
 
 def new_registry() -> CollectorRegistry:
     """With what every process tells of itself: its version, processor time, memory and open files."""
-    disable_created_metrics()  # when each series began is of no use, and doubles their number
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # when each series began is of no use, and doubles their number
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     Info("moiety_build", "What runs.", registry=registry).info({"version": version("moiety")})

@@ -116,7 +116,7 @@ def told_name(name: str) -> str:
     """The name at /metrics of what goes out by OTLP."""
     if name.startswith("gen_ai."):
         return name.replace(".", "_") + "_seconds"
-    totals = {one.removesuffix("_total").removesuffix("_info"): one for one in listed("gateway")}
+    totals = {re.sub("_(total|info)$", "", one): one for one in listed("gateway")}
     return totals[name]
 
 

@@ -53,7 +53,7 @@ class FrontCollector(Collector):
         text = "Messages of gateways that could not be read."
         yield CounterMetricFamily("moiety_front_undecodable_messages", text, stats.num_undecodable)
         for name, text in figures.GAUGES:
-            yield GaugeMetricFamily(f"moiety_core_{name}", text, getattr(stats.load, name))
+            yield GaugeMetricFamily(f"moiety_core_{name.removesuffix('_total')}", text, getattr(stats.load, name))
         for name, text in figures.COUNTERS:
             yield CounterMetricFamily(f"moiety_core_{name}", text, getattr(stats.load, f"{name}_total"))
         yield from _classes(stats.load.classes)
