@@ -1,15 +1,21 @@
-"""However many tenants there are, as many series."""
+"""As many series however many tenants there are; and a receiver that is silent or away, which nobody notices."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
+import socket
+import time
 from datetime import UTC, datetime
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import insert
 
 from moiety_platform.auth.keys import generate_key, hash_key
 from moiety_platform.bench.closed_loop import run_closed_loop
+from moiety_platform.otlp_metrics import NOT_TAKEN, TAKEN, MetricSender, otlp_metric_exporter
 from moiety_platform.tenant_metrics import OTHER, RANKED_EVERY_S, TenantCollector
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.usage.row import UsageRow
@@ -88,3 +94,23 @@ def test_refusals_are_counted_by_tenant_and_none_at_all_has_a_place_if_so_wished
     collector = TenantCollector(0)
     collector.observe(row("ten_a", 0, status=429))
     assert told(collector, "moiety_tenant_refused") == {OTHER: 1}
+
+
+@pytest.mark.parametrize("receiver", ["away", "silent"])
+async def test_a_receiver_of_metrics_that_is_away_or_silent_slows_no_request(gateway, receiver, until):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if receiver == "away":
+            listener.close()
+        exporter = otlp_metric_exporter(f"http://127.0.0.1:{port}/v1/metrics")
+        sender = MetricSender(gateway.metrics.registry, exporter, "g", interval_s=0.01)
+        tally = await run_closed_loop(*gateway.address, itertools.repeat(asking(gateway.key), 40), connections=4)
+        assert (len(tally.latencies_s), sender.counts[TAKEN]) == (40, 0)
+        assert max(tally.latencies_s) < 5
+        began_s = time.monotonic()
+        await asyncio.to_thread(sender.close, 0.1)
+        assert time.monotonic() - began_s < 5
+        if receiver == "away":
+            await until(lambda: sender.counts[NOT_TAKEN] > 0)
+            _, _, page = await gateway.request("GET", "/metrics")
+            assert b'moiety_metric_exports_total{outcome="not_taken"}' in page
