@@ -30,7 +30,7 @@ from moiety_platform.usage.row import UsageRow
 
 HERE = Path(__file__).parent
 T_975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 12: 2.20, 16: 2.13}
-MOST = 0.05  # of the gateway's throughput
+MOST = 0.05  # of the gateway's processor time a request: what the whole interval must lie below
 ROWS = 20_000
 
 
@@ -51,7 +51,7 @@ def main() -> None:
         "pairs": pairs,
         "figures": figures,
         "metrics_alone": metrics_alone(),
-        "verdict": {"at_most_5_percent": figures["cpu_us_per_request"]["more"] <= MOST},
+        "verdict": {"at_most_5_percent": figures["cpu_us_per_request"]["interval"][1] <= MOST},
     }
     options.output.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps({name: report[name] for name in ("figures", "metrics_alone", "verdict")}, indent=2))
