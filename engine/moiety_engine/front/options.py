@@ -79,6 +79,14 @@ UnsettledUsageOption = Annotated[
         help="Keep in this file, for the next start, what gateways have not yet stored of what requests used.",
     ),
 ]
+MetricsListenOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="MOIETY_ENGINE_METRICS_LISTEN",
+        rich_help_panel=LISTENING,
+        help="host:port of /metrics for Prometheus; port 0 takes a free one. The gateway tells most of it as well.",
+    ),
+]
 CurveKeyFileOption = Annotated[
     Path | None,
     typer.Option(
