@@ -20,9 +20,9 @@ from moiety_placement.improvement import improve, improve_by_swaps
 from moiety_placement.packing import pack, replicate
 from moiety_placement.placement import EMPTY, Floats, Ints, Placement, check_divides, check_load
 
-_HEAD_STARTS = (0.3, 1.0)  # of the tries after the first
+_HEAD_START = 1.0  # of the last try
 _NEAR = 1.001  # times the least that the largest load could be: not worth another try
-_SWAP_ROUNDS, _STEP_ROUNDS = 64, 8
+_SWAP_ROUNDS, _STEP_ROUNDS = 64, 12
 
 
 def plan(
@@ -65,9 +65,8 @@ def _solve(load_LE: Floats, num_replicas: int, num_groups: int, num_nodes: int, 
     board = Board.of(start, load_LE, num_ranks, num_nodes)
     floor_L = _floor(board, homes[-1])
     improve_by_swaps(board, every_L, _SWAP_ROUNDS)
-    tries = [(homes[-1], 0.0)] if len(homes) > 1 else []
-    tries += [(homes[-1], head_start) for head_start in _HEAD_STARTS]
-    for home, head_start in tries:
+    others = [(home, 0.0) for home in homes[1:]] + [(homes[-1], _HEAD_START)]
+    for home, head_start in others:
         far_A = np.flatnonzero(board.largest_loads() > _NEAR * floor_L)
         if len(far_A):
             again = _greedy(load_LE[far_A], home[far_A], num_replicas, num_ranks, head_start)
