@@ -1,7 +1,7 @@
 """Placement of experts against DeepSeek's EPLB, on skewed and on drifting loads.
 
     git clone https://github.com/deepseek-ai/EPLB
-    python benchmarks/placement.py --eplb EPLB/eplb.py [--seeds 3] [--repeats 3] [--intervals 40]
+    python benchmarks/placement.py --eplb EPLB/eplb.py [--seeds 3] [--repeats 3] [--intervals 30]
 
 58 layers of 256 experts, 288 replicas on 32 and on 144 ranks. A layer's experts have Zipf's popularity in random order;
 where it drifts, each expert's rank in it follows a normal process of its own that forgets itself (to 1/e) in so many
@@ -47,14 +47,12 @@ LAYOUTS = {  # ranks, nodes, groups: EPLB is global where groups do not divide a
     "144 ranks, 2 nodes, 8 groups": (144, 2, 8),
     "144 ranks, global": (144, 18, 8),
 }
-EXPONENTS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
+EXPONENTS = (0.2, 0.5, 0.8, 1.0, 1.2)
 DRIFTS = (  # ranks, Zipf's exponent, intervals to forget
     (32, 0.8, 1000),
-    (32, 0.6, 300),
     (32, 0.8, 300),
     (32, 0.8, 100),
     (144, 0.2, 1000),
-    (144, 0.8, 1000),
 )
 ROUNDING = 1e-9  # of balancedness: EPLB adds in float32, so that equal plans may differ by what we add up here
 
@@ -64,7 +62,7 @@ def main() -> None:
     parser.add_argument("--eplb", type=Path, required=True, help="eplb.py of github.com/deepseek-ai/EPLB")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--intervals", type=int, default=40)
+    parser.add_argument("--intervals", type=int, default=30)
     parser.add_argument(
         "--move-cost", type=float, default=0.01, help="of one weight, in mean rank loads of an interval"
     )

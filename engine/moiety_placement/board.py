@@ -1,8 +1,8 @@
 """A placement in the making: its slots, and the small changes that relieve the heaviest rank of each layer.
 
-Dimensions beside the package's: A those layers that are looked at, H ranks of the heaviest rank's node, J slots that
-may be overwritten, B experts of the heaviest rank. A change is judged by the largest load among the ranks that it
-touches.
+Dimensions beside the package's: A those layers that are looked at, H ranks of the heaviest rank's node, Q slots of
+these, J slots that may be overwritten, B experts of the heaviest rank. A change is judged by the largest load among the
+ranks that it touches.
 """
 
 from __future__ import annotations

@@ -28,13 +28,10 @@ def keep_in_place(new: Placement, old: Placement) -> Placement:
     layers_L1 = np.arange(num_layers)[:, None]
     slots_LGS = np.empty((num_layers, num_ranks, new.num_slots // num_ranks), dtype=np.int64)
     slots_LGS[layers_L1, become_LG] = new.physical_to_logical_LR.reshape(slots_LGS.shape)
-    slots = _match_slots(
-        slots_LGS.reshape(-1, slots_LGS.shape[2]), old.physical_to_logical_LR.reshape(-1, slots_LGS.shape[2])
-    )
-    if not (moves(old, kept := _like(new, slots.reshape(num_layers, -1))) <= moves(old, new)).all():
-        fewer_L1 = (moves(old, kept) <= moves(old, new))[:, None]
-        kept = _like(new, np.where(fewer_L1, kept.physical_to_logical_LR, new.physical_to_logical_LR))
-    return kept
+    old_LGS = old.physical_to_logical_LR.reshape(slots_LGS.shape)
+    slots_LR = _match_slots(slots_LGS, old_LGS).reshape(num_layers, -1)
+    fewer_L1 = (moves(old, _like(new, slots_LR)) < moves(old, new))[:, None]  # a greedy match may be a worse one
+    return _like(new, np.where(fewer_L1, slots_LR, new.physical_to_logical_LR))
 
 
 def _like(placement: Placement, slots_LR: Ints) -> Placement:
@@ -66,7 +63,7 @@ def _match_ranks(same_LGG: NDArray[np.float32], num_nodes: int) -> Ints:
 
 
 def _match(gain_LXX: NDArray[np.float32]) -> Ints:
-    """[L, X]: a partner for each row, no two the same: the pair that gains most goes first."""
+    """[L, X], X being what is matched: a partner for each row, no two the same: the pair that gains most goes first."""
     num_layers, size, _ = gain_LXX.shape
     left = gain_LXX.copy()
     layers = np.arange(num_layers)
@@ -80,10 +77,11 @@ def _match(gain_LXX: NDArray[np.float32]) -> Ints:
     return partner_LX
 
 
-def _match_slots(new_XS: Ints, old_XS: Ints) -> Ints:
-    """[X, S]: the experts of each rank's new slots, where they were if they were there; the others in the rest, in
-    order."""
-    num_slots = new_XS.shape[1]
+def _match_slots(new_LGS: Ints, old_LGS: Ints) -> Ints:
+    """[X, S], X being L·G: the experts of each rank's new slots, where they were if they were there; the others in the
+    rest, in order."""
+    num_slots = new_LGS.shape[2]
+    new_XS, old_XS = new_LGS.reshape(-1, num_slots), old_LGS.reshape(-1, num_slots)
     same_XSS = _keys(new_XS)[:, :, None] == _keys(old_XS)[:, None, :]
     stays_XS, taken_XS = same_XSS.any(axis=2), same_XSS.any(axis=1)
     to_XS = np.where(stays_XS, same_XSS.argmax(axis=2), 0)

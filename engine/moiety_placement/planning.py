@@ -5,6 +5,9 @@ few nodes: groups are packed into nodes, replicas made within each, and packed i
 one node with one group. What is greedy there is improved here by exchanges between the heaviest rank and others; a
 layer that is then still far from what is possible is tried again with other numbers of replicas and other groups in a
 node, and the best is kept. So the largest load of no layer is ever more than the greedy start's.
+
+Dimensions beside the package's: Q groups, I experts or groups of a node, X layers × nodes, P replicas of a node, A
+those layers that are tried again.
 """
 
 from __future__ import annotations
@@ -81,14 +84,14 @@ def _homes(load_LE: Floats, num_groups: int, num_nodes: int) -> Iterator[Ints]:
     """[L, N, E / N]: the experts of each node, by packing groups greedily; and again, where exchanges of groups between
     nodes are of use."""
     num_layers, num_experts = load_LE.shape
-    by_group_LKI = np.arange(num_experts).reshape(num_groups, -1)
-    load_LK = load_LE.reshape(num_layers, num_groups, -1).sum(axis=2)
-    groups_LNI = pack(load_LK, num_nodes)
-    yield by_group_LKI[groups_LNI].reshape(num_layers, num_nodes, -1)
+    by_group_QI = np.arange(num_experts).reshape(num_groups, -1)
+    load_LQ = load_LE.reshape(num_layers, num_groups, -1).sum(axis=2)
+    groups_LNI = pack(load_LQ, num_nodes)
+    yield by_group_QI[groups_LNI].reshape(num_layers, num_nodes, -1)
     if 1 < num_nodes < num_groups:
-        board = Board.of(groups_LNI.reshape(num_layers, -1), load_LK, num_ranks=num_nodes, num_nodes=1)
+        board = Board.of(groups_LNI.reshape(num_layers, -1), load_LQ, num_ranks=num_nodes, num_nodes=1)
         improve_by_swaps(board, np.arange(num_layers), _SWAP_ROUNDS)
-        yield by_group_LKI[board.slots_LR].reshape(num_layers, num_nodes, -1)
+        yield by_group_QI[board.slots_LR].reshape(num_layers, num_nodes, -1)
 
 
 def _greedy(load_LE: Floats, home_LNI: Ints, num_replicas: int, num_ranks: int, head_start: float) -> Ints:

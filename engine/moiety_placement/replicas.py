@@ -62,13 +62,14 @@ def deal(placement: Placement, layer: int, expert_TK: Ints, quota_R: Ints, befor
 
     `before_E`: how many pairs of each expert other ranks deal before these, where the quota is for the tokens of
     several ranks. Raises BadLoad if there are more pairs than the quota has."""
-    slots_R = placement.physical_to_logical_LR[layer]
-    num_experts = placement.num_experts
+    slots_R, num_experts = placement.physical_to_logical_LR[layer], placement.num_experts
+    experts = expert_TK.ravel()
+    if quota_R.shape != slots_R.shape or (experts.size and not 0 <= experts.min() <= experts.max() < num_experts):
+        raise BadLoad(f"a quota is for {len(slots_R)} slots, and experts are 0 to {num_experts - 1}")
     order_R = np.argsort(np.where(slots_R == EMPTY, num_experts, slots_R), kind="stable")
     upto_R = np.cumsum(quota_R[order_R])
     tokens_E = np.bincount(slots_R[slots_R >= 0], quota_R[slots_R >= 0], num_experts).astype(np.int64)
     first_E = np.cumsum(tokens_E) - tokens_E
-    experts = expert_TK.ravel()
     pairs_E = np.bincount(experts, minlength=num_experts)
     earlier_E = np.zeros(num_experts, dtype=np.int64) if before_E is None else np.asarray(before_E)
     if (over_E := earlier_E + pairs_E > tokens_E).any():

@@ -112,6 +112,8 @@ def test_tokens_that_nobody_can_compute_are_refused() -> None:
     quota_R = spread(placement, [[4, 1, 1]])[0]
     with pytest.raises(BadLoad, match="expert 1 has 2 tokens, its quota is 1"):
         deal(placement, 0, np.array([[1], [1]]), quota_R)
+    with pytest.raises(BadLoad, match="a quota is for 4 slots, and experts are 0 to 2"):
+        deal(placement, 0, np.array([[3]]), quota_R)
     with pytest.raises(BadLoad, match="go to expert 1, which is nowhere"):
         spread(without(placement, {0}).placement, [[4, 1, 1]])
     with pytest.raises(BadLoad, match="whole numbers"):
