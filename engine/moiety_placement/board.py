@@ -96,12 +96,14 @@ def best_swap(view: View) -> tuple[Floats, Ints, Ints]:
     loads_AH = view.load_AG[view.rows_A1, ranks_AH]
     gaps_AQ = np.repeat(loads_AH.max(axis=1, keepdims=True) - loads_AH, num_slots, axis=1)
     gaps_AQ[view.slots_AR[view.rows_A1, theirs_AQ] < 0] = -np.inf  # nothing there to have in exchange
-    mine = view.slot_load_AR[view.rows_A1, mine_AS][:, :, None]
-    moved_ASQ = mine - view.slot_load_AR[view.rows_A1, theirs_AQ][:, None, :]
-    gains = np.minimum(moved_ASQ, gaps_AQ[:, None, :] - moved_ASQ).reshape(len(mine_AS), -1)
-    best_A = gains.argmax(axis=1)
-    rows_A, num_others = view.rows_A1[:, 0], theirs_AQ.shape[1]
-    return gains[rows_A, best_A], mine_AS[rows_A, best_A // num_others], theirs_AQ[rows_A, best_A % num_others]
+    mine_load_AS, their_load_AQ = view.slot_load_AR[view.rows_A1, mine_AS], view.slot_load_AR[view.rows_A1, theirs_AQ]
+    moved_ASQ = mine_load_AS.astype(np.float32)[:, :, None] - their_load_AQ.astype(np.float32)[:, None, :]
+    left_ASQ = gaps_AQ.astype(np.float32)[:, None, :] - moved_ASQ
+    best_A = np.minimum(moved_ASQ, left_ASQ, out=left_ASQ).reshape(len(mine_AS), -1).argmax(axis=1)
+    rows_A, at_A, other_A = view.rows_A1[:, 0], *np.divmod(best_A, theirs_AQ.shape[1])
+    moved_A = mine_load_AS[rows_A, at_A] - their_load_AQ[rows_A, other_A]
+    gain_A = np.minimum(moved_A, gaps_AQ[rows_A, other_A] - moved_A)  # of which float32 only found the place
+    return gain_A, mine_AS[rows_A, at_A], theirs_AQ[rows_A, other_A]
 
 
 def best_overwrite(view: View) -> tuple[Floats, Ints, Ints]:
