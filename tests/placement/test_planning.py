@@ -44,7 +44,7 @@ def largest(placement: Placement, load_LE: Floats) -> Floats:
     return rank_loads(placement, load_LE).max(axis=1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases())
 def test_every_expert_has_a_replica_and_every_slot_an_expert_on_ranks_of_equal_size(case: Case) -> None:
     placement = plan(case.load_LE, **case.numbers)
@@ -59,7 +59,7 @@ def test_every_expert_has_a_replica_and_every_slot_an_expert_on_ranks_of_equal_s
         assert (placement.logical_to_physical_LEC[layer, expert, placement.counts_LE[layer, expert] :] == -1).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases())
 def test_a_group_stays_in_one_node_where_groups_divide_among_nodes(case: Case) -> None:
     numbers = case.numbers
@@ -76,7 +76,7 @@ def test_a_group_stays_in_one_node_where_groups_divide_among_nodes(case: Case) -
     assert not divides or set(nodes_of_groups) == {1}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases())
 def test_no_layer_is_worse_than_the_greedy_start(case: Case) -> None:
     load_LE, numbers = case.load_LE, case.numbers | {"num_groups": 1, "num_nodes": 1}

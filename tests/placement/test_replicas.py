@@ -40,7 +40,7 @@ def by_rank(quota_LR: Ints) -> Ints:
     return np.asarray(quota_LR.reshape(len(quota_LR), RANKS, SLOTS).sum(axis=2))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seeds, seeds, st.integers(0, 300), st.sampled_from([spread, concentrate]))
 def test_every_token_gets_a_replica_of_its_expert(seed: int, tokens: int, num_tokens: int, choose: object) -> None:
     assert callable(choose)
@@ -53,7 +53,7 @@ def test_every_token_gets_a_replica_of_its_expert(seed: int, tokens: int, num_to
         assert np.bincount(slot_TK.ravel(), minlength=REPLICAS).tolist() == quota_R.tolist()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seeds, seeds, st.integers(0, 2000))
 def test_spread_tokens_are_no_less_even_than_an_even_split(seed: int, tokens: int, num_tokens: int) -> None:
     placement = draw_placement(seed)
@@ -72,7 +72,7 @@ def test_spreading_fills_the_rank_that_has_less_of_its_own() -> None:
     assert rank_loads(placement, [[30, 40, 10, 10]]).tolist() == [[50, 20, 20]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seeds, st.lists(st.integers(0, 5), min_size=6, max_size=6))
 def test_concentrated_tokens_wake_each_expert_once_and_ranks_within_one_of_the_best_choice(
     seed: int, counts: list[int]
@@ -97,7 +97,7 @@ def test_active_experts_are_balanced_over_ranks_where_an_even_split_wakes_every_
     assert sorted(quota_LR.reshape(2, 3).sum(axis=1).tolist()) == [8, 9]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seeds, seeds, st.integers(2, 100))
 def test_ranks_that_deal_their_own_tokens_together_keep_the_quota(seed: int, tokens: int, num_tokens: int) -> None:
     placement, expert_TK = draw_placement(seed, num_layers=1), draw_tokens(tokens, num_tokens)
