@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -42,8 +43,9 @@ def by_rank(quota_LR: Ints) -> Ints:
 
 @settings(max_examples=30, deadline=None)
 @given(seeds, seeds, st.integers(0, 300), st.sampled_from([spread, concentrate]))
-def test_every_token_gets_a_replica_of_its_expert(seed: int, tokens: int, num_tokens: int, choose: object) -> None:
-    assert callable(choose)
+def test_every_token_gets_a_replica_of_its_expert(
+    seed: int, tokens: int, num_tokens: int, choose: Callable[[Placement, Ints], Ints]
+) -> None:
     placement, expert_TK = draw_placement(seed), draw_tokens(tokens, num_tokens)
     quota_LR = choose(placement, np.stack([count(expert_TK)] * 2))
     assert quota_LR.min() >= 0
