@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import signal
 import sys
@@ -75,7 +76,8 @@ async def run(
             api.store(secret, entry, value.encode())
         try:
             await cluster.bring_in(release, api)
-            typer.echo("everything is ready")
+            write_secrets(api, folder / "secrets")
+            typer.echo(f"everything is ready; logs are in {folder}/pods, Secrets in {folder}/secrets")
             servers = [await serve_inside(cluster.services, folder, service) for service in forwarded]
             while not stop.is_set():
                 await _either(stop, again)
@@ -87,6 +89,16 @@ async def run(
                 server.close()
         finally:
             await cluster.close()
+
+
+def write_secrets(api: FakeSecretsApi, folder: Path) -> None:
+    """As files of their owner's, NAME/ENTRY: what `kubectl get secret` would tell."""
+    for name, document in api.secrets.items():
+        (folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+        for entry, value in document["data"].items():
+            path = folder / name / entry
+            path.touch(mode=0o600)
+            path.write_bytes(base64.b64decode(value))
 
 
 async def _either(*events: asyncio.Event) -> None:

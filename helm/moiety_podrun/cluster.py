@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ START_S = 180.0  # for a pod to be ready
 
 
 class Cluster:
-    """Owns everything that runs. `namespace` is the one that the release was rendered for."""
+    """Owns everything that runs, and tells of it in the folder's pods.json. `namespace` is the one that the release was
+    rendered for."""
 
     def __init__(self, folder: Path, namespace: str, policies: list[Object]) -> None:
         self._network = Network([one["spec"] for one in policies])
@@ -69,6 +71,7 @@ class Cluster:
                 new = self._start(workload, 0)
                 pods.append(new)
                 await new.until_ready(START_S)
+                await asyncio.sleep(spec.get("minReadySeconds", 0))
                 pods.remove(old)
                 await old.stop()
         else:
@@ -76,6 +79,7 @@ class Cluster:
                 await pods[number].stop()
                 pods[number] = self._start(workload, number)
                 await pods[number].until_ready(START_S)
+                await asyncio.sleep(spec.get("minReadySeconds", 0))
 
     def _start(self, workload: Object, number: int) -> Pod:
         name, spec = workload["metadata"]["name"], workload["spec"]
@@ -96,6 +100,11 @@ class Cluster:
 
     def _changed(self) -> None:
         self.services.tell_names()
+        told = [
+            {"pod": pod.name, "part": pod.part, "address": pod.peer.address, "process": pod.process}
+            for pod in self.pods()
+        ]
+        (self._folder / "pods.json").write_text(json.dumps(told, indent=2), encoding="utf-8")
 
 
 def values_of(overrides: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:

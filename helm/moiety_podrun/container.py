@@ -56,7 +56,17 @@ class Container:
     async def ended(self) -> int:
         """Wait for the process; its exit code."""
         assert self._process is not None, "it has been started"
-        return await asyncio.to_thread(self._process.wait)
+        return await _end(self._process)
+
+    @property
+    def process_id(self) -> int | None:
+        """None until it is started."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def stop_signal(self) -> signal.Signals:
+        """What its image has told to stop it by."""
+        return self._image.stop_signal
 
     def tell(self, number: signal.Signals) -> None:
         """Send a signal to the process, as a runtime does; SIGKILL takes all that it has started too."""
@@ -99,7 +109,7 @@ class Container:
             writer.close()
             return True
         process = self._run(terms["exec"]["command"], self._place.folder / f"{self.name}.probe.log")
-        return await asyncio.to_thread(process.wait) == 0
+        return await _end(process) == 0
 
     def _port(self, port: int | str) -> int:
         return self._ports[port] if isinstance(port, str) else port
@@ -131,3 +141,17 @@ class Container:
                 [*inside, sys.executable, str(LAUNCH), str(spec)],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
+
+
+async def _end(process: subprocess.Popen[bytes]) -> int:
+    """Its exit code, once it has one. No thread waits for it: there would be one for each."""
+    if process.poll() is None:
+        ended = asyncio.Event()
+        descriptor = os.pidfd_open(process.pid)
+        asyncio.get_running_loop().add_reader(descriptor, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            asyncio.get_running_loop().remove_reader(descriptor)
+            os.close(descriptor)
+    return process.wait()

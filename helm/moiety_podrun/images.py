@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class Image:
     entry_point: Sequence[str]
     path: str
     needed: Sequence[Path]
+    stop_signal: signal.Signals = signal.SIGTERM
 
 
 def image(reference: str) -> Image:
@@ -32,7 +34,7 @@ def image(reference: str) -> Image:
         return Image((sys.executable, "-m", "moiety_platform.cli"), standard, _way_to_python())
     if name == POSTGRES:
         entry_point = (sys.executable, str(Path(__file__).with_name("postgres.py")))
-        return Image(entry_point, f"{_postgres_programs()}:{standard}", _way_to_python())
+        return Image(entry_point, f"{_postgres_programs()}:{standard}", _way_to_python(), signal.SIGINT)
     raise NotPossible(f"nothing here stands in for the image {reference}: choose values without it")
 
 

@@ -59,6 +59,16 @@ class Pod:
         )
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def part(self) -> str:
+        """Which part of the release it is a pod of."""
+        return str(self.labels["app.kubernetes.io/component"])
+
+    @property
+    def process(self) -> int | None:
+        """Its container's process, through which its namespaces can be entered."""
+        return self._containers[0].process_id
+
     async def run_to_end(self) -> None:
         """As a Job's pod. Raises Failed with the log of what failed."""
         try:
@@ -82,7 +92,7 @@ class Pod:
             await asyncio.sleep(0.1)
 
     async def stop(self) -> None:
-        """Out of the Services at once, then its hook, then SIGTERM, and SIGKILL when its time of grace is over."""
+        """Out of the Services at once, then its hook, then the signal, and SIGKILL when its time of grace is over."""
         self._set_ready(False)
         if self._task is not None:
             self._task.cancel()
@@ -92,7 +102,7 @@ class Pod:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._spec.get("terminationGracePeriodSeconds", 30)):
                 await container.before_stop()
-                container.tell(signal.SIGTERM)
+                container.tell(container.stop_signal)
                 await asyncio.shield(ended)
         container.tell(signal.SIGKILL)
         await ended

@@ -23,6 +23,7 @@ def main(environment: Mapping[str, str]) -> None:
         subprocess.run(single, input=f'CREATE DATABASE "{name}";\n', text=True, check=True)
         with (data / "pg_hba.conf").open("a") as access:
             access.write("host all all all scram-sha-256\n")
+    data.chmod(0o700)
     os.execvp("postgres", ["postgres", "-D", str(data), "-c", "listen_addresses=*"])
 
 

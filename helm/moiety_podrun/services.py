@@ -101,11 +101,11 @@ async def pump_both(
     other_writer: asyncio.StreamWriter,
 ) -> None:
     """Pass on what comes to either, until both have ended."""
-    async with asyncio.TaskGroup() as both:
-        both.create_task(_pump(reader, other_writer))
-        both.create_task(_pump(other_reader, writer))
-    writer.close()
-    other_writer.close()
+    try:
+        await asyncio.gather(_pump(reader, other_writer), _pump(other_reader, writer))
+    finally:
+        writer.close()
+        other_writer.close()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -19,9 +19,10 @@ def make_volumes(spec: Object, claims: Object, folder: Path, sources: Sources) -
     found = {volume["name"]: _volume(volume, folder / volume["name"], sources) for volume in spec.get("volumes", ())}
     found |= claims
     for path in found.values():
-        for one in (path, *path.rglob("*")):
-            os.chown(one, 0, group)
-        path.chmod(0o2770)
+        if path.stat().st_gid != group:  # as fsGroupChangePolicy OnRootMismatch has it
+            for one in (path, *path.rglob("*")):
+                os.chown(one, -1, group)
+            path.chmod(0o2770)
     return found
 
 
