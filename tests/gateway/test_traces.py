@@ -123,7 +123,7 @@ async def test_many_requests_of_every_end_at_once_leave_a_whole_trace_each(start
         attempts = [span for span in children if span.name == "engine.attempt"]
         assert len(attempts) == root.attributes.get("moiety.failovers", 0)
         linked = [link for span in children for link in span.links]
-        assert linked == [span.span_id for span in attempts]
+        assert linked == [(span.trace_id, span.span_id) for span in attempts]
     outcomes = Counter(row.outcome for row in rows.values())
     assert outcomes == {"length": 3 * count // 5, "rejected": count // 5, "disconnected": count // 5}
     kept_for = Counter(root.attributes["moiety.kept_for"] for root, _ in traces)

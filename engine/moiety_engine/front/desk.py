@@ -17,6 +17,7 @@ from moiety_engine.front.sessions import GatewaySession
 from moiety_engine.front.validation import ModelLimits, find_refusal, to_core
 from moiety_engine.messages import CoreAbort, CoreAdmission, CoreExtend, CoreFailure, CoreFinish, CoreStep, ToCore
 from moiety_text.tokenizer import Tokenizer
+from moiety_wire.codec import encode_step
 from moiety_wire.messages import Abort, Extend, Failed, FailureCode, FinishReason, Reason, Submit, ToGateway
 
 log = structlog.get_logger()
@@ -138,6 +139,12 @@ class RequestDesk:
     # ── from the core ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def take_step(self, step: CoreStep) -> None:
+        for traced in step.traced:  # before the ends, which tell them
+            packed = encode_step(traced.step)
+            for key in traced.keys:
+                found = self._open.get(key)
+                if found is not None:
+                    found[0].ran_in(packed)
         for admission in step.admissions:
             found = self._open.get(admission.key)
             if found is not None:

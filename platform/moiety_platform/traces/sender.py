@@ -117,7 +117,7 @@ class SpanSender:
             resource=self._resource,
             attributes=span.attributes,
             events=[Event(event.name, event.attributes, event.unix_ns) for event in span.events],
-            links=[Link(_context(span.trace_id, linked)) for linked in span.links],
+            links=[Link(_context(*linked)) for linked in span.links],
             kind=span.kind,
             status=Status() if span.error is None else Status(StatusCode.ERROR, span.error),
             start_time=span.start_ns,
