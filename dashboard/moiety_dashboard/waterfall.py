@@ -9,14 +9,15 @@ import pandas as pd
 from moiety_dashboard import colours
 from moiety_dashboard.frames.traces import ENGINE, FAILED, GATEWAY, OTHER
 
-ROW_HEIGHT = 25  # pixels
-STEPS_HEIGHT = 150
+ROW_HEIGHT = 24  # pixels
+AROUND = 110  # axis and legend, which a chart's height holds too
+STEPS_HEIGHT = 240
 LABEL_WIDTH = 190
 WHO = {GATEWAY: "#14a098", ENGINE: "#4c78a8", OTHER: colours.CALM, FAILED: colours.BAD}
 EVENTS = {"preempted": "#d64545", "resumed": "#4f9d69", "relegated": "#e0a526", "failed over": "#b279a2"}
 MORE_EVENTS = "other events"
 PARTS = {"decodes": "#4c78a8", "prompt tokens": "#e1812c"}
-LEAST = 0.002  # of the whole width, so that what is short can be seen
+LEAST = 0.003  # of the whole width, so that what is short can be seen
 
 
 def waterfall(bars: pd.DataFrame, events: pd.DataFrame) -> alt.LayerChart:
@@ -24,7 +25,7 @@ def waterfall(bars: pd.DataFrame, events: pd.DataFrame) -> alt.LayerChart:
     until = max(bars["end_ms"].max(), 0.001)
     shown = bars.assign(
         line=[f"{row:04d} {label}" for row, label in zip(bars["row"], bars["label"], strict=True)],
-        drawn_ms=bars[["end_ms"]].join(bars["start_ms"] + until * LEAST, rsuffix="_").max(axis=1),
+        drawn_ms=_drawn(bars, until * LEAST),
         text=[duration(ms) for ms in bars["duration_ms"]],
     )
     lines = list(shown["line"])
@@ -56,7 +57,7 @@ def waterfall(bars: pd.DataFrame, events: pd.DataFrame) -> alt.LayerChart:
     chart: alt.LayerChart = (
         alt.layer(*layers)
         .resolve_scale(color="independent")
-        .properties(height=ROW_HEIGHT * len(bars), padding={"left": 0, "right": 4, "top": 0, "bottom": 0})
+        .properties(height=ROW_HEIGHT * len(bars) + AROUND, padding={"left": 0, "right": 4, "top": 0, "bottom": 0})
         .configure_view(stroke=None)
     )
     return chart
@@ -71,7 +72,7 @@ def _points(events: pd.DataFrame, y: alt.Y) -> alt.Chart:
     kinds = [kind for kind in inks if kind in set(shown["kind"])]
     drawn: alt.Chart = (
         alt.Chart(shown)
-        .mark_point(shape="diamond", filled=True, size=90, opacity=1, stroke="white", strokeWidth=1)
+        .mark_point(shape="diamond", filled=True, size=110, opacity=1)
         .encode(
             x="at_ms:Q",
             y=y,
@@ -90,22 +91,21 @@ def _points(events: pd.DataFrame, y: alt.Y) -> alt.Chart:
 
 def steps(frame: pd.DataFrame, until_ms: float) -> alt.Chart:
     """What the batch was made of in each step that was looked at, over the request's time."""
-    long = frame.assign(**{"prompt tokens": frame["prefill_tokens"]}).melt(
-        ["number", "start_ms", "end_ms", "took_ms", "preempted"], list(PARTS), var_name="part", value_name="tokens"
-    )
-    long = long.assign(drawn_ms=long[["end_ms"]].join(long["start_ms"] + until_ms * 0.006, rsuffix="_").max(axis=1))
+    until_ms = max(until_ms, 0.001)
+    parts = [_part(frame, "decodes", 0), _part(frame, "prefill_tokens", frame["decodes"])]
+    shown = pd.concat(parts).assign(drawn_ms=lambda all_: _drawn(all_, until_ms * LEAST))
     axis = alt.Axis(title="ms since the request began", tickCount=8, grid=False)
-    scale = alt.Scale(domain=[0, max(until_ms, 0.001)], nice=False, clamp=True)
+    legend = alt.Legend(title=None, orient="top", symbolType="circle")
     drawn = (
-        alt.Chart(long)
-        .mark_bar()
+        alt.Chart(shown)
+        .mark_rect()
         .encode(
-            x=alt.X("start_ms:Q", axis=axis, scale=scale),
+            x=alt.X("start_ms:Q", axis=axis, scale=alt.Scale(domain=[0, until_ms], nice=False, clamp=True)),
             x2="drawn_ms:Q",
-            y=alt.Y("tokens:Q", title="tokens in the step", stack="zero", axis=alt.Axis(tickCount=4, format="~s")),
+            y=alt.Y("from:Q", title="tokens in the step", axis=alt.Axis(tickCount=4, format="~s")),
+            y2="to:Q",
             color=alt.Color(
-                "part:N", scale=alt.Scale(domain=list(PARTS), range=list(PARTS.values())),
-                legend=alt.Legend(title=None, orient="top", symbolType="circle"),
+                "part:N", scale=alt.Scale(domain=list(PARTS), range=list(PARTS.values())), legend=legend
             ),
             tooltip=[
                 alt.Tooltip("number:Q", title="step", format=","), alt.Tooltip("part:N", title="of"),
@@ -118,6 +118,18 @@ def steps(frame: pd.DataFrame, until_ms: float) -> alt.Chart:
     )  # fmt: skip
     configured: alt.Chart = drawn.configure_view(stroke=None)
     return configured
+
+
+def _part(frame: pd.DataFrame, column: str, floor: int | pd.Series[int]) -> pd.DataFrame:
+    """A part of each step's tokens, on top of so many others."""
+    shown = frame[["number", "start_ms", "end_ms", "took_ms", "preempted"]]
+    name = {"decodes": "decodes", "prefill_tokens": "prompt tokens"}[column]
+    return shown.assign(part=name, tokens=frame[column], **{"from": floor, "to": floor + frame[column]})
+
+
+def _drawn(frame: pd.DataFrame, least_ms: float) -> pd.Series[float]:
+    """Where a bar ends: not so soon that it could not be seen."""
+    return pd.concat([frame["end_ms"], frame["start_ms"] + least_ms], axis=1).max(axis=1)
 
 
 def duration(ms: float) -> str:

@@ -73,7 +73,7 @@ def engine(
     cuda_graphs: options.CudaGraphsOption = True,
     drain_timeout: options.DrainTimeoutOption = 30.0,
     core_silence_s: options.CoreSilenceOption = CORE_SILENCE_S,
-    traced_steps_per_s: options.TracedStepsOption = 4.0,
+    traced_steps_per_s: options.TracedStepsOption = 20.0,
     scripted: options.ScriptedOption = False,
     scripted_tokens_per_step: options.ScriptedTokensPerStepOption = 1,
     scripted_step_ms: options.ScriptedStepMsOption = 0.0,

@@ -86,7 +86,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: LoadFormat = LoadFormat.AUTO
     overlap: Overlap = Overlap.AUTO
     cuda_graphs: bool = True  # replay decode steps on a GPU
-    traced_steps_per_s: float = 4.0  # looked at closely, for the traces of requests; 0 for none
+    traced_steps_per_s: float = 20.0  # looked at closely, for the traces of requests; 0 for none
     batch_timeout_ms: float = 50.0  # `dynamic`: how long the first request waits for company
     static_batch_size: int = 8  # `static`, `dynamic` and `padded`: the size of a batch
 

@@ -104,6 +104,10 @@ class GatewaySettings(BaseSettings):
         default=None,  # OpenTelemetry's own variable is also what our engines go by, so one setting serves both
         validation_alias=AliasChoices("otlp_endpoint", "MOIETY_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
     )
+    otlp_protocol: Literal["http/protobuf", "grpc"] = Field(  # by gRPC the port is 4317; it needs moiety[grpc]
+        default="http/protobuf",
+        validation_alias=AliasChoices("otlp_protocol", "MOIETY_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"),
+    )
     traces_endpoint: str | None = None  # of our own trace store, e.g. http://traces:4318/otlp; None: nothing is kept
     traces_token: SecretStr | None = None  # by which that store knows its gateways
     traces_database_url: str | None = None  # where it keeps them; None: beside a SQLite store, or in PostgreSQL

@@ -12,13 +12,13 @@ from moiety_dashboard.figures import moment
 
 Spans = Sequence[Mapping[str, Any]]
 
-GATEWAY, ENGINE, FAILED, OTHER = "gateway", "engine", "failed", "others"
+GATEWAY, ENGINE, FAILED, OTHER = "gateway", "engine", "with an error", "others"
 SHARED = ("moiety.tenant_id", "moiety.service_class", "moiety.request_id")  # on every span of a request
-INDENT = "\N{EM SPACE}"
+INDENT = "\N{MIDDLE DOT} "  # spaces alone would not be drawn
 
 FOUND = ("at", "tenant", "class", "operation", "model", "outcome", "duration_ms", "reason", "kept_for", "request_id")
 BARS = ("row", "label", "who", "start_ms", "end_ms", "duration_ms", "told", "service", "span_id")
-EVENTS = ("row", "label", "at_ms", "event", "reason", "told")
+EVENTS = ("row", "label", "span", "at_ms", "event", "reason", "told")
 STEPS = (
     *("number", "start_ms", "end_ms", "took_ms", "predicted_ms", "decodes", "prefills", "prefill_tokens", "preempted"),
     *("output_tokens", "waiting", "kv_used", "classes", "engine"),
@@ -74,6 +74,7 @@ def events_frame(spans: Spans) -> pd.DataFrame:
         {
             "row": row,
             "label": INDENT * depth + _label(span),
+            "span": _label(span),
             "at_ms": (event["unix_ns"] - begin_ns) / 1e6,
             "event": event["name"].removeprefix("moiety.").replace("_", " "),
             "reason": event["attributes"].get("moiety.reason", ""),

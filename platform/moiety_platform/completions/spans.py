@@ -158,10 +158,12 @@ def _of_attempt(record: RequestRecord, attempt: Attempt, own: Span, before: Link
         events = tuple(
             SpanEvent(f"moiety.{event.kind.value}", event.unix_ns + shift_ns, _of_event(event))
             for event in finished.events
-            if _phase_of(event, finished.phases) == name
+            if _phase_of(event.unix_ns, finished.phases) == name
         )
         more = attributes | _of_engine_phase(name, finished)
-        ran_in = tuple(link_to(step) for step in notes.steps if start_ns < step.end_unix_ns <= end_ns)
+        ran_in = tuple(
+            link_to(step) for step in notes.steps if _phase_of(step.end_unix_ns - 1, finished.phases) == name
+        )
         begin, end = start_ns + shift_ns, end_ns + shift_ns
         yield _child(own, name, begin, end, more, events=events, links=links + ran_in)
         links = ()
@@ -206,11 +208,11 @@ def _of_engine_phase(name: str, finished: Finished) -> Attributes:
     return {}
 
 
-def _phase_of(event: Event, phases: Phases) -> str:
-    """The span that an event belongs to: the last phase that had begun by then."""
-    if phases.first_token_unix_ns and event.unix_ns >= phases.first_token_unix_ns:
+def _phase_of(unix_ns: int, phases: Phases) -> str:
+    """The span that what happened then belongs to: the last phase that had begun."""
+    if phases.first_token_unix_ns and unix_ns >= phases.first_token_unix_ns:
         return DECODE
-    if phases.scheduled_unix_ns and event.unix_ns >= phases.scheduled_unix_ns:
+    if phases.scheduled_unix_ns and unix_ns >= phases.scheduled_unix_ns:
         return PREFILL
     return QUEUE
 

@@ -109,7 +109,7 @@ def event_columns() -> dict[str, Any]:
         "at_ms": column.NumberColumn("At, ms", format="%.2f", width="small"),
         "event": column.TextColumn("What", width="small"),
         "reason": column.TextColumn("Reason", width="medium"),
-        "label": column.TextColumn("In", width="small"),
+        "span": column.TextColumn("In", width="small"),
         "told": column.TextColumn("Says", width="large"),
     }
 
