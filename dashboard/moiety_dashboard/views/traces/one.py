@@ -34,8 +34,11 @@ def draw(client: AdminClient, trace_id: str, names: Mapping[str, str]) -> None:
     leave()
     for request in requests:
         draw_request(request, names)
-    draw_spans(answer, spans)
+    bars = frames.bars_frame(spans)
+    draw_spans(answer, bars, frames.events_frame(spans))
     draw_steps(answer, spans, linked)
+    with panels.panel("Spans", "what each of them says", [answer], key="told", frame=bars):
+        panels.table(bars, span_columns(), "", max_rows=14)
 
 
 def leave() -> None:
@@ -69,8 +72,7 @@ def draw_request(request: Mapping[str, Any], names: Mapping[str, str]) -> None:
         panels.chips(colours.of_classes([chosen]) if chosen else {})
 
 
-def draw_spans(answer: Answer, spans: frames.Spans) -> None:
-    bars, events = frames.bars_frame(spans), frames.events_frame(spans)
+def draw_spans(answer: Answer, bars: pd.DataFrame, events: pd.DataFrame) -> None:
     note = "what took how long; hover for what each says"
     with panels.panel("Waterfall", note, [answer], key="spans", frame=bars):
         if len(bars) > MAX_BARS:
@@ -81,8 +83,6 @@ def draw_spans(answer: Answer, spans: frames.Spans) -> None:
     if not events.empty:
         with panels.panel("Events", "what was decided about it", [answer], key="events", frame=events):
             panels.table(events, event_columns(), "")
-    with st.expander("What each span says"):
-        panels.table(bars, span_columns(), "", max_rows=14)
 
 
 def draw_steps(answer: Answer, spans: frames.Spans, linked: frames.Spans) -> None:
