@@ -165,7 +165,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):
-    """A step that was looked at, and whose requests ran in it."""
+    """A step that was looked at, and whose requests ran in it; the front knows their classes."""
 
     step: Step
     keys: list[int]

@@ -305,7 +305,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     num_waiting: int
     kv_blocks_used: int
     kv_blocks_total: int
-    classes: dict[str, int]  # sequences in it
+    classes: dict[str, int] = {}  # sequences in it
 
 
 class StepNotes(msgspec.Struct, frozen=True, array_like=True):

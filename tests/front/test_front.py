@@ -103,7 +103,7 @@ async def test_a_request_in_a_trace_is_told_the_steps_that_it_ran_in(bench: Any,
         numbers = [step.number for step in notes.steps]
         assert numbers == list(range(numbers[0], numbers[0] + 6))
         assert notes.steps[0].num_prefill_tokens >= len("hello")
-        assert all(step.num_decodes == 2 for step in notes.steps[2:5])
+        assert all((step.num_decodes, step.classes) == (2, {"standard": 2}) for step in notes.steps[2:5])
 
 
 async def test_special_tokens_are_no_text_unless_they_are_to_be_shown(bench: Any, submit: Any) -> None:

@@ -129,7 +129,6 @@ class ScriptedEngine:
             num_waiting=len(self._waiting) + len(self._returning),
             kv_blocks_used=self._blocks_used,
             kv_blocks_total=self.script.num_blocks,
-            classes=dict(Counter(request.served_class for request in batch)),
         )
         return TracedStep(step, [request.key for request in batch])
 

@@ -4,7 +4,8 @@ whoever takes it, a bounded number."""
 from __future__ import annotations
 
 import secrets
-from collections import Counter, deque
+from collections import deque
+from operator import attrgetter
 
 from moiety_engine.messages import TracedStep
 from moiety_engine.scheduling.plan import Plan
@@ -13,6 +14,9 @@ from moiety_engine.steps.sampler import StepSampler
 from moiety_wire.messages import Step
 
 MAX_KEPT = 16
+
+# a batch may have hundreds of chunks, and the next step waits
+_KEY, _SAMPLES = attrgetter("sequence.submit.key"), attrgetter("samples")
 
 
 class StepTracer:
@@ -27,7 +31,7 @@ class StepTracer:
         """A step has ended, and is not yet committed: its requests are still what they were in it."""
         if self._sampler.is_due(now_ns):
             self.num_lost += len(self._kept) == MAX_KEPT
-            keys = [chunk.sequence.key for chunk in plan.chunks]
+            keys = list(map(_KEY, plan.chunks))
             self._kept.append(TracedStep(_step(plan, scheduler, number, now_ns), keys))
 
     def take(self) -> list[TracedStep]:
@@ -50,9 +54,8 @@ def _step(plan: Plan, scheduler: Scheduler, number: int, now_ns: int) -> Step:
         num_prefills=len(prefills),
         num_prefill_tokens=sum(chunk.num_tokens for chunk in prefills),
         num_preempted=len(plan.preempted),
-        num_output_tokens=sum(chunk.samples for chunk in plan.chunks),
+        num_output_tokens=sum(map(_SAMPLES, plan.chunks)),
         num_waiting=scheduler.num_waiting,
         kv_blocks_used=pool.num_used,
         kv_blocks_total=pool.num_blocks,
-        classes=dict(Counter(chunk.sequence.service.name for chunk in plan.chunks)),
     )
