@@ -91,6 +91,11 @@ def test_so_many_a_second_are_looked_at_and_the_first_after_a_pause(times: list[
     assert all(any(ms - 1000 / per_s <= one <= ms for one in seen) for ms in times), "none is left out for nothing"
 
 
+def test_a_clock_that_is_put_back_does_not_end_the_looking() -> None:
+    sampler = StepSampler(4)
+    assert [sampler.is_due(now_ns) for now_ns in (10**18, 10**18 + 1, 10**17, 10**17 + 1)] == [True, False, True, False]
+
+
 @given(num_steps=st.integers(0, 400))
 def test_a_long_request_keeps_some_of_its_steps_spread_over_its_time(num_steps: int) -> None:
     collection = StepCollection()

@@ -8,11 +8,12 @@ class StepSampler:
 
     def __init__(self, per_s: float) -> None:
         """0: never."""
-        self._interval_ns = round(1e9 / per_s) if per_s else 0
-        self._next_ns = 0 if per_s else 2**63
+        self._interval_ns = round(1e9 / per_s) if per_s else 2**64
+        self._last_ns = 0 if not per_s else -(2**64)
 
     def is_due(self, now_ns: int) -> bool:
-        if now_ns < self._next_ns:
+        """By the wall clock, which may be put back."""
+        if 0 <= now_ns - self._last_ns < self._interval_ns:
             return False
-        self._next_ns = now_ns + self._interval_ns
+        self._last_ns = now_ns
         return True

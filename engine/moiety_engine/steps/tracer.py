@@ -1,5 +1,5 @@
-"""What a step was made of, where it is looked at. A step that is not costs a comparison; what was looked at waits for
-whoever takes it, a bounded number."""
+"""What a step was made of, where it is looked at. A step that is not costs a comparison. What was looked at is taken
+with the outputs of its step; of what nobody takes, the last few are there."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ class StepTracer:
     """Owned by the loop, whose steps it looks at."""
 
     def __init__(self, per_s: float) -> None:
-        self.num_lost = 0  # since nobody took them
         self._sampler = StepSampler(per_s)
         self._kept: deque[TracedStep] = deque(maxlen=MAX_KEPT)
 
     def ended(self, plan: Plan, scheduler: Scheduler, number: int, now_ns: int) -> None:
         """A step has ended, and is not yet committed: its requests are still what they were in it."""
         if self._sampler.is_due(now_ns):
-            self.num_lost += len(self._kept) == MAX_KEPT
             keys = list(map(_KEY, plan.chunks))
             self._kept.append(TracedStep(_step(plan, scheduler, number, now_ns), keys))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,17 +17,17 @@ from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.traces.kept import KEPT
 
 MAX_BARS = 160
+TRACE_ID = re.compile("[0-9a-f]{32}")
 
 
 def draw(client: AdminClient, trace_id: str, names: Mapping[str, str]) -> None:
-    try:
-        answer = client.get(f"/traces/{trace_id}")
-    except ApiRefused as exc:
-        if exc.code != "trace_not_found":
-            raise
-        panels.head("Traces", f"Trace {trace_id}")
+    answer = find(client, trace_id)
+    if answer is None:
+        panels.head("Traces", "One trace")
         leave()
-        st.info(f"{exc} It takes about two seconds after the answer until a trace is there. {KEPT}")
+        st.info(
+            f"There is no such trace, or it was not kept. It takes two seconds after the answer to be there. {KEPT}"
+        )
         return
     spans, linked = answer.data["spans"], answer.data["linked"]
     requests = frames.requests_of(spans)
@@ -39,6 +40,18 @@ def draw(client: AdminClient, trace_id: str, names: Mapping[str, str]) -> None:
     draw_steps(answer, spans, linked)
     with panels.panel("Spans", "what each of them says", [answer], key="told", frame=bars):
         panels.table(bars, span_columns(), "", max_rows=14)
+
+
+def find(client: AdminClient, trace_id: str) -> Answer | None:
+    """The trace that an address names, whatever it says; None where there is none."""
+    if TRACE_ID.fullmatch(trace_id) is None:
+        return None
+    try:
+        return client.get(f"/traces/{trace_id}")
+    except ApiRefused as exc:
+        if exc.code != "trace_not_found":
+            raise
+        return None
 
 
 def leave() -> None:

@@ -43,7 +43,7 @@ def draw(page: Page) -> None:
         st.query_params[TRACE] = picked
     trace_id = st.query_params.get(TRACE)
     with page.asking() as client:
-        if trace_id is not None:
+        if trace_id:
             one.draw(client, trace_id.strip().lower(), names_of(client))
             return
         panels.head("Traces", "Requests whose trace was kept, newest first; click one to see what it went through")
