@@ -122,6 +122,14 @@ async def test_a_usage_row_tells_times_and_counts(gateway):
     assert row.started_at.tzinfo is not None
 
 
+async def test_usage_names_a_model_that_is_away_and_none_that_there_never_was(gateway):
+    await gateway.post(CHAT, BODY | {"model": "what a client calls it"})
+    gateway.engine.die()
+    assert (await gateway.post(CHAT, BODY))[0] == 503
+    rows = await gateway.rows.wait_for(2)
+    assert [(row.model, row.http_status) for row in rows] == [("unknown", 404), ("tiny", 503)]
+
+
 async def test_text_and_messages_are_tokenized_as_generation_does(gateway):
     status, _, answer = await gateway.post("/tokenize", {"model": "tiny", "prompt": "abc"})
     tokens = json.loads(answer)

@@ -183,7 +183,7 @@ class RequestRecorder:
             project_id=principal.project_id,
             key_id=principal.key_id,
             endpoint=record.endpoint,
-            model=generation.model if generation else "",
+            model=record.served_model if generation else "",  # whatever a client calls one that there is not
             service_class=record.service_class,
             started_at=record.started_at,
             outcome=record.outcome,
