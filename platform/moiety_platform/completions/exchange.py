@@ -38,7 +38,7 @@ from moiety_platform.metrics import Metrics
 from moiety_platform.openapi.described import EVENTS, JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.openapi.headers import IDEMPOTENCY_KEY, OF_SPENDING
-from moiety_platform.randomness import random_hex
+from moiety_platform.randomness import ordered_hex
 from moiety_platform.request_ids import request_id_of
 
 CLASS_HEADER = "x-moiety-class"  # the class that is served
@@ -172,7 +172,7 @@ class Exchange(Generic[Body]):
         services, endpoint = self._services, self._endpoint
         async with services.recorder.open(
             principal,
-            request_id=endpoint.id_prefix + random_hex(16),
+            request_id=endpoint.id_prefix + ordered_hex(),
             client_request_id=request_id_of(scope),
             operation=endpoint.operation,
             endpoint=endpoint.path,
