@@ -114,7 +114,7 @@ def _read(dialect: Dialect, columns: _Columns, document: ColumnElement[str]) -> 
 
 def _document(dialect: Dialect, columns: _Columns, rows: Sequence[Row]) -> str:
     """The rows as the database's own types, where JSON has no word for a value's."""
-    by_column = list(zip(*rows, strict=True))
+    by_column = list(zip(*rows, strict=True)) or [()] * len(columns)
     for place, column in enumerate(columns):
         bind = column.type.dialect_impl(dialect).bind_processor(dialect)
         if bind is not None:
