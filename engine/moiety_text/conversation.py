@@ -80,11 +80,7 @@ class ConversationEncoder:
         a second."""
         texts = [prefill, *texts_of(tools)]
         for message in messages:
-            for name, value in message.items():
-                if isinstance(value, str):
-                    texts.append("" if name == "role" else value)
-                else:
-                    texts += texts_of(value)
+            texts += texts_of([value for name, value in message.items() if name != "role"])
         return self._control.search(_BETWEEN.join(texts)) is not None
 
     def encode(

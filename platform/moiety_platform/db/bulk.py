@@ -62,7 +62,8 @@ class BulkInsert:
 
 
 class BulkAdd:
-    """Adds to a column of the rows of one table that have these values in `keys`."""
+    """Adds to a column of the rows of one table that have these values in `keys`. It locks them in no order of its own:
+    whoever calls has locked them, or what stands before them."""
 
     def __init__(self, model: type[Base], column: str, keys: Sequence[str]) -> None:
         assert isinstance(model.__table__, Table)
