@@ -56,6 +56,11 @@ class RequestRecorder:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return self._num_open
+
     async def wait_idle(self, timeout_s: float) -> bool:
         """Return when no record is open, or after the timeout; says which."""
         try:
@@ -118,7 +123,7 @@ class RequestRecorder:
         row = self._row(record, record.spending.settle(record.used))
         # not the record's own method: with it all that a request was would stay in memory until its row is stored
         self._usage.record(row, partial(settle, record.sequences) if record.sequences else None)
-        self._metrics.observe(row, record.served_model, _tpot_s(record))
+        self._metrics.observe(row, record.operation, record.served_model, _tpot_s(record))
         for failover in record.failovers:
             self._metrics.observe_failover(record.served_model, failover.cause)
         if record.admission_outcome and record.chosen is not None:
