@@ -7,6 +7,7 @@ the group ends.
 from __future__ import annotations
 
 import contextlib
+import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,9 +19,10 @@ import torch
 from moiety_engine.checkpoint import fingerprint
 from moiety_engine.distribution.crew import join
 from moiety_engine.distribution.group import ALONE
+from moiety_engine.distribution.joining import open_store
 from moiety_engine.distribution.layout import layout_of
 from moiety_engine.distribution.lifeline import Loaded
-from moiety_engine.distribution.meeting import Meeting, open_store, require_ranks
+from moiety_engine.distribution.meeting import Meeting, require_ranks
 from moiety_engine.distribution.spawning import Children
 from moiety_engine.errors import EngineError, InvalidConfig
 from moiety_engine.model.loading import load_model
@@ -77,11 +79,14 @@ def follow(config: EngineConfig, meeting: Meeting) -> None:
     are told."""
     crew = _join(config, meeting)
     crew.lifeline.guard()
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains, and then all end
+        signal.signal(number, signal.SIG_IGN)
     with telling(crew):
         model = _load(config, meeting, crew.ranks, None)
         follower = Follower(model, crew, overlaps=steps_overlap(model, config))
         crew.lifeline.tell(Loaded())
-        follower.run()
+        with crew.explaining():
+            follower.run()
     crew.close()
 
 

@@ -105,7 +105,10 @@ class EngineLoop:
     def step(self) -> bool:
         """Plan a step and launch it; then take in the result of the step before, where steps overlap, or else of this
         one. False: there was nothing to do."""
-        resident = self._awake()
+        with self._orders.explaining():
+            return self._step(self._awake())
+
+    def _step(self, resident: Resident) -> bool:
         plan = self.scheduler.plan(self._clock_ns())
         resident.copy_blocks(plan)
         launched = resident.runner.launch(plan) if plan.chunks else None

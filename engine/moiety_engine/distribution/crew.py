@@ -3,6 +3,8 @@ lifelines. Owns what is to be given up at the end."""
 
 from __future__ import annotations
 
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,13 +15,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from moiety_engine.distribution.channel import Channel
 from moiety_engine.distribution.group import Group, Ranks
+from moiety_engine.distribution.joining import LONGEST_WAIT, meet, open_store
 from moiety_engine.distribution.layout import Layout, Seat
-from moiety_engine.distribution.meeting import LONGEST_WAIT, Meeting, meet, open_store
+from moiety_engine.distribution.lifeline import SILENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from moiety_engine.distribution.lifeline import Lifeline
+    from moiety_engine.distribution.meeting import Meeting
     from moiety_engine.distribution.spawning import Children
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # control goes over processors in both cases
@@ -41,6 +45,15 @@ class Crew:
         dist.destroy_process_group()
         if self.children is not None:
             self.children.wait()
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """What fails within may be a collective that has lost a rank: its lifeline ends this process, and says why."""
+        try:
+            yield
+        except RuntimeError:
+            time.sleep(SILENCE_S + 1)
+            raise
 
     def abandon(self, reason: str) -> None:
         """This rank cannot go on: the others are told why."""

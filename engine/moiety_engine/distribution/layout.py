@@ -84,4 +84,6 @@ ONLY_SEAT = Seat()
 
 def layout_of(config: EngineConfig) -> Layout:
     """What the settings ask for. Raises InvalidConfig."""
+    if config.dp_attention > 1:
+        raise InvalidConfig("--dp-attention is not there yet: divide the model with --tp, --ep and --pp")
     return Layout(config.tp, config.dp_attention, config.ep, config.pp)

@@ -42,6 +42,8 @@ def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
     tp = seat.layout.tp
     if tp * tp > spec.vocab_size:
         raise InvalidConfig(f"a vocabulary of {spec.vocab_size} is too small for --tp {tp}")
+    if seat.layout.ep > 1 and not spec.moe_layers:
+        raise InvalidConfig(f"a {spec.family} model has no experts that --ep could divide: leave it out")
     return replace(
         spec, vocab_size=-(-spec.vocab_size // tp), layers=tuple(_own_layer(layer, seat) for layer in spec.layers)
     )

@@ -7,6 +7,7 @@ samples.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -105,6 +106,10 @@ class Orders:
         """What the step that was launched samples."""
         if self._tells_tokens and self._crew is not None and token_L.numel():
             self._crew.ranks.everyone.copy_first(token_L)
+
+    def explaining(self) -> AbstractContextManager[None]:
+        """Around what all ranks do together, for the case that one of them is lost."""
+        return nullcontext() if self._crew is None else self._crew.explaining()
 
     def close(self) -> None:
         """The others end, and what connects them with this one."""

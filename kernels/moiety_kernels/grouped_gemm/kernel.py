@@ -92,7 +92,8 @@ def experts(
     invariant: bool = False,
     config: TileConfig | None = None,
 ) -> Tensor:
-    """Σ_k weight · expert(x) for each token; the same bits every time. Never waits for the device.
+    """Σ_k weight · expert(x) for each token; the same bits every time. Never waits for the device. A negative number is
+    of an expert that is elsewhere, and adds nothing.
 
     Weights of int8 or float8_e4m3fn have scales, contiguous and float32: of rows, [E, N], or of blocks of 128 × 128,
     [E, N ÷ 128, K ÷ 128], gate's and up's apart. Those of `four` bits are uint8, packed by 64, with scales
@@ -123,7 +124,7 @@ def experts(
     else:
         inner_RF = up(x_TD, groups, top_k, *gate_up, activation, config)
         weighted = down(inner_RF, groups, weight_TK, *downwards, config)
-    return combine(weighted, top_k)
+    return combine(weighted, expert_TK)
 
 
 @functools.lru_cache(maxsize=4096)

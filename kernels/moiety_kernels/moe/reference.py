@@ -47,9 +47,10 @@ def experts(
     """Σ_k weight · expert(x) for each token, summed in the order of k, so that the result is deterministic. A negative
     number is of an expert that is elsewhere, and adds nothing."""
     num_tokens, top_k = expert_TK.shape
-    order_R, (start, *counts_E) = _grouped(expert_TK, w_down_EDF.shape[0])
+    order_R, counts_E = group_by_expert(expert_TK, w_down_EDF.shape[0])
     y_RD = x_TD.new_zeros(num_tokens * top_k, x_TD.shape[1])
-    for expert, count in enumerate(counts_E):
+    start = 0
+    for expert, count in enumerate(counts_E.tolist()):
         if count:
             pairs = order_R[start : start + count]
             up_bias = None if gate_up_bias_E2F is None else gate_up_bias_E2F[expert]
@@ -59,9 +60,3 @@ def experts(
             start += count
     y_TKD = y_RD.view(num_tokens, top_k, -1) * weight_TK.unsqueeze(-1).to(x_TD.dtype)
     return torch.sum(y_TKD, dim=1)
-
-
-def _grouped(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
-    """The pairs, first those of experts elsewhere, and how many there are of those and of each expert here."""
-    order_R, counts_E1 = group_by_expert(expert_TK.clamp(min=-1) + 1, num_experts + 1)
-    return order_R, counts_E1.tolist()
