@@ -189,7 +189,7 @@ def alone(processes: RankProcesses, folders: dict[str, Path]) -> Alone:
     return Alone(processes, folders, {})
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 2}, {"tp": 4, "ep": 4}], ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 4}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_tensor_and_expert_parallel_say_what_one_rank_says(
     processes: RankProcesses, alone: Alone, family: str, layout: dict[str, int]
@@ -201,6 +201,14 @@ def test_tensor_and_expert_parallel_say_what_one_rank_says(
     assert expected["num_cached"] > 0 and ours["num_cached"] > 0
     assert expected["num_recomputed"] > 0 and ours["num_recomputed"] > 0
     assert ours["weight_bytes"] < 0.75 * expected["weight_bytes"]
+
+
+@pytest.mark.parametrize("layout", [{"tp": 4, "ep": 2}, {"tp": 2, "ep": 2, "pp": 2}], ids=str)
+def test_each_kind_of_parallel_goes_with_the_others(
+    processes: RankProcesses, alone: Alone, layout: dict[str, int]
+) -> None:
+    ours, *_ = processes.work(*ranks_of(settings_of(alone.folders["qwen3_moe"], **layout)), waves=requests())
+    assert_same(alone.says("qwen3_moe"), ours)
 
 
 def test_parallel_steps_that_overlap_swap_and_sleep_say_the_same(processes: RankProcesses, alone: Alone) -> None:

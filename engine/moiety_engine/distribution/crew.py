@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from moiety_engine.distribution.channel import Channel
-from moiety_engine.distribution.group import Group, Ranks
+from moiety_engine.distribution.group import Group, Pipeline, Ranks
 from moiety_engine.distribution.joining import LONGEST_WAIT, meet, open_store
 from moiety_engine.distribution.layout import Layout, Seat
 from moiety_engine.distribution.lifeline import SILENCE_S
@@ -93,5 +93,8 @@ def join(
     everyone = dist.group.WORLD
     assert everyone is not None
     tensor = Group(mesh.get_group("tp")) if layout.tp > 1 else Group()
-    ranks = Ranks(Seat(layout, meeting.rank), tensor, Group(everyone))
+    seat = Seat(layout, meeting.rank)
+    column = range(meeting.rank % layout.stage_size, layout.num_ranks, layout.stage_size)
+    pipeline = Pipeline(column, seat.pp_rank)
+    ranks = Ranks(seat, tensor, pipeline, Group(everyone))
     return Crew(ranks, Channel(everyone), lifeline, store)

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from moiety_engine.distribution.layout import ONLY_SEAT, Seat
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 
@@ -49,12 +51,43 @@ class Group:
         return x
 
 
+class Pipeline:
+    """The ranks that have one stage of layers each, one after the other; the first one has the vocabulary too. A
+    pipeline of one passes nothing on."""
+
+    def __init__(self, ranks: Sequence[int] = (0,), stage: int = 0) -> None:
+        """`ranks`: all of it, in order; this is the one at `stage`."""
+        self._ranks, self._stage = ranks, stage
+        self.is_first = stage == 0
+        self._is_last = stage == len(ranks) - 1
+
+    def receive(self, x: Tensor) -> Tensor:
+        """What the stage before gives, in x, which has its shape."""
+        dist.recv(x, self._ranks[self._stage - 1])
+        return x
+
+    def pass_on(self, x: Tensor) -> None:
+        """To the stage after, if there is one."""
+        if not self._is_last:
+            dist.send(x.contiguous(), self._ranks[self._stage + 1])
+
+    def bring_home(self, x: Tensor) -> Tensor:
+        """What the last stage has, on the first; x has its shape everywhere."""
+        if len(self._ranks) > 1 and x.numel():
+            if self._is_last:
+                dist.send(x.contiguous(), self._ranks[0])
+            elif self.is_first:
+                dist.recv(x, self._ranks[-1])
+        return x
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """Where a rank sits, and whom it computes with."""
 
     seat: Seat = ONLY_SEAT
     tensor: Group = field(default_factory=Group)  # those that share attention and dense feed-forwards
+    pipeline: Pipeline = field(default_factory=Pipeline)
     everyone: Group = field(default_factory=Group)
 
 

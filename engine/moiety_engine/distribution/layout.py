@@ -63,6 +63,11 @@ class Seat:
     def pp_rank(self) -> int:
         return self.rank // self.layout.stage_size
 
+    def layers_of(self, num_layers: int) -> range:
+        """The layers that its stage has of so many; no stage has more than the first one."""
+        pp = self.layout.pp
+        return range(-(-num_layers * self.pp_rank // pp), -(-num_layers * (self.pp_rank + 1) // pp))
+
     @property
     def ep_rank(self) -> int:
         """Which part of the experts it has."""

@@ -62,7 +62,7 @@ def load(
     parts_on_disk = {part for name in wholes for part in found[name].names}
     _complain("lacks", sorted(parts_on_disk - shard_of.keys()), folder)
     _complain("has unexpected", sorted(n for n in found.keys() - wholes.keys() if not ignorable(n, spec)), folder)
-    wanted = wholes if own is spec else own_places(own, weights, seat, set(found), wholes)
+    wanted = wholes if own is spec else own_places(own, weights, seat, seat.layers_of(len(spec.layers)).start, wholes)
     fewer_bits = None if form is None else FewerBits(weights, wanted, form, device)
     starting_at = {found[name].names[0]: name for name in wanted}
     done = 0

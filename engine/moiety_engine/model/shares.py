@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.spec import DenseSpec
 
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_LAYER = re.compile(r"\blayers\.(-?\d+)\.")
 _OF_EXPERTS = re.compile(r"\bexperts\.|\b(?:input|output)_linear\.")
 _HALVES = re.compile(r"\b(?:experts\.gate_up_proj|input_linear\.weight)$")  # rows of gates, then as many of ups
 _ADDED_ONCE = ("o_proj.bias", "down_proj.bias", "down_proj_bias")  # to what all ranks' parts sum up to
@@ -44,19 +44,22 @@ def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
         raise InvalidConfig(f"a vocabulary of {spec.vocab_size} is too small for --tp {tp}")
     if seat.layout.ep > 1 and not spec.moe_layers:
         raise InvalidConfig(f"a {spec.family} model has no experts that --ep could divide: leave it out")
-    return replace(
-        spec, vocab_size=-(-spec.vocab_size // tp), layers=tuple(_own_layer(layer, seat) for layer in spec.layers)
-    )
+    if seat.layout.pp > len(spec.layers):
+        raise InvalidConfig(f"--pp {seat.layout.pp} is more than the model's {len(spec.layers)} layers")
+    layers = tuple(_own_layer(spec.layers[index], seat) for index in seat.layers_of(len(spec.layers)))
+    return replace(spec, vocab_size=0 if seat.pp_rank else -(-spec.vocab_size // tp), layers=layers)
 
 
 def own_places(
-    own: ModelSpec, weights: ModelWeights, seat: Seat, present: set[str], wholes: Mapping[str, Place | Shares]
+    own: ModelSpec, weights: ModelWeights, seat: Seat, first_layer: int, wholes: Mapping[str, Place | Shares]
 ) -> dict[str, Place | Shares]:
     """Name on disk → where the rank's part of the tensor goes; of what has no place all is on other ranks. `weights`
-    are those of the `own` spec, `wholes` the places of whole tensors."""
+    are those of the `own` spec, whose layers begin at `first_layer` of all; `wholes` are the places of whole tensors.
+    """
     cut: dict[str, Place | Shares] = {}
+    present = {_of_layer(name, -first_layer) for name in wholes}
     for own_name, place in placements(own, weights, present).items():
-        name = _whole_name(own, own_name)
+        name = _of_layer(_of_expert(own, own_name), first_layer)
         cut[name] = _cut(name, place, wholes[name].shape, seat)
     return cut
 
@@ -113,7 +116,12 @@ def _part(number: int, parts: int, what: str, option: str) -> int:
     return number // parts
 
 
-def _whole_name(own: ModelSpec, name: str) -> str:
+def _of_layer(name: str, further: int) -> str:
+    """The name of the same thing so many layers further."""
+    return _LAYER.sub(lambda found: f"layers.{int(found[1]) + further}.", name)
+
+
+def _of_expert(own: ModelSpec, name: str) -> str:
     """What is called so on this rank, on disk: there each expert has a number among all."""
     expert, layer = _EXPERT.search(name), _LAYER.search(name)
     if expert is None or layer is None:

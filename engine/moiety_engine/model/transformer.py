@@ -63,8 +63,8 @@ class Transformer:
         self._vocabulary = Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
         self._residence = Residence(weights)
         on_cpu_alone = self.device.type == "cpu" and self.kv_dtype is torch.float32  # no torch in any layer
-        waits_for_nobody = ranks.everyone.size == 1
-        self._programs = _decode_programs(self._layers) if on_cpu_alone and waits_for_nobody else None
+        recordable = on_cpu_alone and ranks.everyone.size == 1
+        self._programs = _decode_programs(lambda *step: self._layers(*step)[1]) if recordable else None
         self._attentions = [
             self._whole(
                 attention(one, w.attention, rotaries[one.rope], spec.norm.eps, arithmetic),
@@ -81,7 +81,7 @@ class Transformer:
             self._whole(
                 feed_forward(one.ffn, w.ffn, index, self.expert_counter, arithmetic), ranks.tensor, w.ffn_post_norm
             )
-            for index, (one, w) in enumerate(zip(own.layers, weights.layers, strict=True))
+            for index, one, w in zip(ranks.seat.layers_of(len(spec.layers)), own.layers, weights.layers, strict=True)
         ]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
@@ -123,19 +123,28 @@ class Transformer:
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the rows that are
-        wanted."""
-        x_TD = self._vocabulary.embed(batch.token_ids_T, self.activation_dtype)
-        x_TD = _times(self.spec.embedding_multiplier, x_TD)
+        wanted; in another stage than the first and the last something else."""
+        pipeline = self.ranks.pipeline
+        if pipeline.is_first:
+            x_TD = self._vocabulary.embed(batch.token_ids_T, self.activation_dtype)
+            x_TD = _times(self.spec.embedding_multiplier, x_TD)
+        else:
+            rows = len(batch.token_ids_T), self.spec.hidden_size
+            x_TD = pipeline.receive(torch.empty(rows, dtype=self.activation_dtype, device=self.device))
         programs = self._programs
         if programs is not None and programs.takes(batch) and not self.expert_counter.enabled:
             normed_TD = programs.run(x_TD, batch, kv)
         else:
-            normed_TD = self._layers(x_TD, batch, kv)
-        return normed_TD.index_select(0, batch.wanted_rows_L)
+            x_TD, normed_TD = self._layers(x_TD, batch, kv)
+            pipeline.pass_on(x_TD)
+        return pipeline.bring_home(normed_TD.index_select(0, batch.wanted_rows_L))
 
     @torch.inference_mode()
     def logits(self, hidden_LD: Tensor) -> Tensor:
-        """logits_LV, float32, of hidden states after the final norm; on another rank than the first some of them."""
+        """logits_LV, float32, of hidden states after the final norm; on another rank than the first some of them,
+        or none."""
+        if not self.ranks.pipeline.is_first:
+            return hidden_LD[:, :0].float()
         logits_LV = self._vocabulary.logits(hidden_LD)
         logits_LV, cap = _times(self.spec.logits_multiplier, logits_LV), self.spec.logit_softcap
         return logits_LV if cap is None else cap * torch.tanh(logits_LV / cap)
@@ -151,8 +160,8 @@ class Transformer:
         norm = make_norm(self.spec.norm, weights)
         return lambda *args: norm(summed(*args))
 
-    def _layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
-        """All layers and the final norm."""
+    def _layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> tuple[Tensor, Tensor]:
+        """What all layers, of this rank's stage, make of x, and its final norm."""
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [attention_norm for attention_norm, _ in self._norms[1:]] + [self._final_norm]
         share = self.spec.residual_multiplier
@@ -161,7 +170,7 @@ class Transformer:
         ):
             x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attend(normed_TD, batch, cache)))
             x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, feed(normed_TD)))
-        return normed_TD
+        return x_TD, normed_TD
 
 
 def _times(factor: float, values: Tensor) -> Tensor:
