@@ -43,7 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"intermediate_size": 128, "mlp_only_layers": [1], "num_hidden_layers": 3, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
     "deepseek_v3": {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
-    | {"v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 64}
+    | {"v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 128}
     | {"intermediate_size": 96, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 16}
     | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
@@ -200,7 +200,9 @@ def test_tensor_and_expert_parallel_say_what_one_rank_says(
     assert not any(other["error"] for other in others)
     assert expected["num_cached"] > 0 and ours["num_cached"] > 0
     assert expected["num_recomputed"] > 0 and ours["num_recomputed"] > 0
-    assert ours["weight_bytes"] < 0.75 * expected["weight_bytes"]
+    num_ranks = len(others) + 1
+    shares = 1.5 if "pp" in layout else num_ranks / 1.1  # a first stage has the vocabulary, and a layer more
+    assert ours["weight_bytes"] <= expected["weight_bytes"] / shares
 
 
 @pytest.mark.parametrize("layout", [{"tp": 4, "ep": 2}, {"tp": 2, "ep": 2, "pp": 2}], ids=str)
@@ -226,7 +228,7 @@ def test_parallel_ranks_in_few_bits_say_nearly_the_same(processes: RankProcesses
     expected = alone.says("qwen3_moe", quantization="int8")
     first = [tokens[0] == ours["token_ids"][key][0] for key, tokens in expected["token_ids"].items()]
     assert sum(first) >= 0.7 * len(first)
-    assert ours["weight_bytes"] < 0.75 * expected["weight_bytes"]
+    assert ours["weight_bytes"] < 0.6 * expected["weight_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -91,4 +91,9 @@ def layout_of(config: EngineConfig) -> Layout:
     """What the settings ask for. Raises InvalidConfig."""
     if config.dp_attention > 1:
         raise InvalidConfig("--dp-attention is not there yet: divide the model with --tp, --ep and --pp")
-    return Layout(config.tp, config.dp_attention, config.ep, config.pp)
+    layout = Layout(config.tp, config.dp_attention, config.ep, config.pp)
+    if config.batch_invariant and layout.num_ranks > 1:
+        raise InvalidConfig(
+            "--batch-invariant cannot be had over several ranks, whose sums depend on how much is summed: leave it out"
+        )
+    return layout
