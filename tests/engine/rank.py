@@ -6,6 +6,7 @@ A line in is (configuration, where to meet, requests). Rank 0 answers with a lin
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 
@@ -27,6 +28,7 @@ class Work(msgspec.Struct):
     meeting: Meeting | None
     waves: list[list[CoreSubmit]]  # one after the other
     naps: bool = False  # between waves
+    again: bool = False  # and again, until it is ended
 
 
 class Answer(msgspec.Struct):
@@ -47,7 +49,7 @@ def work_through(work: Work) -> Answer:
     loop.warm_up()
     storages = {tensor.untyped_storage() for _, tensor in named_tensors(loop.model._weights)}
     answer.weight_bytes = sum(storage.nbytes() for storage in storages)
-    for wave in work.waves:
+    for wave in itertools.cycle(work.waves) if work.again else work.waves:
         for key, result in run_all(loop, wave).items():
             assert result.finish is not None
             answer.token_ids[key] = result.token_ids
