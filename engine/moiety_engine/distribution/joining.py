@@ -95,7 +95,8 @@ def _arrive(meeting: Meeting, store: Store, settings: dict[str, str], checkpoint
         line = Line(socket.create_connection((host, port), timeout=timeout_s))
         line.send(Hello(meeting.rank, secret, settings, checkpoint))
         line.socket.settimeout(timeout_s + _VERDICT_GRACE_S)  # rank 0 waits as long, and then says who is missing
-        words = line.receive()
+        while not (words := line.receive()):
+            pass  # a part of it has come
     except (DistError, RuntimeError, OSError, EOFError, msgspec.DecodeError) as exc:
         raise RanksError(f"{unreached}, or went away: see what it says") from exc
     for word in words:

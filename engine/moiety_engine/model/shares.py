@@ -74,8 +74,9 @@ def whole_places(spec: ModelSpec, present: set[str]) -> dict[str, Place | Shares
 
 
 def _own_layer(layer: LayerSpec, seat: Seat) -> LayerSpec:
+    attention = _own_attention(layer.attention, seat.layout.tp)
     ffn = _own_mixture(layer.ffn, seat) if isinstance(layer.ffn, MoeSpec) else _own_dense(layer.ffn, seat)
-    return replace(layer, attention=_own_attention(layer.attention, seat.layout.tp), ffn=ffn)
+    return replace(layer, attention=attention, ffn=ffn)
 
 
 def _own_attention(attention: AttentionSpec | LatentAttentionSpec, tp: int) -> AttentionSpec | LatentAttentionSpec:
