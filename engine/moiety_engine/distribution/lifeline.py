@@ -22,7 +22,7 @@ import structlog
 from moiety_engine.errors import RanksError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
 LOST_RANK = 5  # exit code
 BEAT_INTERVAL_S = 0.5
@@ -110,10 +110,9 @@ class Lifeline:
     process, which may be in the middle of a computation with those that are lost.
     """
 
-    def __init__(self, rank: int, lines: Mapping[int, Line], *, end: Callable[[str], None] | None = None) -> None:
+    def __init__(self, rank: int, lines: Mapping[int, Line]) -> None:
         self.rank = rank
         self._lines = dict(lines)
-        self._end = end or self._end_process
         self._loaded: set[int] = set()
         self._reason: str | None = None
         self._changed = threading.Condition()
@@ -132,20 +131,18 @@ class Lifeline:
             with contextlib.suppress(OSError):
                 line.send(word)
 
-    def wait_loaded(self, on_wait: Callable[[], None] = lambda: None) -> None:
-        """Until all others have their shares; `on_wait` is called now and then. Raises RanksError."""
-        while len(self._loaded) < len(self._lines):
-            with self._changed:
-                self._changed.wait(BEAT_INTERVAL_S)
-            self.check()
-            on_wait()
+    def wait_loaded(self) -> None:
+        """Until all others have their shares. Raises RanksError."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._reason is not None or len(self._loaded) == len(self._lines))
+        self.check()
 
     def guard(self) -> None:
         """From now on a loss ends the process."""
         with self._changed:
             self._guards = True
         if self._reason is not None:
-            self._end(self._reason)
+            self._end_process(self._reason)
 
     def fail(self, reason: str) -> None:
         """This rank cannot go on: say why, and hang up."""
@@ -208,7 +205,7 @@ class Lifeline:
             guards = self._guards
             self._changed.notify_all()
         if guards:
-            self._end(reason)
+            self._end_process(reason)
 
     def _end_process(self, reason: str) -> None:
         structlog.get_logger().error("rank_lost", rank=self.rank, reason=reason, advice="start the engine again")
