@@ -82,6 +82,7 @@ def engine(
     join_timeout_s: options.JoinTimeoutOption = 60.0,
     drain_timeout: options.DrainTimeoutOption = 30.0,
     core_silence_s: options.CoreSilenceOption = CORE_SILENCE_S,
+    traced_steps_per_s: options.TracedStepsOption = 20.0,
     scripted: options.ScriptedOption = False,
     scripted_tokens_per_step: options.ScriptedTokensPerStepOption = 1,
     scripted_step_ms: options.ScriptedStepMsOption = 0.0,
@@ -110,6 +111,7 @@ def engine(
         )
         if scripted:
             script = _script(scripted_tokens_per_step, scripted_step_ms, max_context_tokens, max_running)
+            script = msgspec.structs.replace(script, traced_steps_per_s=traced_steps_per_s)
             text, make_core = scripted_text_model(), _scripted(script)
         else:
             folder = resolve_checkpoint(model)
@@ -142,6 +144,7 @@ def engine(
                 ep=ep,
                 pp=pp,
                 join_timeout_s=join_timeout_s,
+                traced_steps_per_s=traced_steps_per_s,
             )
             _follow_if_launched_so(config)
             text, make_core = _text_and_process(folder, config, settings)

@@ -104,6 +104,10 @@ class GatewaySettings(BaseSettings):
         default=None,  # OpenTelemetry's own variable is also what our engines go by, so one setting serves both
         validation_alias=AliasChoices("otlp_endpoint", "MOIETY_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
     )
+    otlp_protocol: Literal["http/protobuf", "grpc"] = Field(  # by gRPC the port is 4317; it needs moiety[grpc]
+        default="http/protobuf",
+        validation_alias=AliasChoices("otlp_protocol", "MOIETY_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"),
+    )
     otlp_metrics_endpoint: str | None = Field(  # e.g. http://collector:4318/v1/metrics; None: they are only at /metrics
         default=None,
         validation_alias=AliasChoices(
