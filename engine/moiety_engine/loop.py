@@ -22,12 +22,15 @@ from moiety_engine.errors import OutOfMemory
 from moiety_engine.messages import CoreFailure, CoreLoad, CoreOutput, CoreStep, CoreSubmit
 from moiety_engine.model.loading import load_model
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.moe.tenants import TenantSlots
+from moiety_engine.moe.watch import ExpertWatch
 from moiety_engine.runner.resident import Resident, free_cached_memory
 from moiety_engine.runner.runner import Flight
 from moiety_engine.runner.sizes import sizes_for
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.scheduler import Limits, Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
+from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import FailureCode, FinishReason
 
 MAX_NUM_LOGPROBS = 20
@@ -41,7 +44,9 @@ class EngineLoop:
         self.config = config
         self._clock_ns = clock_ns
         self.sizes = sizes = sizes_for(model, config)
-        self._resident: Resident | None = Resident(model, sizes)
+        self._tenants = None if model.experts is None else TenantSlots()
+        self._resident: Resident | None = Resident(model, sizes, self._tenants)
+        self._experts = self._watch_experts()
         host = HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None
         pool = BlockPool(sizes.num_blocks)
         apart = model.arithmetic.invariant
@@ -98,6 +103,8 @@ class EngineLoop:
         if resident.host_kv is not None:
             resident.host_kv.run(plan.swap_out, plan.swap_in)
         launched = resident.runner.launch(plan) if plan.chunks else None
+        if self._experts is not None:
+            self._experts.look(self._clock_ns() / 1e9, resident.runner.staging)
         if not self.overlaps:
             self._collect(resident, launched)
             return launched is not None
@@ -106,6 +113,17 @@ class EngineLoop:
         if launched is not None:
             self.scheduler.launched(plan)
         return launched is not None or before is not None
+
+    def expert_load(self, ask: AskExperts) -> ExpertLoad:
+        """What the experts had to do, as of a few seconds ago."""
+        now_s = self._clock_ns() / 1e9
+        if self._experts is None:
+            return ExpertLoad(ask.ask_id, int(now_s), int(now_s))
+        return self._experts.load(ask, now_s)
+
+    def take_expert_balance(self) -> ExpertBalance | None:
+        """How evenly experts were used, a few times a minute, if there is anything new to tell."""
+        return None if self._experts is None else self._experts.take_balance(self._clock_ns() / 1e9)
 
     def warm_up(self) -> None:
         """See that the first request does not pay for what is done once. Only before the first request."""
@@ -125,6 +143,8 @@ class EngineLoop:
         resident = self._awake()
         self._collect(resident, self._flight)
         self._flight = None
+        if self._experts is not None:
+            self._experts.finish(self._clock_ns() / 1e9, resident.runner.staging)
         freed = self.model.leave(on_progress) + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
         self.scheduler.kv.forget()
         self._resident = None
@@ -139,7 +159,7 @@ class EngineLoop:
         try:
             if self.model.away:
                 self.model.come_back(on_progress)
-            self._resident = Resident(self.model, self.sizes)
+            self._resident = Resident(self.model, self.sizes, self._tenants)
             self.warm_up()
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
             problem = str(exc)
@@ -182,6 +202,12 @@ class EngineLoop:
             classes=scheduler.class_loads(),
             overshot_tokens_total=scheduler.overshot_tokens_total,
         )
+
+    def _watch_experts(self) -> ExpertWatch | None:
+        counter = self.model.expert_counter
+        if self.model.experts is None or counter is None or self._tenants is None:
+            return None
+        return ExpertWatch(self.model.experts, counter, self._tenants, self._clock_ns() / 1e9)
 
     def _awake(self) -> Resident:
         assert self._resident is not None, "a replica that sleeps has nothing to run"

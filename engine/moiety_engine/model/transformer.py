@@ -16,11 +16,13 @@ from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
 from moiety_engine.model.layers import attention, feed_forward
 from moiety_engine.model.norms import make_norm
-from moiety_engine.model.residence import Residence
+from moiety_engine.model.residence import Residence, named_tensors
 from moiety_engine.model.rotary import RotaryTable
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
-from moiety_engine.model.weights import ModelWeights
+from moiety_engine.model.weights import ModelWeights, MoeWeights
 from moiety_engine.moe.load import ExpertCounter
+from moiety_engine.moe.shape import ExpertShape
+from moiety_engine.moe.tenants import NUM_SLOTS
 from moiety_kernels.linear import linear
 
 if TYPE_CHECKING:
@@ -33,7 +35,8 @@ _PLAIN = Arithmetic()
 
 
 class Transformer:
-    """One decoder with its weights. `expert_counter` counts expert use once enabled."""
+    """One decoder with its weights. `expert_counter` counts the experts of tokens whose batch says whose they are; None
+    where there are no experts."""
 
     def __init__(
         self,
@@ -50,8 +53,9 @@ class Transformer:
         self.dtype = weights.embedding_VD.dtype
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         self.kv_dtype = kv_dtype or self.activation_dtype
-        experts = (layer.ffn.routing.num_experts for layer in spec.layers if isinstance(layer.ffn, MoeSpec))
-        self.expert_counter = ExpertCounter(spec.moe_layers, max(experts, default=0), self.device)
+        self.experts = _expert_shape(spec, weights)
+        self.expert_counter = None if self.experts is None else ExpertCounter(self.experts, NUM_SLOTS, self.device)
+        self._chosen: list[Tensor] = []  # experts of the running pass, layer by layer
         rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in spec.layers}
         self._weights = weights
         self._residence = Residence(weights)
@@ -68,8 +72,8 @@ class Transformer:
         ]
         self._final_norm = make_norm(spec.norm, weights.final_norm)
         self._ffns = [
-            self._normed(feed_forward(one.ffn, w.ffn, index, self.expert_counter, arithmetic), w.ffn_post_norm)
-            for index, (one, w) in enumerate(zip(spec.layers, weights.layers, strict=True))
+            self._normed(feed_forward(one.ffn, w.ffn, self._chosen, arithmetic), w.ffn_post_norm)
+            for one, w in zip(spec.layers, weights.layers, strict=True)
         ]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
@@ -115,7 +119,7 @@ class Transformer:
         x_TD = functional.embedding(batch.token_ids_T, self._weights.embedding_VD).to(self.activation_dtype)
         x_TD = _times(self.spec.embedding_multiplier, x_TD)
         programs = self._programs
-        if programs is not None and programs.takes(batch) and not self.expert_counter.enabled:
+        if programs is not None and programs.takes(batch):
             normed_TD = programs.run(x_TD, batch, kv)
         else:
             normed_TD = self._layers(x_TD, batch, kv)
@@ -137,7 +141,8 @@ class Transformer:
         return lambda *args: norm(half(*args))
 
     def _layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
-        """All layers and the final norm."""
+        """All layers and the final norm; the experts that layers chose are counted."""
+        self._chosen.clear()
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [attention_norm for attention_norm, _ in self._norms[1:]] + [self._final_norm]
         share = self.spec.residual_multiplier
@@ -146,11 +151,25 @@ class Transformer:
         ):
             x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attend(normed_TD, batch, cache)))
             x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, feed(normed_TD)))
+        if self.expert_counter is not None and batch.owner_T is not None:
+            self.expert_counter.count(self._chosen, batch.owner_T)
         return normed_TD
 
 
 def _times(factor: float, values: Tensor) -> Tensor:
     return values if factor == 1.0 else values * factor
+
+
+def _expert_shape(spec: ModelSpec, weights: ModelWeights) -> ExpertShape | None:
+    """None where no layer has experts; those that have any have the same."""
+    if not spec.moe_layers:
+        return None
+    first = spec.moe_layers[0]
+    ffn, tensors = spec.layers[first].ffn, weights.layers[first].ffn
+    assert isinstance(ffn, MoeSpec) and isinstance(tensors, MoeWeights)
+    routing = ffn.routing
+    of_all = sum(tensor.nbytes for _, tensor in named_tensors((tensors.gate_up_E2FD, tensors.down_EDF)))
+    return ExpertShape(spec.moe_layers, routing.num_experts, routing.top_k, of_all // routing.num_experts)
 
 
 def _decode_programs(layers: Callable[[Tensor, Batch, KvCache], Tensor]) -> DecodePrograms:

@@ -11,6 +11,7 @@ import torch
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.graphs import DecodeGraphs
 from moiety_engine.runner.runner import Runner
 from moiety_engine.runner.sizes import Sizes
@@ -27,7 +28,7 @@ log = structlog.get_logger()
 class Resident:
     """Used by the step loop's thread only. Raises OutOfMemory, with what to do, where the device has no room."""
 
-    def __init__(self, model: Transformer, sizes: Sizes) -> None:
+    def __init__(self, model: Transformer, sizes: Sizes, tenants: TenantSlots | None = None) -> None:
         self._model, self._sizes = model, sizes
         scratch = int(sizes.graphs)  # a block that no sequence gets
         try:
@@ -44,7 +45,7 @@ class Resident:
             raise OutOfMemory(
                 f"the host has no room for {sizes.num_host_blocks} blocks of its tier: lower --host-kv-memory-bytes"
             ) from exc
-        self.runner = Runner(model, self.kv)
+        self.runner = Runner(model, self.kv, tenants)
 
     def warm_up(self) -> SwapCost:
         """Run a prefill and a decode that no request asked for, so that the first request does not pay for compiling
