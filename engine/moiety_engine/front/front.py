@@ -19,6 +19,7 @@ import zmq
 from moiety_engine.front.announcements import make_card, make_load
 from moiety_engine.front.core_link import CoreLink
 from moiety_engine.front.desk import RequestDesk
+from moiety_engine.front.experts import ExpertDesk
 from moiety_engine.front.meter import Meter
 from moiety_engine.front.rest import RestKeeper
 from moiety_engine.front.sessions import GatewaySession, Sessions
@@ -32,6 +33,7 @@ from moiety_text.folder import TextModel
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.codec import decode_to_engine
 from moiety_wire.errors import UndecodableMessage
+from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -96,6 +98,7 @@ class Front:
         self._meter = Meter(clock, self._journal, unsettled)
         tokenizer = Tokenizer.from_json(text.tokenizer_json)
         self._desk = RequestDesk(tokenizer, self._post, self._meter)
+        self._experts = ExpertDesk(self._post)
         self._rest = RestKeeper()
         self._sleep = SleepState.AWAKE  # as gateways were told
         self._num_tellings = 0
@@ -198,6 +201,8 @@ class Front:
             case Rest():
                 log.info("engine_rest_asked", asleep=message.asleep, num_open=self.num_open)
                 self._rest.ask(asleep=message.asleep)
+            case AskExperts():
+                self._experts.ask(session, message)
             case Settled():
                 self._meter.settle(message.replica_id, message.request_ids)
             case Heartbeat():
@@ -218,6 +223,7 @@ class Front:
         self._post(session, card)
         self._sessions.flush()  # alone in its frame, so that a gateway of another release can read which this one is
         self._send_load(session)
+        self._experts.greet(session)
 
     # ── from the core ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -226,6 +232,10 @@ class Front:
             case CoreStep():
                 self._load = message.load
                 self._desk.take_step(message)
+            case ExpertLoad():
+                self._experts.answer(message)
+            case ExpertBalance():
+                self._experts.tell(self._sessions.all(), message)
             case CoreRested():
                 log.info("core_rested", asleep=message.asleep, problem=message.problem)
                 self._rest.done(message)
@@ -271,7 +281,7 @@ class Front:
             self._desk.abort_session(session)
         commands = self._desk.take_commands()
         if self.card is not None:
-            commands += self._keep_rest()
+            commands += [*self._keep_rest(), *self._experts.take_asks()]
         if commands:
             self._core.send(commands)
         if self._reader is not None:
