@@ -16,7 +16,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest
 from moiety_platform.experts.schemas import ExpertReport, ExpertView
 from moiety_platform.experts.service import ExpertService
-from moiety_platform.query_parameters import Filter, parse_whole, whole
+from moiety_platform.query_parameters import Filter, parse_text, parse_whole, whole
 from moiety_platform.tenants.models import Tenant
 
 MAX_MINUTES = 60
@@ -42,6 +42,9 @@ def expert_routes(experts: ExpertService) -> list[HTTPRouteHandler]:
         """How many tokens went to each expert of each layer, of all tenants or of one, and how evenly. The counts are
         a few seconds old. Engines of a model are added up unless one is named."""
         window = parse_minutes(minutes)
+        given = {"tenant_id": tenant_id, "model": model, "engine_id": engine_id}
+        for name, value in given.items():
+            parse_text(value, name)
         if caller.tenant_id is not None and (engine_id is not None or tenant_id not in (None, caller.tenant_id)):
             return ExpertReport(window, [])  # what is not theirs does not exist for them
         loads = await experts.loads(window, tenant_id if caller.tenant_id is None else caller.tenant_id, engine_id)
