@@ -20,7 +20,7 @@ from moiety_dashboard import settings as dashboard_settings
 SCRIPT = Path(dashboard_settings.__file__).parent / "app.py"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DEADLINE_S = 60
-PAGES = ("Overview", "Tenants", "SLA classes", "Engines", "Quotas", "Playground", "Audit")
+PAGES = ("Overview", "Tenants", "SLA classes", "Engines", "Experts", "Quotas", "Playground", "Audit")
 FOR_OPERATORS = {"Engines"}
 
 needs_browser = pytest.mark.skipif(
@@ -163,6 +163,9 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     browser.see("Whole answer")
     browser.go("Overview")
     browser.see("1 in 1 h")
+
+    browser.go("Experts")
+    browser.see("has no experts")  # the scripted engine computes nothing; tests/system looks at a model that has some
 
     browser.go("Tenants")
     page.get_by_role("radio", name="Limits").click()
