@@ -28,6 +28,7 @@ from typing import Any
 
 import httpx
 import msgspec
+from dashboard_pictures import picture_experts, take_pictures
 from sqlalchemy import select
 
 from moiety_platform.db.session import Database
@@ -41,8 +42,6 @@ from moiety_platform.usage.store import insert_rows
 HOUR_S = 3600
 BATCH = 400
 GATEWAY = "gateway-of-the-hour-before"
-VIEWPORT = {"width": 1440, "height": 900}
-THEMES = ("light", "dark")
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,7 @@ def sums_of(rows: list[UsageRow]) -> Counter[WindowId]:
 def send_live(
     url: str, made: list[Made], ended: threading.Event, seed: int, texts: Mapping[str, Sequence[str]]
 ) -> None:
-    """Requests of all tenants through the engine, some at a time, until it is enough: a tenant's own texts, or words."""
+    """Requests of all tenants, some at a time, until it is enough: of a tenant's own texts, or of words."""
     rng = random.Random(seed)
     with httpx.Client(base_url=url, timeout=60) as http:
         while not ended.is_set():
@@ -258,77 +257,6 @@ def change_something(admin: Admin, made: list[Made]) -> None:
     admin("PATCH", f"/tenants/{initech.tenant_id}", {"weight": 1.5})
     admin("PATCH", "/classes/flex", {"price_factor": 0.5})
     admin("POST", f"/keys/{initech.key_id}/rotate", {"grace_s": 86_400})
-
-
-def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
-    """Every page, light and dark, as a laptop shows it."""
-    from playwright.sync_api import Page, sync_playwright
-
-    def settle(page: Page) -> None:
-        page.wait_for_timeout(2500)
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
-        for theme in THEMES:
-            page = browser.new_page(viewport=VIEWPORT, color_scheme=theme)
-            page.goto(dashboard)
-            page.get_by_label("Administrator's key").fill(admin_key)
-            page.screenshot(path=out / f"sign-in-{theme}.png")
-            page.get_by_role("button", name="Sign in").click()
-            page.get_by_text("Goodput, 5 min").wait_for()
-            for name in ("Overview", "Tenants", "SLA classes", "Engines", "Quotas", "Audit"):
-                page.get_by_test_id("stSidebarNav").get_by_role("link", name=name, exact=True).click()
-                page.get_by_role("heading", name=name, exact=True).wait_for()
-                settle(page)
-                if name == "Audit":
-                    page.get_by_role("button", name="Verify the chain").click()
-                    settle(page)
-                if name == "Tenants":
-                    page.get_by_role("combobox", name="Look at one tenant").click()
-                    page.get_by_role("option", name="globex").click()
-                    settle(page)
-                    shoot(page, out / f"tenants-{theme}.png")
-                    for part in ("Limits", "Keys", "Settings"):
-                        page.get_by_role("radio", name=part, exact=True).click()
-                        settle(page)
-                        shoot(page, out / f"tenant-{part.lower()}-{theme}.png")
-                    continue
-                shoot(page, out / f"{name.lower().replace(' ', '-')}-{theme}.png")
-            page.get_by_test_id("stSidebarNav").get_by_role("link", name="Playground").click()
-            page.get_by_role("textbox", name="Tenant's key").fill(key)
-            page.get_by_role("button", name="Send").click()
-            page.get_by_text("Whole answer").wait_for()
-            shoot(page, out / f"playground-{theme}.png")
-            page.close()
-        browser.close()
-
-
-def picture_experts(dashboard: str, admin_key: str, out: Path) -> None:
-    """The page of experts, which only a model has."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
-        for theme in THEMES:
-            page = browser.new_page(viewport=VIEWPORT, color_scheme=theme)
-            page.goto(f"{dashboard}/experts")
-            page.get_by_label("Administrator's key").fill(admin_key)
-            page.get_by_role("button", name="Sign in").click()
-            page.get_by_test_id("stVegaLiteChart").nth(2).wait_for()
-            page.wait_for_timeout(2500)
-            shoot(page, out / f"experts-{theme}.png")
-            page.close()
-        browser.close()
-
-
-def shoot(page: Any, path: Path) -> None:
-    """The whole of the page, however long it is."""
-    main = page.get_by_test_id("stMain")
-    height = main.evaluate("node => node.scrollHeight")
-    page.set_viewport_size({**VIEWPORT, "height": max(VIEWPORT["height"], int(height))})
-    page.wait_for_timeout(900)
-    page.screenshot(path=path)
-    page.set_viewport_size(VIEWPORT)
 
 
 def main() -> None:

@@ -147,7 +147,12 @@ def load_map(cells: pd.DataFrame, num_layers: int) -> alt.Chart:
 def ranked(frame: pd.DataFrame, name: str, column: str, share: str) -> alt.Chart:
     """A bar a line, the longest first, with its share written beside it."""
     order = list(frame[name])
-    y = alt.Y(f"{name}:N", sort=order, title=None, axis=alt.Axis(ticks=False, domain=False, labelLimit=150))
+    y = alt.Y(
+        f"{name}:N",
+        sort=order,
+        title=None,
+        axis=alt.Axis(ticks=False, domain=False, labelLimit=150, labelOverlap=False),
+    )
     base = alt.Chart(frame).encode(y=y, x=alt.X(f"{column}:Q", title=column, axis=alt.Axis(format="~s", tickCount=4)))
     tooltip = [
         alt.Tooltip(f"{name}:N"),
@@ -156,7 +161,7 @@ def ranked(frame: pd.DataFrame, name: str, column: str, share: str) -> alt.Chart
     ]
     bars = base.mark_bar(color=colours.TENANTS[0], size=14).encode(tooltip=tooltip)
     labels = base.mark_text(align="left", dx=5, color=colours.CALM).encode(text=alt.Text(f"{share}:Q", format=".1%"))
-    return _styled((bars + labels).properties(height=max(HEIGHT, 24 * len(order))))
+    return _styled((bars + labels).properties(height=max(HEIGHT, 26 * len(order) + 60)))
 
 
 def is_share(figure: Figure) -> bool:

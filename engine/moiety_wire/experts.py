@@ -89,6 +89,7 @@ class ExpertLoad(msgspec.Struct, frozen=True, tag="expert_load"):
     intervals: list[ExpertInterval] = []
     tenants: list[TenantTokens] = []
     expert_bytes: int = 0  # the weights of one expert of one layer
+    num_groups: int = 1  # of experts, a few of which a token's are chosen from
 
 
 class ExpertBalance(msgspec.Struct, frozen=True, tag="expert_balance"):

@@ -250,3 +250,10 @@ def test_layers_minutes_and_tenants_of_a_model_are_told_as_they_are() -> None:
     }  # fmt: skip
     assert experts.is_thin(model)
     assert not experts.is_thin(model | {"tokens": 200})
+
+
+def test_a_plan_names_the_experts_that_are_in_several_places_the_most_first() -> None:
+    plan = {"layers": [3], "by_layer_before": [0.5], "by_layer_after": [1.0], "replicas": [[1, 2, 3, 1]]}
+    assert experts.plan_frame(plan).iloc[0].to_dict() == {
+        "layer": 3, "before": 0.5, "after": 1.0, "replicated": 2, "replicas": "2 ×3, 1 ×2",
+    }  # fmt: skip

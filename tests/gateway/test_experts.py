@@ -113,6 +113,30 @@ async def test_engines_are_not_asked_again_within_a_moment(start_gateway, engine
         assert (await get(gateway, "?minutes=5"))["data"][0]["tokens"] == 4
 
 
+async def test_a_plan_is_held_against_experts_in_their_order(start_gateway, engines):
+    engines[0].expert_loads[None] = load([30, 10, 10, 10, 20, 20, 0, 0], {"a": 25})
+    async with start_gateway(engines[:1]) as gateway:
+
+        async def plan(body, expect=200):
+            data = json.dumps({"model": "tiny", **body}).encode()
+            status, _, answer = await gateway.request("POST", "/admin/v1/experts/plan", data, gateway.admin_key)
+            assert status == expect, answer
+            return json.loads(answer)
+
+        told = await plan({"ranks_per_node": 2})
+        # two ranks: 40 and 20, 40 and 0; at best 30 and 30, 20 and 20
+        assert (told["by_layer_before"], told["balancedness_before"]) == ([0.75, 0.5], 0.625)
+        assert (told["balancedness_after"], told["slots_per_rank"]) == (0.8333, 2)  # no two experts have 30: 40 and 20
+        assert told["replicas"] == [[1] * 4] * 2
+        more = await plan({"ranks_per_node": 2, "redundant_experts": 1})
+        assert (more["slots_per_rank"], more["balancedness_after"]) == (3, 1.0)  # one more is rounded up to two
+        assert [sum(layer) for layer in more["replicas"]] == [6, 6]
+        assert more["replicas"][0][0] >= 2  # the busiest is on both
+        assert more["moved_bytes"] == more["moved_experts"] * 1000 > 0
+        assert "there is no load" in (await plan({"model": "another"}, expect=404))["error"]["message"]
+        assert "ranks_per_node" in (await plan({"ranks_per_node": 0}, expect=400))["error"]["message"]
+
+
 async def test_metrics_tell_the_balance_of_each_layer(start_gateway, engines):
     engines[0].balance = ExpertBalance(
         5, (1, 3), 64, 0.5, pack_shares([0.25, 0.75]), pack_shares([1, 2, 3, 4, 0.5, 1, 1, 1.5]), pack_shares([3, 4])

@@ -71,7 +71,9 @@ def test_the_experts_page_draws_them(server: Any, account: Any, until: Callable[
             page.get_by_test_id("stVegaLiteChart").nth(2).wait_for()
             page.get_by_role("radio", name="since start").click()
             page.get_by_text("Layers those with experts, since start").wait_for()
+            page.get_by_text("Plan by layer").wait_for()
             shown = page.get_by_test_id("stMain").inner_text()
+            assert "Balancedness of ranks" in shown
             assert page.get_by_test_id("stException").count() == 0, shown
             assert "Few tokens so far" in shown
     finally:

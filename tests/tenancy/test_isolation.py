@@ -135,6 +135,7 @@ ASKS = [
     Ask("GET /audit/verification", "200 200   403 403   403 403   403 403   403 403"),
     Ask("GET /engines", ALL_READERS),
     Ask("GET /experts", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
+    Ask("POST /experts/plan", "404 404   404 404   403 403   404 404   403 403", body={"model": "none"}),
     Ask("GET /traces", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
     Ask("GET /traces/{trace_id}", OWN_ONLY),
     Ask("POST /engines/{engine_id}/sleep", OPERATORS_FIND_NONE, path={"engine_id": "none"}),

@@ -89,6 +89,18 @@ def active_frame(model: Model) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["slot", "series", "active"])
 
 
+def plan_frame(plan: Model) -> pd.DataFrame:
+    """A line a layer of a plan: how even its ranks are before and after, and which experts are in how many places."""
+    rows = []
+    for layer, before, after, replicas in zip(
+        plan["layers"], plan["by_layer_before"], plan["by_layer_after"], plan["replicas"], strict=True
+    ):
+        more = sorted(((count, -expert) for expert, count in enumerate(replicas) if count > 1), reverse=True)
+        told = ", ".join(f"{-expert} ×{count}" for count, expert in more)
+        rows.append({"layer": layer, "before": before, "after": after, "replicated": len(more), "replicas": told})
+    return pd.DataFrame(rows, columns=["layer", "before", "after", "replicated", "replicas"])
+
+
 def hottest(frame: pd.DataFrame) -> Mapping[Any, Any] | None:
     """The expert that has the most, measured by the mean of its layer."""
     known = frame[frame["times_mean"].notna()].sort_values("times_mean")

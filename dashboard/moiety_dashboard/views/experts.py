@@ -27,6 +27,9 @@ NO_LOAD = (
 
 def draw(page: Page) -> None:
     page.live(draw_live, slower=2)
+    if session.may("experts.plan"):
+        with page.asking() as client:
+            draw_plan(client)
 
 
 def draw_live(client: AdminClient) -> None:
@@ -93,6 +96,48 @@ def draw_model(model: Mapping[str, Any], answer: Answer, window: str) -> None:
     with right:
         draw_tenants(model, answer, window)
     draw_layers(model, answer, window)
+
+
+def draw_plan(client: AdminClient) -> None:
+    """What replicas over ranks would make of the load of the last hour. It stands outside of what is drawn anew by
+    itself, since one plans with numbers of one's own."""
+    loaded = [one["model"] for one in client.get("/experts").data["data"] if one["tokens"]]
+    if not loaded:
+        return
+    st.subheader("What if the experts were placed otherwise", anchor=False)
+    st.caption(
+        "Ranks with experts in their order, beside a plan that puts busy ones in several places. Nothing is changed."
+    )
+    row = st.container(horizontal=True, vertical_alignment="bottom")
+    model = row.selectbox("Model", loaded, key="plan model", width=220)
+    nodes = row.number_input("Nodes", 1, 64, 1, key="plan nodes", width=130)
+    ranks = row.number_input("Ranks a node", 1, 64, 4, key="plan ranks", width=130)
+    more = row.number_input("Redundant experts", 0, 4096, 4, key="plan redundant", width=160)
+    body = {"model": model, "nodes": nodes, "ranks_per_node": ranks, "redundant_experts": more}
+    answer = client.ask("/experts/plan", body)
+    plan, frame = answer.data, frames.plan_frame(answer.data)
+    panels.tiles(plan_tiles(plan, frame))
+    column = st.column_config
+    share: dict[str, Any] = {"min_value": 0.0, "max_value": 1.0, "format": "percent"}
+    columns = {
+        "layer": column.NumberColumn("Layer", width=70),
+        "before": column.ProgressColumn("Before", **share),
+        "after": column.ProgressColumn("After", **share),
+        "replicas": column.TextColumn("Experts in several places", width=420, help="Expert × in how many slots"),
+    }
+    with panels.panel("Plan by layer", "by the load of the last hour", [answer], key="plan", frame=frame):
+        panels.table(frame, columns, "", max_rows=12)
+
+
+def plan_tiles(plan: Mapping[str, Any], frame: pd.DataFrame) -> list[Tile]:
+    before, after = (percent(plan[f"balancedness_{when}"]) for when in ("before", "after"))
+    where = f"in each of {len(plan['layers'])} layers, {plan['ranks']} ranks"
+    return [
+        Tile("Balancedness of ranks", after, f"{before} in their order", "Mean load of ranks ÷ the largest."),
+        Tile("Slots a rank", f"{plan['slots_per_rank']}", where),
+        Tile("Experts in several places", f"{frame['replicated'].sum():,}", "over all layers"),
+        Tile("To load", f"{short(plan['moved_bytes'])}B", f"{plan['moved_experts']:,} experts new to their rank"),
+    ]
 
 
 def tiles(model: Mapping[str, Any], cells: pd.DataFrame) -> list[Tile]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.weights import NormWeights
 
 _PLAIN = Arithmetic()
+_SCALE_BYTES = 4  # of a key or a value in int8
 
 
 class Transformer:
@@ -78,8 +79,11 @@ class Transformer:
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes that one block of `block_size` tokens takes over all layers."""
-        values = sum(layer.attention.cached_values for layer in self.spec.layers)
-        return values * block_size * self.kv_dtype.itemsize
+        layers = [layer.attention for layer in self.spec.layers]
+        num_bytes = sum(one.cached_values for one in layers) * self.kv_dtype.itemsize
+        if self.kv_dtype is torch.int8:
+            num_bytes += sum(2 * one.num_kv_heads for one in layers if isinstance(one, AttentionSpec)) * _SCALE_BYTES
+        return num_bytes * block_size
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KvCache:
         """A cache for the model, in its `kv_dtype`. Its content is undefined."""
@@ -88,7 +92,10 @@ class Transformer:
             if isinstance(one, LatentAttentionSpec):
                 return LatentCache(empty(num_blocks, block_size, one.cached_values))
             both = empty(2, num_blocks, one.num_kv_heads, block_size, one.head_dim)
-            return LayerCache(both[0], both[1])
+            if self.kv_dtype is not torch.int8:
+                return LayerCache(both[0], both[1])
+            scales = empty(2, num_blocks, one.num_kv_heads, block_size, dtype=torch.float32)
+            return LayerCache(both[0], both[1], scales[0], scales[1])
 
         empty = partial(torch.empty, dtype=self.kv_dtype, device=self.device)
         return KvCache(tuple(layer(one.attention) for one in self.spec.layers), num_blocks, block_size)
@@ -169,7 +176,8 @@ def _expert_shape(spec: ModelSpec, weights: ModelWeights) -> ExpertShape | None:
     assert isinstance(ffn, MoeSpec) and isinstance(tensors, MoeWeights)
     routing = ffn.routing
     of_all = sum(tensor.nbytes for _, tensor in named_tensors((tensors.gate_up_E2FD, tensors.down_EDF)))
-    return ExpertShape(spec.moe_layers, routing.num_experts, routing.top_k, of_all // routing.num_experts)
+    one = of_all // routing.num_experts
+    return ExpertShape(spec.moe_layers, routing.num_experts, routing.top_k, one, routing.num_groups)
 
 
 def _decode_programs(layers: Callable[[Tensor, Batch, KvCache], Tensor]) -> DecodePrograms:

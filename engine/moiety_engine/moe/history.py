@@ -108,6 +108,7 @@ class LoadHistory:
             intervals=intervals,
             tenants=[TenantTokens(*one) for one in sorted(tokens_of.items()) if tenant_id in (None, one[0])],
             expert_bytes=shape.expert_bytes,
+            num_groups=shape.num_groups,
         )
 
     def _sum(self, minutes: Sequence[_Minute] | None, tenant_id: str | None) -> np.ndarray:

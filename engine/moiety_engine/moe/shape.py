@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """Which layers have experts, how many, how many of them a token goes to, and the bytes of one expert's weights in
-    one layer."""
+    """Which layers have experts, how many, how many of them a token goes to, the bytes of one expert's weights in one
+    layer, and the groups of experts a few of which a token's are chosen from."""
 
     layers: tuple[int, ...]
     num_experts: int
     top_k: int
     expert_bytes: int
+    num_groups: int = 1

@@ -32,6 +32,7 @@ COMMANDS = {
     "webhook": ("moiety_platform.cli.webhooks:app", "List, make and remove addresses that alerts go to."),
     "audit": ("moiety_platform.cli.audit:app", "Show the log of administrative changes, and verify it."),
     "batch": ("moiety_platform.cli.batches:app", "Submit files of requests, follow them, fetch their answers."),
+    "top": ("moiety_platform.cli.top.command:top", "Watch engines, classes and tenants in the terminal."),
     "usage": ("moiety_platform.cli.usage:app", "Show what was used, by tenant, model or hour, and check the books."),
 }
 SUMMARIES = {
@@ -58,6 +59,7 @@ ORDER = [
     "webhook",
     "audit",
     "usage",
+    "top",
     "batch",
     "cluster",
     "bench",

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Annotated
 
-from litestar import get
+from litestar import get, post
 from litestar.di import NamedDependency
 from litestar.handlers import HTTPRouteHandler
+from litestar.params import JSONBody
 from sqlalchemy import select
 
 from moiety_platform.access.caller import Caller
 from moiety_platform.access.table import Action, needs
 from moiety_platform.db.session import Database
-from moiety_platform.errors import BadRequest
+from moiety_platform.errors import BadRequest, NotFound
+from moiety_platform.experts.plan import PlanRequest, PlanView, what_if
 from moiety_platform.experts.schemas import ExpertReport, ExpertView
 from moiety_platform.experts.service import ExpertService
+from moiety_platform.openapi.described import fails
 from moiety_platform.query_parameters import Filter, parse_text, parse_whole, whole
 from moiety_platform.tenants.models import Tenant
 
@@ -29,6 +33,7 @@ Minutes = Annotated[
 
 def expert_routes(experts: ExpertService) -> list[HTTPRouteHandler]:
     """The handlers, for the admin router to take in."""
+    planning = asyncio.Lock()  # a plan takes a processor for a while: one at a time
 
     @get("/experts", name="get_experts", tags=["experts"], opt=needs(Action.READ_EXPERTS))
     async def get_experts(
@@ -63,7 +68,26 @@ def expert_routes(experts: ExpertService) -> list[HTTPRouteHandler]:
             ],
         )
 
-    return [get_experts]
+    @post(
+        "/experts/plan",
+        status_code=200,
+        name="plan_experts",
+        tags=["experts"],
+        opt=needs(Action.PLAN_EXPERTS) | fails(404),
+    )
+    async def plan_experts(data: JSONBody[PlanRequest]) -> PlanView:
+        """What a placement of replicas over ranks would make of the load of a model's experts. Changes nothing."""
+        loads = await experts.loads(data.minutes, None)
+        total = loads[data.model].sum() if data.model in loads else None
+        if total is None or not total.tokens:
+            raise NotFound(
+                f"there is no load of experts of {data.model!r} in these minutes; GET /admin/v1/experts lists the "
+                "models, and a load comes with requests"
+            )
+        async with planning:
+            return await asyncio.to_thread(what_if, total, data)
+
+    return [get_experts, plan_experts]
 
 
 def parse_minutes(text: str | None) -> int:
