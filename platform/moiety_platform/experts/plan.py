@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from moiety_placement.matching import keep_in_place, moves
 from moiety_placement.placement import EMPTY, Floats, Placement, balancedness, rank_loads
 from moiety_placement.planning import plan
 from moiety_platform.experts.sums import LoadSum
@@ -55,12 +56,12 @@ def what_if(load: LoadSum, wanted: PlanRequest) -> PlanView:
     picks_LE = np.array(load.picks_by_layer, dtype=np.float64)
     num_experts = load.first.num_experts
     ranks = wanted.nodes * wanted.ranks_per_node
-    before = _in_order(len(picks_LE), num_experts, ranks)
     slots = -(-(num_experts + wanted.redundant_experts) // ranks) * ranks
-    after = plan(
-        picks_LE, num_replicas=slots, num_groups=load.first.num_groups, num_nodes=wanted.nodes, num_ranks=ranks
-    )
-    moved = _moved(before, after)
+    before = _in_order(len(picks_LE), num_experts, ranks, slots)
+    groups = load.first.num_groups
+    planned = plan(picks_LE, num_replicas=slots, num_groups=groups, num_nodes=wanted.nodes, num_ranks=ranks)
+    after = keep_in_place(planned, before)
+    moved = int(moves(before, after).sum())
     return PlanView(
         model=wanted.model,
         layers=list(load.first.layers),
@@ -78,11 +79,13 @@ def what_if(load: LoadSum, wanted: PlanRequest) -> PlanView:
     )
 
 
-def _in_order(num_layers: int, num_experts: int, ranks: int) -> Placement:
-    """Experts by their numbers, as many a rank as on every other; what is left of the last rank's slots is empty."""
-    slots = -(-num_experts // ranks) * ranks
-    row = [*range(num_experts), *[EMPTY] * (slots - num_experts)]
-    return Placement.of([row] * num_layers, num_experts=num_experts, num_ranks=ranks)
+def _in_order(num_layers: int, num_experts: int, ranks: int, slots: int) -> Placement:
+    """Experts by their numbers, as many a rank as on every other; the slots that are left are empty."""
+    row_GS = np.full((ranks, slots // ranks), EMPTY)
+    each = -(-num_experts // ranks)
+    experts = np.arange(num_experts)
+    row_GS[experts // each, experts % each] = experts
+    return Placement.of([row_GS.ravel()] * num_layers, num_experts=num_experts, num_ranks=ranks)
 
 
 def _by_layer(placement: Placement, picks_LE: Floats) -> list[float]:
@@ -90,16 +93,3 @@ def _by_layer(placement: Placement, picks_LE: Floats) -> list[float]:
     largest_L = np.maximum(loads_LG.max(axis=1), 1)
     found: list[float] = (loads_LG.mean(axis=1) / largest_L).round(4).tolist()
     return found
-
-
-def _moved(before: Placement, after: Placement) -> int:
-    """How many experts ranks hold after that they did not hold before, over all layers."""
-    experts = np.arange(before.num_experts)
-    moved = 0
-    for old_R, new_R in zip(before.physical_to_logical_LR, after.physical_to_logical_LR, strict=True):
-        held = [
-            (slots_R.reshape(before.num_ranks, -1, 1) == experts).any(axis=1)  # [G, E]
-            for slots_R in (old_R, new_R)
-        ]
-        moved += int((held[1] & ~held[0]).sum())
-    return moved
