@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from moiety_dashboard import charts, colours, figures
+from moiety_dashboard import charts, colours, figures, waterfall
 from moiety_dashboard.cli import server_options
-from moiety_dashboard.frames import changes, experts, fleet, limits, series
+from moiety_dashboard.frames import changes, fleet, limits, series, traces
 from moiety_dashboard.frames.tenants import keys_frame, tenants_frame
 from moiety_dashboard.settings import read_settings
 from moiety_dashboard.views.windows import LIVE
@@ -207,53 +207,47 @@ def test_the_theme_has_a_light_and_a_dark_side() -> None:
     assert len(grounds) == 4
 
 
-def model_load(picks: list[list[int]], **changed: Any) -> dict[str, Any]:
+def span(name: str, start_ms: int, end_ms: int, parent_id: str | None = "root", **changed: Any) -> dict[str, Any]:
+    begin = 10**18
     usual = {
-        "model": "m", "layers": [1, 3], "num_experts": 4, "experts_per_token": 2, "picks": picks, "tokens": 20,
-        "balancedness_by_layer": [1.0, 0.25], "active_experts_by_layer": [2.5, 1.0], "minutes": [], "tenants": [],
+        "span_id": name, "parent_id": parent_id, "name": name, "service": "moiety-gateway", "status": "unset",
+        "start_ns": begin + start_ms * 10**6, "end_ns": begin + end_ms * 10**6, "events": [], "links": [],
+        "attributes": {"moiety.request_id": "r", "moiety.tenant_id": "t"},
     }  # fmt: skip
     return usual | changed
 
 
-def test_an_even_layer_is_one_colour_whatever_its_load_and_an_uneven_one_is_not() -> None:
-    even = experts.cells(model_load([[10, 10, 10, 10], [3000, 3000, 3000, 3000]]))
-    assert set(even["times_mean"]) == {1.0}
-    cells = experts.cells(model_load([[10, 10, 10, 10], [40, 0, 0, 0]]))
-    assert cells[cells["layer"] == 3]["times_mean"].tolist() == [4, 0, 0, 0]
-    assert experts.hottest(cells) == {"layer": 3, "expert": 0, "tokens": 40, "times_mean": 4}
-    encoded = charts.load_map(cells, 2).to_dict()["encoding"]["color"]["scale"]
-    assert encoded["domain"] == [-2, 0, 2]  # a quarter of the mean, the mean, four times the mean: never the data's own
-    nothing = experts.cells(model_load([[0] * 4, [0] * 4]))
-    assert nothing["times_mean"].isna().all()
-    assert experts.hottest(nothing) is None
+def test_spans_stand_under_what_they_are_part_of_in_the_order_of_time() -> None:
+    failed = span("answer", 4, 9, status="error", attributes={"error.type": "engine_failed"})
+    event = {"name": "moiety.failed_over", "unix_ns": 10**18 + 6 * 10**6, "attributes": {"moiety.reason": "died"}}
+    root = span("root", 0, 10, "of-a-client", events=[event])
+    frame = traces.bars_frame([failed, span("engine.decode", 5, 8, "answer"), span("receive", 0, 4), root])
+    assert [label.strip("· ") for label in frame["label"]] == ["root", "receive", "answer", "engine.decode"]
+    assert [label.count("·") for label in frame["label"]] == [0, 1, 1, 2]
+    assert list(frame["who"]) == ["gateway", "gateway", "with an error", "engine"]
+    assert list(frame["start_ms"]) == [0, 0, 4, 5]
+    assert frame["told"][2] == "error.type: engine_failed"
+    (happened,) = traces.events_frame([failed, root]).to_dict("records")
+    assert (happened["event"], happened["reason"], happened["at_ms"], happened["row"]) == ("failed over", "died", 6, 0)
 
 
-def test_layers_minutes_and_tenants_of_a_model_are_told_as_they_are() -> None:
-    minute = {"at": "2026-01-01T12:00:00Z", "balancedness": 0.4, "balancedness_by_layer": [0.9, None, 0.2]}
-    model = model_load(
-        [[10, 10, 10, 10], [40, 0, 0, 0]],
-        minutes=[minute, minute | {"balancedness_by_layer": [None, None]}],
-        tenants=[
-            {"tenant_id": "a", "tenant_name": "acme", "tokens": 15},
-            {"tenant_id": None, "tenant_name": None, "tokens": 5},
-        ],
-    )
-    layers = experts.layers_frame(model)
-    assert layers["unused"].tolist() == [0, 3]
-    assert layers["times_mean"].tolist() == [1, 4]
-    assert experts.tenants_frame(model).to_dict("list") == {
-        "tenant": ["acme", "all others"], "tokens": [15, 5], "share": [0.75, 0.25],
+def test_a_step_tells_its_batch_and_how_it_was_predicted() -> None:
+    said = {
+        "number": 7, "decodes": 3, "prefills": 1, "prefill_tokens": 40, "preempted": 2, "output_tokens": 4,
+        "waiting": 5, "kv_blocks_used": 25, "kv_blocks_total": 100, "classes": ["3 batch", "1 flex"],
+        "predicted_s": 0.004,
     }  # fmt: skip
-    told = experts.evenness_frame(model)
-    assert dict(zip(told["series"], told["balancedness"], strict=True)) == {
-        experts.ALL: 0.4, experts.MOST: 0.9, experts.LEAST: 0.2,
-    }  # fmt: skip
-    assert experts.is_thin(model)
-    assert not experts.is_thin(model | {"tokens": 200})
+    attributes = {f"moiety.step.{name}": value for name, value in said.items()} | {"moiety.engine": "ipc://a"}
+    linked = [{"trace_id": "x", "span": span("engine.step", 5, 10, None, attributes=attributes)}]
+    (row,) = traces.steps_frame(linked, 10**18).to_dict("records")
+    assert (row["took_ms"], row["predicted_ms"], row["kv_used"], row["classes"]) == (5, 4, 0.25, "3 batch, 1 flex")
+    chart = waterfall.steps(traces.steps_frame(linked, 10**18), 20.0).to_dict()
+    (drawn,) = chart["datasets"].values()
+    assert [(one["part"], one["from"], one["to"]) for one in drawn] == [("decodes", 0, 3), ("prompt tokens", 3, 43)]
 
 
-def test_a_plan_names_the_experts_that_are_in_several_places_the_most_first() -> None:
-    plan = {"layers": [3], "by_layer_before": [0.5], "by_layer_after": [1.0], "replicas": [[1, 2, 3, 1]]}
-    assert experts.plan_frame(plan).iloc[0].to_dict() == {
-        "layer": 3, "before": 0.5, "after": 1.0, "replicated": 2, "replicas": "2 ×3, 1 ×2",
-    }  # fmt: skip
+def test_a_trace_without_a_request_of_ours_is_shown_too() -> None:
+    frame = traces.bars_frame([span("checkout", 0, 3, None, attributes={"items": 3})])
+    assert (list(frame["who"]), traces.requests_of([])) == (["others"], [])
+    assert traces.events_frame([span("checkout", 0, 3, None)]).empty
+    assert traces.found_frame([], {}).empty

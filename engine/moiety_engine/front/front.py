@@ -23,6 +23,7 @@ from moiety_engine.front.experts import ExpertDesk
 from moiety_engine.front.meter import Meter
 from moiety_engine.front.metrics import FrontStats
 from moiety_engine.front.rest import RestKeeper
+from moiety_engine.front.router import make_router
 from moiety_engine.front.sessions import GatewaySession, Sessions
 from moiety_engine.front.settings import FrontSettings
 from moiety_engine.front.unsettled_log import FLUSH_S, UnsettledLog
@@ -54,7 +55,6 @@ from moiety_wire.messages import (
 
 log = structlog.get_logger()
 
-MAX_MESSAGE_BYTES = 64 * 2**20
 OUTBOX_RETRY_S = 0.005
 ABORT_GRACE_S = 5.0
 LINGER_MS = 2000
@@ -92,7 +92,7 @@ class Front:
         self._core = core
         self._clock = clock
         self._started_s = clock()
-        self._socket = _router(context, settings)
+        self._socket = make_router(context, settings)
         self._sessions = Sessions(self._socket, max_outbox_messages=settings.max_outbox_messages)
         self._journal = UsageJournal(settings.usage_journal, engine_id) if settings.usage_journal else None
         self._unsettled = unsettled
@@ -390,16 +390,3 @@ class Front:
     def _end(self, ending: Ending) -> None:
         if not self._ended.done():
             self._ended.set_result(ending)
-
-
-def _router(context: zmq.Context[zmq.Socket[bytes]], settings: FrontSettings) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a gateway whose connection broke comes back under its identity
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    socket.setsockopt(zmq.SNDHWM, settings.send_high_water)
-    socket.setsockopt(zmq.LINGER, 0)
-    if settings.curve_secret_key is not None:
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, settings.curve_secret_key)
-    return socket
