@@ -12,7 +12,8 @@ import msgspec
 import pytest
 import zmq
 
-from moiety_engine.front.front import MAX_MESSAGE_BYTES, Front
+from moiety_engine.front.front import Front
+from moiety_engine.front.router import MAX_MESSAGE_BYTES
 from moiety_engine.front.settings import FrontSettings
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
