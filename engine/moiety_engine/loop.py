@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from moiety_engine.assembly import assemble, telling
@@ -90,7 +91,8 @@ class EngineLoop:
         return self.sizes.max_context_tokens
 
     def submit(self, submit: CoreSubmit) -> None:
-        """Queue a request; one that cannot be served comes back as a failure with the next step."""
+        """Queue a request; one that cannot be served comes back as a failure with the next step. What it may write ends
+        where the context does: beyond that there may be no block for it, and it would wait for one for ever."""
         self._requests_total += 1
         num_prompt = len(submit.prompt_ids)
         longest = self.max_context_tokens - (0 if submit.embed else 1)
@@ -98,6 +100,9 @@ class EngineLoop:
             message = f"the prompt has {num_prompt} tokens; it must have 1 to {longest}"
             self._failures.append(CoreFailure(submit.key, FailureCode.CONTEXT_LENGTH_EXCEEDED, message))
             return
+        room = self.max_context_tokens - num_prompt
+        if not submit.embed and submit.max_tokens > room:
+            submit = msgspec.structs.replace(submit, max_tokens=room, min_tokens=min(submit.min_tokens, room))
         seed = submit.sampling.seed
         self.scheduler.add(submit, seed=secrets.randbits(63) if seed is None else seed, now_ns=self._clock_ns())
 

@@ -23,7 +23,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     service: ServiceClass
     prompt_ids: list[int]
     sampling: Sampling
-    max_tokens: int  # output tokens, already clipped to the context
+    max_tokens: int  # output tokens; those beyond the context are not made
     min_tokens: int
     stop_token_ids: list[int]  # end-of-sequence ids included unless ignore_eos
     credit_tokens: int
