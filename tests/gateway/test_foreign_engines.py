@@ -29,7 +29,7 @@ MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
 ASK = {"model": MODEL, "messages": HELLO, "max_tokens": 40}
 WHOLE = " ".join(str(1 + i) for i in range(400))
-HEARTBEAT = Heartbeat(interval_s=0.05, timeout_s=0.2, silence_s=0.3)
+HEARTBEAT = Heartbeat(interval_s=0.05, timeout_s=0.6, silence_s=0.8)
 CHAT = "/v1/chat/completions"
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
