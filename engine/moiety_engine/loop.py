@@ -19,7 +19,10 @@ from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.config import Batching, EngineConfig, Overlap, PolicyName
 from moiety_engine.errors import OutOfMemory
-from moiety_engine.messages import CoreFailure, CoreLoad, CoreOutput, CoreStep, CoreSubmit
+from moiety_engine.guiding.follower import Follower
+from moiety_engine.guiding.library import Library, Reading
+from moiety_engine.guiding.lobby import Lobby
+from moiety_engine.messages import CoreFailure, CoreFinish, CoreLoad, CoreOutput, CoreStep, CoreSubmit
 from moiety_engine.model.loading import load_model
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.runner.resident import Resident, free_cached_memory
@@ -36,12 +39,21 @@ MAX_NUM_LOGPROBS = 20
 class EngineLoop:
     """One model on one device. Not thread-safe: one thread submits and steps."""
 
-    def __init__(self, model: Transformer, config: EngineConfig, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        config: EngineConfig,
+        *,
+        clock_ns: Callable[[], int] = time.time_ns,
+        library: Library | str = "it was made without a tokenizer",
+    ) -> None:
+        """`library`: of guides for answers, or why there is none."""
         self.model = model
         self.config = config
         self._clock_ns = clock_ns
         self.sizes = sizes = sizes_for(model, config)
-        self._resident: Resident | None = Resident(model, sizes)
+        self._lobby = Lobby(library)
+        self._resident: Resident | None = self._move_in()
         host = HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None
         pool = BlockPool(sizes.num_blocks)
         apart = model.arithmetic.invariant
@@ -79,25 +91,46 @@ class EngineLoop:
             message = f"the prompt has {num_prompt} tokens; it must have 1 to {longest}"
             self._failures.append(CoreFailure(submit.key, FailureCode.CONTEXT_LENGTH_EXCEEDED, message))
             return
-        seed = submit.sampling.seed
-        self.scheduler.add(submit, seed=secrets.randbits(63) if seed is None else seed, now_ns=self._clock_ns())
+        if submit.guide is not None:
+            self._lobby.enter(submit)
+        else:
+            self._queue(submit, None)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool) -> None:
         """Raise a request's credit (a total)."""
-        self._emit(self.scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns()))
+        if not self._lobby.extend(key, credit_tokens, last=last):
+            self._emit(self.scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns()))
 
     def abort(self, key: int, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request before the next step; its blocks are free when this returns."""
-        self._emit(self.scheduler.abort(key, reason, now_ns=self._clock_ns()))
+        guest = self._lobby.leave(key)
+        if guest is not None:
+            num_resumed = len(guest.resumed_ids or ())
+            ended = CoreFinish(reason, "", 0, num_resumed, 0, 0, self._clock_ns(), guest.service.name, [], 0)
+            self._emit(CoreOutput(key, [], None, ended))
+        else:
+            self._emit(self.scheduler.abort(key, reason, now_ns=self._clock_ns()))
+
+    @property
+    def follows_guides(self) -> bool:
+        return self._lobby.is_open
+
+    @property
+    def waits_for_guides(self) -> bool:
+        """Whether a request waits for its guide to be compiled, which ends by itself."""
+        return not self._lobby.is_empty
 
     def step(self) -> bool:
         """Plan a step and launch it; then take in the result of the step before, where steps overlap, or else of this
         one. False: there was nothing to do."""
         resident = self._awake()
+        self._take_from_lobby()
         plan = self.scheduler.plan(self._clock_ns())
         if resident.host_kv is not None:
             resident.host_kv.run(plan.swap_out, plan.swap_in)
         launched = resident.runner.launch(plan) if plan.chunks else None
+        if launched is not None:
+            self._end_astray(launched)
         if not self.overlaps:
             self._collect(resident, launched)
             return launched is not None
@@ -139,7 +172,7 @@ class EngineLoop:
         try:
             if self.model.away:
                 self.model.come_back(on_progress)
-            self._resident = Resident(self.model, self.sizes)
+            self._resident = self._move_in()
             self.warm_up()
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
             problem = str(exc)
@@ -183,6 +216,32 @@ class EngineLoop:
             overshot_tokens_total=scheduler.overshot_tokens_total,
         )
 
+    def _queue(self, submit: CoreSubmit, guide: Follower | None) -> None:
+        seed = submit.sampling.seed
+        seed = secrets.randbits(63) if seed is None else seed
+        self.scheduler.add(submit, seed=seed, now_ns=self._clock_ns(), guide=guide)
+
+    def _take_from_lobby(self) -> None:
+        """Whose guides are there queue now; who cannot be served is told with this step."""
+        if self._lobby.is_empty:
+            return
+        for ready in self._lobby.take_ready():
+            self._queue(ready.submit, ready.follower)
+            if ready.credit_tokens != ready.submit.credit_tokens or ready.credit_last:
+                self.extend(ready.submit.key, ready.credit_tokens, last=ready.credit_last)
+        self._failures += self._lobby.take_refused()
+
+    def _end_astray(self, flight: Flight) -> None:
+        """Requests whose guides cannot be followed any further: what the step samples for them is thrown away."""
+        for key, problem in flight.astray:
+            ended = self.scheduler.abort(key, FinishReason.ABORT, now_ns=self._clock_ns())
+            if ended is not None and ended.finish is not None:
+                num_output = ended.finish.num_output_tokens
+                self._failures.append(CoreFailure(key, FailureCode.INVALID_REQUEST, problem, num_output))
+
+    def _move_in(self) -> Resident:
+        return Resident(self.model, self.sizes, num_mask_words=self._lobby.num_words)
+
     def _awake(self) -> Resident:
         assert self._resident is not None, "a replica that sleeps has nothing to run"
         return self._resident
@@ -207,6 +266,7 @@ def load_loop(
 ) -> EngineLoop:
     """Load the checkpoint folder that the configuration names and make a loop of it. `progress(done, total)` in bytes.
     Raises EngineError with what to do."""
+    library = Reading(Path(config.model))
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     model = load_model(
         Path(config.model),
@@ -220,4 +280,4 @@ def load_loop(
         load_format=config.load_format,
         progress=progress,
     )
-    return EngineLoop(model, config, clock_ns=clock_ns)
+    return EngineLoop(model, config, clock_ns=clock_ns, library=library.result())

@@ -11,6 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from moiety_wire.classes import ServiceClass
+from moiety_wire.guides import Guide
 from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling
 
 
@@ -34,6 +35,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     resumed_ids: list[int] | None = None  # output of another engine, which had admitted it; fewer than max_tokens
     embed: bool = False  # ends with its prefill; `max_tokens` is 0
     sibling_tokens: int = 0  # prompt tokens beside its own that the promise allows time for
+    guide: Guide | None = None  # what its answer must be
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -162,6 +164,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     dtype: str = ""
     device: str = ""
     embedding_width: int = 0  # 0: this core makes no embeddings
+    follows_guides: bool = False
 
 
 class CoreStep(msgspec.Struct, frozen=True, tag="step"):

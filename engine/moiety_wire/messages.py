@@ -31,6 +31,7 @@ from enum import StrEnum
 import msgspec
 
 from moiety_wire.classes import ServiceClass
+from moiety_wire.guides import Guide
 
 PROTOCOL_VERSION = 4
 HEARTBEAT_INTERVAL_S = 0.5
@@ -159,6 +160,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     gathers: bool = False  # nobody reads along: after the first, tokens may come some at a time
     sibling_tokens: int = 0  # of the client's other prompts in the same request, for which its promise allows time too
     shown_ids: tuple[int, ...] = ()  # special tokens that have a text in this answer: those that mark calls of tools
+    guide: Guide | None = None  # what the answer must be
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
@@ -216,6 +218,7 @@ class Card(msgspec.Struct, frozen=True, tag="card"):
     protocol_version: int = PROTOCOL_VERSION
     embedding_width: int = 0  # numbers of a vector; 0 where the engine makes none
     extensible: bool = True  # False: credit cannot be raised, nor does it remember what ended requests used
+    follows_guides: bool = False
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):

@@ -27,7 +27,8 @@ log = structlog.get_logger()
 class Resident:
     """Used by the step loop's thread only. Raises OutOfMemory, with what to do, where the device has no room."""
 
-    def __init__(self, model: Transformer, sizes: Sizes) -> None:
+    def __init__(self, model: Transformer, sizes: Sizes, *, num_mask_words: int = 0) -> None:
+        """`num_mask_words`: see Runner."""
         self._model, self._sizes = model, sizes
         scratch = int(sizes.graphs)  # a block that no sequence gets
         try:
@@ -44,7 +45,7 @@ class Resident:
             raise OutOfMemory(
                 f"the host has no room for {sizes.num_host_blocks} blocks of its tier: lower --host-kv-memory-bytes"
             ) from exc
-        self.runner = Runner(model, self.kv)
+        self.runner = Runner(model, self.kv, num_mask_words=num_mask_words)
 
     def warm_up(self) -> SwapCost:
         """Run a prefill and a decode that no request asked for, so that the first request does not pay for compiling
