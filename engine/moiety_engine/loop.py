@@ -237,7 +237,7 @@ class EngineLoop:
             ended = self.scheduler.abort(key, FinishReason.ABORT, now_ns=self._clock_ns())
             if ended is not None and ended.finish is not None:
                 num_output = ended.finish.num_output_tokens
-                self._failures.append(CoreFailure(key, FailureCode.INVALID_REQUEST, problem, num_output))
+                self._failures.append(CoreFailure(key, FailureCode.GUIDE_REFUSED, problem, num_output))
 
     def _move_in(self) -> Resident:
         return Resident(self.model, self.sizes, num_mask_words=self._lobby.num_words)

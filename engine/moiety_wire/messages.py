@@ -50,6 +50,7 @@ class FailureCode(StrEnum):
     UNKNOWN_MODEL = "unknown_model"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     INVALID_REQUEST = "invalid_request"
+    GUIDE_REFUSED = "guide_refused"  # what the answer is to be cannot be followed
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     ENGINE_FAILED = "engine_failed"

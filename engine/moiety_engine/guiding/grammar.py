@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-
 from typing import TYPE_CHECKING
 
 import msgspec

@@ -102,4 +102,4 @@ class Lobby:
         return refused
 
     def _refuse(self, key: int, message: str) -> None:
-        self._refused.append(CoreFailure(key, FailureCode.INVALID_REQUEST, message))
+        self._refused.append(CoreFailure(key, FailureCode.GUIDE_REFUSED, message))

@@ -1,8 +1,8 @@
 """Draws the next token of every row of a step that wants one, on the device and without waiting for it.
 
 Legend: L rows, V vocabulary, K columns. Order of operations, a row: what `adjusting` and its guide do → temperature →
-top-k → top-p → min-p → draw. Reported log-probabilities are those of the model itself (log-softmax of the untouched logits), as
-OpenAI's are.
+top-k → top-p → min-p → draw. Reported log-probabilities are those of the model itself (log-softmax of the untouched
+logits), as OpenAI's are.
 
 The draw inverts the cumulative distribution at one uniform number that depends on seed and position only.
 """

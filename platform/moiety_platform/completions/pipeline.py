@@ -245,6 +245,7 @@ def _submits(
             embed=generation.embed,
             sibling_tokens=sibling_tokens,
             gathers=common.gathers,
+            guide=generation.guide,
         )
         for choice in range(generation.num_choices)
     ]

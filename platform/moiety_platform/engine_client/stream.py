@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.errors import (
+    FORM_NOT_SUPPORTED,
     BadRequest,
     ContextTooLong,
     EngineFailed,
@@ -183,6 +184,8 @@ def error_of(failed: Failed) -> PlatformError:
             return ContextTooLong(failed.message)
         case FailureCode.INVALID_REQUEST:
             return BadRequest(failed.message)
+        case FailureCode.GUIDE_REFUSED:
+            return BadRequest(failed.message, code=FORM_NOT_SUPPORTED)
         case FailureCode.OVERLOADED:
             return _overload_of(failed)
         case FailureCode.DRAINING:

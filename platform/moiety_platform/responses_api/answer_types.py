@@ -128,10 +128,29 @@ class TextFormat(TypedDict):
     type: Literal["text"]
 
 
+class ObjectFormat(TypedDict):
+    """Some JSON object."""
+
+    type: Literal["json_object"]
+
+
+class SchemaFormat(TypedDict):
+    """JSON that keeps to a schema; it always does."""
+
+    type: Literal["json_schema"]
+    name: str
+    schema: dict[str, Any]
+    description: str | None
+    strict: Literal[True]
+
+
+TextFormatFields = TextFormat | ObjectFormat | SchemaFormat
+
+
 class ResponseText(TypedDict):
     """What was asked of the text."""
 
-    format: TextFormat
+    format: TextFormatFields
     verbosity: Literal["medium"]
 
 
