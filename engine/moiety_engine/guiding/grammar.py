@@ -10,6 +10,7 @@ import msgspec
 from llguidance import LLMatcher
 
 from moiety_engine.guiding.errors import GuideRefused
+from moiety_engine.guiding.formats import with_patterns
 from moiety_wire.guides import Guide, GuideKind
 
 if TYPE_CHECKING:
@@ -43,10 +44,17 @@ def grammar_of(guide: Guide) -> str:
             return LLMatcher.grammar_from_lark(guide.text)
 
 
-def _json_grammar(schema: str) -> str:
+def _json_grammar(text: str) -> str:
     try:
-        return LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
-    except ValueError as exc:
+        schema = msgspec.json.decode(text)
+        if not isinstance(schema, (dict, bool)):
+            raise GuideRefused("a JSON schema is an object")
+        if isinstance(schema, bool):
+            schema = {} if schema else {"enum": []}
+        return LLMatcher.grammar_from_json_schema(
+            msgspec.json.encode(with_patterns(schema)).decode(), overrides=_OPTIONS
+        )
+    except (ValueError, RecursionError) as exc:
         raise GuideRefused(f"it is no JSON schema: {exc}") from exc
 
 

@@ -113,10 +113,8 @@ class GenerationBody(GuidedBody, GeneratingBody):
         if self.stream_options is not None and not self.stream:
             raise refuse("'stream_options' is allowed only when 'stream' is true")
         if self.ignore_eos and self.guide() is not None:
-            raise refuse(
-                "'ignore_eos' cannot go with a form, which says where the answer ends; leave one of them out",
-                FORM_NOT_SUPPORTED,
-            )
+            told = "'ignore_eos' cannot go with a form, which says where the answer ends; leave one of them out"
+            raise refuse(told, FORM_NOT_SUPPORTED)
         limit = self.output_limit
         if limit is not None and (self.min_tokens or 0) > limit:
             raise refuse(f"'min_tokens' ({self.min_tokens}) must not be more than the most tokens asked for ({limit})")

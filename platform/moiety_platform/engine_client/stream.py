@@ -182,10 +182,9 @@ def error_of(failed: Failed) -> PlatformError:
             return NotFound(failed.message, code="model_not_found", param="model")
         case FailureCode.CONTEXT_LENGTH_EXCEEDED:
             return ContextTooLong(failed.message)
-        case FailureCode.INVALID_REQUEST:
-            return BadRequest(failed.message)
-        case FailureCode.GUIDE_REFUSED:
-            return BadRequest(failed.message, code=FORM_NOT_SUPPORTED)
+        case FailureCode.INVALID_REQUEST | FailureCode.GUIDE_REFUSED:
+            is_form = failed.code is FailureCode.GUIDE_REFUSED
+            return BadRequest(failed.message, code=FORM_NOT_SUPPORTED if is_form else None)
         case FailureCode.OVERLOADED:
             return _overload_of(failed)
         case FailureCode.DRAINING:

@@ -1,0 +1,197 @@
+"""Answers of a form: are all of them valid, and what do they cost a step?
+
+    python benchmarks/structured.py [--schemas 1000] [--turns 9]
+
+Documents of 1,000 generated schemas come from the demo model, which knows no JSON, and from the same network with
+random weights. What is left open (the length of a string, one more entry) such models seldom end by themselves, so the
+tokens that close are made likelier by `logit_bias`; whether a document is valid does not hang on it. A document that
+`max_tokens` has cut is counted apart. The cost is that of steps of 32 streams with a schema and without, in turns, on
+the checkpoint of `checkpoint.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+import time
+from collections import Counter
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import llguidance
+import torch
+from on_checkpoint import find_or_make_checkpoint, make_parser, write_report
+from schemas import SchemaMaker
+
+from moiety_demo import checkpoint_path
+from moiety_engine.config import EngineConfig, LoadFormat
+from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.offline import run_all
+from moiety_text.folder import read_text_model
+from moiety_text.tokenizer import Tokenizer
+from moiety_wire.classes import STANDARD
+from moiety_wire.guides import Guide, GuideKind
+from moiety_wire.messages import Sampling
+
+MAX_TOKENS = 900
+AT_ONCE = 64
+CLOSING = '"}]'
+PATIENCE_S = 60.0
+
+
+class Text:
+    """The demo model's, and which of its tokens close something."""
+
+    def __init__(self, folder: Path) -> None:
+        found = read_text_model(folder)
+        self.tokenizer = Tokenizer.from_json(found.tokenizer_json)
+        self.eos = list(found.eos_token_ids)
+        spelled = {i: self.tokenizer.token_bytes(i) for i in range(self.tokenizer.vocab_size)}
+        self.closing = {i: 12.0 for i, one in spelled.items() if one and all(chr(b) in CLOSING for b in one)}
+
+    def request(self, key: int, guide: Guide | None, *, max_tokens: int, min_tokens: int = 0) -> CoreSubmit:
+        sampling = Sampling(temperature=1.0, seed=key, logit_bias=self.closing if min_tokens == 0 else {})
+        prompt = self.tokenizer.encode(f"<|im_start|>user\nDescribe thing {key}.<|im_end|>\n<|im_start|>assistant\n")
+        return CoreSubmit(
+            key, "t", STANDARD, prompt, sampling, max_tokens, min_tokens, self.eos, max_tokens, b"", 0, guide=guide
+        )
+
+
+def check_documents(loop: EngineLoop, text: Text, schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many documents were valid, cut and invalid; of the invalid ones, what was wrong."""
+    counts: Counter[str] = Counter()
+    wrong: list[dict[str, str]] = []
+    num_tokens = 0
+    begin_s = time.perf_counter()
+    for first in range(0, len(schemas), AT_ONCE):
+        batch = dict(enumerate(schemas[first : first + AT_ONCE], first + 1))
+        guides = {key: Guide(GuideKind.JSON_SCHEMA, json.dumps(schema)) for key, schema in batch.items()}
+        found = run_all(loop, [text.request(key, guide, max_tokens=MAX_TOKENS) for key, guide in guides.items()])
+        for key, result in found.items():
+            num_tokens += len(result.token_ids)
+            if result.finish is not None and result.finish.detail != "stop_token":
+                counts["cut"] += 1
+                continue
+            document = text.tokenizer.decode(result.token_ids)
+            complaint = complaint_about(document, batch[key])
+            counts["invalid" if complaint else "valid"] += 1
+            if complaint:
+                wrong.append({"schema": json.dumps(batch[key]), "document": document, "complaint": complaint})
+    seconds = time.perf_counter() - begin_s
+    return {
+        "schemas": len(schemas),
+        **counts,
+        "output_tokens": num_tokens,
+        "seconds": round(seconds, 1),
+        "wrong": wrong,
+    }
+
+
+def complaint_about(document: str, schema: dict[str, Any]) -> str:
+    """ "" if the document is JSON that keeps to the schema, formats included."""
+    try:
+        jsonschema_rs.validator_for(schema, validate_formats=True).validate(json.loads(document, parse_float=_float))
+    except ValueError as exc:
+        return str(exc).split("\n")[0]
+    return ""
+
+
+def _float(text: str) -> float:
+    """What is too large for a double is the largest: JSON knows no bound, and a schema need not set one."""
+    return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
+
+
+COST_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "rows": {"type": "array", "items": {"type": "object", "properties": {"a": {"type": "number"}}}},
+    },
+    "required": ["name", "tags", "rows"],
+    "additionalProperties": False,
+}
+
+
+def step_times_ms(loop: EngineLoop, text: Text, guide: Guide | None, *, streams: int, first_key: int) -> list[float]:
+    """Of the steps in which all streams decode."""
+    for key in range(first_key, first_key + streams):
+        loop.submit(text.request(key, guide, max_tokens=100, min_tokens=99))
+    took_ms, until_s = [], time.monotonic() + PATIENCE_S
+    while not loop.scheduler.idle or loop.waits_for_guides:
+        assert time.monotonic() < until_s, "the streams do not end"
+        begin = time.perf_counter()
+        loop.step()
+        step = loop.take_outputs()
+        if step is not None and len(step.outputs) == streams and all(out.token_ids for out in step.outputs):
+            took_ms.append((time.perf_counter() - begin) * 1000)
+    return took_ms[2:]
+
+
+def measure_cost(loop: EngineLoop, text: Text, *, streams: int, turns: int) -> dict[str, Any]:
+    """Steps with and without a guide, in turns; the median of each turn, and of their ratios."""
+    guide = Guide(GuideKind.JSON_SCHEMA, json.dumps(COST_SCHEMA))
+    ratios, with_ms, without_ms = [], [], []
+    for turn in range(turns + 1):
+        pair = {}
+        for guided in (turn % 2 == 0, turn % 2 == 1):
+            key = 100_000 + turn * 1000 + guided * 500
+            pair[guided] = step_times_ms(loop, text, guide if guided else None, streams=streams, first_key=key)
+        if turn == 0:
+            continue  # warms both up
+        with_ms.append(statistics.median(pair[True]))
+        without_ms.append(statistics.median(pair[False]))
+        ratios.append(with_ms[-1] / without_ms[-1])
+    low, high = sorted(ratios)[len(ratios) // 10], sorted(ratios)[-1 - len(ratios) // 10]
+    return {
+        "streams": streams,
+        "turns": turns,
+        "step_ms": {"with": round(statistics.median(with_ms), 3), "without": round(statistics.median(without_ms), 3)},
+        "overhead": round(statistics.median(ratios) - 1, 4),
+        "overhead_p10_p90": [round(low - 1, 4), round(high - 1, 4)],
+    }
+
+
+def main() -> None:
+    parser = make_parser(__doc__, "structured.json")
+    parser.add_argument("--schemas", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=9)
+    options = parser.parse_args()
+    maker = SchemaMaker(options.seed)
+    schemas = [maker.make() for _ in range(options.schemas)]
+    report: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "environment": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "llguidance": llguidance.__version__,
+            "machine": platform.processor() or platform.machine(),
+        },
+        "documents": {},
+    }
+    folder = checkpoint_path()
+    text = Text(folder)
+    for name, source in (("demo", LoadFormat.AUTO), ("random weights", LoadFormat.DUMMY)):
+        config = EngineConfig(
+            model=str(folder), name="m", device="cpu", load_format=source, num_threads=options.threads
+        )
+        loop = load_loop(config)
+        report["documents"][name] = check_documents(loop, text, schemas)
+        print(name, {key: value for key, value in report["documents"][name].items() if key != "wrong"}, flush=True)
+    large = find_or_make_checkpoint(options.work)
+    config = EngineConfig(model=str(large), name="m", device="cpu", dtype="bfloat16", num_threads=options.threads)
+    report["cost"] = measure_cost(load_loop(config), Text(large), streams=options.streams, turns=options.turns)
+    print(report["cost"])
+    write_report(report, options.output)
+
+
+if __name__ == "__main__":
+    main()
