@@ -17,7 +17,7 @@ class GuideKind(StrEnum):
     REGEX = "regex"  # a regular expression that the whole answer matches
     CHOICE = "choice"  # a JSON list of strings, one of which the answer is
     GRAMMAR = "grammar"  # a grammar in Lark's form
-    CALLS = "calls"  # a grammar in Lark's form, of the calls of tools that the gateway has made it of
+    CALLS = "calls"  # a CallsForm as JSON
 
 
 class Guide(msgspec.Struct, frozen=True, array_like=True):
@@ -25,3 +25,28 @@ class Guide(msgspec.Struct, frozen=True, array_like=True):
 
     kind: GuideKind
     text: str = ""
+
+
+class CallForm(msgspec.Struct, frozen=True, array_like=True):
+    """A tool that may be called. Its arguments keep to `schema`, a JSON schema as text."""
+
+    name: str
+    schema: str
+
+
+class CallsForm(msgspec.Struct, frozen=True):
+    """How one model writes calls of tools, for GuideKind.CALLS: `opener` once, then `before` name `between` arguments
+    `after`, and further calls after `separator` or, where there is none, after another opener; at last `closer`. Free
+    text stands around what an opener marks; where there is none, a call can only be the whole answer."""
+
+    tools: list[CallForm]
+    opener: str
+    before: str
+    between: str
+    after: str
+    separator: str
+    closer: str
+    special: dict[str, int]  # of these texts the parts that are special tokens, by their ids
+    must_call: bool  # the prompt ends with all that stands before the name
+    is_named: bool  # and with what stands before the arguments, since there is one tool only
+    may_repeat: bool

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from llguidance import LLMatcher
 
+from moiety_engine.guiding.calls import calls_grammar
 from moiety_engine.guiding.errors import GuideRefused
 from moiety_engine.guiding.formats import with_patterns
 from moiety_wire.guides import Guide, GuideKind
@@ -41,7 +42,7 @@ def grammar_of(guide: Guide) -> str:
         case GuideKind.GRAMMAR:
             return _lark_grammar(guide.text)
         case GuideKind.CALLS:
-            return LLMatcher.grammar_from_lark(guide.text)
+            return LLMatcher.grammar_from_lark(calls_grammar(guide.text))
 
 
 def _json_grammar(text: str) -> str:
