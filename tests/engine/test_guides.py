@@ -77,12 +77,13 @@ def complaint(document: str, schema: dict[str, Any]) -> str:
     return ""
 
 
-def test_answers_are_valid_and_the_same_with_steps_that_overlap_and_when_preempted() -> None:
+def test_answers_are_valid_and_the_same_with_steps_that_overlap_and_when_preempted(model: EngineLoop) -> None:
+    few = {"kv_memory_bytes": 14 * model.model.kv_bytes_per_block(16), "block_size": 16, "host_kv_memory_bytes": 0}
     answers, preempted = [], []
     for settings in (
         {"overlap": Overlap.OFF},
         {"overlap": Overlap.ON},
-        {"overlap": Overlap.ON, "kv_memory_bytes": 20 * 16 * 4096, "host_kv_memory_bytes": 0, "max_running": 6},
+        {"overlap": Overlap.ON, "max_context_tokens": 160, **few},
     ):
         loop = make_loop(**settings)
         found = run_all(loop, [asked(key, SCHEMA if key % 3 else None) for key in range(1, 13)])
