@@ -13,24 +13,30 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
+from moiety_engine.assembly import assemble, telling
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
-from moiety_engine.config import Batching, EngineConfig, Overlap, PolicyName
+from moiety_engine.config import Batching, EngineConfig, PolicyName
+from moiety_engine.distribution.crew import Crew
+from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.guiding.follower import Follower
 from moiety_engine.guiding.library import Library, Reading
 from moiety_engine.guiding.lobby import Lobby
 from moiety_engine.messages import CoreFailure, CoreFinish, CoreLoad, CoreOutput, CoreStep, CoreSubmit
-from moiety_engine.model.loading import load_model
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.runner.orders import ComeBack, Leave, Orders, Release
+from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.resident import Resident, free_cached_memory
 from moiety_engine.runner.runner import Flight
 from moiety_engine.runner.sizes import sizes_for
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.scheduler import Limits, Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
+from moiety_engine.steps.tracer import StepTracer
 from moiety_wire.messages import FailureCode, FinishReason
 
 MAX_NUM_LOGPROBS = 20
@@ -45,13 +51,18 @@ class EngineLoop:
         config: EngineConfig,
         *,
         clock_ns: Callable[[], int] = time.time_ns,
+        crew: Crew | None = None,
+        local_ranks: int = 1,
         library: Library | str = "it was made without a tokenizer",
     ) -> None:
-        """`library`: of guides for answers, or why there is none."""
+        """`crew`: the other ranks that the model is on, `local_ranks` of them with this one on this host. `library`: of
+        guides for answers, or why there is none."""
         self.model = model
         self.config = config
         self._clock_ns = clock_ns
-        self.sizes = sizes = sizes_for(model, config)
+        self.overlaps = steps_overlap(model, config)
+        self._orders = Orders(crew, overlaps=self.overlaps)
+        self.sizes = sizes = sizes_for(model, config, self._orders, local_ranks)
         self._lobby = Lobby(library)
         self._resident: Resident | None = self._move_in()
         host = HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None
@@ -61,11 +72,10 @@ class EngineLoop:
         limits = Limits(sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms)
         policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
         self.scheduler = Scheduler(ledger, limits, STRATEGIES[config.batching], policy)
-        on_cuda = model.device.type == "cuda"
-        self.overlaps = on_cuda if config.overlap is Overlap.AUTO else config.overlap is Overlap.ON
         self._flight: Flight | None = None  # launched, and not collected
         self._outputs: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
+        self._tracer = StepTracer(config.traced_steps_per_s)
         self._requests_total = 0
         self.steps_total = 0
 
@@ -83,7 +93,8 @@ class EngineLoop:
         return self.sizes.max_context_tokens
 
     def submit(self, submit: CoreSubmit) -> None:
-        """Queue a request; one that cannot be served comes back as a failure with the next step."""
+        """Queue a request; one that cannot be served comes back as a failure with the next step. What it may write ends
+        where the context does: beyond that there may be no block for it, and it would wait for one for ever."""
         self._requests_total += 1
         num_prompt = len(submit.prompt_ids)
         longest = self.max_context_tokens - (0 if submit.embed else 1)
@@ -91,6 +102,9 @@ class EngineLoop:
             message = f"the prompt has {num_prompt} tokens; it must have 1 to {longest}"
             self._failures.append(CoreFailure(submit.key, FailureCode.CONTEXT_LENGTH_EXCEEDED, message))
             return
+        room = self.max_context_tokens - num_prompt
+        if not submit.embed and submit.max_tokens > room:
+            submit = msgspec.structs.replace(submit, max_tokens=room, min_tokens=min(submit.min_tokens, room))
         if submit.guide is not None:
             self._lobby.enter(submit)
         else:
@@ -123,11 +137,13 @@ class EngineLoop:
     def step(self) -> bool:
         """Plan a step and launch it; then take in the result of the step before, where steps overlap, or else of this
         one. False: there was nothing to do."""
-        resident = self._awake()
+        with self._orders.explaining():
+            return self._step(self._awake())
+
+    def _step(self, resident: Resident) -> bool:
         self._take_from_lobby()
         plan = self.scheduler.plan(self._clock_ns())
-        if resident.host_kv is not None:
-            resident.host_kv.run(plan.swap_out, plan.swap_in)
+        resident.copy_blocks(plan)
         launched = resident.runner.launch(plan) if plan.chunks else None
         if launched is not None:
             self._end_astray(launched)
@@ -158,6 +174,8 @@ class EngineLoop:
         resident = self._awake()
         self._collect(resident, self._flight)
         self._flight = None
+        self._orders.give(Release())
+        self._orders.give(Leave())
         freed = self.model.leave(on_progress) + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
         self.scheduler.kv.forget()
         self._resident = None
@@ -171,6 +189,7 @@ class EngineLoop:
         problem = ""
         try:
             if self.model.away:
+                self._orders.give(ComeBack())
                 self.model.come_back(on_progress)
             self._resident = self._move_in()
             self.warm_up()
@@ -179,17 +198,24 @@ class EngineLoop:
         if problem:  # only now does nobody hold what had been made, as the error did
             self._resident = None
             if not self.model.away:
+                self._orders.give(Release())
+                self._orders.give(Leave())
                 self.model.leave(on_progress)
             free_cached_memory(self.model.device)
             raise OutOfMemory(problem)
+
+    def close(self) -> None:
+        """End the other ranks, if there are any. The loop is not used any more."""
+        self._orders.close()
 
     def take_outputs(self) -> CoreStep | None:
         """What happened since the last call, if anything."""
         admissions, refusals = self.scheduler.take_verdicts()
         failures = self._failures + refusals
-        if not self._outputs and not failures and not admissions:
+        traced = self._tracer.take()
+        if not self._outputs and not failures and not admissions and not traced:
             return None
-        step = CoreStep(self._outputs, failures, self.load(), admissions)
+        step = CoreStep(self._outputs, failures, self.load(), admissions, traced)
         self._outputs, self._failures = [], []
         return step
 
@@ -240,7 +266,7 @@ class EngineLoop:
                 self._failures.append(CoreFailure(key, FailureCode.GUIDE_REFUSED, problem, num_output))
 
     def _move_in(self) -> Resident:
-        return Resident(self.model, self.sizes, num_mask_words=self._lobby.num_words)
+        return Resident(self.model, self.sizes, self._orders, num_mask_words=self._lobby.num_words)
 
     def _awake(self) -> Resident:
         assert self._resident is not None, "a replica that sleeps has nothing to run"
@@ -250,6 +276,7 @@ class EngineLoop:
         if flight is not None:
             found = resident.runner.collect(flight)
             now_ns = self._clock_ns()
+            self._tracer.ended(flight.plan, self.scheduler, self.steps_total, now_ns)
             self._outputs += self.scheduler.commit(flight.plan, found.token_ids, found.logprobs, now_ns, found.vectors)
             self.steps_total += 1
 
@@ -261,23 +288,17 @@ class EngineLoop:
 def load_loop(
     config: EngineConfig,
     *,
+    meeting: Meeting | None = None,
     progress: Callable[[int, int], None] | None = None,
     clock_ns: Callable[[], int] = time.time_ns,
 ) -> EngineLoop:
-    """Load the checkpoint folder that the configuration names and make a loop of it. `progress(done, total)` in bytes.
+    """Load the checkpoint folder that the configuration names and make a loop of it, as rank 0 if there are several.
+    `meeting`: what a launcher said of the others, who are started here without one. `progress(done, total)` in bytes.
     Raises EngineError with what to do."""
     library = Reading(Path(config.model))
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    model = load_model(
-        Path(config.model),
-        device=device,
-        dtype=config.dtype,
-        kv_dtype=config.kv_dtype,
-        quantization=config.quantization,
-        moe_kernel=config.moe_kernel,
-        batch_invariant=config.batch_invariant,
-        num_threads=config.num_threads,
-        load_format=config.load_format,
-        progress=progress,
-    )
-    return EngineLoop(model, config, clock_ns=clock_ns, library=library.result())
+    assembled = assemble(config, meeting, progress)
+    crew, local_ranks = assembled.crew, assembled.local_ranks
+    with telling(crew):
+        found = library.result()
+        model = assembled.model
+        return EngineLoop(model, config, clock_ns=clock_ns, crew=crew, local_ranks=local_ranks, library=found)

@@ -20,6 +20,7 @@ from moiety_engine.runner.embeddings import as_bytes, unit_vectors
 from moiety_engine.runner.graphs import DecodeGraphs
 from moiety_engine.runner.inputs import BatchBuilder, sampled
 from moiety_engine.runner.masks import MaskMaker
+from moiety_engine.runner.orders import Orders
 from moiety_engine.sampling import Drawn, Sampler
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.staging import Mark, Staging
@@ -48,9 +49,9 @@ class Results:
 class Runner:
     """Owns the ways to and from the device, and what the newest step samples. Used by the step loop's thread only."""
 
-    def __init__(self, model: Transformer, kv: KvCache, *, num_mask_words: int = 0) -> None:
+    def __init__(self, model: Transformer, kv: KvCache, orders: Orders, *, num_mask_words: int = 0) -> None:
         """`num_mask_words`: of the guides' tokenizer; 0 where no row has a guide."""
-        self._model, self._kv = model, kv
+        self._model, self._kv, self._orders = model, kv, orders
         self.staging = Staging(model.device)
         apart = model.arithmetic.invariant
         self._builder = BatchBuilder(kv.block_size, model.device, self.staging, answers_apart=apart)
@@ -67,6 +68,7 @@ class Runner:
         host, before_L = self._builder.arrange(plan), self._sampled_L
         rows = [chunk.sequence for chunk in sampled(plan)]
         masks = self._masks.begin(rows, self._newest)
+        self._orders.step(host, len(rows))
         if self.graphs is not None and self.graphs.takes(host):
             hidden_LD = self.graphs.run(host, before_L)
         else:
@@ -74,6 +76,7 @@ class Runner:
         logits_LV = self._model.logits(hidden_LD[: len(rows)])
         drawn = self._sampler.sample(logits_LV, rows, before_L, None if masks is None else masks.wait())
         self._sampled_L = drawn.token_L
+        self._orders.tell_tokens(drawn.token_L)
         unit_ED = None
         if len(hidden_LD) > len(rows):
             unit_ED = self.staging.download(unit_vectors(hidden_LD[len(rows) :]))
