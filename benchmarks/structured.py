@@ -28,7 +28,7 @@ from on_checkpoint import find_or_make_checkpoint, make_parser, write_report
 from schemas import SchemaMaker
 
 from moiety_demo import checkpoint_path
-from moiety_engine.config import EngineConfig, LoadFormat
+from moiety_engine.config import EngineConfig, LoadFormat, PolicyName
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
@@ -41,7 +41,7 @@ from moiety_wire.messages import Sampling
 MAX_TOKENS = 900
 AT_ONCE = 64
 CLOSING = '"}]'
-NUM_STEPS = 30
+NUM_STEPS = 40
 PATIENCE_S = 600.0
 
 
@@ -183,8 +183,9 @@ def main() -> None:
         report["documents"] = documents(options.schemas, options.seed, options.threads)
     if options.only != "documents":
         large = find_or_make_checkpoint(options.work)
-        config = EngineConfig(model=str(large), name="m", device="cpu", dtype="bfloat16", num_threads=options.threads)
-        report["cost"] = measure_cost(load_loop(config), Text(large), streams=options.streams, turns=options.turns)
+        settings = {"device": "cpu", "dtype": "bfloat16", "num_threads": options.threads, "policy": PolicyName.FCFS}
+        loop = load_loop(EngineConfig(model=str(large), name="m", **settings))
+        report["cost"] = measure_cost(loop, Text(large), streams=options.streams, turns=options.turns)
         print(report["cost"])
     write_report(report, options.output)
 

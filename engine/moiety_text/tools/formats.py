@@ -105,8 +105,16 @@ def _mistral(template: str) -> ToolFormat:
         to_arguments, to_end = ("", None) if has_ids else ("[ARGS]", "")
         return ToolFormat(MistralReader, markers, "[TOOL_CALLS]", to_arguments, to_end, short_ids=short_ids)
     to_list = "[TOOL_CALLS] [" if "[TOOL_CALLS] [" in template else "[TOOL_CALLS]["
-    ends = {"to_end": "}", "between": ", ", "closer": "]"}
-    return ToolFormat(MistralReader, markers, to_list + '{"name": "', '", "arguments":', **ends, short_ids=short_ids)
+    return ToolFormat(
+        MistralReader,
+        markers,
+        to_list + '{"name": "',
+        '", "arguments":',
+        "}",
+        between=", ",
+        closer="]",
+        short_ids=short_ids,
+    )
 
 
 def _with_names(messages: Sequence[Message]) -> Iterator[Message]:

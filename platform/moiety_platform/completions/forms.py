@@ -54,7 +54,7 @@ _Choices = Annotated[
     AfterValidator(_check_choices),
     AfterValidator(_check_size),
 ]
-_NEEDS = {"if": {"properties": {"type": {"const": "json_schema"}}}}
+_NEEDS: dict[str, Any] = {"if": {"properties": {"type": {"const": "json_schema"}}}}
 
 
 class NamedSchema(StrictBody):

@@ -28,6 +28,7 @@ from moiety_platform.completions.fields import (
     refuse,
     shows,
 )
+from moiety_platform.completions.forms import FORMS as FORMS_OF_FORMS
 from moiety_platform.completions.forms import GuidedBody, require_one_form
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
 from moiety_platform.completions.tools.schemas import NEEDS_TOOLS, ChatChoice, ChatTools, check_choice, offer_of
@@ -39,6 +40,7 @@ MAX_BIASES = 4096
 
 FORMS = MappingProxyType(
     {
+        **FORMS_OF_FORMS,
         "content": 'must be a string or a list of parts {{"type": "text", "text": "…"}}; other parts are not '
         "supported, and null is for the assistant only",
         "prompt": forms_of_prompts("prompts"),
