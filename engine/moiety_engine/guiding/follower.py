@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from llguidance import LLMatcher
 
 ASTRAY = "the answer has left its form; send the request again"
-_LIMIT_REACHED = ("ParserTooComplex", "LexerTooComplex")
+_NOT_ALLOWED = "doesn't satisfy the grammar"  # the library's words of a token; else it has reached a limit
 TOO_COSTLY = "the form that was asked for is too complex to be followed here; make it simpler"
 
 
@@ -28,7 +28,7 @@ class Follower:
         if self.problem or self._matcher.is_stopped():
             return  # it ends, or has ended, and what was sampled after that is thrown away
         if token_ids and not self._matcher.consume_tokens(list(token_ids)):
-            self.problem = TOO_COSTLY if self._matcher.stop_reason() in _LIMIT_REACHED else ASTRAY
+            self.problem = ASTRAY if _NOT_ALLOWED in self._matcher.get_error() else TOO_COSTLY
 
     def write(self, address: int, num_bytes: int) -> None:
         """Which token may come next, one bit each, into memory at `address`."""

@@ -25,6 +25,7 @@ MAX_FIRST_S = 0.5  # of a processor's time, to compile and to find the first tok
 MAX_TOLD_CHARS = 500
 
 _LIMITS = LLParserLimits(
+    max_items_in_row=10_000,
     initial_lexer_fuel=500_000,
     step_lexer_fuel=50_000,
     step_max_items=20_000,
