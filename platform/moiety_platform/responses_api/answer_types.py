@@ -122,7 +122,7 @@ class ResponseUsage(TypedDict):
     total_tokens: Count
 
 
-class TextFormat(TypedDict):
+class PlainFormat(TypedDict):
     """Text as the model writes it."""
 
     type: Literal["text"]
@@ -144,7 +144,7 @@ class SchemaFormat(TypedDict):
     strict: Literal[True]
 
 
-TextFormatFields = TextFormat | ObjectFormat | SchemaFormat
+TextFormatFields = Annotated[Any, either(PlainFormat, ObjectFormat, SchemaFormat)]
 
 
 class ResponseText(TypedDict):
