@@ -16,6 +16,7 @@ from torch import Tensor
 from moiety_engine.messages import CoreLogprob
 from moiety_engine.model.batch import KvCache
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.embeddings import as_bytes, unit_vectors
 from moiety_engine.runner.graphs import DecodeGraphs
 from moiety_engine.runner.inputs import BatchBuilder, sampled
@@ -49,12 +50,21 @@ class Results:
 class Runner:
     """Owns the ways to and from the device, and what the newest step samples. Used by the step loop's thread only."""
 
-    def __init__(self, model: Transformer, kv: KvCache, orders: Orders, *, num_mask_words: int = 0) -> None:
-        """`num_mask_words`: of the guides' tokenizer; 0 where no row has a guide."""
+    def __init__(
+        self,
+        model: Transformer,
+        kv: KvCache,
+        orders: Orders,
+        tenants: TenantSlots | None = None,
+        *,
+        num_mask_words: int = 0,
+    ) -> None:
+        """`tenants` tells apart whose tokens experts are counted for; None where none are. `num_mask_words`: of the
+        guides' tokenizer; 0 where no row has a guide."""
         self._model, self._kv, self._orders = model, kv, orders
         self.staging = Staging(model.device)
         apart = model.arithmetic.invariant
-        self._builder = BatchBuilder(kv.block_size, model.device, self.staging, answers_apart=apart)
+        self._builder = BatchBuilder(kv.block_size, model.device, self.staging, answers_apart=apart, tenants=tenants)
         self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
         self._masks = MaskMaker(num_mask_words, model.spec.vocab_size, model.device)
         self._newest: Flight | None = None
