@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import torch
@@ -22,7 +23,10 @@ from moiety_engine.config import Batching, EngineConfig, PolicyName
 from moiety_engine.distribution.crew import Crew
 from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.errors import OutOfMemory
-from moiety_engine.messages import CoreFailure, CoreLoad, CoreOutput, CoreStep, CoreSubmit
+from moiety_engine.guiding.follower import Follower
+from moiety_engine.guiding.library import Library, Reading
+from moiety_engine.guiding.lobby import Lobby
+from moiety_engine.messages import CoreFailure, CoreFinish, CoreLoad, CoreOutput, CoreStep, CoreSubmit
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.moe.watch import ExpertWatch
@@ -52,16 +56,19 @@ class EngineLoop:
         clock_ns: Callable[[], int] = time.time_ns,
         crew: Crew | None = None,
         local_ranks: int = 1,
+        library: Library | str = "it was made without a tokenizer",
     ) -> None:
-        """`crew`: the other ranks that the model is on, `local_ranks` of them with this one on this host."""
+        """`crew`: the other ranks that the model is on, `local_ranks` of them with this one on this host. `library`: of
+        guides for answers, or why there is none."""
         self.model = model
         self.config = config
         self._clock_ns = clock_ns
         self.overlaps = steps_overlap(model, config)
         self._orders = Orders(crew, overlaps=self.overlaps)
         self.sizes = sizes = sizes_for(model, config, self._orders, local_ranks)
+        self._lobby = Lobby(library)
         self._tenants = None if model.experts is None else TenantSlots()
-        self._resident: Resident | None = Resident(model, sizes, self._orders, self._tenants)
+        self._resident: Resident | None = self._move_in()
         self._experts = self._watch_experts()
         host = HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None
         pool = BlockPool(sizes.num_blocks)
@@ -103,16 +110,34 @@ class EngineLoop:
         room = self.max_context_tokens - num_prompt
         if not submit.embed and submit.max_tokens > room:
             submit = msgspec.structs.replace(submit, max_tokens=room, min_tokens=min(submit.min_tokens, room))
-        seed = submit.sampling.seed
-        self.scheduler.add(submit, seed=secrets.randbits(63) if seed is None else seed, now_ns=self._clock_ns())
+        if submit.guide is not None:
+            self._lobby.enter(submit)
+        else:
+            self._queue(submit, None)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool) -> None:
         """Raise a request's credit (a total)."""
-        self._emit(self.scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns()))
+        if not self._lobby.extend(key, credit_tokens, last=last):
+            self._emit(self.scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns()))
 
     def abort(self, key: int, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request before the next step; its blocks are free when this returns."""
-        self._emit(self.scheduler.abort(key, reason, now_ns=self._clock_ns()))
+        guest = self._lobby.leave(key)
+        if guest is not None:
+            num_resumed = len(guest.resumed_ids or ())
+            ended = CoreFinish(reason, "", 0, num_resumed, 0, 0, self._clock_ns(), guest.service.name, [], 0)
+            self._emit(CoreOutput(key, [], None, ended))
+        else:
+            self._emit(self.scheduler.abort(key, reason, now_ns=self._clock_ns()))
+
+    @property
+    def follows_guides(self) -> bool:
+        return self._lobby.is_open
+
+    @property
+    def waits_for_guides(self) -> bool:
+        """Whether a request waits for its guide to be compiled, which ends by itself."""
+        return not self._lobby.is_empty
 
     def step(self) -> bool:
         """Plan a step and launch it; then take in the result of the step before, where steps overlap, or else of this
@@ -121,9 +146,12 @@ class EngineLoop:
             return self._step(self._awake())
 
     def _step(self, resident: Resident) -> bool:
+        self._take_from_lobby()
         plan = self.scheduler.plan(self._clock_ns())
         resident.copy_blocks(plan)
         launched = resident.runner.launch(plan) if plan.chunks else None
+        if launched is not None:
+            self._end_astray(launched)
         if self._experts is not None:
             self._experts.look(self._clock_ns() / 1e9, resident.runner.staging)
         if not self.overlaps:
@@ -183,7 +211,7 @@ class EngineLoop:
             if self.model.away:
                 self._orders.give(ComeBack())
                 self.model.come_back(on_progress)
-            self._resident = Resident(self.model, self.sizes, self._orders, self._tenants)
+            self._resident = self._move_in()
             self.warm_up()
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
             problem = str(exc)
@@ -234,6 +262,33 @@ class EngineLoop:
             overshot_tokens_total=scheduler.overshot_tokens_total,
         )
 
+    def _queue(self, submit: CoreSubmit, guide: Follower | None) -> None:
+        seed = submit.sampling.seed
+        seed = secrets.randbits(63) if seed is None else seed
+        self.scheduler.add(submit, seed=seed, now_ns=self._clock_ns(), guide=guide)
+
+    def _take_from_lobby(self) -> None:
+        """Whose guides are there queue now; who cannot be served is told with this step."""
+        if self._lobby.is_empty:
+            return
+        for ready in self._lobby.take_ready():
+            self._queue(ready.submit, ready.follower)
+            if ready.credit_tokens != ready.submit.credit_tokens or ready.credit_last:
+                self.extend(ready.submit.key, ready.credit_tokens, last=ready.credit_last)
+        self._failures += self._lobby.take_refused()
+
+    def _end_astray(self, flight: Flight) -> None:
+        """Requests whose guides cannot be followed any further: what the step samples for them is thrown away."""
+        for key, problem in flight.astray:
+            ended = self.scheduler.abort(key, FinishReason.ABORT, now_ns=self._clock_ns())
+            if ended is not None and ended.finish is not None:
+                num_output = ended.finish.num_output_tokens
+                self._failures.append(CoreFailure(key, FailureCode.GUIDE_REFUSED, problem, num_output))
+
+    def _move_in(self) -> Resident:
+        num_mask_words = self._lobby.num_words
+        return Resident(self.model, self.sizes, self._orders, self._tenants, num_mask_words=num_mask_words)
+
     def _watch_experts(self) -> ExpertWatch | None:
         counter = self.model.expert_counter
         if self.model.experts is None or counter is None or self._tenants is None:
@@ -267,8 +322,10 @@ def load_loop(
     """Load the checkpoint folder that the configuration names and make a loop of it, as rank 0 if there are several.
     `meeting`: what a launcher said of the others, who are started here without one. `progress(done, total)` in bytes.
     Raises EngineError with what to do."""
+    library = Reading(Path(config.model))
     assembled = assemble(config, meeting, progress)
-    with telling(assembled.crew):
-        return EngineLoop(
-            assembled.model, config, clock_ns=clock_ns, crew=assembled.crew, local_ranks=assembled.local_ranks
-        )
+    crew, local_ranks = assembled.crew, assembled.local_ranks
+    with telling(crew):
+        found = library.result()
+        model = assembled.model
+        return EngineLoop(model, config, clock_ns=clock_ns, crew=crew, local_ranks=local_ranks, library=found)

@@ -12,6 +12,7 @@ import msgspec
 
 from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
+from moiety_wire.guides import Guide
 from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling, Step
 
 
@@ -35,6 +36,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     resumed_ids: list[int] | None = None  # output of another engine, which had admitted it; fewer than max_tokens
     embed: bool = False  # ends with its prefill; `max_tokens` is 0
     sibling_tokens: int = 0  # prompt tokens beside its own that the promise allows time for
+    guide: Guide | None = None  # what its answer must be
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -163,6 +165,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     dtype: str = ""
     device: str = ""
     embedding_width: int = 0  # 0: this core makes no embeddings
+    follows_guides: bool = False
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):

@@ -29,7 +29,16 @@ log = structlog.get_logger()
 class Resident:
     """Used by the step loop's thread only. Raises OutOfMemory, with what to do, where the device has no room."""
 
-    def __init__(self, model: Transformer, sizes: Sizes, orders: Orders, tenants: TenantSlots | None = None) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        sizes: Sizes,
+        orders: Orders,
+        tenants: TenantSlots | None = None,
+        *,
+        num_mask_words: int = 0,
+    ) -> None:
+        """`tenants`, `num_mask_words`: see Runner."""
         self._model, self._sizes, self._orders = model, sizes, orders
         scratch = int(sizes.graphs)  # a block that no sequence gets
         orders.give(Allocate(sizes.num_blocks + scratch, sizes.block_size, sizes.num_host_blocks))
@@ -47,7 +56,7 @@ class Resident:
             raise OutOfMemory(
                 f"the host has no room for {sizes.num_host_blocks} blocks of its tier: lower --host-kv-memory-bytes"
             ) from exc
-        self.runner = Runner(model, self.kv, orders, tenants)
+        self.runner = Runner(model, self.kv, orders, tenants, num_mask_words=num_mask_words)
 
     def copy_blocks(self, plan: Plan) -> None:
         """What the plan has copied between the cache and the host tier before it runs."""
