@@ -11,7 +11,7 @@ import typer
 import zmq
 
 from moiety_engine.checkpoint import model_name, resolve_checkpoint
-from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap, PolicyName
+from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap, PolicyName, Speculate
 from moiety_engine.errors import CheckpointError, InvalidConfig
 from moiety_engine.front import options
 from moiety_engine.front.core_link import CoreLink, ProcessCore
@@ -71,6 +71,8 @@ def engine(
     static_batch_size: options.StaticBatchSizeOption = 8,
     batch_timeout_ms: options.BatchTimeoutMsOption = 50.0,
     overlap: options.OverlapOption = Overlap.AUTO,
+    speculate: options.SpeculateOption = Speculate.OFF,
+    speculate_tokens: options.SpeculateTokensOption = 7,
     cuda_graphs: options.CudaGraphsOption = True,
     drain_timeout: options.DrainTimeoutOption = 30.0,
     core_silence_s: options.CoreSilenceOption = CORE_SILENCE_S,
@@ -127,6 +129,8 @@ def engine(
                 static_batch_size=static_batch_size,
                 load_format=load_format,
                 overlap=overlap,
+                speculate=speculate,
+                speculate_tokens=speculate_tokens,
                 cuda_graphs=cuda_graphs,
             )
             text, make_core = _text_and_process(folder, config, settings)

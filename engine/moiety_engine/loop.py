@@ -17,7 +17,7 @@ import torch
 
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
-from moiety_engine.config import Batching, EngineConfig, Overlap, PolicyName
+from moiety_engine.config import Batching, EngineConfig, Overlap, PolicyName, Speculate
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.messages import CoreFailure, CoreLoad, CoreOutput, CoreStep, CoreSubmit
 from moiety_engine.model.loading import load_model
@@ -26,7 +26,8 @@ from moiety_engine.runner.resident import Resident, free_cached_memory
 from moiety_engine.runner.runner import Flight
 from moiety_engine.runner.sizes import sizes_for
 from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.scheduler import Limits, Scheduler
+from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_wire.messages import FailureCode, FinishReason
 
@@ -48,7 +49,9 @@ class EngineLoop:
         ledger = KvLedger(pool, sizes.block_size, prefix_caching=config.prefix_caching, host=host, answers_apart=apart)
         limits = Limits(sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms)
         policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
-        self.scheduler = Scheduler(ledger, limits, STRATEGIES[config.batching], policy)
+        draft_tokens = 0 if config.speculate is Speculate.OFF else config.speculate_tokens
+        strategy = STRATEGIES[config.batching]
+        self.scheduler = Scheduler(ledger, limits, strategy, policy, draft_tokens=draft_tokens)
         on_cuda = model.device.type == "cuda"
         self.overlaps = on_cuda if config.overlap is Overlap.AUTO else config.overlap is Overlap.ON
         self._flight: Flight | None = None  # launched, and not collected
@@ -181,6 +184,8 @@ class EngineLoop:
             swapped_in_blocks_total=scheduler.kv.swapped_in_total,
             classes=scheduler.class_loads(),
             overshot_tokens_total=scheduler.overshot_tokens_total,
+            drafted_tokens_total=scheduler.drafted_tokens_total,
+            accepted_tokens_total=scheduler.accepted_tokens_total,
         )
 
     def _awake(self) -> Resident:

@@ -18,8 +18,8 @@ from moiety_engine.model.batch import KvCache
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.runner.embeddings import as_bytes, unit_vectors
 from moiety_engine.runner.graphs import DecodeGraphs
-from moiety_engine.runner.inputs import BatchBuilder, sampled
-from moiety_engine.sampling import Drawn, Sampler
+from moiety_engine.runner.inputs import BatchBuilder
+from moiety_engine.sampling import Drawn, Sampler, rows_of
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.staging import Mark, Staging
 
@@ -36,7 +36,8 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a step brought: tokens for the chunks that sample, vectors for those that embed, in the plan's order."""
+    """What a step brought: tokens for the chunks that sample, one each and one for each token of its draft, vectors for
+    those that embed, in the plan's order."""
 
     token_ids: list[int]
     logprobs: list[CoreLogprob | None]
@@ -64,7 +65,7 @@ class Runner:
             hidden_LD = self.graphs.run(host, before_L)
         else:
             hidden_LD = self._model.hidden(self._builder.upload(host, before_L), self._kv)
-        rows = [chunk.sequence for chunk in sampled(plan)]
+        rows = rows_of(plan)
         drawn = self._sampler.sample(self._model.logits(hidden_LD[: len(rows)]), rows, before_L)
         self._sampled_L = drawn.token_L
         unit_ED = None
