@@ -113,6 +113,8 @@ class EngineLoop:
     def warm_up(self) -> None:
         """See that the first request does not pay for what is done once. Only before the first request."""
         self.scheduler.swap_costs(self._awake().warm_up())
+        if self.scheduler.speculator is not None:
+            self.scheduler.speculator.costs.measured(self._awake().time_decodes(self._clock_ns))
 
     # ── asleep ──
 

@@ -82,7 +82,9 @@ class Client:
     def says(self, position: int) -> int:
         if position == self.answer - 1 and self.answer < self.submit.max_tokens:
             return EOS
-        return 100 + (position % self.repeats if self.repeats else position)
+        if self.repeats == 0 or position % 7 == 6:  # also what repeats itself surprises now and then
+            return 100 + position
+        return 200 + position % self.repeats
 
 
 def make_scheduler(
@@ -373,10 +375,10 @@ class Machine(RuleBasedStateMachine):
         shared=st.integers(0, MAX_PROMPT),
         max_tokens=st.integers(1, MAX_OUTPUT),
         answer=st.integers(1, 2 * MAX_OUTPUT),
-        credit=st.sampled_from([0, 2, 1 << 20, 1 << 20]),
+        credit=st.sampled_from([0, 2, 7, 1 << 20]),
         weight=st.sampled_from([1.0, 3.0]),
         embed=st.sampled_from([False, False, True]),
-        repeats=st.sampled_from([0, 1, 2, 3]),
+        repeats=st.sampled_from([0, 1, 1, 2, 3]),
     )
     def add(
         self,

@@ -28,7 +28,7 @@ class Planner:
         self._in_flight: set[bytes] = set()
         self._unhashed: list[tuple[Sequence, int]] = []  # whose blocks up to which token are in flight, too
         self._decode_context = 0
-        self._draft_rows = 0
+        self.num_drafted = 0
         self._prefill_rows = 0
         self._attended_pairs = 0
         self.num_rows = 0
@@ -48,7 +48,7 @@ class Planner:
     @property
     def shape(self) -> StepShape:
         return StepShape(
-            len(self._decodes) + self._draft_rows, self._prefill_rows, self._decode_context, self._attended_pairs
+            len(self._decodes) + self.num_drafted, self._prefill_rows, self._decode_context, self._attended_pairs
         )
 
     def limit_time(self, budget: StepBudget | None) -> None:
@@ -99,7 +99,7 @@ class Planner:
         assert grown, "blocks that were free are not there"
         self._decodes[place] = Chunk(sequence, 1 + limit, True, draft=tuple(draft[:limit]))
         self.num_rows += limit
-        self._draft_rows += limit
+        self.num_drafted += limit
         self._decode_context += limit * first
         self._take_answer_rows(limit)
 

@@ -85,7 +85,7 @@ class Scheduler:
         self._entrance = Entrance(kv, self.places, self.policy, self.tally, limits.max_waiting, self._drop)
         self._running: Plan | None = None  # launched, and not committed
         self._watch = StepWatch(self.step_time)
-        self._speculator = Speculator(draft_tokens, self.step_time) if draft_tokens else None
+        self.speculator = Speculator(draft_tokens, self.step_time) if draft_tokens else None
         self.drafted_tokens_total = self.accepted_tokens_total = 0
         self.output_tokens_total = 0
         self.recomputed_tokens_total = 0
@@ -225,8 +225,6 @@ class Scheduler:
         seconds = self._watch.committed(plan, now_ns)
         if plan.chunks and seconds > 0:
             self.step_time.observe(plan.shape, seconds)
-            if self._speculator is not None:
-                self._speculator.stepped(plan, seconds)
             self.policy.stepped(seconds, plan.shape, now_ns / 1e9)
         return outputs
 
@@ -284,8 +282,9 @@ class Scheduler:
                 self.places.predicted_output,
             )
             self._fill(planner, view, now_ns)
-        if self._speculator is not None:
-            self._speculator.extend(planner, due_s - self._watch.free_s(now_ns))
+        if self.speculator is not None:
+            slack_s, overlaps = due_s - self._watch.free_s(now_ns), self._running is not None
+            self.speculator.extend(planner, slack_s, now_ns, overlaps=overlaps)
 
     def _fill(self, planner: Planner, view: BatchView, now_ns: int) -> None:
         joinable = self._strategy.joinable(queue_view(self.places, self.limits, now_ns))
@@ -311,16 +310,17 @@ class Scheduler:
         self, chunk: Chunk, output: CoreOutput, drafted: list[tuple[int, CoreLogprob | None]], now_ns: int
     ) -> CoreOutput:
         """What follows the first token: as long as a guess was what came, what was sampled after it counts, too."""
-        sequence, num_accepted = chunk.sequence, 0
+        sequence, token_ids, logprobs, finish = chunk.sequence, output.token_ids, output.logprobs, output.finish
         for guessed, (token_id, logprob) in zip(chunk.draft, drafted, strict=True):
-            if output.finish is not None or guessed != output.token_ids[-1]:
+            if finish is not None or guessed != token_ids[-1]:
                 break
-            num_accepted += 1
             self._computed(sequence, 1)
             sequence.expect_token(-1)
             more = self._take_token(sequence, token_id, logprob, now_ns)
-            logprobs = None if output.logprobs is None else output.logprobs + (more.logprobs or [])
-            output = CoreOutput(output.key, output.token_ids + more.token_ids, logprobs, more.finish)
+            token_ids += more.token_ids
+            logprobs = logprobs and logprobs + (more.logprobs or [])
+            finish = more.finish
+        num_accepted = len(token_ids) - 1
         sequence.num_drafted += len(chunk.draft)
         sequence.num_accepted += num_accepted
         self.drafted_tokens_total += len(chunk.draft)
@@ -329,7 +329,7 @@ class Scheduler:
             self.places.verified(sequence)
             if not sequence.has_credit:
                 self._park(sequence)
-        return output
+        return CoreOutput(output.key, token_ids, logprobs, finish)
 
     def _park(self, sequence: Sequence) -> None:
         self.places.park(sequence)

@@ -1,67 +1,76 @@
-"""What a step of decodes takes by its rows, where a regression that is straight in the rows is wrong: a few rows more
+"""What a step takes with drafted rows in it, where a regression that is straight in the rows is wrong: a few rows more
 may cost nothing, or read as many experts more."""
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 
-_EXACT_ROWS = 16  # up to which each number of rows is learned by itself
-_PER_OCTAVE = 4
-_WEIGHT = 0.15
-_MOST, _LEAST = 2.0, 0.5  # a step may say that the figure is wrong by so much, and no more: a hiccup is soon forgotten
-_FORGET = 0.998  # a step: what was not seen for long is tried again
-
-
-def _place(rows: int) -> int:
-    if rows <= _EXACT_ROWS:
-        return rows
-    return _EXACT_ROWS + round(_PER_OCTAVE * math.log2(rows / _EXACT_ROWS))
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of steps with drafts: few sizes, since what replays a step is made for each
+_WEIGHT = 0.1  # of a step
+_MOST, _LEAST = 1.5, 0.67  # a step may say that the figure is wrong by so much, and no more
+_FORGET = 0.998  # a step: what was not tried for long is tried again
+_PER_CONTEXT = 10_000  # tokens, the unit of the model's coefficient
+_CONTEXT_TERM = 4
 
 
 class RowCosts:
-    """Seconds of steps, by what the model of steps' times says and by how wrong it was about so many rows."""
+    """Steps without drafts are the regression's business. What more rows take is measured before the first request,
+    and corrected by what steps with drafts took."""
 
     def __init__(self, step_time: StepTimeModel) -> None:
         self._step_time = step_time
-        self._places: list[int] = []  # in order
-        self._ratios: list[float] = []  # measured ÷ predicted
-        self._seen_once: set[int] = set()
+        self.sizes: tuple[int, ...] = SIZES
+        self._measured_s: list[float] = []  # by size
+        self._wrong = dict.fromkeys((0, *SIZES), 1.0)  # measured ÷ predicted, by rows; 0: steps without drafts
 
-    def seconds(self, shape: StepShape) -> float:
-        predicted = self._step_time.predict_s(shape)
-        return predicted if shape.prefill_rows else predicted * self._ratio(_place(shape.decode_rows))
+    def measured(self, seconds: list[float]) -> None:
+        """A step of decodes took so long at each of the first SIZES; larger ones are not for drafts."""
+        self._measured_s = seconds
+        self.sizes = SIZES[: len(seconds)]
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """A step took so long. The first of its kind is not believed: it may have compiled or recorded something."""
+    def seconds(self, shape: StepShape, num_drafted: int) -> float:
+        """Of a step of this shape, of whose decoding rows so many are to be drafted in addition."""
+        plain_s = self._step_time.predict_s(shape) * self._wrong[0]
+        if not num_drafted:
+            return plain_s
+        rows = shape.decode_rows
+        return self._with_drafts_s(shape, plain_s, num_drafted) * self._wrong[rows + num_drafted]
+
+    def observe(self, shape: StepShape, num_drafted: int, seconds: float) -> None:
+        """A step of this shape, which counts the drafted rows, took so long."""
         if shape.prefill_rows or seconds <= 0:
             return
-        place = _place(shape.decode_rows)
-        if place not in self._seen_once:
-            self._seen_once.add(place)
-            return
-        ratio = seconds / self._step_time.predict_s(shape)
-        mean = sum(self._ratios) / len(self._ratios) if self._ratios else ratio
-        self._ratios = [mean + _FORGET * (known - mean) for known in self._ratios]
-        at = bisect_left(self._places, place)
-        if at < len(self._places) and self._places[at] == place:
-            known = self._ratios[at]
-            self._ratios[at] += _WEIGHT * (min(max(ratio, _LEAST * known), _MOST * known) - known)
-        else:
-            self._places.insert(at, place)
-            self._ratios.insert(at, ratio)
+        for rows, wrong in self._wrong.items():
+            self._wrong[rows] = 1 + _FORGET * (wrong - 1)
+        place, rows = 0, shape.decode_rows
+        if num_drafted:
+            place = rows
+            if place not in self._wrong:
+                return
+            context = shape.decode_context * (rows - num_drafted) // rows
+            shape = shape._replace(decode_rows=rows - num_drafted, decode_context=context)
+        known = self._wrong[place]
+        predicted_s = self.seconds(shape, num_drafted) / known
+        found = min(max(seconds / predicted_s, _LEAST * known), _MOST * known)
+        self._wrong[place] += _WEIGHT * (found - known)
 
-    def _ratio(self, place: int) -> float:
-        """Between two that are known, on a straight line; beyond them, as the nearest."""
-        places, ratios = self._places, self._ratios
-        if not places:
-            return 1.0
-        at = bisect_left(places, place)
-        if at == len(places):
-            return ratios[-1]
-        if places[at] == place or at == 0:
-            return ratios[at]
-        share = (place - places[at - 1]) / (places[at] - places[at - 1])
-        return ratios[at - 1] + share * (ratios[at] - ratios[at - 1])
+    def _with_drafts_s(self, shape: StepShape, plain_s: float, num_drafted: int) -> float:
+        rows = shape.decode_rows
+        context = num_drafted * shape.decode_context // rows
+        if not self._measured_s or shape.prefill_rows:
+            more = shape._replace(decode_rows=rows + num_drafted, decode_context=shape.decode_context + context)
+            return plain_s * self._step_time.predict_s(more) / self._step_time.predict_s(shape)
+        context_s = self._step_time.coefficients[_CONTEXT_TERM] * context / _PER_CONTEXT
+        return plain_s * self._of_rows(rows + num_drafted) / self._of_rows(rows) + context_s
+
+    def _of_rows(self, rows: int) -> float:
+        """Measured, or on a straight line between what was."""
+        at = bisect_left(self.sizes, rows)
+        if at == len(self.sizes):
+            return self._measured_s[-1] * rows / self.sizes[-1]
+        if self.sizes[at] == rows:
+            return self._measured_s[at]
+        share = (rows - self.sizes[at - 1]) / (self.sizes[at] - self.sizes[at - 1])
+        return self._measured_s[at - 1] + share * (self._measured_s[at] - self._measured_s[at - 1])

@@ -7,21 +7,29 @@ it brings, there are none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from typing import NamedTuple
 
-from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.planner import Planner
 from moiety_engine.scheduling.speculation.costs import RowCosts
 from moiety_engine.scheduling.speculation.history import History
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 
-MOST_ROWS = 64  # drafted tokens of a step, of all sequences
-_GAIN = 1.05  # tokens a second, times those without drafts: less is not worth being wrong
+_GAIN = 1.2  # tokens a second, times those without drafts: less is lost in looking for guesses, and on wrong ones
 _LEAST_CHANCE = 0.05
 _OTHERS_WAIT = 1.25  # times a step without drafts: what one's draft may delay others who are late anyway
-_SMALL = 8  # sequences, up to which looking costs next to nothing
+_SMALL = 1  # sequences, up to which looking costs next to nothing
 _LONGEST_PAUSE = 16  # steps
+
+
+class Guess(NamedTuple):
+    """What may follow a sequence's newest token. `first`: the chance that its first token is right; `chance`: that one
+    is right after others that are."""
+
+    token_ids: list[int]
+    first: float = 0.0
+    chance: float = 0.0
 
 
 class Speculator:
@@ -30,72 +38,79 @@ class Speculator:
     def __init__(self, num_tokens: int, step_time: StepTimeModel) -> None:
         """`num_tokens`: the longest draft."""
         self._num_tokens = num_tokens
-        self._costs = RowCosts(step_time)
+        self.costs = RowCosts(step_time)
         self._pause = self._num_in_vain = 0  # steps
+        self._last: tuple[int, StepShape, int] | None = None  # of the step before: when planned, shape, drafted tokens
 
-    def extend(self, planner: Planner, slack_s: float) -> None:
+    def extend(self, planner: Planner, slack_s: float, now_ns: int, *, overlaps: bool) -> None:
         """Give decodes of the step drafts, where that pays. `slack_s`: until the first token is due that is owed in
-        time."""
+        time. `overlaps`: the next step is planned while this one runs, without those that have a draft in it."""
+        if self._last is not None:  # from plan to plan: what is done with a step's tokens takes time, too
+            planned_ns, shape, num_drafted = self._last
+            self.costs.observe(shape, num_drafted, (now_ns - planned_ns) / 1e9)
+        self._extend(planner, slack_s, overlaps=overlaps)
+        self._last = None if planner.empty else (now_ns, planner.shape, planner.num_drafted)
+
+    def _extend(self, planner: Planner, slack_s: float, *, overlaps: bool) -> None:
         if self._pause:
             self._pause -= 1
             return
         num_decodes = len(planner.decodes)
-        most = min(MOST_ROWS, planner.rows_left)
-        if not num_decodes or most <= 0:
+        if not num_decodes or planner.rows_left <= 0 or num_decodes >= self.costs.sizes[-1]:
             return
         guesses = [self._guess(chunk.sequence) for chunk in planner.decodes]
-        chances = sorted(_chances(guesses), reverse=True)[:most]
+        likeliest = _by_chance(guesses)[: planner.rows_left]
+        missed = 1.0 if overlaps and num_decodes > 1 else 0.0
         lengths = [0] * num_decodes
-        for _, place in chances[: self._best(planner.shape, [chance for chance, _ in chances], slack_s)]:
+        for _, place, _ in likeliest[: self._best(planner.shape, likeliest, slack_s, missed)]:
             lengths[place] += 1
         for place, length in enumerate(lengths):
             if length:
-                planner.draft(place, guesses[place][0][:length])
+                planner.draft(place, guesses[place].token_ids[:length])
         self._num_in_vain = 0 if any(lengths) else self._num_in_vain + 1
         if num_decodes > _SMALL:
             self._pause = min(self._num_in_vain, _LONGEST_PAUSE)
 
-    def stepped(self, plan: Plan, seconds: float) -> None:
-        """The step took so long."""
-        self._costs.observe(plan.shape, seconds)
-
-    def _guess(self, sequence: Sequence) -> tuple[list[int], float, float]:
-        """A draft, and the chances of its first token and of each that follows it. The token that the running step
-        samples is guessed, too, and not drafted."""
+    def _guess(self, sequence: Sequence) -> Guess:
+        """The token that the running step samples is guessed, too, and not drafted."""
         history: History | None = sequence.history
         if history is None:
             history = sequence.history = History()
         draft = history.guess(sequence, self._num_tokens + 1)
         room = min(sequence.credit_tokens, sequence.submit.max_tokens) - sequence.num_output - 1
         if not draft or room <= 0:
-            return [], 0.0, 0.0
+            return Guess([])
         first = chance = history.chance
         if sequence.pending:
             draft, first = draft[1:], chance * chance
-        return draft[: min(room, self._num_tokens)], first, chance
+        return Guess(draft[: min(room, self._num_tokens)], first, chance)
 
-    def _best(self, shape: StepShape, chances: list[float], slack_s: float) -> int:
-        """How many of the drafted tokens, the likeliest first, bring the most tokens a second."""
-        rows, context = shape.decode_rows, shape.decode_context // shape.decode_rows
-        seconds = self._costs.seconds(shape)
-        longest_s = max(slack_s, _OTHERS_WAIT * seconds) if rows > 1 else float("inf")
+    def _best(self, shape: StepShape, likeliest: list[tuple[float, int, bool]], slack_s: float, missed: float) -> int:
+        """How many of the drafted tokens bring the most tokens a second. `missed`: what a sequence with a draft loses
+        of the step after this."""
+        rows = shape.decode_rows
+        seconds = self.costs.seconds(shape, 0)
+        longest_s = max(slack_s, _OTHERS_WAIT * seconds) if rows > 1 else math.inf
         tokens = float(rows + shape.prefill_rows)
         best, best_rate = 0, _GAIN * tokens / seconds
-        for i, chance in enumerate(chances, 1):
-            tokens += chance
-            with_drafts = shape._replace(decode_rows=rows + i, decode_context=shape.decode_context + i * context)
-            seconds = self._costs.seconds(with_drafts)
-            if seconds <= longest_s and tokens / seconds > best_rate:
-                best, best_rate = i, tokens / seconds
+        for count, (chance, _, is_first) in enumerate(likeliest, 1):
+            tokens += chance - missed * is_first
+            if rows + count in self.costs.sizes:
+                seconds = self.costs.seconds(shape, count)
+                if seconds <= longest_s and tokens / seconds > best_rate:
+                    best, best_rate = count, tokens / seconds
         return best
 
 
-def _chances(guesses: list[tuple[list[int], float, float]]) -> Iterable[tuple[float, int]]:
-    """Of each drafted token, that it and all before it are right, and whose it is."""
-    for place, (draft, first, chance) in enumerate(guesses):
-        all_right = first
-        for _ in draft:
+def _by_chance(guesses: list[Guess]) -> list[tuple[float, int, bool]]:
+    """Of each guessed token the chance that it and all before it are right, whose it is, and whether it is the first;
+    the likeliest first."""
+    found = []
+    for place, guess in enumerate(guesses):
+        all_right = guess.first
+        for i in range(len(guess.token_ids)):
             if all_right < _LEAST_CHANCE:
                 break
-            yield all_right, place
-            all_right *= chance
+            found.append((all_right, place, i == 0))
+            all_right *= guess.chance
+    return sorted(found, key=lambda one: -one[0])
