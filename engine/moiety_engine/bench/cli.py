@@ -45,6 +45,10 @@ def bench_engine(
     speculate: Annotated[Speculate, typer.Option(help="guess tokens and verify several at once")] = Speculate.OFF,
     speculate_tokens: Annotated[int, typer.Option(min=1, help="the most tokens guessed at once")] = 7,
     cuda_graphs: Annotated[bool, typer.Option(help="replay decode steps, on a GPU")] = True,
+    tp: Annotated[int, typer.Option(min=1, help="ranks that share heads and columns")] = 1,
+    dp_attention: Annotated[int, typer.Option(min=1, help="groups of such ranks, with sequences of their own")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="parts of the experts, over those ranks")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="stages of layers")] = 1,
     calibrate: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="instead, measure steps of many shapes for moiety simulate"),
@@ -84,6 +88,10 @@ def bench_engine(
             speculate=speculate,
             speculate_tokens=speculate_tokens,
             cuda_graphs=cuda_graphs,
+            tp=tp,
+            dp_attention=dp_attention,
+            ep=ep,
+            pp=pp,
         )
         with Progress(console=console, disable=not console.is_terminal) as progress:
             loading = progress.add_task("loading", total=None)

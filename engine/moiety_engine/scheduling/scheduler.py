@@ -55,9 +55,8 @@ class Scheduler:
         step_time: StepTimeModel | None = None,
         lengths: OutputPredictor | None = None,
         swap: SwapCost | None = None,
-        draft_tokens: int = 0,
+        draft_tokens: int = 0,  # the longest draft; only where nothing is padded
     ) -> None:
-        """`draft_tokens`: the longest draft; 0 for none. Only for a strategy that pads nothing."""
         self.kv = kv
         self.limits = limits
         self._strategy = strategy
@@ -159,8 +158,7 @@ class Scheduler:
         row = -1
         for chunk in plan.chunks:
             sequence = chunk.sequence
-            num_drafted = len(chunk.draft)
-            first, row = row + 1, row + chunk.samples + num_drafted
+            first, row = row + 1, row + chunk.samples + (num_drafted := len(chunk.draft))
             if sequence.place is Place.ENDED or (sequence.ghost and chunk.num_tokens):
                 continue  # it ended after this step was planned
             self._computed(sequence, chunk.num_tokens - num_drafted)
@@ -204,7 +202,7 @@ class Scheduler:
             sequence = chunk.sequence
             if chunk.samples:
                 token_id, logprob = next(sampled)
-                drafted = list(islice(sampled, len(chunk.draft)))
+                drafted = list(islice(sampled, len(chunk.draft))) if chunk.draft else []
                 if sequence.pending_row < 0:
                     self.overshot_tokens_total += 1
                     continue
@@ -229,6 +227,10 @@ class Scheduler:
         return outputs
 
     # ── what is there ──
+
+    def begun_ns(self, plan: Plan) -> int:
+        """When a step that is not yet committed began to run: once it was planned, and the one before had ended."""
+        return self._watch.begun_ns(plan)
 
     @property
     def num_running(self) -> int:
@@ -321,8 +323,7 @@ class Scheduler:
             logprobs = logprobs and logprobs + (more.logprobs or [])
             finish = more.finish
         num_accepted = len(token_ids) - 1
-        sequence.num_drafted += len(chunk.draft)
-        sequence.num_accepted += num_accepted
+        sequence.verified(len(chunk.draft), num_accepted)
         self.drafted_tokens_total += len(chunk.draft)
         self.accepted_tokens_total += num_accepted
         if sequence.place is Place.RUNNING:
