@@ -227,11 +227,6 @@ class Sequence:
             self.next_due_s = math.inf
         self.due_s = self.next_due_s
 
-    def verified(self, num_drafted: int, num_accepted: int) -> None:
-        """A draft was computed, and so much of it came true."""
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
-
     def forgo_token(self) -> None:
         """A pending token will not be wanted."""
         if self.pending_row >= 0:

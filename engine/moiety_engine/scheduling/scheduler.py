@@ -38,6 +38,7 @@ from moiety_engine.scheduling.watch import StepWatch
 from moiety_engine.sequence import Place, Sequence
 from moiety_wire.messages import ClassLoad, FinishReason
 
+_Sampled = tuple[int, CoreLogprob | None]
 _QUEUED = (Place.WAITING, Place.RETURNING)
 
 
@@ -201,14 +202,15 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if chunk.samples:
-                token_id, logprob = next(sampled)
+                token = next(sampled)
                 drafted = list(islice(sampled, len(chunk.draft))) if chunk.draft else []
                 if sequence.pending_row < 0:
                     self.overshot_tokens_total += 1
                     continue
-                output = self._take_token(sequence, token_id, logprob, now_ns)
                 if drafted:
-                    output = self._take_draft(chunk, output, drafted, now_ns)
+                    output = self._take_draft(chunk, token, drafted, now_ns)
+                else:
+                    output = self._take_token(sequence, *token, now_ns)
                 got_token += [sequence] * len(output.token_ids)
                 outputs.append(output)
             elif chunk.embeds:
@@ -308,29 +310,29 @@ class Scheduler:
             finish = ends and self._end(sequence, *ends, now_ns)
         return CoreOutput(submit.key, [token_id], None if logprob is None else [logprob], finish, num_cached)
 
-    def _take_draft(
-        self, chunk: Chunk, output: CoreOutput, drafted: list[tuple[int, CoreLogprob | None]], now_ns: int
-    ) -> CoreOutput:
-        """What follows the first token: as long as a guess was what came, what was sampled after it counts, too."""
-        sequence, token_ids, logprobs, finish = chunk.sequence, output.token_ids, output.logprobs, output.finish
-        for guessed, (token_id, logprob) in zip(chunk.draft, drafted, strict=True):
+    def _take_draft(self, chunk: Chunk, first: _Sampled, drafted: list[_Sampled], now_ns: int) -> CoreOutput:
+        """The first token, and what follows: as long as a guess is what came, what was sampled after it counts, too."""
+        sequence = chunk.sequence
+        sequence.num_drafted += len(chunk.draft)
+        self.drafted_tokens_total += len(chunk.draft)
+        output = self._take_token(sequence, *first, now_ns)
+        token_ids, logprobs, finish = output.token_ids, output.logprobs, output.finish
+        for guessed, sampled in zip(chunk.draft, drafted, strict=True):
             if finish is not None or guessed != token_ids[-1]:
                 break
+            sequence.num_accepted += 1
+            self.accepted_tokens_total += 1
             self._computed(sequence, 1)
             sequence.expect_token(-1)
-            more = self._take_token(sequence, token_id, logprob, now_ns)
+            more = self._take_token(sequence, *sampled, now_ns)
             token_ids += more.token_ids
             logprobs = logprobs and logprobs + (more.logprobs or [])
             finish = more.finish
-        num_accepted = len(token_ids) - 1
-        sequence.verified(len(chunk.draft), num_accepted)
-        self.drafted_tokens_total += len(chunk.draft)
-        self.accepted_tokens_total += num_accepted
         if sequence.place is Place.RUNNING:
             self.places.verified(sequence)
             if not sequence.has_credit:
                 self._park(sequence)
-        return CoreOutput(output.key, token_ids, logprobs, finish)
+        return CoreOutput(sequence.key, token_ids, logprobs, finish)
 
     def _park(self, sequence: Sequence) -> None:
         self.places.park(sequence)
