@@ -16,11 +16,14 @@ from moiety_engine.scheduling.speculation.history import History
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 
-_GAIN = 1.2  # tokens a second, times those without drafts: less is lost in looking for guesses, and on wrong ones
+# Tokens a second, times those without drafts: less is lost in looking for guesses, and on wrong ones; and where several
+# share a step, those that get ahead leave the others to steps that fewer share.
+_GAIN_ALONE, _GAIN_TOGETHER = 1.2, 1.5
 _LEAST_CHANCE = 0.05
 _OTHERS_WAIT = 1.25  # times a step without drafts: what one's draft may delay others who are late anyway
 _SMALL = 1  # sequences, up to which looking costs next to nothing
 _LONGEST_PAUSE = 16  # steps
+_REST_EVERY = 16  # looks, so that it stays known what a step takes without them
 
 
 class Guess(NamedTuple):
@@ -39,7 +42,7 @@ class Speculator:
         """`num_tokens`: the longest draft."""
         self._num_tokens = num_tokens
         self.costs = RowCosts(step_time)
-        self._pause = self._num_in_vain = 0  # steps
+        self._pause = self._num_in_vain = self._num_looks = 0  # steps
         self._last: tuple[int, StepShape, int] | None = None  # of the step before: when planned, shape, drafted tokens
 
     def extend(self, planner: Planner, slack_s: float, now_ns: int, *, overlaps: bool) -> None:
@@ -48,13 +51,15 @@ class Speculator:
         if self._last is not None:  # from plan to plan: what is done with a step's tokens takes time, too
             planned_ns, shape, num_drafted = self._last
             self.costs.observe(shape, num_drafted, (now_ns - planned_ns) / 1e9)
-        self._extend(planner, slack_s, overlaps=overlaps)
-        self._last = None if planner.empty else (now_ns, planner.shape, planner.num_drafted)
+        looks = not self._pause
+        if looks:
+            self._extend(planner, slack_s, overlaps=overlaps)
+        else:
+            self._pause -= 1
+        in_vain = looks and not planner.num_drafted and len(planner.decodes) > _SMALL  # no measure of what goes without
+        self._last = None if planner.empty or in_vain else (now_ns, planner.shape, planner.num_drafted)
 
     def _extend(self, planner: Planner, slack_s: float, *, overlaps: bool) -> None:
-        if self._pause:
-            self._pause -= 1
-            return
         num_decodes = len(planner.decodes)
         if not num_decodes or planner.rows_left <= 0 or num_decodes >= self.costs.sizes[-1]:
             return
@@ -67,9 +72,11 @@ class Speculator:
         for place, length in enumerate(lengths):
             if length:
                 planner.draft(place, guesses[place].token_ids[:length])
+        self._num_looks += 1
         self._num_in_vain = 0 if any(lengths) else self._num_in_vain + 1
         if num_decodes > _SMALL:
-            self._pause = min(self._num_in_vain, _LONGEST_PAUSE)
+            rest = self._num_looks % _REST_EVERY == 0
+            self._pause = max(rest, min(self._num_in_vain, _LONGEST_PAUSE))
 
     def _guess(self, sequence: Sequence) -> Guess:
         """The token that the running step samples is guessed, too, and not drafted."""
@@ -92,7 +99,7 @@ class Speculator:
         seconds = self.costs.seconds(shape, 0)
         longest_s = max(slack_s, _OTHERS_WAIT * seconds) if rows > 1 else math.inf
         tokens = float(rows + shape.prefill_rows)
-        best, best_rate = 0, _GAIN * tokens / seconds
+        best, best_rate = 0, (_GAIN_TOGETHER if rows > 1 else _GAIN_ALONE) * tokens / seconds
         for count, (chance, _, is_first) in enumerate(likeliest, 1):
             tokens += chance - missed * is_first
             if rows + count in self.costs.sizes:
