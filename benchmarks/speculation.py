@@ -58,9 +58,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=6, choices=sorted(T_975))
     parser.add_argument("--tokens", type=int, default=256, help="of each answer of the demo model")
     parser.add_argument("--checkpoint-tokens", type=int, default=64)
-    parser.add_argument(
-        "--checkpoint-streams", type=int, default=8, help="workloads of more are left out"
-    )
+    parser.add_argument("--checkpoint-streams", type=int, default=8, help="workloads of more are left out")
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="processor")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "speculation.json")
     options = parser.parse_args()

@@ -86,9 +86,8 @@ class Scheduler:
         self._running: Plan | None = None  # launched, and not committed
         self._watch = StepWatch(self.step_time)
         self.speculator = Speculator(draft_tokens, self.step_time) if draft_tokens else None
+        self.output_tokens_total = self.recomputed_tokens_total = 0
         self.drafted_tokens_total = self.accepted_tokens_total = 0
-        self.output_tokens_total = 0
-        self.recomputed_tokens_total = 0
         self.overshot_tokens_total = 0  # sampled for sequences that had ended by then
 
     # ── requests come and go ──
@@ -287,8 +286,8 @@ class Scheduler:
             )
             self._fill(planner, view, now_ns)
         if self.speculator is not None:
-            slack_s, overlaps = due_s - self._watch.free_s(now_ns), self._running is not None
-            self.speculator.extend(planner, slack_s, now_ns, overlaps=overlaps)
+            slack_s = due_s - self._watch.free_s(now_ns)
+            self.speculator.extend(planner, slack_s, now_ns, overlaps=self._running is not None)
 
     def _fill(self, planner: Planner, view: BatchView, now_ns: int) -> None:
         joinable = self._strategy.joinable(queue_view(self.places, self.limits, now_ns))
@@ -321,13 +320,13 @@ class Scheduler:
             if finish is not None or guessed != token_ids[-1]:
                 break
             sequence.num_accepted += 1
-            self.accepted_tokens_total += 1
             self._computed(sequence, 1)
             sequence.expect_token(-1)
             more = self._take_token(sequence, *sampled, now_ns)
             token_ids += more.token_ids
             logprobs = logprobs and logprobs + (more.logprobs or [])
             finish = more.finish
+        self.accepted_tokens_total += len(token_ids) - 1
         if sequence.place is Place.RUNNING:
             self.places.verified(sequence)
             if not sequence.has_credit:
