@@ -274,14 +274,13 @@ class Scheduler:
         due_s, context = self.places.sums_of(decoding)
         planner.add_decodes(decoding, context)
         if self.policy.num_queued and planner.rows_left > 0:
-            pool = self.kv.pool
             view = BatchView(
                 planner.shape,
                 due_s - self._watch.free_s(now_ns),
                 self.places.running,
                 self.places.worst_rank_running,
-                pool.num_free,
-                pool.num_blocks,
+                self.kv.pool.num_free,
+                self.kv.pool.num_blocks,
                 self.places.predicted_output,
             )
             self._fill(planner, view, now_ns)
