@@ -19,7 +19,7 @@ import torch
 from moiety_engine.assembly import assemble, telling
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
-from moiety_engine.config import Batching, EngineConfig, PolicyName
+from moiety_engine.config import Batching, EngineConfig, PolicyName, Speculate
 from moiety_engine.distribution.crew import Crew
 from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.errors import OutOfMemory
@@ -36,7 +36,8 @@ from moiety_engine.runner.resident import Resident, free_cached_memory
 from moiety_engine.runner.runner import Flight
 from moiety_engine.runner.sizes import sizes_for
 from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.scheduler import Limits, Scheduler
+from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.steps.tracer import StepTracer
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
@@ -76,7 +77,9 @@ class EngineLoop:
         ledger = KvLedger(pool, sizes.block_size, prefix_caching=config.prefix_caching, host=host, answers_apart=apart)
         limits = Limits(sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms)
         policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
-        self.scheduler = Scheduler(ledger, limits, STRATEGIES[config.batching], policy)
+        draft_tokens = 0 if config.speculate is Speculate.OFF else config.speculate_tokens
+        strategy = STRATEGIES[config.batching]
+        self.scheduler = Scheduler(ledger, limits, strategy, policy, draft_tokens=draft_tokens)
         self._flight: Flight | None = None  # launched, and not collected
         self._outputs: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
@@ -177,6 +180,8 @@ class EngineLoop:
     def warm_up(self) -> None:
         """See that the first request does not pay for what is done once. Only before the first request."""
         self.scheduler.swap_costs(self._awake().warm_up())
+        if self.scheduler.speculator is not None:
+            self.scheduler.speculator.costs.measured(self._awake().time_decodes(self._clock_ns))
 
     # ── asleep ──
 
@@ -260,6 +265,8 @@ class EngineLoop:
             swapped_in_blocks_total=scheduler.kv.swapped_in_total,
             classes=scheduler.class_loads(),
             overshot_tokens_total=scheduler.overshot_tokens_total,
+            drafted_tokens_total=scheduler.drafted_tokens_total,
+            accepted_tokens_total=scheduler.accepted_tokens_total,
         )
 
     def _queue(self, submit: CoreSubmit, guide: Follower | None) -> None:

@@ -102,6 +102,8 @@ class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
     events: list[CoreEvent]
     num_recomputed_tokens: int
     embedding: bytes = b""  # a unit vector, little-endian float32
+    num_drafted_tokens: int = 0  # guessed and computed
+    num_accepted_tokens: int = 0  # of them, those that came true
 
 
 class CoreOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -145,6 +147,8 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
     swapped_in_blocks_total: int = 0
     classes: list[ClassLoad] = []
     overshot_tokens_total: int = 0  # computed for requests that had ended by then; nobody pays for them
+    drafted_tokens_total: int = 0
+    accepted_tokens_total: int = 0
 
 
 class CoreState(StrEnum):

@@ -338,6 +338,8 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     num_recomputed_tokens: int = 0  # computed again after preemptions; metered, not billed
     detail: str = ""  # the stop string that matched; max_tokens, context, credit_refused; silent_gateway, draining
     embedding: bytes = b""  # of `Submit.embed`, unless aborted: a unit vector, little-endian float32
+    num_drafted_tokens: int = 0  # guessed and computed; nobody pays for a guess
+    num_accepted_tokens: int = 0  # of them, those that came true
     steps: bytes = b""
 
 
@@ -415,6 +417,8 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     sleep: SleepState = SleepState.AWAKE
     sleep_problem: str = ""  # why it did not fall asleep, or wake, when it was last told to
     unsettled_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled
+    drafted_tokens_total: int = 0
+    accepted_tokens_total: int = 0
 
 
 ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled | ExpertLoad | ExpertBalance

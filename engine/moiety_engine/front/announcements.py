@@ -46,6 +46,8 @@ def make_load(
         sleep=sleep,
         sleep_problem=sleep_problem,
         unsettled_replicas=unsettled_replicas,
+        drafted_tokens_total=load.drafted_tokens_total,
+        accepted_tokens_total=load.accepted_tokens_total,
     )
 
 

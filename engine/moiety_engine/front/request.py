@@ -217,6 +217,8 @@ class OpenRequest:
             num_recomputed_tokens=finish.num_recomputed_tokens,
             detail=detail,
             embedding=finish.embedding,
+            num_drafted_tokens=finish.num_drafted_tokens,
+            num_accepted_tokens=finish.num_accepted_tokens,
             steps=b"" if self._steps is None else self._steps.packed(),
         )
 

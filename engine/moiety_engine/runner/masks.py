@@ -19,6 +19,7 @@ import torch
 from moiety_engine.guiding.follower import ASTRAY, TOO_COSTLY, Follower
 from moiety_engine.sampling import Drawn
 from moiety_engine.sampling.allowed import Allowed, write_out
+from moiety_engine.sampling.rows import Row
 from moiety_engine.sequence import Sequence
 from moiety_engine.staging import Mark
 
@@ -70,7 +71,7 @@ class MaskMaker:
         self._num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="masks") if num_words else None
 
-    def begin(self, rows: Rows[Sequence], before: Launched | None) -> Masks | None:
+    def begin(self, rows: Rows[Row], before: Launched | None) -> Masks | None:
         """For rows that a step samples; None if none of them has a guide. `before`: the step that runs."""
         guided = [i for i, row in enumerate(rows) if row.guide is not None]
         if not guided or self._threads is None:
@@ -87,7 +88,8 @@ class MaskMaker:
         return Masks(Allowed(guided, words_JW, banned_JV), parts)
 
 
-def _task(row: Sequence) -> _Task:
+def _task(row: Row) -> _Task:
+    assert isinstance(row, Sequence), "who has a guide gets no draft"
     follower, begin = row.guide, row.num_prompt
     assert follower is not None, "only rows with a guide have a mask"
     known = row.tokens[begin + follower.num_taken : row.num_known]

@@ -19,10 +19,10 @@ from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.embeddings import as_bytes, unit_vectors
 from moiety_engine.runner.graphs import DecodeGraphs
-from moiety_engine.runner.inputs import BatchBuilder, sampled
+from moiety_engine.runner.inputs import BatchBuilder
 from moiety_engine.runner.masks import MaskMaker
 from moiety_engine.runner.orders import Orders
-from moiety_engine.sampling import Drawn, Sampler
+from moiety_engine.sampling import Drawn, Sampler, rows_of
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.staging import Mark, Staging
 
@@ -40,7 +40,8 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a step brought: tokens for the chunks that sample, vectors for those that embed, in the plan's order."""
+    """What a step brought: tokens for the chunks that sample, one each and one for each token of its draft, vectors for
+    those that embed, in the plan's order."""
 
     token_ids: list[int]
     logprobs: list[CoreLogprob | None]
@@ -76,7 +77,7 @@ class Runner:
         """Queue the step. A token that is pending in its sequences is one that the step launched before it samples."""
         self.staging.turn()
         host, before_L = self._builder.arrange(plan), self._sampled_L
-        rows = [chunk.sequence for chunk in sampled(plan)]
+        rows = rows_of(plan)
         masks = self._masks.begin(rows, self._newest)
         self._orders.step(host, len(rows))
         if self.graphs is not None and self.graphs.takes(host):
