@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling
+from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling, Step
 
 
 class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
@@ -22,7 +22,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     service: ServiceClass
     prompt_ids: list[int]
     sampling: Sampling
-    max_tokens: int  # output tokens, already clipped to the context
+    max_tokens: int  # output tokens; those beyond the context are not made
     min_tokens: int
     stop_token_ids: list[int]  # end-of-sequence ids included unless ignore_eos
     credit_tokens: int
@@ -164,11 +164,19 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     embedding_width: int = 0  # 0: this core makes no embeddings
 
 
+class TracedStep(msgspec.Struct, frozen=True, array_like=True):
+    """A step that was looked at, and whose requests ran in it; the front knows their classes."""
+
+    step: Step
+    keys: list[int]
+
+
 class CoreStep(msgspec.Struct, frozen=True, tag="step"):
     outputs: list[CoreOutput]
     failures: list[CoreFailure]
     load: CoreLoad
     admissions: list[CoreAdmission] = []
+    traced: list[TracedStep] = []
 
 
 class CoreRested(msgspec.Struct, frozen=True, tag="rested"):

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from moiety_engine.config import Batching, LoadFormat, MoeKernel, Overlap, PolicyName
+from moiety_engine.config import MAX_TRACED_PER_S, Batching, LoadFormat, MoeKernel, Overlap, PolicyName
 
 LISTENING = "Where it listens"
 MEMORY = "Batching and memory"
+RANKS = "Over several devices"
 TESTING = "Without a model"
 
 
@@ -133,6 +134,48 @@ LoadFormatOption = Annotated[
         help="Where weights come from; dummy: drawn at random, so that config.json and the tokenizer are enough.",
     ),
 ]
+TpOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_TP",
+        min=1,
+        rich_help_panel=RANKS,
+        help="Ranks that share the heads and columns of each layer. Ranks = pp × dp-attention × tp.",
+    ),
+]
+DpAttentionOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_DP_ATTENTION",
+        min=1,
+        rich_help_panel=RANKS,
+        help="Groups of such ranks, each with sequences of its own, that share the experts.",
+    ),
+]
+EpOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_EP",
+        min=1,
+        rich_help_panel=RANKS,
+        help="Parts that the experts are divided into, over those same ranks; divides dp-attention × tp.",
+    ),
+]
+PpOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_PP", min=1, rich_help_panel=RANKS, help="Stages of layers, one after the other."
+    ),
+]
+JoinTimeoutOption = Annotated[
+    float,
+    typer.Option(
+        envvar="MOIETY_ENGINE_JOIN_TIMEOUT_S",
+        min=1,
+        rich_help_panel=RANKS,
+        help="Seconds that ranks wait for each other at the start.",
+    ),
+]
 OverlapOption = Annotated[
     Overlap,
     typer.Option(
@@ -236,6 +279,15 @@ CoreSilenceOption = Annotated[
         envvar="MOIETY_ENGINE_CORE_SILENCE_S",
         min=1,
         help="Seconds without a sign of life after which the core counts as hung and is killed; more than any step.",
+    ),
+]
+TracedStepsOption = Annotated[
+    float,
+    typer.Option(
+        envvar="MOIETY_ENGINE_TRACED_STEPS_PER_S",
+        min=0,
+        max=MAX_TRACED_PER_S,
+        help="Steps a second that are looked at closely, for the traces of the requests in them; 0 for none.",
     ),
 ]
 ScriptedOption = Annotated[
