@@ -1,7 +1,7 @@
 #!/bin/bash
 # Builds the images with docker or podman, whichever is here, named as chart and compose.yaml name them: `make images`.
 #   IMAGES="gateway dashboard"   some of them; all three if not set
-#   TORCH=cpu                    the engine without CUDA, which for laptops and kind is a tenth of the size
+#   TORCH=cpu                    the engine without CUDA, for laptops and kind: a fraction of the size, and no GPU
 #   REGISTRY=registry.example.com/ml/   put before the names
 #   BASE_DIGEST=@sha256:…        the very base that an earlier image was built from
 set -euo pipefail
@@ -23,10 +23,8 @@ else
 fi
 
 for image in $IMAGES; do
-  tag=$VERSION
-  if [ "$image" = engine ] && [ "$TORCH" = cpu ]; then tag=$VERSION-cpu; fi
-  echo "building ${REGISTRY}moiety-$image:$tag …"
-  build "${REGISTRY}moiety-$image:$tag" --file helm/images/Dockerfile --target "$image" \
+  echo "building ${REGISTRY}moiety-$image:$VERSION …"
+  build "${REGISTRY}moiety-$image:$VERSION" --file helm/images/Dockerfile --target "$image" \
     --build-arg VERSION="$VERSION" --build-arg REVISION="$REVISION" --build-arg SOURCE_DATE_EPOCH="$EPOCH" \
     --build-arg TORCH="$TORCH" --build-arg BASE_DIGEST="${BASE_DIGEST:-}"
 done

@@ -17,6 +17,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from moiety_platform.cluster.entries import missing_entries
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.trace_receiver.settings import TraceSettings
 
@@ -125,3 +126,22 @@ def test_images_compose_and_chart_say_one_version_and_one_user() -> None:
     assert dockerfile.count('ENTRYPOINT ["moiety"]') == 1
     values = yaml.safe_load((ROOT / "helm" / "moiety" / "values.yaml").read_text(encoding="utf-8"))
     assert compose()["services"]["database"]["image"] == values["database"]["bundled"]["image"]
+
+
+def test_every_part_of_the_wheel_is_copied_into_the_build_and_let_through_to_it() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = settings["tool"]["hatch"]["build"]["targets"]["wheel"]
+    roots = {package.partition("/")[0] for package in wheel["packages"]}
+    dockerfile = (IMAGES / "Dockerfile").read_text(encoding="utf-8")
+    assert roots == set(re.findall(r"^COPY (\w+) \1$", dockerfile, re.MULTILINE))
+    let_through = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert {f"!{root}" for root in roots} <= set(let_through)
+    assert let_through[1] == "*"
+
+
+def test_the_install_page_explains_every_example_and_lists_every_entry_of_the_secret() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    examples = [path.name for path in (ROOT / "helm" / "moiety" / "examples").glob("*.yaml")]
+    assert [name for name in examples if f"| [{name}](../helm/moiety/examples/{name}) | " not in page] == []
+    entries = missing_entries({}, "database")
+    assert [name for name in entries if f"`{name}`" not in page] == []

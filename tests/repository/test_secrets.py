@@ -20,9 +20,7 @@ KINDS = {
     "a private key": re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----\s+([A-Za-z0-9+/=\s]{64})"),
     "a key of ours": re.compile(rb"\bmty_[A-Za-z0-9]{16}\.([A-Za-z0-9]{32})"),
     "a key of a cloud": re.compile(rb"\b(?:AKIA|ASIA)([0-9A-Z]{16})\b|\bAIza([0-9A-Za-z_-]{35})"),
-    "a token of a forge": re.compile(
-        rb"\bgh[pousr]_([A-Za-z0-9]{36})|\bglpat-([\w-]{20})|\bhf_([A-Za-z]{34})\b"
-    ),
+    "a token of a forge": re.compile(rb"\bgh[pousr]_([A-Za-z0-9]{36})|\bglpat-([\w-]{20})|\bhf_([A-Za-z]{34})\b"),
     "a token of a registry": re.compile(rb"\bpypi-([A-Za-z0-9_-]{50,})|\bnpm_([A-Za-z0-9]{36})\b"),
     "a key of a model's vendor": re.compile(rb"\bsk-(?:proj-|ant-[a-z0-9]+-)?([A-Za-z0-9_-]{32,})"),
     "a signed token": re.compile(rb"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.([\w-]{20,})"),
