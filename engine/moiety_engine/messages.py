@@ -11,6 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from moiety_wire.classes import ServiceClass
+from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling, Step
 
 
@@ -60,7 +61,7 @@ class CoreRest(msgspec.Struct, frozen=True, tag="rest"):
     asleep: bool
 
 
-ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreRest
+ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreRest | AskExperts
 
 
 class CoreLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -186,4 +187,4 @@ class CoreRested(msgspec.Struct, frozen=True, tag="rested"):
     problem: str = ""
 
 
-ToFront = CoreHello | CoreStep | CoreRested
+ToFront = CoreHello | CoreStep | CoreRested | ExpertLoad | ExpertBalance
