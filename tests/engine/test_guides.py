@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from moiety_demo import checkpoint_path
-from moiety_engine.config import EngineConfig, LoadFormat, Overlap
+from moiety_engine.config import EngineConfig, LoadFormat, Overlap, Speculate
 from moiety_engine.guiding.errors import GuideRefused
 from moiety_engine.guiding.library import Library
 from moiety_engine.loop import EngineLoop, load_loop
@@ -77,12 +77,15 @@ def complaint(document: str, schema: dict[str, Any]) -> str:
     return ""
 
 
-def test_answers_are_valid_and_the_same_with_steps_that_overlap_and_when_preempted(model: EngineLoop) -> None:
+def test_answers_are_valid_and_the_same_with_steps_that_overlap_with_drafts_and_when_preempted(
+    model: EngineLoop,
+) -> None:
     few = {"kv_memory_bytes": 14 * model.model.kv_bytes_per_block(16), "block_size": 16, "host_kv_memory_bytes": 0}
     answers, preempted = [], []
     for settings in (
         {"overlap": Overlap.OFF},
         {"overlap": Overlap.ON},
+        {"overlap": Overlap.OFF, "speculate": Speculate.NGRAM},
         {"overlap": Overlap.ON, "max_context_tokens": 160, **few},
     ):
         loop = make_loop(**settings)
@@ -93,8 +96,9 @@ def test_answers_are_valid_and_the_same_with_steps_that_overlap_and_when_preempt
         documents = [text_of(found[key].token_ids) for key in range(1, 13) if key % 3]
         assert [complaint(document, PLACE) for document in documents] == [""] * 8
         assert all(found[key].finish.detail == "stop_token" for key in range(1, 13) if key % 3)
-    assert answers[0] == answers[1] == answers[2]
-    assert preempted[0] == preempted[1] == 0 < preempted[2]
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+    assert preempted[:3] == [0, 0, 0]
+    assert preempted[3] > 0
 
 
 def test_an_answer_goes_on_in_its_middle_on_another_engine(model: EngineLoop) -> None:
