@@ -122,3 +122,11 @@ def test_a_key_that_could_not_be_kept_does_not_count(
     run("owner", "owner", ends_with=1)
     api.refuses = set()
     assert "is in the Secret owner" in run("owner", "owner"), "the store was left as it was"
+
+
+@pytest.mark.parametrize("name", ["curve-engine-secret", "database-password"])
+def test_an_entry_that_cannot_be_used_is_named_and_not_told(api: FakeSecretsApi, run: Run, name: str) -> None:
+    api.store("shared", name, b"\xff a line of a file\n")
+    said = run("secrets", "shared", "--database-host", "rel-database", ends_with=1)
+    assert name in said and "a line of a file" not in said
+    assert list(entries(api, "shared")) == [name]
