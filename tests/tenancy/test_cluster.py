@@ -130,3 +130,15 @@ def test_an_entry_that_cannot_be_used_is_named_and_not_told(api: FakeSecretsApi,
     said = run("secrets", "shared", "--database-host", "rel-database", ends_with=1)
     assert name in said and "a line of a file" not in said
     assert list(entries(api, "shared")) == [name]
+
+
+def test_a_secret_that_is_added_to_keeps_what_others_have_written_on_it(api: FakeSecretsApi, run: Run) -> None:
+    marks = {"labels": {"team": "a"}, "annotations": {"helm.sh/resource-policy": "keep"}}
+    api.store("shared", "pepper", b"of before")
+    api.secrets["shared"]["metadata"] |= marks
+    api.secrets["shared"]["type"] = "example.com/shared"
+    run("secrets", "shared")
+    kept = api.secrets["shared"]
+    assert entries(api, "shared")["pepper"] == b"of before" and "traces-token" in entries(api, "shared")
+    assert {name: kept["metadata"].get(name) for name in marks} == marks
+    assert kept["type"] == "example.com/shared"
