@@ -11,7 +11,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 import torch
 
 from moiety_engine.assembly import assemble, telling
@@ -21,8 +23,13 @@ from moiety_engine.config import Batching, EngineConfig, PolicyName
 from moiety_engine.distribution.crew import Crew
 from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.errors import OutOfMemory, RanksError
-from moiety_engine.messages import CoreFailure, CoreLoad, CoreOutput, CoreStep, CoreSubmit
+from moiety_engine.guiding.follower import Follower
+from moiety_engine.guiding.library import Library, Reading
+from moiety_engine.guiding.lobby import Lobby
+from moiety_engine.messages import CoreFailure, CoreFinish, CoreLoad, CoreOutput, CoreStep, CoreSubmit
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.moe.tenants import TenantSlots
+from moiety_engine.moe.watch import ExpertWatch
 from moiety_engine.runner.orders import ComeBack, Leave, Orders, Release
 from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.resident import Resident, free_cached_memory
@@ -32,6 +39,7 @@ from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.scheduler import Limits, Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.steps.tracer import StepTracer
+from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import FailureCode, FinishReason
 
 MAX_NUM_LOGPROBS = 20
@@ -48,15 +56,20 @@ class EngineLoop:
         clock_ns: Callable[[], int] = time.time_ns,
         crew: Crew | None = None,
         local_ranks: int = 1,
+        library: Library | str = "it was made without a tokenizer",
     ) -> None:
-        """`crew`: the other ranks that the model is on, `local_ranks` of them with this one on this host."""
+        """`crew`: the other ranks that the model is on, `local_ranks` of them with this one on this host. `library`: of
+        guides for answers, or why there is none."""
         self.model = model
         self.config = config
         self._clock_ns = clock_ns
         self.overlaps = steps_overlap(model, config)
         self._orders = Orders(crew, overlaps=self.overlaps)
         self.sizes = sizes = sizes_for(model, config, self._orders, local_ranks)
-        self._resident: Resident | None = Resident(model, sizes, self._orders)
+        self._lobby = Lobby(library)
+        self._tenants = None if model.experts is None else TenantSlots()
+        self._resident: Resident | None = self._move_in()
+        self._experts = self._watch_experts()
         host = HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None
         pool = BlockPool(sizes.num_blocks)
         apart = model.arithmetic.invariant
@@ -85,7 +98,8 @@ class EngineLoop:
         return self.sizes.max_context_tokens
 
     def submit(self, submit: CoreSubmit) -> None:
-        """Queue a request; one that cannot be served comes back as a failure with the next step."""
+        """Queue a request; one that cannot be served comes back as a failure with the next step. What it may write ends
+        where the context does: beyond that there may be no block for it, and it would wait for one for ever."""
         self._requests_total += 1
         num_prompt = len(submit.prompt_ids)
         longest = self.max_context_tokens - (0 if submit.embed else 1)
@@ -93,16 +107,37 @@ class EngineLoop:
             message = f"the prompt has {num_prompt} tokens; it must have 1 to {longest}"
             self._failures.append(CoreFailure(submit.key, FailureCode.CONTEXT_LENGTH_EXCEEDED, message))
             return
-        seed = submit.sampling.seed
-        self.scheduler.add(submit, seed=secrets.randbits(63) if seed is None else seed, now_ns=self._clock_ns())
+        room = self.max_context_tokens - num_prompt
+        if not submit.embed and submit.max_tokens > room:
+            submit = msgspec.structs.replace(submit, max_tokens=room, min_tokens=min(submit.min_tokens, room))
+        if submit.guide is not None:
+            self._lobby.enter(submit)
+        else:
+            self._queue(submit, None)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool) -> None:
         """Raise a request's credit (a total)."""
-        self._emit(self.scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns()))
+        if not self._lobby.extend(key, credit_tokens, last=last):
+            self._emit(self.scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns()))
 
     def abort(self, key: int, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request before the next step; its blocks are free when this returns."""
-        self._emit(self.scheduler.abort(key, reason, now_ns=self._clock_ns()))
+        guest = self._lobby.leave(key)
+        if guest is not None:
+            num_resumed = len(guest.resumed_ids or ())
+            ended = CoreFinish(reason, "", 0, num_resumed, 0, 0, self._clock_ns(), guest.service.name, [], 0)
+            self._emit(CoreOutput(key, [], None, ended))
+        else:
+            self._emit(self.scheduler.abort(key, reason, now_ns=self._clock_ns()))
+
+    @property
+    def follows_guides(self) -> bool:
+        return self._lobby.is_open
+
+    @property
+    def waits_for_guides(self) -> bool:
+        """Whether a request waits for its guide to be compiled, which ends by itself."""
+        return not self._lobby.is_empty
 
     def step(self) -> bool:
         """Plan a step and launch it; then take in the result of the step before, where steps overlap, or else of this
@@ -111,9 +146,14 @@ class EngineLoop:
             return self._step(self._awake())
 
     def _step(self, resident: Resident) -> bool:
+        self._take_from_lobby()
         plan = self.scheduler.plan(self._clock_ns())
         resident.copy_blocks(plan)
         launched = resident.runner.launch(plan) if plan.chunks else None
+        if launched is not None:
+            self._end_astray(launched)
+        if self._experts is not None:
+            self._experts.look(self._clock_ns() / 1e9, resident.runner.staging)
         if not self.overlaps:
             self._collect(resident, launched)
             return launched is not None
@@ -122,6 +162,17 @@ class EngineLoop:
         if launched is not None:
             self.scheduler.launched(plan)
         return launched is not None or before is not None
+
+    def expert_load(self, ask: AskExperts) -> ExpertLoad:
+        """What the experts had to do, as of a few seconds ago."""
+        now_s = self._clock_ns() / 1e9
+        if self._experts is None:
+            return ExpertLoad(ask.ask_id, int(now_s), int(now_s))
+        return self._experts.load(ask, now_s)
+
+    def take_expert_balance(self) -> ExpertBalance | None:
+        """How evenly experts were used, a few times a minute, if there is anything new to tell."""
+        return None if self._experts is None else self._experts.take_balance(self._clock_ns() / 1e9)
 
     def warm_up(self) -> None:
         """See that the first request does not pay for what is done once. Only before the first request."""
@@ -141,6 +192,8 @@ class EngineLoop:
         resident = self._awake()
         self._collect(resident, self._flight)
         self._flight = None
+        if self._experts is not None:
+            self._experts.finish(self._clock_ns() / 1e9, resident.runner.staging)
         freed = self._leave(on_progress) + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
         self._orders.give(Release())
         self.scheduler.kv.forget()
@@ -155,7 +208,7 @@ class EngineLoop:
         problem = ""
         try:
             self._come_back(on_progress)
-            self._resident = Resident(self.model, self.sizes, self._orders)
+            self._resident = self._move_in()
             self.warm_up()
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
             problem = str(exc)
@@ -223,6 +276,39 @@ class EngineLoop:
             overshot_tokens_total=scheduler.overshot_tokens_total,
         )
 
+    def _queue(self, submit: CoreSubmit, guide: Follower | None) -> None:
+        seed = submit.sampling.seed
+        seed = secrets.randbits(63) if seed is None else seed
+        self.scheduler.add(submit, seed=seed, now_ns=self._clock_ns(), guide=guide)
+
+    def _take_from_lobby(self) -> None:
+        """Whose guides are there queue now; who cannot be served is told with this step."""
+        if self._lobby.is_empty:
+            return
+        for ready in self._lobby.take_ready():
+            self._queue(ready.submit, ready.follower)
+            if ready.credit_tokens != ready.submit.credit_tokens or ready.credit_last:
+                self.extend(ready.submit.key, ready.credit_tokens, last=ready.credit_last)
+        self._failures += self._lobby.take_refused()
+
+    def _end_astray(self, flight: Flight) -> None:
+        """Requests whose guides cannot be followed any further: what the step samples for them is thrown away."""
+        for key, problem in flight.astray:
+            ended = self.scheduler.abort(key, FinishReason.ABORT, now_ns=self._clock_ns())
+            if ended is not None and ended.finish is not None:
+                num_output = ended.finish.num_output_tokens
+                self._failures.append(CoreFailure(key, FailureCode.GUIDE_REFUSED, problem, num_output))
+
+    def _move_in(self) -> Resident:
+        num_mask_words = self._lobby.num_words
+        return Resident(self.model, self.sizes, self._orders, self._tenants, num_mask_words=num_mask_words)
+
+    def _watch_experts(self) -> ExpertWatch | None:
+        counter = self.model.expert_counter
+        if self.model.experts is None or counter is None or self._tenants is None:
+            return None
+        return ExpertWatch(self.model.experts, counter, self._tenants, self._clock_ns() / 1e9)
+
     def _awake(self) -> Resident:
         assert self._resident is not None, "a replica that sleeps has nothing to run"
         return self._resident
@@ -250,8 +336,10 @@ def load_loop(
     """Load the checkpoint folder that the configuration names and make a loop of it, as rank 0 if there are several.
     `meeting`: what a launcher said of the others, who are started here without one. `progress(done, total)` in bytes.
     Raises EngineError with what to do."""
+    library = Reading(Path(config.model))
     assembled = assemble(config, meeting, progress)
-    with telling(assembled.crew):
-        return EngineLoop(
-            assembled.model, config, clock_ns=clock_ns, crew=assembled.crew, local_ranks=assembled.local_ranks
-        )
+    crew, local_ranks = assembled.crew, assembled.local_ranks
+    with telling(crew):
+        found = library.result()
+        model = assembled.model
+        return EngineLoop(model, config, clock_ns=clock_ns, crew=crew, local_ranks=local_ranks, library=found)

@@ -11,6 +11,8 @@ from enum import StrEnum
 import msgspec
 
 from moiety_wire.classes import ServiceClass
+from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
+from moiety_wire.guides import Guide
 from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling, Step
 
 
@@ -22,7 +24,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     service: ServiceClass
     prompt_ids: list[int]
     sampling: Sampling
-    max_tokens: int  # output tokens, already clipped to the context
+    max_tokens: int  # output tokens; those beyond the context are not made
     min_tokens: int
     stop_token_ids: list[int]  # end-of-sequence ids included unless ignore_eos
     credit_tokens: int
@@ -34,6 +36,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     resumed_ids: list[int] | None = None  # output of another engine, which had admitted it; fewer than max_tokens
     embed: bool = False  # ends with its prefill; `max_tokens` is 0
     sibling_tokens: int = 0  # prompt tokens beside its own that the promise allows time for
+    guide: Guide | None = None  # what its answer must be
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -60,7 +63,7 @@ class CoreRest(msgspec.Struct, frozen=True, tag="rest"):
     asleep: bool
 
 
-ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreRest
+ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreRest | AskExperts
 
 
 class CoreLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -162,6 +165,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     dtype: str = ""
     device: str = ""
     embedding_width: int = 0  # 0: this core makes no embeddings
+    follows_guides: bool = False
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):
@@ -186,4 +190,4 @@ class CoreRested(msgspec.Struct, frozen=True, tag="rested"):
     problem: str = ""
 
 
-ToFront = CoreHello | CoreStep | CoreRested
+ToFront = CoreHello | CoreStep | CoreRested | ExpertLoad | ExpertBalance

@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import Any
 
 from moiety_engine.cache.prefix import block_hash, root_hash
+from moiety_engine.guiding.follower import Follower
 from moiety_engine.messages import CoreEvent, CoreSubmit
 from moiety_wire.messages import EventKind, Reason
 
@@ -57,6 +58,7 @@ class Sequence:
         "first_deadline_s",
         "first_token_unix_ns",
         "ghost",
+        "guide",
         "host_blocks",
         "next_due_s",
         "num_cached",
@@ -88,10 +90,18 @@ class Sequence:
     )
 
     def __init__(
-        self, submit: CoreSubmit, *, order: int, seed: int, queued_unix_ns: int = 0, answer_apart: bool = False
+        self,
+        submit: CoreSubmit,
+        *,
+        order: int,
+        seed: int,
+        queued_unix_ns: int = 0,
+        answer_apart: bool = False,
+        guide: Follower | None = None,
     ) -> None:
         """`answer_apart`: the hashes of its answer's blocks are not those of a prompt with the same tokens."""
         self.submit = submit
+        self.guide = guide  # where its answer stands in what it must be; it goes by `tokens` alone
         self.order = order  # place in the queue, kept through preemption
         self.seed = seed
         self.queued_unix_ns = queued_unix_ns  # by this process's clock; the gateway's may differ

@@ -31,8 +31,10 @@ from enum import StrEnum
 import msgspec
 
 from moiety_wire.classes import ServiceClass
+from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
+from moiety_wire.guides import Guide
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 HEARTBEAT_INTERVAL_S = 0.5
 SILENCE_LIMIT_S = 5.0
 
@@ -49,6 +51,7 @@ class FailureCode(StrEnum):
     UNKNOWN_MODEL = "unknown_model"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     INVALID_REQUEST = "invalid_request"
+    GUIDE_REFUSED = "guide_refused"  # what the answer is to be cannot be followed
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     ENGINE_FAILED = "engine_failed"
@@ -159,6 +162,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     gathers: bool = False  # nobody reads along: after the first, tokens may come some at a time
     sibling_tokens: int = 0  # of the client's other prompts in the same request, for which its promise allows time too
     shown_ids: tuple[int, ...] = ()  # special tokens that have a text in this answer: those that mark calls of tools
+    guide: Guide | None = None  # what the answer must be
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
@@ -192,7 +196,7 @@ class Rest(msgspec.Struct, frozen=True, tag="rest"):
     asleep: bool
 
 
-ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled | Rest
+ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled | Rest | AskExperts
 
 # ── to the gateway ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -216,6 +220,7 @@ class Card(msgspec.Struct, frozen=True, tag="card"):
     protocol_version: int = PROTOCOL_VERSION
     embedding_width: int = 0  # numbers of a vector; 0 where the engine makes none
     extensible: bool = True  # False: credit cannot be raised, nor does it remember what ended requests used
+    follows_guides: bool = False
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):
@@ -412,4 +417,4 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     unsettled_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled
 
 
-ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled
+ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled | ExpertLoad | ExpertBalance

@@ -65,4 +65,5 @@ def make_card(model: str, engine_id: str, text: TextModel, hello: CoreHello) -> 
         dtype=hello.dtype,
         device=hello.device,
         embedding_width=hello.embedding_width,
+        follows_guides=hello.follows_guides,
     )

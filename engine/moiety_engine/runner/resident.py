@@ -11,6 +11,7 @@ import torch
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.graphs import DecodeGraphs
 from moiety_engine.runner.orders import Allocate, Orders
 from moiety_engine.runner.runner import Runner
@@ -28,12 +29,21 @@ log = structlog.get_logger()
 class Resident:
     """Used by the step loop's thread only. Raises OutOfMemory, with what to do, where the device has no room."""
 
-    def __init__(self, model: Transformer, sizes: Sizes, orders: Orders) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        sizes: Sizes,
+        orders: Orders,
+        tenants: TenantSlots | None = None,
+        *,
+        num_mask_words: int = 0,
+    ) -> None:
+        """`tenants`, `num_mask_words`: see Runner."""
         self._model, self._sizes, self._orders = model, sizes, orders
         scratch = int(sizes.graphs)  # a block that no sequence gets
         with orders.together(Allocate(sizes.num_blocks + scratch, sizes.block_size, sizes.num_host_blocks)):
             self._allocate(sizes.num_blocks + scratch)
-        self.runner = Runner(model, self.kv, orders)
+        self.runner = Runner(model, self.kv, orders, tenants, num_mask_words=num_mask_words)
 
     def _allocate(self, num_blocks: int) -> None:
         model, sizes = self._model, self._sizes

@@ -21,7 +21,12 @@ from moiety_kernels.sample import IN_PROMPT, Penalties
 
 
 def has_bias_or_ban(row: Sequence) -> bool:
-    return bool(row.submit.sampling.logit_bias) or row.num_output < row.submit.min_tokens
+    return bool(row.submit.sampling.logit_bias) or _may_not_stop(row)
+
+
+def _may_not_stop(row: Sequence) -> bool:
+    """Below min_tokens. Where a row has a guide its mask sees to that, since the guide may leave it nothing else."""
+    return row.guide is None and row.num_output < row.submit.min_tokens
 
 
 def has_penalty(row: Sequence) -> bool:
@@ -40,7 +45,7 @@ def bias_and_ban(logits_LV: Tensor, rows: Rows[Sequence], upload: Upload) -> Non
         if bias:
             biased += [i * vocabulary + token for token in bias]
             amounts += bias.values()
-        if row.num_output < row.submit.min_tokens:
+        if _may_not_stop(row):
             banned += [i * vocabulary + token for token in row.submit.stop_token_ids]
     flat = logits_LV.view(-1)
     if biased:

@@ -1,8 +1,8 @@
 """Draws the next token of every row of a step that wants one, on the device and without waiting for it.
 
-Legend: L rows, V vocabulary, K columns. Order of operations, a row: what `adjusting` does → temperature → top-k → top-p
-→ min-p → draw. Reported log-probabilities are those of the model itself (log-softmax of the untouched logits), as
-OpenAI's are.
+Legend: L rows, V vocabulary, K columns. Order of operations, a row: what `adjusting` and its guide do → temperature →
+top-k → top-p → min-p → draw. Reported log-probabilities are those of the model itself (log-softmax of the untouched
+logits), as OpenAI's are.
 
 The draw inverts the cumulative distribution at one uniform number that depends on seed and position only.
 """
@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from moiety_engine.messages import CoreLogprob
 from moiety_engine.sampling.adjusting import bias_and_ban, has_bias_or_ban, has_penalty, penalties
+from moiety_engine.sampling.allowed import Allowed, ban_others
 from moiety_engine.sampling.randomness import uniforms
 from moiety_engine.sequence import Sequence
 from moiety_engine.staging import Staging, Upload
@@ -78,15 +79,23 @@ class Sampler:
         self._on_cpu = device.type == "cpu"
         self._staging = staging or Staging(device)
 
-    def sample(self, logits_LV: Tensor, rows: Rows[Sequence], sampled_L: Tensor | None = None) -> Drawn:
+    def sample(
+        self,
+        logits_LV: Tensor,
+        rows: Rows[Sequence],
+        sampled_L: Tensor | None = None,
+        allowed: Allowed | None = None,
+    ) -> Drawn:
         """One token a row. `logits_LV` float32, row i belongs to rows[i]; it may be overwritten. `sampled_L`: what the
-        running step samples."""
+        running step samples. `allowed`: of the rows with a guide."""
         counts = [row.submit.sampling.num_logprobs for row in rows]
         wanting = [i for i, count in enumerate(counts) if count is not None]
         raw_LV = self._pick(logits_LV, wanting).clone() if wanting else None
         upload = self._staging.upload
         if any(map(has_bias_or_ban, rows)):
             bias_and_ban(logits_LV, rows, upload)
+        if allowed is not None:
+            ban_others(logits_LV, allowed, upload)
         penalised_rows = [i for i, row in enumerate(rows) if has_penalty(row)]
         if self._on_cpu:
             self._penalise(logits_LV, rows, penalised_rows, sampled_L)

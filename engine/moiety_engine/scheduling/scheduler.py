@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from moiety_engine.guiding.follower import Follower
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.entrance import Entrance
 from moiety_engine.scheduling.filling import Filling
@@ -97,10 +98,10 @@ class Scheduler:
 
     # ── requests come and go ──
 
-    def add(self, submit: CoreSubmit, *, seed: int, now_ns: int) -> None:
+    def add(self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: Follower | None = None) -> None:
         """Queue a request, or turn it away (see `take_verdicts`). The caller has seen to it that prompt and output fit
         the pool."""
-        self._entrance.add(submit, seed=seed, now_ns=now_ns)
+        self._entrance.add(submit, seed=seed, now_ns=now_ns, guide=guide)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:
         """Raise a request's credit; ends it if this was the last and is used up."""
@@ -336,7 +337,8 @@ class Scheduler:
 
     def _finish_after(self, sequence: Sequence, token_id: int, now_ns: int) -> CoreFinish | None:
         submit = sequence.submit
-        if sequence.num_output >= submit.min_tokens and token_id in submit.stop_token_ids:
+        may_stop = sequence.num_output >= submit.min_tokens or sequence.guide is not None  # which has held it open
+        if may_stop and token_id in submit.stop_token_ids:
             return self._end(sequence, FinishReason.STOP, "stop_token", now_ns)
         if sequence.num_output >= submit.max_tokens:
             return self._end(sequence, FinishReason.LENGTH, "max_tokens", now_ns)
