@@ -22,7 +22,7 @@ from moiety_engine.cache.host import HostTier
 from moiety_engine.config import Batching, EngineConfig, PolicyName, Speculate
 from moiety_engine.distribution.crew import Crew
 from moiety_engine.distribution.meeting import Meeting
-from moiety_engine.errors import OutOfMemory
+from moiety_engine.errors import OutOfMemory, RanksError
 from moiety_engine.guiding.follower import Follower
 from moiety_engine.guiding.library import Library, Reading
 from moiety_engine.guiding.lobby import Lobby
@@ -199,9 +199,8 @@ class EngineLoop:
         self._flight = None
         if self._experts is not None:
             self._experts.finish(self._clock_ns() / 1e9, resident.runner.staging)
+        freed = self._leave(on_progress) + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
         self._orders.give(Release())
-        self._orders.give(Leave())
-        freed = self.model.leave(on_progress) + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
         self.scheduler.kv.forget()
         self._resident = None
         del resident
@@ -213,21 +212,36 @@ class EngineLoop:
         assert self._resident is None, "a replica that is awake was woken"
         problem = ""
         try:
-            if self.model.away:
-                self._orders.give(ComeBack())
-                self.model.come_back(on_progress)
+            self._come_back(on_progress)
             self._resident = self._move_in()
             self.warm_up()
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
             problem = str(exc)
         if problem:  # only now does nobody hold what had been made, as the error did
             self._resident = None
-            if not self.model.away:
-                self._orders.give(Release())
-                self._orders.give(Leave())
-                self.model.leave(on_progress)
+            self._orders.give(Release())
+            with self._orders.together(Leave()):
+                if not self.model.away:
+                    self.model.leave(on_progress)
             free_cached_memory(self.model.device)
             raise OutOfMemory(problem)
+
+    def _leave(self, on_progress: Callable[[], None]) -> int:
+        """The weights of all ranks, or none. Raises OutOfMemory, and RanksError where not even that can be had."""
+        try:
+            with self._orders.together(Leave()):
+                return self.model.leave(on_progress)
+        except OutOfMemory:
+            try:
+                self._come_back(on_progress)
+            except OutOfMemory as exc:
+                raise RanksError(f"some ranks have put their weights away, and cannot take them back: {exc}") from exc
+            raise
+
+    def _come_back(self, on_progress: Callable[[], None]) -> None:
+        with self._orders.together(ComeBack()):
+            if self.model.away:
+                self.model.come_back(on_progress)
 
     def close(self) -> None:
         """End the other ranks, if there are any. The loop is not used any more."""

@@ -48,9 +48,14 @@ class Resident:
         """`tenants`, `num_mask_words`: see Runner."""
         self._model, self._sizes, self._orders = model, sizes, orders
         scratch = int(sizes.graphs)  # a block that no sequence gets
-        orders.give(Allocate(sizes.num_blocks + scratch, sizes.block_size, sizes.num_host_blocks))
+        with orders.together(Allocate(sizes.num_blocks + scratch, sizes.block_size, sizes.num_host_blocks)):
+            self._allocate(sizes.num_blocks + scratch)
+        self.runner = Runner(model, self.kv, orders, tenants, num_mask_words=num_mask_words)
+
+    def _allocate(self, num_blocks: int) -> None:
+        model, sizes = self._model, self._sizes
         try:
-            self.kv = model.allocate_kv(sizes.num_blocks + scratch, sizes.block_size)
+            self.kv = model.allocate_kv(num_blocks, sizes.block_size)
         except RuntimeError as exc:  # which is what torch raises on a CPU
             kv_gib = sizes.num_blocks * model.kv_bytes_per_block(sizes.block_size) / 2**30
             raise OutOfMemory(
@@ -63,7 +68,6 @@ class Resident:
             raise OutOfMemory(
                 f"the host has no room for {sizes.num_host_blocks} blocks of its tier: lower --host-kv-memory-bytes"
             ) from exc
-        self.runner = Runner(model, self.kv, orders, tenants, num_mask_words=num_mask_words)
 
     def copy_blocks(self, plan: Plan) -> None:
         """What the plan has copied between the cache and the host tier before it runs."""
