@@ -1,0 +1,167 @@
+"""How long the dashboard's pages take on a large store, and what looking at them costs those who are served.
+
+    python benchmarks/dashboard_pages.py [--stores sqlite,postgres] [--tenants 500] [--requests 2000000]
+        [--spans 5000000] [--rounds 12] [--pairs 10] [--seconds 20]
+
+On each store, made by `large_store.py`: every page is drawn by its script against a real gateway, some times while
+nothing else happens and some times beside so many requests a second; each read of the admin API behind them is timed.
+Then serving latency with and without visitors, who open another page every three seconds, in pairs of runs in random
+order. Needs the `dev` extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing as mp
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from large.load import RATE, send, send_until  # noqa: E402 - the script's own folder
+from large.requests import Sender  # noqa: E402
+from large.visits import Visitor, all_views, timing_reads, visit_until  # noqa: E402
+from large_store import add_options, read_senders, seed, serving  # noqa: E402
+from postgres import Postgres  # noqa: E402
+
+from moiety_platform.bench.environment import describe_environment  # noqa: E402
+
+BOUND_S = 1.5
+WARM_UP_S = 3.0
+NUM_RESAMPLES = 4000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stores", default="sqlite,postgres")
+    parser.add_argument("--rounds", type=int, default=12, help="how often each page is drawn, idle and under load")
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each run of a pair")
+    parser.add_argument("--visitors", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where the stores are made, and deleted afterwards")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "dashboard_pages.json")
+    add_options(parser)
+    options = parser.parse_args()
+    report: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "environment": describe_environment(),
+        "bound_ms": 1000 * BOUND_S,
+        "stores": {},
+    }
+    for name in options.stores.split(","):
+        with tempfile.TemporaryDirectory(prefix=f"moiety-large-{name}-", dir=options.folder) as folder:
+            Path(folder).chmod(0o755)  # PostgreSQL runs as a user of its own
+            report["stores"][name] = measure_store(name, Path(folder), options)
+        options.output.write_text(json.dumps(report, indent=2) + "\n")
+    slow = {name: store["slowest_page_p95_ms"] for name, store in report["stores"].items()}
+    print(json.dumps(slow))
+    sys.exit(0 if max(slow.values()) <= 1000 * BOUND_S else 1)
+
+
+def measure_store(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        url = None
+        if name == "postgres":
+            postgres = Postgres(folder)
+            stack.callback(postgres.close)
+            url = postgres.url
+        data_dir = folder / "data"
+        data_dir.mkdir()
+        made = seed(argparse.Namespace(**vars(options) | {"data_dir": data_dir, "postgres_url": url}))
+        senders = read_senders(data_dir)
+        with serving(data_dir, url) as (gateway, _, admin_key):
+            pages = measure_pages(gateway, admin_key, senders, options.rounds)
+            serving_figures = compare(gateway, admin_key, senders, options)
+    slowest = max(figures["p95_ms"] for part in ("idle", "under_load") for figures in pages[part]["pages"].values())
+    return {"store": made, "slowest_page_p95_ms": slowest, **pages, "serving": serving_figures}
+
+
+def measure_pages(gateway: str, admin_key: str, senders: list[Sender], rounds: int) -> dict[str, Any]:
+    """Of each page and each read, idle and beside requests."""
+    visitor = Visitor(gateway, admin_key, senders[0].tenant_id)
+    found = {"idle": draw_all(visitor, rounds)}
+    with loading(gateway, senders):
+        found["under_load"] = draw_all(visitor, rounds)
+    return found
+
+
+def draw_all(visitor: Visitor, rounds: int) -> dict[str, Any]:
+    views = all_views()
+    pages: dict[str, list[float]] = {name: [] for name in views}
+    with timing_reads() as reads:
+        for _ in range(rounds):
+            for name, view in views.items():
+                pages[name].append(visitor.look(view))
+    listed = {"pages": pages, "reads": reads}
+    return {what: {name: spread(values) for name, values in sorted(of.items())} for what, of in listed.items()}
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    p50, p95 = np.percentile(seconds, [50, 95])
+    return {"times": len(seconds), "p50_ms": round(1000 * float(p50), 1), "p95_ms": round(1000 * float(p95), 1)}
+
+
+@contextlib.contextmanager
+def beside(target: Any, *arguments: Any, number: int = 1, after: tuple[Any, ...] = ()) -> Iterator[None]:
+    """Processes of their own that do it until the block ends."""
+    spawn = mp.get_context("spawn")
+    ended = spawn.Event()
+    workers = [spawn.Process(target=target, args=(*arguments, ended, *after)) for _ in range(number)]
+    for worker in workers:
+        worker.start()
+    time.sleep(WARM_UP_S)
+    try:
+        yield
+    finally:
+        ended.set()
+        for worker in workers:
+            worker.join()
+
+
+def loading(gateway: str, senders: list[Sender]) -> contextlib.AbstractContextManager[None]:
+    return beside(send_until, gateway, senders)
+
+
+def compare(gateway: str, admin_key: str, senders: list[Sender], options: argparse.Namespace) -> dict[str, Any]:
+    """Serving latency with visitors and without, pair by pair."""
+    rng, pairs = random.Random(11), []
+    drawn = mp.get_context("spawn").Value("i", 0)
+    for _ in range(options.pairs):
+        pair: dict[str, list[float]] = {}
+        for kind in rng.sample(["without", "with"], 2):
+            with contextlib.ExitStack() as stack:
+                if kind == "with":
+                    arguments = gateway, admin_key, senders[0].tenant_id
+                    stack.enter_context(beside(visit_until, *arguments, number=options.visitors, after=(drawn,)))
+                pair[kind] = send(gateway, senders, options.seconds)
+        pairs.append(pair)
+    p99 = {kind: [1000 * float(np.percentile(pair[kind], 99)) for pair in pairs] for kind in ("without", "with")}
+    differences = np.subtract(p99["with"], p99["without"])
+    resampled = np.random.default_rng(7).choice(differences, (NUM_RESAMPLES, len(differences))).mean(axis=1)
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return {
+        "requests_per_s": RATE,
+        "visitors": options.visitors,
+        "pages_drawn_meanwhile": drawn.value,
+        "not_answered": sum(value == float("inf") for pair in pairs for values in pair.values() for value in values),
+        "p99_ms": {kind: [round(value, 2) for value in values] for kind, values in p99.items()},
+        "p99_difference_ms": {
+            "mean": round(float(differences.mean()), 2), "low": round(float(low), 2), "high": round(float(high), 2),
+        },
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
