@@ -19,6 +19,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -33,12 +34,12 @@ from large.load import RATE, send, send_until  # noqa: E402 - the script's own f
 from large.requests import Sender  # noqa: E402
 from large.visits import Visitor, all_views, timing_reads, visit_until  # noqa: E402
 from large_store import add_options, read_senders, seed, serving  # noqa: E402
+from open_loop import Sent  # noqa: E402
 from postgres import Postgres  # noqa: E402
 
 from moiety_platform.bench.environment import describe_environment  # noqa: E402
 
 BOUND_S = 1.5
-WARM_UP_S = 3.0
 NUM_RESAMPLES = 4000
 
 
@@ -92,7 +93,7 @@ def measure_pages(gateway: str, admin_key: str, senders: list[Sender], rounds: i
     """Of each page and each read, idle and beside requests."""
     visitor = Visitor(gateway, admin_key, senders[0].tenant_id)
     found = {"idle": draw_all(visitor, rounds)}
-    with loading(gateway, senders):
+    with beside(send_until, gateway, senders):
         found["under_load"] = draw_all(visitor, rounds)
     return found
 
@@ -114,53 +115,64 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def beside(target: Any, *arguments: Any, number: int = 1, after: tuple[Any, ...] = ()) -> Iterator[None]:
-    """Processes of their own that do it until the block ends."""
+def beside(target: Any, *arguments: Any, number: int = 1) -> Iterator[Any]:
+    """Processes of their own that do it until the block ends, which begins when each has begun; yields how often they
+    have done it, all together."""
     spawn = mp.get_context("spawn")
-    ended = spawn.Event()
-    workers = [spawn.Process(target=target, args=(*arguments, ended, *after)) for _ in range(number)]
+    ended, done = spawn.Event(), [spawn.Value("i", 0) for _ in range(number)]
+    workers = [spawn.Process(target=target, args=(*arguments, ended, one)) for one in done]
     for worker in workers:
         worker.start()
-    time.sleep(WARM_UP_S)
     try:
-        yield
+        while not all(one.value for one in done):
+            if not all(worker.is_alive() for worker in workers):
+                sys.exit("a process beside the measurement has ended; its complaint stands above")
+            time.sleep(0.1)
+        yield lambda: sum(one.value for one in done)
     finally:
         ended.set()
         for worker in workers:
             worker.join()
-
-
-def loading(gateway: str, senders: list[Sender]) -> contextlib.AbstractContextManager[None]:
-    return beside(send_until, gateway, senders)
+    if any(worker.exitcode for worker in workers):
+        sys.exit("a process beside the measurement has failed; its complaint stands above")
 
 
 def compare(gateway: str, admin_key: str, senders: list[Sender], options: argparse.Namespace) -> dict[str, Any]:
     """Serving latency with visitors and without, pair by pair."""
     rng, pairs = random.Random(11), []
-    drawn = mp.get_context("spawn").Value("i", 0)
+    num_drawn = 0
     for _ in range(options.pairs):
-        pair: dict[str, list[float]] = {}
+        pair: dict[str, list[Sent]] = {}
         for kind in rng.sample(["without", "with"], 2):
-            with contextlib.ExitStack() as stack:
-                if kind == "with":
-                    arguments = gateway, admin_key, senders[0].tenant_id
-                    stack.enter_context(beside(visit_until, *arguments, number=options.visitors, after=(drawn,)))
+            if kind == "without":
                 pair[kind] = send(gateway, senders, options.seconds)
+                continue
+            with beside(visit_until, gateway, admin_key, senders[0].tenant_id, number=options.visitors) as drawn:
+                before = drawn()
+                pair[kind] = send(gateway, senders, options.seconds)
+                num_drawn += drawn() - before
         pairs.append(pair)
-    p99 = {kind: [1000 * float(np.percentile(pair[kind], 99)) for pair in pairs] for kind in ("without", "with")}
+    p99 = {kind: [p99_ms(pair[kind]) for pair in pairs] for kind in ("without", "with")}
     differences = np.subtract(p99["with"], p99["without"])
     resampled = np.random.default_rng(7).choice(differences, (NUM_RESAMPLES, len(differences))).mean(axis=1)
     low, high = np.percentile(resampled, [2.5, 97.5])
     return {
         "requests_per_s": RATE,
         "visitors": options.visitors,
-        "pages_drawn_meanwhile": drawn.value,
-        "not_answered": sum(value == float("inf") for pair in pairs for values in pair.values() for value in values),
+        "pages_drawn_meanwhile": num_drawn,
+        "statuses": {
+            kind: Counter(str(one.status) for pair in pairs for one in pair[kind]) for kind in ("without", "with")
+        },
         "p99_ms": {kind: [round(value, 2) for value in values] for kind, values in p99.items()},
         "p99_difference_ms": {
             "mean": round(float(differences.mean()), 2), "low": round(float(low), 2), "high": round(float(high), 2),
         },
     }  # fmt: skip
+
+
+def p99_ms(sent: list[Sent]) -> float:
+    """From when each was due to its answer, whatever that was."""
+    return 1000 * float(np.percentile([one.latency_s for one in sent], 99))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from open_loop import OpenLoop
+from open_loop import OpenLoop, Sent
 
 from large.requests import MODEL, Sender
 
@@ -28,19 +28,21 @@ def requests_of(senders: list[Sender], address: str) -> Iterator[tuple[int, byte
         yield index, (head + own).encode() + content
 
 
-def send(gateway: str, senders: list[Sender], seconds: float) -> list[float]:
-    """Latencies of an open loop; of what was not answered well, infinite."""
+def send(gateway: str, senders: list[Sender], seconds: float) -> list[Sent]:
+    """An open loop of so many seconds, until the last answer has come."""
     parts = urlsplit(gateway)
     loop = OpenLoop(parts.hostname or "", parts.port or 0)
 
-    async def run() -> list[Any]:
+    async def run() -> list[Sent]:
         sent = await loop.run(requests_of(senders, parts.netloc), RATE, seconds)
         await loop.wait_idle(30)
         return sent
 
-    return [one.latency_s if one.status == 200 else float("inf") for one in asyncio.run(run())]
+    return asyncio.run(run())
 
 
-def send_until(gateway: str, senders: list[Sender], ended: Any) -> None:
+def send_until(gateway: str, senders: list[Sender], ended: Any, done: Any) -> None:
+    """Some seconds of it after others; `done` counts them."""
     while not ended.is_set():
         send(gateway, senders, 2.0)
+        done.value += 1
