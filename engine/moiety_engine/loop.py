@@ -181,6 +181,9 @@ class EngineLoop:
             swapped_in_blocks_total=scheduler.kv.swapped_in_total,
             classes=scheduler.class_loads(),
             overshot_tokens_total=scheduler.overshot_tokens_total,
+            max_batch_tokens=scheduler.limits.max_batch_tokens,
+            max_running=scheduler.limits.max_running,
+            step_costs=scheduler.step_time.costs(),
         )
 
     def _awake(self) -> Resident:

@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling
+from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling, StepCosts
 
 
 class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
@@ -142,6 +142,9 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
     swapped_in_blocks_total: int = 0
     classes: list[ClassLoad] = []
     overshot_tokens_total: int = 0  # computed for requests that had ended by then; nobody pays for them
+    max_batch_tokens: int = 0
+    max_running: int = 0
+    step_costs: StepCosts | None = None
 
 
 class CoreState(StrEnum):

@@ -51,6 +51,8 @@ from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.discovery import DnsWatch
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
+from moiety_platform.simulations.controller import simulation_routes
+from moiety_platform.simulations.runner import Simulations
 from moiety_platform.trace_metrics import TraceCollector
 from moiety_platform.traces.sampling import SamplingTerms
 from moiety_platform.traces.tracing import Tracing
@@ -199,7 +201,10 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         await alerts.start()
         stack.push_async_callback(alerts.stop)
         await stack.enter_async_context(_keep_up(settings, process_id, database, metrics))
+        simulations = Simulations(database, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness)
+        stack.push_async_callback(simulations.stop)
         more = [*engine_routes(replicas), *webhook_routes(reach, pepper), *erasure_routes(traces=traces)]
+        more += simulation_routes(simulations, replicas.states)
         parts = (database, authenticator, classes, prices, quotas, pepper, clock)
         admin = admin_router(*parts, oidc=oidc, traces=traces, more=more)
         yield Services(

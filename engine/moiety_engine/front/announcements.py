@@ -46,6 +46,9 @@ def make_load(
         sleep=sleep,
         sleep_problem=sleep_problem,
         unsettled_replicas=unsettled_replicas,
+        max_batch_tokens=load.max_batch_tokens,
+        max_running=load.max_running,
+        step_costs=load.step_costs,
     )
 
 
