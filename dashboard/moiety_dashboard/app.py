@@ -27,8 +27,10 @@ def main() -> None:
     page = Page(settings, credential) if credential is not None and is_known else None
     views = [view for view in PAGES if page is None or view.needs is None or session.may(view.needs)]
     # a stranger's address is kept, so that whoever signs in is where the link led
-    chosen = st.navigation([st_page(view, page) for view in views], position="hidden" if page is None else "sidebar")
+    shown = {view.path: st_page(view, page) for view in views}
+    chosen = st.navigation(list(shown.values()), position="hidden" if page is None else "sidebar")
     if page is not None:
+        page.others.update(shown)
         draw_who()
         session.take_notice()
         chosen.run()

@@ -6,9 +6,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import streamlit as st
+from streamlit.navigation.page import StreamlitPage
 
 from moiety_dashboard import session
 from moiety_dashboard.client import AdminClient, ApiRefused, GatewayAway, KeyRefused, RoleRefused
@@ -24,6 +25,7 @@ class Page:
 
     settings: DashboardSettings
     credential: str
+    others: dict[str, StreamlitPage] = field(default_factory=dict)  # those that there are for who looks, by path
 
     @contextmanager
     def asking(self) -> Iterator[AdminClient]:

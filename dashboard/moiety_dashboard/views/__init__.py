@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moiety_dashboard.page import Page
-from moiety_dashboard.views import audit, classes, engines, overview, playground, quotas
+from moiety_dashboard.views import audit, classes, engines, overview, playground, quotas, simulator
 from moiety_dashboard.views.tenants import page as tenants
 
 
@@ -28,5 +28,6 @@ PAGES = (
     View("Engines", ":material/memory:", "engines", engines.draw, "engines.read"),
     View("Quotas", ":material/data_usage:", "quotas", quotas.draw),
     View("Playground", ":material/chat:", "playground", playground.draw),
+    View("Simulator", ":material/science:", "simulator", simulator.draw, "simulations.run"),
     View("Audit", ":material/history:", "audit", audit.draw, "audit.read"),
 )

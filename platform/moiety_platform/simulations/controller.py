@@ -76,7 +76,7 @@ def simulation_routes(simulations: Simulations, engines: Callable[[], Sequence[E
     async def list_simulations(database: NamedDependency[Database]) -> SimulationViews:
         """The last simulations, newest first."""
         async with database.read() as session:
-            return SimulationViews(await store.find_last(session))
+            return SimulationViews(await store.find_last(session), list(DEVICES), list(POLICIES))
 
     @get("/simulations/{simulation_id:str}", name="get_simulation", opt=needs(Action.SIMULATE), tags=TAGS)
     async def get_simulation(database: NamedDependency[Database], simulation_id: FromPath[str]) -> SimulationView:

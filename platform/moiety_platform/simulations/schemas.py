@@ -101,6 +101,8 @@ class SimulationView(msgspec.Struct, frozen=True):
 
 
 class SimulationViews(msgspec.Struct, frozen=True):
-    """The last ones, newest first."""
+    """The last ones, newest first, and what may be asked for by name."""
 
     data: list[SimulationView]
+    devices: list[str]
+    policies: list[str]
