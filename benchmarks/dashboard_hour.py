@@ -282,6 +282,8 @@ def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
                         shoot(page, out / f"tenant-{part.lower()}-{theme}.png")
                     continue
                 shoot(page, out / f"{name.lower().replace(' ', '-')}-{theme}.png")
+            simulate(page)
+            shoot(page, out / f"simulator-{theme}.png")
             page.get_by_test_id("stSidebarNav").get_by_role("link", name="Playground").click()
             page.get_by_role("textbox", name="Tenant's key").fill(key)
             page.get_by_role("button", name="Send").click()
@@ -289,6 +291,21 @@ def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
             shoot(page, out / f"playground-{theme}.png")
             page.close()
         browser.close()
+
+
+def simulate(page: Any) -> None:
+    """Twice the traffic of the last minutes on twice the replicas; the second theme shows what the first has asked for."""
+    page.get_by_test_id("stSidebarNav").get_by_role("link", name="Simulator").click()
+    page.get_by_role("heading", name="Simulator", exact=True).wait_for()
+    page.wait_for_timeout(2500)
+    if page.get_by_text("Prefill in vain").count() == 0:
+        page.get_by_role("combobox", name="Traffic").click()
+        page.get_by_role("option", name="own requests, last 15 min").click()
+        page.get_by_role("spinbutton", name="Times as much").fill("2")
+        page.get_by_role("spinbutton", name="Replicas then").fill("2")
+        page.get_by_role("button", name="Simulate").click()
+    page.get_by_text("Prefill in vain").first.wait_for(timeout=300_000)
+    page.wait_for_timeout(2500)
 
 
 def shoot(page: Any, path: Path) -> None:

@@ -20,8 +20,8 @@ from moiety_dashboard import settings as dashboard_settings
 SCRIPT = Path(dashboard_settings.__file__).parent / "app.py"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DEADLINE_S = 60
-PAGES = ("Overview", "Tenants", "SLA classes", "Engines", "Quotas", "Playground", "Audit")
-FOR_OPERATORS = {"Engines"}
+PAGES = ("Overview", "Tenants", "SLA classes", "Engines", "Quotas", "Playground", "Simulator", "Audit")
+FOR_OPERATORS = {"Engines", "Simulator"}
 
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium on this machine; .ci/run installs it where it may"
@@ -159,10 +159,19 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     browser.see_in_table("website")
 
     browser.go("Playground")
-    browser.press("Send")
-    browser.see("Whole answer")
+    for _ in range(2):
+        browser.press("Send")
+        browser.see("Whole answer")
     browser.go("Overview")
-    browser.see("1 in 1 h")
+    browser.see("2 in 1 h")
+
+    browser.go("Simulator")
+    page.get_by_role("spinbutton", name="Times as much").fill("2")
+    browser.press("Simulate")
+    browser.see("Prefill in vain")
+    browser.see_in_table("Longest wait")
+    page.get_by_role("link", name="Apply on SLA classes").click()
+    page.get_by_role("heading", name="SLA classes", exact=True).wait_for()
 
     browser.go("Tenants")
     page.get_by_role("radio", name="Limits").click()
@@ -230,5 +239,6 @@ def test_a_tenants_administrator_sees_nothing_of_another_on_any_page_or_by_any_a
     for name, text in shown.items():
         assert "hidden-corp" not in text, name
         assert other["id"] not in text, name
-    assert browser.page.get_by_role("link", name="Engines").count() == 0
+    for name in FOR_OPERATORS:
+        assert browser.page.get_by_role("link", name=name).count() == 0
     assert browser.complaints == []

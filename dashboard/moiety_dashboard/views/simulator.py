@@ -15,15 +15,20 @@ from moiety_dashboard.figures import percent, short
 from moiety_dashboard.frames import fleet, series, simulations
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
+from moiety_dashboard.views.classes import OVERLOAD
 from moiety_dashboard.views.windows import HOUR
 
 CLASSES = "classes"  # the page where settings are applied
 MINUTES = {60: "last 1 h", 30: "last 30 min", 15: "last 15 min", 5: "last 5 min"}
-DRAWN = {
-    "steady": "poisson:rate=3,tenants=6,input=100..1000,output=50..400",
+LENGTHS = "input=100..1000,output=50..400"
+DRAWN = {  # the classes are those that there always are
+    "steady": (
+        f"poisson:rate=0.6,tenants=2,{LENGTHS},class=priority;poisson:rate=1.5,tenants=4,{LENGTHS},class=standard;"
+        f"poisson:rate=0.4,tenants=2,{LENGTHS},class=flex"
+    ),
     "in bursts": (
-        "poisson:rate=2,tenants=4,input=100..1000,output=50..400;"
-        "onoff:rate=12,on=30,off=90,tenants=2,input=500..2000,output=50..200"
+        f"poisson:rate=0.6,tenants=2,{LENGTHS},class=priority;poisson:rate=1,tenants=4,{LENGTHS},class=standard;"
+        f"onoff:rate=8,on=30,off=90,tenants=2,{LENGTHS},class=standard"
     ),
 }
 
@@ -122,21 +127,23 @@ def ask_replicas(engines: list[dict[str, Any]], known: Mapping[str, Any]) -> dic
 def term_columns(classes: list[dict[str, Any]]) -> dict[str, Any]:
     column = st.column_config
 
-    def seconds(label: str, says: str | None = None) -> Any:
-        return column.NumberColumn(label, min_value=0.0, format="%.4g", help=says)
+    def seconds(label: str, says: str) -> Any:
+        return column.NumberColumn(label, min_value=0.0, format="%.4g", help=says, width=86)
+
+    none = "Empty: no promise"
 
     return {
-        "class": column.TextColumn("Class", disabled=True),
-        "rank": column.NumberColumn("Rank", min_value=0, max_value=1000, step=1, help="0 is best"),
-        "weight": column.NumberColumn("Weight", min_value=0.001, max_value=1000.0, format="%.3g"),
-        "ttft_s": seconds("First token in", "Empty: no promise"),
-        "ttft_per_1k_s": seconds("+ each 1k prompt"),
-        "tpot_s": seconds("Token every", "Empty: no promise"),
-        "completion_s": seconds("Whole answer in", "Empty: no promise"),
-        "max_queue_s": seconds("Waits at most"),
-        "preemptible": column.CheckboxColumn("Preemptible"),
-        "on_overload": column.SelectboxColumn("At overload", options=["reject", "queue", "downgrade"], required=True),
-        "downgrade_to": column.SelectboxColumn("… in which", options=[terms["name"] for terms in classes]),
+        "class": column.TextColumn("Class", disabled=True, width=86),
+        "rank": column.NumberColumn("Rank", min_value=0, max_value=1000, step=1, width=64, help="0 is best"),
+        "weight": column.NumberColumn("Weight", min_value=0.001, max_value=1000.0, format="%.3g", width=72),
+        "ttft_s": seconds("First token", f"Arrival to first token, seconds. {none}"),
+        "ttft_per_1k_s": seconds("+ each 1k", "More for each 1,000 prompt tokens that no cache held, seconds"),
+        "tpot_s": seconds("Next ones", f"Between tokens, seconds. {none}"),
+        "completion_s": seconds("Whole", f"Arrival to the last token, seconds. {none}"),
+        "max_queue_s": seconds("Waits", "At most, before it goes before better classes, seconds"),
+        "preemptible": column.CheckboxColumn("Gives way", width=86, help="May be preempted for better classes"),
+        "on_overload": column.SelectboxColumn("Overload", options=list(OVERLOAD), required=True, width=96),
+        "downgrade_to": column.SelectboxColumn("Falls to", options=[terms["name"] for terms in classes], width=96),
     }
 
 
