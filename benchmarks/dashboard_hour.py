@@ -294,7 +294,7 @@ def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
 
 
 def simulate(page: Any) -> None:
-    """Twice the traffic of the last minutes on twice the replicas; the second theme shows what the first has asked for."""
+    """Twice the traffic of the last minutes on twice the replicas; the second theme shows the result of the first."""
     page.get_by_test_id("stSidebarNav").get_by_role("link", name="Simulator").click()
     page.get_by_role("heading", name="Simulator", exact=True).wait_for()
     page.wait_for_timeout(2500)

@@ -427,7 +427,13 @@ async def test_nobody_else_gets_in(world: World, call: Any, who: str, status: in
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), ask
 
 
-OF_ALL = ("/engines", "/usage/reconciliation", "/webhooks", "/audit/verification")  # what is of no one tenant
+OF_ALL = (
+    "/engines",
+    "/usage/reconciliation",
+    "/webhooks",
+    "/audit/verification",
+    "/simulations",
+)  # what is of no one tenant
 
 
 @pytest.mark.parametrize("who", ["tenant-admin of A", "viewer of A"])
