@@ -48,8 +48,8 @@ class Overlap(StrEnum):
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
-QUANTIZATIONS = ("auto", "none", "int8", "int4")
-KV_DTYPES = ("auto", "fp8")
+QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
+KV_DTYPES = ("auto", "fp8", "int8")
 
 
 class MoeKernel(StrEnum):

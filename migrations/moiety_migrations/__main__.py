@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +20,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_NOT_REACHABLE = 3
 DEFAULT_DATA_DIR = ".moiety"
+PAUSE_S = 2.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,7 +45,7 @@ def default_url(environment: Mapping[str, str]) -> str:
 
 def _run(options: argparse.Namespace, url: str) -> int:
     if options.command == "upgrade":
-        found: str | None = upgrade(url)
+        found: str | None = _upgrade_within(url, options.wait_s)
     elif options.command == "downgrade":
         found = downgrade(url, options.revision)
     else:
@@ -53,6 +55,19 @@ def _run(options: argparse.Namespace, url: str) -> int:
     else:
         print(f"the database {redact(url)} is at {found or 'no revision yet'}; this release needs {HEAD}")  # noqa: T201
     return EXIT_FAILED if options.command == "current" and found != HEAD else 0
+
+
+def _upgrade_within(url: str, wait_s: float) -> str:
+    """Try until the database is there, but no longer than that. Raises what `upgrade` does."""
+    until = time.monotonic() + wait_s
+    while True:
+        try:
+            return upgrade(url)
+        except DatabaseAway as error:
+            if time.monotonic() + PAUSE_S > until:
+                raise
+            print(f"waiting for the database: {error}", file=sys.stderr)  # noqa: T201
+            time.sleep(PAUSE_S)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     shared.add_argument("--json", action="store_true", help="print one JSON object")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("upgrade", parents=[shared], help="migrate to this release's revision")
+    forth = commands.add_parser("upgrade", parents=[shared], help="migrate to this release's revision")
+    forth.add_argument("--wait-s", type=float, default=0, help="try for so long if the database is not there; 0: once")
     commands.add_parser("current", parents=[shared], help="show the revision; exit code 1 if an upgrade is needed")
     back = commands.add_parser("downgrade", parents=[shared], help="go back; loses what the earlier schema cannot hold")
     back.add_argument("revision", help='a revision, or "base" for an empty database')

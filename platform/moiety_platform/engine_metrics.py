@@ -1,6 +1,7 @@
 """What engines say of themselves, for Prometheus: read from their last Load messages when they are scraped.
 
-Labels are bounded: engines, the deployment's classes, the wire's reason codes.
+Labels are bounded: engines, the deployment's classes, the wire's reason codes. An engine that is read from several
+gateways is told by each of them; `max by (engine)` tells it once.
 """
 
 from __future__ import annotations
@@ -11,73 +12,63 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moiety_platform.engine_client.base import EngineState
-from moiety_wire.messages import ClassLoad
+from moiety_wire import figures
+from moiety_wire.messages import ClassLoad, SleepState
 
-_CLASS = ("engine", "class")
+_ENGINE = ("engine",)
+_CLASS = ("engine", "service_class")
 
 
 class EngineCollector(Collector):
     """Of all engines that `states` tells of."""
-
-    _GAUGES = (
-        *("num_running", "num_waiting", "num_paused", "kv_blocks_total", "kv_blocks_used", "kv_blocks_cached"),
-        *("host_blocks_total", "host_blocks_used"),
-    )
-    _COUNTERS = (
-        *("steps", "prompt_tokens", "cached_tokens", "output_tokens", "requests"),
-        *("swapped_out_blocks", "swapped_in_blocks", "overshot_tokens"),
-    )
-    _CLASS_GAUGES = (
-        ("num_waiting", "num_waiting", "Requests of the class that wait."),
-        ("num_running", "num_running", "Requests of the class in the batch."),
-        ("predicted_ttft_s", "predicted_ttft_seconds", "Predicted time to first token of an empty prompt."),
-    )
-    _CLASS_COUNTERS = (
-        ("admitted", "Requests admitted to the class."),
-        ("downgraded", "Requests of the class that were served in its fallback."),
-        ("relegated", "Requests that could not keep their promise any more and were put behind those that can."),
-        ("boosted", "Requests that had waited too long and were put before others."),
-        ("recomputed_tokens", "Tokens computed again after preemptions."),
-    )
-    _CLASS_COUNTERS_BY_REASON = (
-        ("rejected", "Requests of the class that were rejected."),
-        ("preempted", "Preemptions of the class's requests."),
-    )
 
     def __init__(self, states: Callable[[], Sequence[EngineState]]) -> None:
         self._states = states
 
     def collect(self) -> Iterator[Metric]:
         states = self._states()
-        up = GaugeMetricFamily("moiety_engine_up", "1 if the engine can take requests.", labels=("engine",))
-        for state in states:
-            up.add_metric((state.address,), float(state.can_take))
-        yield up
+        yield from self._collect_links(states)
         loads = [(state.address, state.load) for state in states if state.load is not None]
-        for name in self._GAUGES:
-            gauge = GaugeMetricFamily(f"moiety_engine_{name}", f"The engine's last {name}.", labels=("engine",))
+        for name, text in figures.GAUGES:
+            gauge = GaugeMetricFamily(f"moiety_engine_{name.removesuffix('_total')}", text, labels=_ENGINE)
             for address, load in loads:
                 gauge.add_metric((address,), getattr(load, name))
             yield gauge
-        for name in self._COUNTERS:
-            counter = CounterMetricFamily(f"moiety_engine_{name}", f"The engine's {name} so far.", labels=("engine",))
+        for name, text in figures.COUNTERS:
+            counter = CounterMetricFamily(f"moiety_engine_{name}", text, labels=_ENGINE)
             for address, load in loads:
                 counter.add_metric((address,), getattr(load, f"{name}_total"))
             yield counter
         yield from self._collect_classes([(address, one) for address, load in loads for one in load.classes])
 
+    def _collect_links(self, states: Sequence[EngineState]) -> Iterator[Metric]:
+        """What this gateway knows of its links to them."""
+        up = GaugeMetricFamily("moiety_engine_up", "1 if the engine can take requests.", labels=_ENGINE)
+        inflight = GaugeMetricFamily("moiety_engine_inflight", "This gateway's open requests there.", labels=_ENGINE)
+        asleep = GaugeMetricFamily("moiety_engine_asleep", "1 while the engine was put to sleep.", labels=_ENGINE)
+        age = GaugeMetricFamily(
+            "moiety_engine_load_age_seconds", "How long ago the engine last told its load.", labels=_ENGINE
+        )
+        for state in states:
+            up.add_metric((state.address,), float(state.can_take))
+            asleep.add_metric((state.address,), float(state.sleep is SleepState.ASLEEP))
+            inflight.add_metric((state.address,), state.num_inflight)
+            if state.load_age_s is not None:
+                age.add_metric((state.address,), state.load_age_s)
+        yield from (up, asleep, inflight, age)
+
     def _collect_classes(self, loads: Sequence[tuple[str, ClassLoad]]) -> Iterator[Metric]:
-        for field, name, text in self._CLASS_GAUGES:
+        for field, name, text in figures.CLASS_GAUGES:
             gauge = GaugeMetricFamily(f"moiety_engine_class_{name}", text, labels=_CLASS)
             for address, load in loads:
                 gauge.add_metric((address, load.name), getattr(load, field))
             yield gauge
-        for name, text in self._CLASS_COUNTERS:
+        for name, text in figures.CLASS_COUNTERS:
             counter = CounterMetricFamily(f"moiety_engine_class_{name}", text, labels=_CLASS)
             for address, load in loads:
                 counter.add_metric((address, load.name), getattr(load, f"{name}_total"))
             yield counter
-        for name, text in self._CLASS_COUNTERS_BY_REASON:
+        for name, text in figures.CLASS_COUNTERS_BY_REASON:
             counter = CounterMetricFamily(f"moiety_engine_class_{name}", text, labels=(*_CLASS, "reason"))
             for address, load in loads:
                 for reason, count in sorted(getattr(load, f"{name}_total").items()):

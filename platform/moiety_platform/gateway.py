@@ -42,7 +42,7 @@ from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.listening import BACKLOG, bind
 from moiety_platform.logs import configure_logging
-from moiety_platform.metrics import Metrics
+from moiety_platform.metrics import Metrics, UpkeepMetrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
@@ -53,6 +53,7 @@ from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations.controller import simulation_routes
 from moiety_platform.simulations.runner import Simulations
+from moiety_platform.store_metrics import StoreCollector
 from moiety_platform.trace_metrics import TraceCollector
 from moiety_platform.traces.sampling import SamplingTerms
 from moiety_platform.traces.tracing import Tracing
@@ -159,7 +160,7 @@ class GatewayServer(uvicorn.Server):
 @asynccontextmanager
 async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
     """Open everything that the application needs; close it again in reverse, so that no usage row is lost."""
-    clock, metrics = SystemClock(), Metrics()
+    clock, metrics = SystemClock(), Metrics(settings.metrics_tenants)
     pepper = resolve_pepper(settings.key_pepper.get_secret_value() if settings.key_pepper else None, settings.data_dir)
     async with AsyncExitStack() as stack:
         process_id = f"{socket.gethostname()[:24]}-{secrets.token_hex(12)}"
@@ -190,8 +191,9 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         meter = MeterReader(database, usage.holds)
         await meter.start()
         stack.push_async_callback(meter.stop)
+        metrics.registry.register(StoreCollector(clock, store, usage, quotas, meter, recorder))
         replicas = await stack.enter_async_context(_connect(settings, clock, quotas.replica_id, meter))
-        quotas.is_proven = replicas.have_settled_for
+        quotas.quarantine.is_proven = replicas.have_settled_for
         authenticator = Authenticator(database, pepper, clock)
         classes, prices = ClassCache(database, clock), PriceCache(database, clock)
         oidc = await stack.enter_async_context(_verify_tokens(settings, database, clock))
@@ -200,7 +202,8 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         alerts = AlertSender(database, poster, pepper, clock)
         await alerts.start()
         stack.push_async_callback(alerts.stop)
-        await stack.enter_async_context(_keep_up(settings, process_id, database, metrics))
+        await stack.enter_async_context(_keep_up(settings, process_id, database, UpkeepMetrics(metrics.registry)))
+        _send_metrics(stack, settings, metrics, process_id)
         simulations = Simulations(database, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness)
         stack.push_async_callback(simulations.stop)
         more = [*engine_routes(replicas), *webhook_routes(reach, pepper), *erasure_routes(traces=traces)]
@@ -241,9 +244,23 @@ def _trace(settings: GatewaySettings, process_id: str) -> Tracing:
     return Tracing(terms, senders)
 
 
+def _send_metrics(stack: AsyncExitStack, settings: GatewaySettings, metrics: Metrics, process_id: str) -> None:
+    """By OTLP, where the settings say so, for as long as the stack is open."""
+    if settings.otlp_metrics_endpoint is None:
+        return
+    from moiety_platform.otlp_metrics import MetricSender, otlp_metric_exporter  # noqa: PLC0415  # slow to import
+
+    exporter, interval_s = (
+        otlp_metric_exporter(settings.otlp_metrics_endpoint),
+        settings.otlp_metrics_interval_ms / 1000,
+    )
+    sender = MetricSender(metrics.registry, exporter, process_id, interval_s=interval_s)
+    stack.push_async_callback(asyncio.to_thread, sender.close)
+
+
 @asynccontextmanager
 async def _keep_up(
-    settings: GatewaySettings, process_id: str, database: Database, metrics: Metrics
+    settings: GatewaySettings, process_id: str, database: Database, metrics: UpkeepMetrics
 ) -> AsyncIterator[None]:
     """Delete what is past its time for as long as the context is open."""
     chores = chores_of(settings, database)

@@ -65,6 +65,8 @@ def health_routes(replicas: Replicas, metrics: Metrics, store: StoreReadiness | 
     @get("/metrics", name="metrics", tags=TAGS, opt=describes(Described(answers={200: {TEXT: {"type": "string"}}})))
     async def scrape() -> Response[bytes]:
         """Metrics in Prometheus' form."""
+        if store is not None:
+            await store.why_not_ready()  # a metric tells it, also where nobody asks /readyz
         return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     return [healthz, readyz, head_healthz, head_readyz, scrape]

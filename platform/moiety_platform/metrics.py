@@ -1,17 +1,29 @@
-"""What the gateway counts, for Prometheus. Labels are bounded: served models, service classes, outcomes, engines.
+"""What the gateway counts of its requests, for Prometheus. Labels are bounded: served models, service classes, outcomes
+and codes of ours; tenants by `tenant_metrics`. All of it stands in docs/metrics.md.
 
-The registry is passed by argument. What engines count is the business of `engine_metrics`.
+The registry is passed by argument. What engines count is the business of `engine_metrics`, what the store has of
+`store_metrics`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import TypeVar, cast
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Info,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moiety_platform.tenant_metrics import MAX_TENANTS, TenantCollector
 from moiety_platform.usage.row import UsageRow
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -24,8 +36,9 @@ TPOT_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
 )
-DURATION_BUCKETS_S = tuple(0.01 * 2**i for i in range(16))
+DURATION_BUCKETS_S = tuple(0.01 * 2**i for i in range(16))  # theirs end at 81.92
 _REQUEST = ("model", "service_class")
+_GEN_AI = ("operation", *_REQUEST)
 
 _Metric = TypeVar("_Metric", Counter, Histogram)
 
@@ -38,11 +51,39 @@ class _Statements(Collector):
         yield CounterMetricFamily("moiety_sql_statements", "SQL statements sent by this process.", self._read())
 
 
+def new_registry() -> CollectorRegistry:
+    """With what every process tells of itself: its version, processor time, memory and open files."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # when each series began is of no use, and doubles their number
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    Info("moiety_build", "What runs.", registry=registry).info({"version": version("moiety")})
+    return registry
+
+
+class UpkeepMetrics:
+    """Of what is past its time and deleted, in whichever process does it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        rows_help = "Rows that upkeep has deleted by chore; `files_without_end` were given an end."
+        self._rows = Counter("moiety_upkeep_rows", rows_help, ("chore",), registry=registry)
+        failures_help = "Chores of upkeep that have failed; the log says why."
+        self._failures = Counter("moiety_upkeep_failures", failures_help, ("chore",), registry=registry)
+
+    def observe(self, chore: str, num_rows: int) -> None:
+        self._rows.labels(chore).inc(num_rows)
+
+    def observe_failure(self, chore: str) -> None:
+        self._failures.labels(chore).inc()
+
+
 class Metrics:
     """The instruments of one gateway process."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry or CollectorRegistry()
+    def __init__(self, max_tenants: int = MAX_TENANTS) -> None:
+        """At most so many tenants have series of their own."""
+        self.registry = new_registry()
+        self._tenants = TenantCollector(max_tenants)
+        self.registry.register(self._tenants)
         self._children: dict[tuple[Counter | Histogram, tuple[str, ...]], Counter | Histogram] = {}
         self._requests = Counter(
             "moiety_requests",
@@ -61,8 +102,8 @@ class Metrics:
         )
         self._admissions = Counter(
             "moiety_admission",
-            "Generation requests by the verdict on them; `class` is the one that was asked for.",
-            ("class", "outcome", "reason"),
+            "Generation requests by the verdict on them; `service_class` is the one that was asked for.",
+            ("service_class", "outcome", "reason"),
             registry=self.registry,
         )
         self._failovers = Counter(
@@ -71,10 +112,12 @@ class Metrics:
             ("model", "cause"),
             registry=self.registry,
         )
-        rows_help = "Rows that upkeep has deleted by chore; `files_without_end` were given an end."
-        self._upkeep_rows = Counter("moiety_upkeep_rows", rows_help, ("chore",), registry=self.registry)
-        failures_help = "Chores of upkeep that have failed; the log says why."
-        self._upkeep_failures = Counter("moiety_upkeep_failures", failures_help, ("chore",), registry=self.registry)
+        self._errors = Counter(
+            "moiety_request_errors",
+            "Requests that did not end well, by the stable code of why.",
+            ("service_class", "code"),
+            registry=self.registry,
+        )
         self._promises = Counter(
             "moiety_sla",
             "Ended requests with a promise, by whether it was kept.",
@@ -82,24 +125,40 @@ class Metrics:
             registry=self.registry,
         )
         self._tokens = Counter("moiety_tokens", "Tokens by kind.", (*_REQUEST, "kind"), registry=self.registry)
+        self._good_tokens = Counter(
+            "moiety_good_tokens",
+            "Output tokens of requests whose promise was kept: goodput, as a rate.",
+            _REQUEST,
+            registry=self.registry,
+        )
+        self._make_times()
+
+    def _make_times(self) -> None:
+        self._queue = Histogram(
+            "moiety_queue_time_seconds",
+            "How long requests waited in their engine's queue before they were scheduled.",
+            _REQUEST,
+            buckets=TTFT_BUCKETS_S,
+            registry=self.registry,
+        )
         self._ttft = Histogram(
             "gen_ai_server_time_to_first_token_seconds",
             "From the request's arrival to its first output token.",
-            _REQUEST,
+            _GEN_AI,
             buckets=TTFT_BUCKETS_S,
             registry=self.registry,
         )
         self._tpot = Histogram(
             "gen_ai_server_time_per_output_token_seconds",
             "Mean time between output tokens of a request after the first.",
-            _REQUEST,
+            _GEN_AI,
             buckets=TPOT_BUCKETS_S,
             registry=self.registry,
         )
         self._duration = Histogram(
             "gen_ai_server_request_duration_seconds",
             "From the request's arrival to its end.",
-            (*_REQUEST, "outcome"),
+            (*_GEN_AI, "outcome"),
             buckets=DURATION_BUCKETS_S,
             registry=self.registry,
         )
@@ -118,19 +177,21 @@ class Metrics:
         """Count a request that an Idempotency-Key kept from being served."""
         self._idempotency.labels(outcome).inc()
 
-    def observe_upkeep(self, chore: str, num_rows: int) -> None:
-        self._upkeep_rows.labels(chore).inc(num_rows)
-
-    def observe_upkeep_failure(self, chore: str) -> None:
-        self._upkeep_failures.labels(chore).inc()
-
-    def observe(self, row: UsageRow, served_model: str, tpot_s: float | None) -> None:
+    def observe(self, row: UsageRow, operation: str, served_model: str, tpot_s: float | None) -> None:
         """Count one ended request. `served_model` is a model of ours or `unknown`, whatever the client asked for."""
         labels = (served_model, row.service_class)
+        self._tenants.observe(row)
         self._of(self._requests, *labels, row.outcome, str(row.http_status)).inc()
-        self._of(self._duration, *labels, row.outcome).observe(row.duration_ms / 1000)
+        self._of(self._duration, operation, *labels, row.outcome).observe(row.duration_ms / 1000)
+        if row.error_code is not None:
+            self._of(self._errors, row.service_class, row.error_code).inc()
         if row.sla_attained is not None:
-            self._of(self._promises, *labels, str(row.sla_attained).lower()).inc()
+            kept, missed = self._of(self._promises, *labels, "true"), self._of(self._promises, *labels, "false")
+            (kept if row.sla_attained else missed).inc()  # both are there, so that a share of them always is
+            if row.sla_attained and row.output_tokens:
+                self._of(self._good_tokens, *labels).inc(row.output_tokens)
+        if row.queue_ms is not None:
+            self._of(self._queue, *labels).observe(row.queue_ms / 1000)
         if row.prompt_tokens:
             self._of(self._tokens, *labels, "input").inc(row.prompt_tokens)
         if row.cached_tokens:
@@ -138,9 +199,9 @@ class Metrics:
         if row.output_tokens:
             self._of(self._tokens, *labels, "output").inc(row.output_tokens)
         if row.ttft_ms is not None:
-            self._of(self._ttft, *labels).observe(row.ttft_ms / 1000)
+            self._of(self._ttft, operation, *labels).observe(row.ttft_ms / 1000)
         if tpot_s is not None:
-            self._of(self._tpot, *labels).observe(tpot_s)
+            self._of(self._tpot, operation, *labels).observe(tpot_s)
 
     def _of(self, metric: _Metric, *labels: str) -> _Metric:
         """The metric's child for these labels. Remembered, since looking for it locks and converts."""

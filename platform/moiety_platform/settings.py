@@ -106,6 +106,19 @@ class GatewaySettings(BaseSettings):
         default=None,  # OpenTelemetry's own variable is also what our engines go by, so one setting serves both
         validation_alias=AliasChoices("otlp_endpoint", "MOIETY_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
     )
+    otlp_metrics_endpoint: str | None = Field(  # e.g. http://collector:4318/v1/metrics; None: they are only at /metrics
+        default=None,
+        validation_alias=AliasChoices(
+            "otlp_metrics_endpoint", "MOIETY_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
+        ),
+    )
+    otlp_metrics_interval_ms: int = Field(  # how often
+        default=60_000,
+        ge=100,
+        validation_alias=AliasChoices(
+            "otlp_metrics_interval_ms", "MOIETY_OTLP_METRICS_INTERVAL_MS", "OTEL_METRIC_EXPORT_INTERVAL"
+        ),
+    )
     traces_endpoint: str | None = None  # of our own trace store, e.g. http://traces:4318/otlp; None: nothing is kept
     traces_token: SecretStr | None = None  # by which that store knows its gateways
     traces_database_url: str | None = None  # where it keeps them; None: beside a SQLite store, or in PostgreSQL
@@ -113,6 +126,7 @@ class GatewaySettings(BaseSettings):
     trace_sample_rates: Annotated[dict[str, float], NoDecode] = Field(default_factory=dict)  # by class: priority=1,…
     trace_first_per_s: int = Field(default=1, ge=0)  # of every second, kept whatever the rate is
     trace_max_per_s: int = Field(default=100, ge=1)  # of all that is kept; what goes beyond is counted
+    metrics_tenants: int = Field(default=20, ge=0, le=1000)  # with series of their own at /metrics; the rest are summed
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "json", "console"] = "auto"
 

@@ -78,6 +78,19 @@ def test_any_blocks_come_back_into_any_blocks_through_any_slabs_and_portions(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_scales_go_with_the_whole_numbers_that_they_are_of(device: str) -> None:
+    shape = 2, 5, 3, BLOCK_SIZE, 8
+    numbers = torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
+    scales = torch.rand(shape[:-1], device=device)
+    kv = KvCache((LayerCache(numbers[0], numbers[1], scales[0], scales[1]),), 5, BLOCK_SIZE)
+    host, before = HostKv(kv, 5), [part.clone() for part in parts(kv)]
+    assert host.block_bytes == 2 * 3 * BLOCK_SIZE * (8 + 4)
+    host.run([(1, 4), (3, 0)], [(4, 0), (0, 2)])
+    for part, was in zip(parts(kv), before, strict=True):
+        assert torch.equal(part, was[[1, 1, 3, 3, 4]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_blocks_go_out_before_blocks_come_in(device: str) -> None:
     kv = uneven_cache(2, device)
     host = HostKv(kv, 2)

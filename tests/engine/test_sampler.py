@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.sampling import Sampler
 from moiety_engine.sampling.randomness import uniforms
-from moiety_engine.sampling.sampler import draws
+from moiety_engine.sampling.sampler import draws, penalties_of
 from moiety_engine.sequence import Sequence
 from moiety_kernels.sample import sample as draw_on_device
 from moiety_wire.messages import Sampling
@@ -158,4 +158,12 @@ def test_the_operation_for_gpus_draws_the_same_tokens() -> None:
     rows = [make_row(one, seed=seed) for seed, one in enumerate(settings_of)]
     logits = torch.randn(len(rows), V) * 2
     asked = draws(rows, torch.from_numpy)
-    assert draw_on_device(logits, asked).tolist() == sample(logits, *rows)
+    assert draw_on_device(logits.clone(), asked).tolist() == sample(logits, *rows)
+    lowering = [Sampling(repetition_penalty=1.7), Sampling(temperature=0.0, presence_penalty=2.0, top_k=5), Sampling()]
+    lowering += [Sampling(frequency_penalty=0.9, top_p=0.7), Sampling(temperature=0.0)]
+    rows = [make_row(one, seed=seed, output=[seed % 9, 7, 7]) for seed, one in enumerate(lowering * 20)]
+    picked = [i for i in range(len(rows)) if i % 5 in (0, 1, 3)]
+    lowered = penalties_of(rows, picked, V, None, torch.from_numpy)
+    drawn = draw_on_device(logits[: len(rows)].clone(), draws(rows, torch.from_numpy), lowered).tolist()
+    assert drawn == sample(logits[: len(rows)], *rows)
+    assert drawn != draw_on_device(logits[: len(rows)].clone(), draws(rows, torch.from_numpy)).tolist()

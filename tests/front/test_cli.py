@@ -90,6 +90,8 @@ def test_importing_the_command_imports_no_torch_and_no_web_stack() -> None:
         (["--model", "."], "config.json"),
         (["--scripted", "--curve-key-file", "/nonexistent/key"], "cannot be read"),
         (["--scripted", "--unsettled-usage", "/dev/null/file"], "cannot be written"),
+        (["--scripted", "--metrics-listen", "nowhere"], "is not host:port"),
+        (["--scripted", "--metrics-listen", "203.0.113.1:9400"], "choose another"),
         (["--max-running", "0"], "max-running"),
         (["--kv-memory-bytes", "lots", "--scripted"], "is not a size"),
     ],

@@ -39,7 +39,7 @@ from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.listening import bind
 from moiety_platform.logs import configure_logging
-from moiety_platform.metrics import Metrics
+from moiety_platform.metrics import Metrics, UpkeepMetrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
@@ -303,7 +303,9 @@ async def run_gateway(
         running.database, running.responses = database, responses
         running.store_clock = store_clock
         chores = chores_of(chosen, database, store_clock)
-        running.upkeep = Upkeep(worker_id, database, chores, metrics, interval_s=60, now=store_clock)
+        running.upkeep = Upkeep(
+            worker_id, database, chores, UpkeepMetrics(metrics.registry), interval_s=60, now=store_clock
+        )
         running.num_connections = lambda: len(server.server_state.connections)
         try:
             yield running

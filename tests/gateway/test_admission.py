@@ -122,7 +122,9 @@ async def test_a_downgraded_request_is_stated_as_it_was_served(start_gateway, ca
         (row,) = await gateway.rows.wait_for(1)
         assert (row.service_class, row.sla_attained) == ("flex", True)
         text = gateway.metrics.render().decode()
-        assert 'moiety_admission_total{class="standard",outcome="downgraded",reason="predicted_late"} 1.0' in text
+        assert (
+            'moiety_admission_total{outcome="downgraded",reason="predicted_late",service_class="standard"} 1.0' in text
+        )
         assert 'moiety_sla_total{attained="true",model="tiny",service_class="flex"} 1.0' in text
 
 
@@ -152,7 +154,7 @@ async def test_the_openai_client_sees_a_rate_limit_with_the_time_to_come_back(st
         assert (row.outcome, row.http_status, row.error_code) == ("rejected", 429, "overloaded")
         assert (row.prompt_tokens, row.output_tokens, row.sla_attained) == (0, 0, False)
         text = gateway.metrics.render().decode()
-        assert 'moiety_admission_total{class="standard",outcome="rejected",reason="predicted_late"} 1.0' in text
+        assert 'moiety_admission_total{outcome="rejected",reason="predicted_late",service_class="standard"} 1.0' in text
 
 
 async def test_the_openai_client_comes_back_by_itself_and_is_served(start_gateway, card):
@@ -273,7 +275,7 @@ async def test_a_tenant_may_have_only_so_much_in_flight(start_gateway, card, unt
         assert (await gateway.post(CHAT, BODY))[0] == 200
         rows = await gateway.rows.wait_for(4)
         assert sorted(row.outcome for row in rows) == ["disconnected", "disconnected", "length", "rejected"]
-        reason = 'moiety_admission_total{class="standard",outcome="rejected",reason="tenant_queue_full"} 1.0'
+        reason = 'moiety_admission_total{outcome="rejected",reason="tenant_queue_full",service_class="standard"} 1.0'
         assert reason in gateway.metrics.render().decode()
 
 
@@ -369,18 +371,18 @@ async def test_what_happened_to_a_request_is_in_its_row_its_span_and_the_metrics
     (span,) = spans.named("chat tiny")
     told = {name: span.attributes[f"moiety.{name}"] for name in ("admission", "reason", "preemptions", "sla_attained")}
     assert told == {"admission": "admitted", "reason": "accepted_late", "preemptions": 2, "sla_attained": True}
-    labels = 'class="flex",engine="fake://engine-1"'
+    labels = 'engine="fake://engine-1",service_class="flex"'
     for line in (
         f"moiety_engine_class_num_waiting{{{labels}}} 3.0",
         f"moiety_engine_class_num_running{{{labels}}} 4.0",
         f"moiety_engine_class_predicted_ttft_seconds{{{labels}}} 2.5",
         f"moiety_engine_class_admitted_total{{{labels}}} 9.0",
-        f'moiety_engine_class_rejected_total{{{labels},reason="shed"}} 2.0',
-        f'moiety_engine_class_preempted_total{{{labels},reason="over_share"}} 5.0',
+        'moiety_engine_class_rejected_total{engine="fake://engine-1",reason="shed",service_class="flex"} 2.0',
+        'moiety_engine_class_preempted_total{engine="fake://engine-1",reason="over_share",service_class="flex"} 5.0',
         f"moiety_engine_class_relegated_total{{{labels}}} 6.0",
         f"moiety_engine_class_boosted_total{{{labels}}} 7.0",
         f"moiety_engine_class_recomputed_tokens_total{{{labels}}} 8.0",
-        'moiety_engine_host_blocks_total{engine="fake://engine-1"} 0.0',
+        'moiety_engine_host_blocks{engine="fake://engine-1"} 0.0',
         'moiety_engine_swapped_in_blocks_total{engine="fake://engine-1"} 0.0',
     ):
         assert line in text

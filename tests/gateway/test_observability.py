@@ -59,8 +59,11 @@ async def test_metrics_count_requests_tokens_and_times_with_bounded_labels(gatew
     refused = 'moiety_requests_total{model="unknown",outcome="rejected",service_class="standard",status="404"} 5.0'
     assert ok in text and refused in text
     assert 'moiety_tokens_total{kind="output",model="tiny",service_class="standard"} 2.0' in text
-    assert 'gen_ai_server_time_to_first_token_seconds_count{model="tiny",service_class="standard"} 1.0' in text
-    assert 'gen_ai_server_time_per_output_token_seconds_count{model="tiny",service_class="standard"} 1.0' in text
+    chat = 'operation="chat",service_class="standard"'
+    assert f'gen_ai_server_time_to_first_token_seconds_count{{model="tiny",{chat}}} 1.0' in text
+    assert f'gen_ai_server_time_per_output_token_seconds_count{{model="tiny",{chat}}} 1.0' in text
+    assert 'moiety_good_tokens_total{model="tiny",service_class="standard"} 2.0' in text
+    assert 'moiety_request_errors_total{code="model_not_found",service_class="standard"} 5.0' in text
     assert 'moiety_engine_up{engine="fake://engine-1"} 1.0' in text
     assert 'moiety_engine_output_tokens_total{engine="fake://engine-1"} 2.0' in text
     assert "made-up" not in text

@@ -16,10 +16,11 @@ from moiety_kernels.linear import linear
 from moiety_kernels.moe import SILU, dense_glu, experts
 from moiety_kernels.moe import cpu as experts_cpu
 from moiety_kernels.moe import reference as experts_reference
-from moiety_kernels.quantization import INT4, INT8, MXFP4, QuantizedWeight, WeightFormat, dequantize, quantize
+from moiety_kernels.quantization import FP8, INT4, INT8, MXFP4, QuantizedWeight, WeightFormat, dequantize, quantize
 from moiety_kernels.quantization.reference import MAGNITUDES, pack, round_to, unpack
 
-FORMATS = [INT8, INT4, WeightFormat("int4", 4, 128)]
+WHOLE = [INT8, INT4, WeightFormat("int4", 4, 128)]
+FORMATS = [*WHOLE, FP8, MXFP4]
 
 
 @pytest.fixture(params=["tiles", "vectors"])
@@ -35,7 +36,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 @settings(deadline=None)
-@given(st.integers(0, 10_000), st.sampled_from(FORMATS))
+@given(st.integers(0, 10_000), st.sampled_from(WHOLE))
 def test_what_was_rounded_once_comes_out_of_a_second_rounding_as_it_was(seed: int, form: WeightFormat) -> None:
     weight = torch.randn(3, 5, 128, generator=torch.Generator().manual_seed(seed))
     q, scales = round_to(weight, form)
@@ -44,7 +45,7 @@ def test_what_was_rounded_once_comes_out_of_a_second_rounding_as_it_was(seed: in
     torch.testing.assert_close(scales, again_scales, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", WHOLE)
 def test_the_error_is_at_most_half_a_step_or_a_little_clipping(form: WeightFormat) -> None:
     weight = drawn(64, 256)
     error = (dequantize(quantize(weight, form)) - weight).norm() / weight.norm()
@@ -54,7 +55,7 @@ def test_the_error_is_at_most_half_a_step_or_a_little_clipping(form: WeightForma
 
 def test_rows_of_zeros_and_of_one_value_are_kept() -> None:
     weight = torch.stack([torch.zeros(64), torch.full((64,), 3.0), torch.full((64,), -2.0)])
-    for form in (INT8, INT4):
+    for form in (INT8, INT4, FP8):
         torch.testing.assert_close(dequantize(quantize(weight, form)), weight)
 
 
@@ -112,3 +113,31 @@ def test_experts_are_those_of_the_weights_they_stand_for(
 def test_a_dense_feed_forward_takes_them_too(form: WeightFormat) -> None:
     up, down, x = quantize(drawn(256, 128), form), quantize(drawn(128, 128), form), drawn(6, 128).bfloat16().float()
     assert torch.equal(dense_glu(x, up, down), dense_glu(x, dequantize(up).bfloat16(), dequantize(down).bfloat16()))
+
+
+def every_number(form: WeightFormat) -> torch.Tensor:
+    """Rows of all that can be written in a byte, NaN of float8 left out."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    if form.is_float8:
+        return numbers.where(numbers & 127 != 127, 0).repeat(3, 2).view(torch.float8_e4m3fn)
+    return numbers.repeat(3, 2)
+
+
+@pytest.mark.parametrize("form", [FP8, replace(FP8, group=128, rows=128), replace(FP8, group=32), MXFP4])
+@pytest.mark.usefixtures("arithmetic")
+def test_every_floating_number_is_widened_to_what_it_stands_for(form: WeightFormat) -> None:
+    values = every_number(form)
+    narrow = QuantizedWeight(values, torch.empty(0), form)
+    scales = torch.rand(3, form.num_groups(narrow.shape[-1])) if form.is_float8 else torch.full((3, 32), 0.25)
+    narrow = replace(narrow, scales_NG=scales)
+    x = torch.eye(narrow.shape[-1])
+    assert linear_cpu.fits(x, narrow)
+    assert torch.equal(linear(x, narrow), dequantize(narrow).bfloat16().float().T)
+
+
+def test_a_last_group_of_float8_may_be_shorter() -> None:
+    form = replace(FP8, group=128, rows=128)
+    narrow = QuantizedWeight(drawn(7, 352).mul(50).to(torch.float8_e4m3fn), torch.rand(7, 3), form)
+    x = drawn(5, 352).bfloat16().float()
+    assert linear_cpu.fits(x, narrow)
+    assert torch.equal(linear(x, narrow), linear(x, dequantize(narrow).bfloat16()))

@@ -273,7 +273,7 @@ class Driver:
         self.kv = model.allocate_kv(num_blocks, block_size)
         for layer in self.kv.layers:
             for part in layer.parts:
-                part.fill_(float("nan"))
+                part.fill_(float("nan") if part.is_floating_point() else 127)
         generator = torch.Generator().manual_seed(0)
         self.free = torch.randperm(num_blocks, generator=generator).tolist()
 

@@ -15,6 +15,7 @@ from moiety_engine.model.errors import ConfigError, UnsupportedModelError, Weigh
 from moiety_engine.model.families import read_spec, spec_from_config
 from moiety_engine.model.loading import load_model
 from moiety_engine.model.spec import DenseSpec, Llama3Scaling, MoeSpec
+from moiety_engine.model.transformer import Transformer
 
 PROMPT = list(range(3, 60))
 
@@ -68,10 +69,13 @@ def test_a_configuration_with_a_value_that_cannot_be_is_refused(mixture: Any, wr
         read_spec(mixture.folder)
 
 
+@pytest.mark.parametrize("kept", ["fp8", "int8"])
 @pytest.mark.parametrize(("variant", "said"), [("qwen3, tied", "needs a GPU"), ("deepseek_v2", "latent attention")])
-def test_a_cache_in_fp8_is_refused_where_there_cannot_be_one(make_checkpoint: Any, variant: str, said: str) -> None:
+def test_a_cache_in_eight_bits_is_refused_where_there_cannot_be_one(
+    make_checkpoint: Any, variant: str, said: str, kept: str
+) -> None:
     with pytest.raises(UnsupportedModelError, match=said):
-        load_model(make_checkpoint(variant).folder, device="cpu", dtype="float32", kv_dtype="fp8")
+        load_model(make_checkpoint(variant).folder, device="cpu", dtype="float32", kv_dtype=kept)
 
 
 def test_a_folder_without_weights_is_refused(mixture: Any) -> None:
@@ -253,6 +257,9 @@ def test_what_cannot_compute_experts_here_is_refused_with_the_reason(mixture: An
 def test_cache_bytes_are_what_the_cache_takes(make_checkpoint: Any, variant: str) -> None:
     model = load_model(make_checkpoint(variant).folder, device="cpu", dtype="bfloat16")
     assert model.dtype is torch.bfloat16
-    cache = model.allocate_kv(7, 16)
-    taken = sum(t.numel() * t.element_size() for layer in cache.layers for t in layer.parts)
-    assert taken == 7 * model.kv_bytes_per_block(16)
+    models = [model]
+    if variant != "deepseek_v3":
+        models.append(Transformer(model.spec, model._weights, kv_dtype=torch.int8))
+    for one in models:
+        taken = sum(t.numel() * t.element_size() for layer in one.allocate_kv(7, 16).layers for t in layer.parts)
+        assert taken == 7 * one.kv_bytes_per_block(16)

@@ -18,7 +18,7 @@ from moiety_platform.prices.terms import Price
 from moiety_platform.quota.kinds import Kind, Level, Unit
 from moiety_platform.quota.lease import Charge, WindowId
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
-from moiety_platform.quota.store import LeaseStore
+from moiety_platform.quota.store import LeaseStore, Remains
 from moiety_platform.usage.bill import Bill, encode_bill
 from moiety_platform.usage.metering import MeterReader, charge
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour, UsageRecord
@@ -195,7 +195,8 @@ async def test_what_was_proven_unspent_is_free_again_and_a_note_of_it_that_comes
     store = LeaseStore("alive", 20.0)
     assert await charge_all(leased, metered(make_bill(), output=40)) == [True]
     async with leased.write() as session:
-        assert await store.quarantined(session) == {"dead": pytest.approx(time.time() + 20, abs=60)}
+        (found,) = (await store.quarantined(session)).items()
+        assert found == ("dead", Remains(pytest.approx(time.time() + 20, abs=60), 2))
         assert await store.release_quarantined(session, "dead") == 2
     async with leased.read() as session:
         assert await store.quarantined(session) == {}

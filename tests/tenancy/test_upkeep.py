@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 from sqlalchemy import ColumnElement, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -21,7 +22,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.files.models import FileChunk, FileState, StoredFile
 from moiety_platform.files.service import Files
 from moiety_platform.idempotency.models import IdempotencyTenant, IdempotentRequest, State
-from moiety_platform.metrics import Metrics
+from moiety_platform.metrics import UpkeepMetrics, new_registry
 from moiety_platform.quota.kinds import ALWAYS
 from moiety_platform.quota.models import (
     LeaseState,
@@ -75,7 +76,7 @@ async def second(database_url: str) -> AsyncIterator[Database]:
 
 def upkeep_of(database: Database, owner: str, now: StoreClock, chores: list[Chore] | None = None) -> Upkeep:
     chosen = chores if chores is not None else chores_of(GatewaySettings(), database, now)
-    return Upkeep(owner, database, chosen, Metrics(), interval_s=INTERVAL_S, pause_s=0, now=now)
+    return Upkeep(owner, database, chosen, UpkeepMetrics(new_registry()), interval_s=INTERVAL_S, pause_s=0, now=now)
 
 
 def file_of(name: str, days: int, **changes: Any) -> StoredFile:
@@ -309,12 +310,12 @@ async def test_a_chore_that_fails_keeps_no_other_from_being_done_and_is_told(
         raise LookupError("a defect")
 
     await fill(database)
-    metrics = Metrics()
+    registry = new_registry()
     chores = [Chore("broken", fail), *chores_of(GatewaySettings(), database, store_clock)]
-    upkeep = Upkeep("one", database, chores, metrics, interval_s=INTERVAL_S, now=store_clock)
+    upkeep = Upkeep("one", database, chores, UpkeepMetrics(registry), interval_s=INTERVAL_S, now=store_clock)
     assert (await upkeep.round())["batches"] > 0
     assert await left(database, QuotaRate.debt) == {0}
-    page = metrics.render().decode()
+    page = generate_latest(registry).decode()
     assert 'moiety_upkeep_failures_total{chore="broken"} 1.0' in page
     assert 'moiety_upkeep_rows_total{chore="quota_windows"} 4.0' in page
 
@@ -322,7 +323,7 @@ async def test_a_chore_that_fails_keeps_no_other_from_being_done_and_is_told(
 async def test_a_service_that_runs_does_its_chores_by_itself_and_stops(database: Database) -> None:
     await fill(database)
     chores = chores_of(GatewaySettings(), database)
-    upkeep = Upkeep("one", database, chores, Metrics(), interval_s=0.04, pause_s=0)
+    upkeep = Upkeep("one", database, chores, UpkeepMetrics(new_registry()), interval_s=0.04, pause_s=0)
     await upkeep.start()
     async with asyncio.timeout(20):
         while await left(database, QuotaRate.quota_id) != {"open"}:  # noqa: ASYNC110 - the store announces nothing

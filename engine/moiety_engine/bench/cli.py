@@ -28,8 +28,8 @@ def bench_engine(
     scale: Annotated[float, typer.Option(min=0.0001, help="multiplies the trace's lengths")] = 1.0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
-    quantization: Annotated[str, typer.Option(help="auto, none, int8 or int4")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="auto or fp8")] = "auto",
+    quantization: Annotated[str, typer.Option(help="auto, none, int8, int4 or fp8")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="auto, fp8 or int8")] = "auto",
     moe_kernel: Annotated[MoeKernel, typer.Option(help="who computes experts")] = MoeKernel.AUTO,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="the same bits alone and in any batch")

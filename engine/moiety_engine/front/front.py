@@ -20,6 +20,7 @@ from moiety_engine.front.announcements import make_card, make_load
 from moiety_engine.front.core_link import CoreLink
 from moiety_engine.front.desk import RequestDesk
 from moiety_engine.front.meter import Meter
+from moiety_engine.front.metrics import FrontStats
 from moiety_engine.front.rest import RestKeeper
 from moiety_engine.front.sessions import GatewaySession, Sessions
 from moiety_engine.front.settings import FrontSettings
@@ -114,6 +115,12 @@ class Front:
     @property
     def num_open(self) -> int:
         return self._desk.num_open
+
+    def stats(self) -> FrontStats:
+        """What it tells as metrics. From any thread."""
+        num_gateways = sum(1 for session in self._sessions.all() if session.has_card)
+        counts = num_gateways, self.num_open, self._meter.num_unsettled, self.num_undecodable
+        return FrontStats(self._load, *counts, is_ready=self.card is not None and self._desk.is_awake)
 
     async def start(self) -> None:
         """Bind, and start the core. Raises zmq.ZMQError if the address cannot be had."""

@@ -61,6 +61,11 @@ class Meter:
         """The processes that have something unsettled."""
         return set(self._num_of)
 
+    @property
+    def num_unsettled(self) -> int:
+        """Ended requests that no gateway has said it stored."""
+        return len(self._records)
+
     def begin(self, replica_id: str, request: OpenRequest) -> None:
         """A request was let in."""
         if self._log is not None and request.submit.bill:

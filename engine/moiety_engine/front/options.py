@@ -32,11 +32,13 @@ class Quantization(StrEnum):
     none = "none"
     int8 = "int8"
     int4 = "int4"
+    fp8 = "fp8"
 
 
 class KvDtype(StrEnum):
     auto = "auto"
     fp8 = "fp8"
+    int8 = "int8"
 
 
 ModelOption = Annotated[
@@ -77,6 +79,14 @@ UnsettledUsageOption = Annotated[
         help="Keep in this file, for the next start, what gateways have not yet stored of what requests used.",
     ),
 ]
+MetricsListenOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="MOIETY_ENGINE_METRICS_LISTEN",
+        rich_help_panel=LISTENING,
+        help="host:port of /metrics for Prometheus; port 0 takes a free one. The gateway tells most of it as well.",
+    ),
+]
 CurveKeyFileOption = Annotated[
     Path | None,
     typer.Option(
@@ -98,7 +108,7 @@ KvDtypeOption = Annotated[
     typer.Option(
         envvar="MOIETY_ENGINE_KV_DTYPE",
         rich_help_panel=MEMORY,
-        help="Type of cached keys and values; fp8, on a GPU, holds twice the tokens.",
+        help="Type of cached keys and values; fp8 or int8, on a GPU, holds twice the tokens.",
     ),
 ]
 MoeKernelOption = Annotated[

@@ -16,6 +16,7 @@ import zmq
 
 from moiety_engine.front.core_link import CoreLink
 from moiety_engine.front.front import Ending, Front
+from moiety_engine.front.metrics import MetricsServer
 from moiety_engine.front.settings import FrontSettings
 from moiety_engine.front.unsettled_log import UnsettledLog
 from moiety_text.folder import TextModel
@@ -37,11 +38,12 @@ class ReadyReport(msgspec.Struct, frozen=True):
     dtype: str
     device: str
     curve_public_key: str
+    metrics_url: str
 
 
 def run_front(settings: FrontSettings, text: TextModel, make_core: MakeCore, *, say: Callable[[str], None]) -> Ending:
     """Serve until told to stop by SIGTERM or SIGINT, or until the core dies. `say` prints the report of readiness.
-    Raises InvalidConfig where the settings' file of unsettled usage cannot be had."""
+    Raises InvalidConfig where the settings' file of unsettled usage or the port of metrics cannot be had."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(settings, text, make_core, say))
 
@@ -61,15 +63,20 @@ async def _serve(settings: FrontSettings, text: TextModel, make_core: MakeCore, 
     if settings.unsettled_usage is not None:
         unsettled = UnsettledLog(settings.unsettled_usage)
         stack.callback(unsettled.close)
+    metrics = MetricsServer.listen(settings.metrics_listen) if settings.metrics_listen else None
+    if metrics is not None:
+        stack.callback(metrics.close)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         core = make_core(context)
         front = Front(settings, engine_id, text, core, context, unsettled=unsettled)
         _drain_on_signals(front)
+        if metrics is not None:
+            metrics.serve(front.stats)
         try:
             await front.start()
             if await front.wait_ready():
-                _report(settings, front, say)
+                _report(settings, front, metrics.url if metrics else "", say)
         except BaseException:  # a stop as well: the core's process must not outlive this one
             await front.close()
             raise
@@ -92,7 +99,7 @@ def _drain_on_signals(front: Front) -> None:
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
 
 
-def _report(settings: FrontSettings, front: Front, say: Callable[[str], None]) -> None:
+def _report(settings: FrontSettings, front: Front, metrics_url: str, say: Callable[[str], None]) -> None:
     card = front.card
     assert card is not None
     public = zmq.curve_public(settings.curve_secret_key).decode() if settings.curve_secret_key else ""
@@ -106,6 +113,7 @@ def _report(settings: FrontSettings, front: Front, say: Callable[[str], None]) -
         dtype=card.dtype,
         device=card.device,
         curve_public_key=public,
+        metrics_url=metrics_url,
     )
     if settings.address_file is not None:
         partial = settings.address_file.with_name(f".{settings.address_file.name}.{os.getpid()}")

@@ -17,6 +17,7 @@ class FrontSettings:
     address_file: Path | None = None  # the bound address is written here when the engine is ready
     usage_journal: Path | None = None  # what ended requests used is appended here
     unsettled_usage: Path | None = None  # what gateways have not settled is kept here, beyond this engine's life
+    metrics_listen: str | None = None  # host:port of its own /metrics; port 0 takes a free one
     drain_timeout_s: float = 30.0
     core_silence_s: float = CORE_SILENCE_S  # a core process that says nothing for so long hangs
     curve_secret_key: bytes | None = None  # Z85; with it only clients that know our public key get in

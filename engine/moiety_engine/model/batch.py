@@ -31,15 +31,19 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's share of the cache, as views. A slot that no token was stored to may hold anything, NaN included."""
+    """One layer's share of the cache, as views. A slot that no token was stored to may hold anything, NaN included. A
+    cache of int8 has a scale for each key and each value, float32."""
 
     k_NGPd: Tensor
     v_NGPd: Tensor
+    k_scale_NGP: Tensor | None = None
+    v_scale_NGP: Tensor | None = None
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """All tensors, the first dimension of each being the block."""
-        return self.k_NGPd, self.v_NGPd
+        every = self.k_NGPd, self.v_NGPd, self.k_scale_NGP, self.v_scale_NGP
+        return tuple(part for part in every if part is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moiety_engine.model.as_stored import AsStored
 from moiety_engine.model.errors import WeightsError
 from moiety_engine.model.fewer_bits import FewerBits, products_among
 from moiety_engine.model.names import ignorable, placements
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from moiety_engine.model.narrow import Source
     from moiety_engine.model.spec import ModelSpec
     from moiety_kernels.quantization import WeightFormat
+
+log = structlog.get_logger()
 
 MAX_NAMES_SHOWN = 8
 
@@ -49,16 +53,18 @@ def load(
     shards = shard_paths(folder)
     total = sum(path.stat().st_size for path in shards)
     filled_on = device if form is None else torch.device("cpu")
-    exactly = dtype if form is None or form.floating else torch.float32  # bfloat16 holds what mxfp4 does
+    as_stored = form is not None and form.is_stored_as(spec.weight_format)
+    # bfloat16 holds what mxfp4 does, and float8 that is kept is not filled in here
+    exactly = dtype if form is None or (as_stored and form.floating) else torch.float32
     weights = allocate(spec, device=filled_on, dtype=dtype, product_dtype=exactly)
     shard_of = tensor_files(folder)
-    found = sources(set(shard_of), spec.fp8_block, spec.weight_format)
+    found = sources(set(shard_of), spec.weight_format)
     wanted = placements(spec, weights, set(found))
     _complain("lacks", sorted(wanted.keys() - found.keys()), folder)
     parts_on_disk = {part for name in wanted for part in found[name].names}
     _complain("lacks", sorted(parts_on_disk - shard_of.keys()), folder)
     _complain("has unexpected", sorted(n for n in found.keys() - wanted.keys() if not ignorable(n, spec)), folder)
-    fewer_bits = None if form is None else FewerBits(weights, wanted, form, device)
+    fewer_bits = None if form is None else _fewer_bits(spec, weights, wanted, found, form, device)
     starting_at = {found[name].names[0]: name for name in wanted}
     done = 0
     for path in shards:
@@ -68,15 +74,13 @@ def load(
                 if name is None or shard_of[start] != path:
                     continue
                 parts = [file.get_tensor(start), *(_tensor(shard_of[other], other) for other in found[name].names[1:])]
-                _fill(wanted[name], _made(found[name], parts, f"{name} in {path}"), f"{name} in {path}")
-                if fewer_bits is not None:
-                    fewer_bits.filled(wanted[name])
+                _fill_one(name, wanted[name], found[name], parts, f"{name} in {path}", fewer_bits)
                 done += sum(part.numel() * part.element_size() for part in parts)
                 if progress is not None:
                     progress(min(done, total), total)
     if progress is not None:
         progress(total, total)
-    return weights if fewer_bits is None else fewer_bits.finish()
+    return weights if fewer_bits is None else fewer_bits.finish(dtype)
 
 
 def product_names(folder: Path, spec: ModelSpec) -> set[str]:
@@ -86,9 +90,51 @@ def product_names(folder: Path, spec: ModelSpec) -> set[str]:
     return products_among(weights, placements(spec, weights, names)) & names
 
 
-def _made(source: Source, parts: list[Tensor], what: str) -> Tensor:
+def _fewer_bits(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    wanted: dict[str, Place | Shares],
+    found: dict[str, Source],
+    form: WeightFormat,
+    device: torch.device,
+) -> FewerBits:
+    """What puts products in few bits: all, or, where they are so on disk, those that are wholly so there."""
+    if not form.is_stored_as(spec.weight_format):
+        return FewerBits(weights, wanted, form, device, set())
+    wide = {name for name in wanted if not found[name].is_narrow}
+    if not form.is_float8:
+        return FewerBits(weights, wanted, form, device, wide)
+    kept = AsStored(spec, weights, form, set(found))
+    others = {name for name in wanted if found[name].is_narrow and not kept.takes(name)}
+    if names := sorted(others & products_among(weights, wanted)):
+        log.info(
+            "checkpoint_widened", kept=form.name, reason="rows and blocks lie across", first=names[0], of=len(names)
+        )
+    wide |= others
+    return FewerBits(weights, wanted, form, device, wide, kept)
+
+
+def _fill_one(
+    name: str,
+    place: Place | Shares,
+    source: Source,
+    parts: list[Tensor],
+    what: str,
+    fewer_bits: FewerBits | None,
+) -> None:
+    both = None if fewer_bits is None else fewer_bits.places(name, place)
+    if both is None or source.keep is None:
+        _fill(place, _made(source.make, parts, what), what)
+    else:
+        for one, made in zip(both, _made(source.keep, parts, what), strict=True):
+            _fill(one, made, what)
+    if fewer_bits is not None:
+        fewer_bits.filled(place)
+
+
+def _made(make: Callable[..., Any], parts: list[Tensor], what: str) -> Any:
     try:
-        return source.make(*parts)
+        return make(*parts)
     except (RuntimeError, ValueError, IndexError) as exc:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise WeightsError(f"{what} is kept in parts of the shapes {shapes}, which do not fit together: {exc}") from exc

@@ -13,35 +13,23 @@ from torch import Tensor
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.names.place import Place
 from moiety_engine.model.residence import named_tensors
-from moiety_engine.model.weights import (
-    AttentionWeights,
-    DenseWeights,
-    LatentAttentionWeights,
-    ModelWeights,
-    MoeWeights,
-    allocate,
-)
+from moiety_engine.model.weights import ModelWeights, allocate, products_of
 from moiety_kernels.quantization import QuantizedWeight, quantize
 from moiety_kernels.quantization.weight import BLOCK, GPU_PACK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from moiety_engine.model.as_stored import AsStored
     from moiety_engine.model.names.place import Shares
     from moiety_engine.model.spec import ModelSpec
     from moiety_kernels.quantization import WeightFormat
 
-_PRODUCTS: dict[type, tuple[str, ...]] = {  # the weights that take most of the memory and of the time
-    AttentionWeights: ("qkv_CD", "output_DC"),
-    LatentAttentionWeights: ("input_CD", "query_up", "output_DC"),
-    DenseWeights: ("gate_up_2FD", "down_DF"),
-    MoeWeights: ("gate_up_E2FD", "down_EDF"),
-}
-
 
 class FewerBits:
     """Owns, while a checkpoint is read, which weights wait for which tensors. `weights` are those that are filled, on a
-    CPU; those of products, of a floating format only the experts', are emptied once they are in few bits, on `device`.
+    CPU; those of products are emptied once they are in few bits, on `device`. What is made of a tensor whose name is
+    among `wide` stays wide. With `as_stored` products are not rounded but taken from there.
     """
 
     def __init__(
@@ -50,11 +38,16 @@ class FewerBits:
         places: Mapping[str, Place | Shares],
         form: WeightFormat,
         device: torch.device,
+        wide: set[str],
+        as_stored: AsStored | None = None,
     ) -> None:
-        self._weights, self._form, self._device = weights, form, device
+        self._weights, self._form, self._device, self._as_stored = weights, form, device, as_stored
         self._done: dict[int, QuantizedWeight] = {}  # by the product's identity, as is what follows
         self._moved: dict[int, Tensor] = {}
         products = {product.untyped_storage().data_ptr(): product for product in _products(weights, form)}
+        for name in wide:
+            for address in _addresses(places[name]):
+                products.pop(address, None)
         for product in products.values():
             if not form.takes(product.shape[-1]):
                 raise UnsupportedModelError(
@@ -67,18 +60,29 @@ class FewerBits:
         }
         self._missing = Counter(id(product) for some in self._of_place.values() for product in some)
 
+    def places(self, name: str, place: Place | Shares) -> tuple[Place | Shares, Place | Shares] | None:
+        """Where the numbers and the scales of a tensor go whose place that is; None if it is to be filled, wide."""
+        return self._as_stored.places(name) if self._as_stored is not None and self._of_place[id(place)] else None
+
     def filled(self, place: Place | Shares) -> None:
-        """That place has been filled."""
+        """That place has been filled, or what stands for it."""
         for product in self._of_place[id(place)]:
             self._missing[id(product)] -= 1
             if not self._missing[id(product)]:
-                narrow = quantize(product, self._form)
-                values, scales = narrow.values_NK.to(self._device), narrow.scales_NG.to(self._device)
-                self._done[id(product)] = QuantizedWeight(values, scales, self._form)
+                self._done[id(product)] = self._narrow(product)
                 product.untyped_storage().resize_(0)  # gives the memory back, though places still have views of it
 
-    def finish(self) -> ModelWeights:
-        """All weights, on the device."""
+    def _narrow(self, product: Tensor) -> QuantizedWeight:
+        if self._as_stored is not None:
+            return self._as_stored.hand_out(product, self._device)
+        narrow = quantize(product, self._form)
+        return QuantizedWeight(narrow.values_NK.to(self._device), narrow.scales_NG.to(self._device), self._form)
+
+    def finish(self, dtype: torch.dtype) -> ModelWeights:
+        """All weights, on the device; products that are not in few bits have `dtype`."""
+        for product in products_of(self._weights):
+            if id(product) not in self._done:
+                self._moved[id(product)] = product.to(self._device, dtype)
         finished: ModelWeights = self._finish(self._weights)
         return finished
 
@@ -104,32 +108,26 @@ def bytes_in(form: WeightFormat, spec: ModelSpec, dtype: torch.dtype) -> int:
 
 def products_among(weights: ModelWeights, places: Mapping[str, Place | Shares]) -> set[str]:
     """The names of the tensors that products are made of."""
-    addresses = {product.untyped_storage().data_ptr() for product in _products(weights)}
+    addresses = {product.untyped_storage().data_ptr() for product in products_of(weights)}
     return {name for name, place in places.items() if _addresses(place) & addresses}
+
+
+def takes_products(form: WeightFormat, spec: ModelSpec) -> bool:
+    """Whether the model's products are of widths that can be kept so."""
+    weights = allocate(spec, device=torch.device("meta"), dtype=torch.bfloat16)
+    return all(form.takes(product.shape[-1]) for product in _products(weights, form))
 
 
 def as_packed_for_a_gpu(form: WeightFormat, spec: ModelSpec) -> WeightFormat | None:
     """The format whose four bits lie as a GPU's kernels read them, or None if some of the model's products are not as
     wide as that asks for."""
     packed = replace(form, pack=GPU_PACK)
-    weights = allocate(spec, device=torch.device("meta"), dtype=torch.bfloat16)
-    return packed if all(packed.takes(product.shape[-1]) for product in _products(weights, form)) else None
+    return packed if takes_products(packed, spec) else None
 
 
-def _products(part: Any, form: WeightFormat | None = None) -> Iterator[Tensor]:
-    """Those that are kept in `form`."""
-    if isinstance(part, tuple):
-        for one in part:
-            yield from _products(one, form)
-    elif is_dataclass(part):
-        experts_only = form is not None and form.floating
-        names = _PRODUCTS.get(type(part), ()) if isinstance(part, MoeWeights) or not experts_only else ()
-        for field in fields(part):
-            value = getattr(part, field.name)
-            if field.name in names and value is not None:
-                yield value
-            else:
-                yield from _products(value, form)
+def _products(weights: ModelWeights, form: WeightFormat) -> Iterator[Tensor]:
+    """Those that are kept in `form`; of mxfp4 only the experts'."""
+    return products_of(weights, experts_only=form.floating and not form.is_float8)
 
 
 def _addresses(place: Place | Shares) -> set[int]:

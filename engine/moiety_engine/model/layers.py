@@ -64,7 +64,16 @@ class GroupedQueryAttention:
         qkv_TC = self._linear(x_TD, weights.qkv_CD, weights.qkv_bias_C)
         cos_PR, sin_PR = self._rotary.upto(batch.max_context)
         q_THd = attention_input(
-            qkv_TC, self._plan, cos_PR, sin_PR, batch.positions_T, cache.k_NGPd, cache.v_NGPd, batch.slots_T
+            qkv_TC,
+            self._plan,
+            cos_PR,
+            sin_PR,
+            batch.positions_T,
+            cache.k_NGPd,
+            cache.v_NGPd,
+            batch.slots_T,
+            cache.k_scale_NGP,
+            cache.v_scale_NGP,
         )
         out_THd = paged_attention(
             q_THd,
@@ -76,6 +85,8 @@ class GroupedQueryAttention:
             spec.scale,
             spec.window,
             weights.sinks_H,
+            cache.k_scale_NGP,
+            cache.v_scale_NGP,
             num_decode=batch.num_decode,
             max_query=batch.max_query,
             max_context=batch.max_context,

@@ -14,13 +14,14 @@ from moiety_engine.model.checkpoint import load
 from moiety_engine.model.dummy import fill_at_random
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
-from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in
+from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in, takes_products
 from moiety_engine.model.residence import require_fit, weight_bytes
 from moiety_engine.model.spec import LatentAttentionSpec
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weights import allocate
 from moiety_kernels.moe import MOE_KERNELS, unavailable
 from moiety_kernels.quantization import FORMATS
+from moiety_kernels.quantization.on_gpu import FLOAT8_CAPABILITY
 from moiety_kernels.quantization.weight import BLOCK, GPU_PACK
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-FP8_CAPABILITY = (8, 9)
+KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -53,12 +54,11 @@ def load_model(
     only its config.json is read.
 
     `dtype` is "float32", "bfloat16", or "auto": bfloat16 for a checkpoint in 16 bits, else float32. On a CPU bfloat16
-    means that the weights are kept so; activations and the cache are float32. `quantization` is "none", "int8" or
-    "int4", how the weights of products are kept, or "auto": as the checkpoint has them. `kv_dtype` is "auto", the
-    activations', or "fp8", on a GPU only. `moe_kernel` computes the experts; "auto" takes the fastest that can.
-    With `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the compute
-    threads of the process. `progress` is called with (bytes read, bytes in all). Raises ModelError, and OutOfMemory
-    with the figures where the weights do not fit.
+    means that the weights are kept so; activations and the cache are float32. `quantization`: how the weights of
+    products are kept, "none" or one of FORMATS; "auto": as the checkpoint has them. `kv_dtype` is "auto", the
+    activations', or, on a GPU only, "fp8" or "int8". `moe_kernel` computes the experts; "auto" takes the fastest. With
+    `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the threads of the
+    process. `progress` is called with (bytes read, bytes in all). Raises ModelError, and OutOfMemory with the figures.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -68,11 +68,10 @@ def load_model(
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
     where = torch.device(device)
-    asked_form = _form(quantization, spec)
-    if load_format is LoadFormat.DUMMY and quantization == "auto":
-        asked_form = None  # nothing is stored
-    form = _on_device(asked_form, spec, where, DTYPES[dtype], moe_kernel)
-    cached_in = None if kv_dtype == "auto" else _fp8(spec, where)
+    nothing_stored = load_format is LoadFormat.DUMMY and quantization == "auto"
+    wanted = None if nothing_stored else _form(quantization, spec)
+    form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, asked=quantization != "auto")
+    cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where)
     num_bytes = weight_bytes(spec, DTYPES[dtype]) if form is None else bytes_in(form, spec, DTYPES[dtype])
     _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
     if batch_invariant:
@@ -111,47 +110,67 @@ def _check_moe_kernel(
 
 
 def _form(quantization: str, spec: ModelSpec) -> WeightFormat | None:
-    if quantization == "auto":
-        stored = spec.weight_format
-        if spec.fp8_block is not None:
-            log.info("checkpoint_widened", kept="fp8", reason="weights in float8 are widened for now")
-        return stored if stored is not None and (stored.is_kept or stored.floating) else None
     if quantization == "none":
         return None
+    if quantization == "auto":
+        return spec.weight_format
     if quantization not in FORMATS:
         known = ", ".join(("auto", "none", *FORMATS))
         raise UnsupportedModelError(f"quantization {quantization!r} is not supported; choose one of {known}")
-    return FORMATS[quantization]
+    stored = spec.weight_format
+    return stored if stored is not None and stored.name == quantization else FORMATS[quantization]
 
 
 def _on_device(
-    form: WeightFormat | None, spec: ModelSpec, where: torch.device, dtype: torch.dtype, moe_kernel: str
+    form: WeightFormat | None, spec: ModelSpec, where: torch.device, dtype: torch.dtype, moe_kernel: str, *, asked: bool
 ) -> WeightFormat | None:
-    """`form` as the device's kernels read it. mxfp4 that none of them reads is widened, and said to be."""
-    if form is None or form.bits != 4 or form.group != BLOCK:
-        return form
-    packed = as_packed_for_a_gpu(form, spec) if where.type == "cuda" else None
-    if where.type != "cuda":
-        reason: str | None = f"the model is on {where.type!r}"
-    elif packed is None:
-        reason = f"some rows have no multiple of {GPU_PACK} inputs"
-    elif moe_kernel not in ("auto", "triton") or dtype.itemsize != 2:
-        reason = f"Triton's would, but --moe-kernel is {moe_kernel} and activations are {dtype}"
-    else:
-        reason = unavailable("triton", where, dtype, packed)
+    """`form` as the device's kernels read it. What a checkpoint has and none of them reads is widened, and said to be;
+    raises UnsupportedModelError where it was asked for."""
+    if form is None:
+        return None
+    packed = (
+        as_packed_for_a_gpu(form, spec) if where.type == "cuda" and form.bits == 4 and form.group == BLOCK else form
+    )
+    reason = _unreadable(packed, spec, where, dtype, moe_kernel)
     if reason is None:
         return packed
-    if form.floating:
-        log.info("checkpoint_widened", kept=form.name, to=str(dtype), reason=f"no kernel reads it: {reason}")
-    return None if form.floating else form
+    if form.is_kept and not form.floating:
+        return form  # read by the kernels of a CPU, or widened before each product
+    if asked:
+        raise UnsupportedModelError(f"--quantization {form.name} cannot be had: {reason}; leave it out, or take int8")
+    log.info("checkpoint_widened", kept=form.name, to=str(dtype), reason=f"no kernel reads it: {reason}")
+    return None
 
 
-def _fp8(spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """The type of a cache in fp8. Raises UnsupportedModelError where there cannot be one."""
+def _unreadable(
+    form: WeightFormat | None, spec: ModelSpec, where: torch.device, dtype: torch.dtype, moe_kernel: str
+) -> str | None:
+    """Why the device's kernels do not read `form`, which is None for what cannot be packed as they want it."""
+    if form is None:
+        return f"some rows have no multiple of {GPU_PACK} inputs"
+    if not form.is_kept:
+        return f"groups of {form.group} inputs are not of 32, 64, 128 …"
+    if not takes_products(form, spec):
+        return f"some rows have no multiple of {form.pack} inputs"
+    if dtype.itemsize != 2 and (form.bits == 4 or form.is_stored_as(spec.weight_format)):
+        return "--dtype float32 asks for exact products"
+    if where.type != "cpu" and moe_kernel not in ("auto", "triton"):
+        return f"Triton's would, but --moe-kernel is {moe_kernel}"
+    return None if where.type == "cpu" else unavailable("triton", where, dtype, form)
+
+
+def _cached_in(kv_dtype: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """The type of a cache in 8 bits. Raises UnsupportedModelError where there cannot be one."""
+    if kv_dtype not in KV_DTYPES:
+        raise UnsupportedModelError(f"kv_dtype {kv_dtype!r} is not known; choose one of auto, {', '.join(KV_DTYPES)}")
     if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
-        raise UnsupportedModelError("latent attention's cache cannot be fp8: leave --kv-dtype out")
+        raise UnsupportedModelError(f"latent attention's cache cannot be {kv_dtype}: leave --kv-dtype out")
     if device.type != "cuda":
-        raise UnsupportedModelError("a cache in fp8 needs a GPU: leave --kv-dtype out, or run with --device cuda")
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        raise UnsupportedModelError("this GPU has no fp8, which came with compute capability 8.9: leave --kv-dtype out")
-    return torch.float8_e4m3fn
+        raise UnsupportedModelError(
+            f"a cache in {kv_dtype} needs a GPU: leave --kv-dtype out, or run with --device cuda"
+        )
+    if kv_dtype == "fp8" and torch.version.hip is None and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
+        raise UnsupportedModelError(
+            "this GPU has no fp8, which came with compute capability 8.9: take --kv-dtype int8, or leave it out"
+        )
+    return KV_DTYPES[kv_dtype]

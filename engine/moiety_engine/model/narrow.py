@@ -1,8 +1,10 @@
-"""Checkpoints whose matrices are kept in few bits beside their scales, read back as plain numbers. Knows no family.
+"""Checkpoints whose matrices are kept in few bits beside their scales, read as they are or back as plain numbers. Knows
+no family.
 
-Known are eight bits with a scale for each block of rows and columns (DeepSeek's `…_scale_inv`), mxfp4 (OCP's
-microscaling: four bits, and an exponent for every 32 of a row), as gpt-oss keeps its experts, and whole numbers of four
-or eight bits packed into int32, the lowest bits first (`pack-quantized` of compressed-tensors).
+Known are float8 with a scale for each block of rows and columns (DeepSeek's `…_scale_inv`), each row or a whole matrix
+(`float-quantized` of compressed-tensors, and others' `fp8`), mxfp4 (OCP's microscaling: four bits, and an exponent for
+every 32 of a row), as gpt-oss keeps its experts, and whole numbers of four or eight bits packed into int32, the lowest
+bits first (`pack-quantized` of compressed-tensors).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from moiety_engine.model.errors import UnsupportedModelError
-from moiety_kernels.quantization.weight import MXFP4, WeightFormat
+from moiety_kernels.quantization import FP8, MXFP4, QuantizedWeight, WeightFormat, dequantize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,97 +25,131 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-SCALE = "_scale_inv"
+INVERSE = "_scale_inv"  # after the name of the weight, as are the others
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the three bits below the sign
 EXPONENT_BIAS = 127
-PACKED_METHOD, PACKED_FORMAT = "compressed-tensors", "pack-quantized"
-PACKED, SCALES, SHAPE = "_packed", "_scale", "_shape"  # after the name of the weight
+COMPRESSED, PACKED_FORMAT, FLOAT_FORMAT = "compressed-tensors", "pack-quantized", "float-quantized"
+PACKED, SCALES, SHAPE = "_packed", "_scale", "_shape"
+INPUT_SCALE = ".input_scale"  # for rounding rows by; here each row is rounded by scales of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The tensors on disk that one tensor is made of, and how."""
+    """The tensors on disk that one tensor is made of, and how. `keep`: how it is kept in few bits, (bytes of its shape,
+    scales of its rows and groups); None where it can only be widened."""
 
     names: tuple[str, ...]
     make: Callable[..., Tensor]
+    keep: Callable[..., tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it stands in few bits on disk."""
+        return len(self.names) > 1
 
 
-def fp8_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns that share a scale, by a config.json's quantization_config, if the checkpoint is of eight bits.
-    Raises UnsupportedModelError unless the checkpoint is of a kind that can be read."""
-    method, block = settings.get("quant_method"), settings.get("weight_block_size")
-    if method == "fp8" and block:
-        return int(block[0]), int(block[1])
-    if not settings or method in ("mxfp4", PACKED_METHOD):
+def stored_format(settings: Mapping[str, Any]) -> WeightFormat | None:
+    """How weights are kept on disk by a config.json's quantization_config, or MXFP4 if experts are that. Raises
+    UnsupportedModelError for what cannot be read."""
+    method = settings.get("quant_method")
+    if not settings:
         return None
+    if method == "mxfp4":
+        return MXFP4
+    if method == "fp8":
+        return _float8(settings.get("weight_block_size"))
+    if method == COMPRESSED:
+        return _compressed(settings)
     raise UnsupportedModelError(
-        f"a checkpoint quantized by {method!r} is not supported; known are mxfp4, fp8 with a weight_block_size, and "
-        f"{PACKED_METHOD} with packed whole numbers. Use the unquantized one"
+        f"a checkpoint quantized by {method!r} is not supported; known are mxfp4, fp8, and {COMPRESSED} with packed "
+        "whole numbers or float8. Use the unquantized one"
     )
 
 
-def packed_format(settings: Mapping[str, Any]) -> WeightFormat | None:
-    """How whole numbers are packed, by a config.json's quantization_config, if they are, or MXFP4 if experts are that.
-    Raises UnsupportedModelError for what cannot be read."""
-    if settings.get("quant_method") == "mxfp4":
-        return MXFP4
-    if settings.get("quant_method") != PACKED_METHOD:
-        return None
+def _float8(block: Any) -> WeightFormat:
+    return WeightFormat(FP8.name, 8, int(block[1]), floating=True, rows=int(block[0])) if block else FP8
+
+
+def _compressed(settings: Mapping[str, Any]) -> WeightFormat:
     groups = list((settings.get("config_groups") or {}).values())
     weights = (groups[0].get("weights") or {}) if len(groups) == 1 else {}
-    by_row = weights.get("strategy") == "channel"
-    readable = (
-        settings.get("format") == PACKED_FORMAT
-        and weights.get("type") == "int"
-        and weights.get("num_bits") in (4, 8)
-        and weights.get("symmetric")
-        and (by_row or weights.get("strategy") == "group")
-        and not groups[0].get("input_activations")
+    layout, strategy, bits = settings.get("format"), weights.get("strategy"), weights.get("num_bits")
+    if layout == FLOAT_FORMAT and weights.get("type") == "float" and bits == 8 and weights.get("symmetric"):
+        if strategy in ("tensor", "channel"):
+            return FP8
+        if strategy == "block" and weights.get("block_structure"):
+            return _float8(weights["block_structure"])
+    whole = layout == PACKED_FORMAT and weights.get("type") == "int" and bits in (4, 8) and weights.get("symmetric")
+    if whole and strategy in ("channel", "group") and not groups[0].get("input_activations"):
+        group = None if strategy == "channel" else int(weights["group_size"])
+        return WeightFormat(f"int{bits}", int(weights["num_bits"]), group)
+    raise UnsupportedModelError(
+        f"of {COMPRESSED}'s checkpoints those are supported that pack all weights as symmetric whole numbers of 4 or 8 "
+        "bits by rows or groups, and no activations, or keep them in float8 by matrices, rows or blocks; use another "
+        "one, or the unquantized one"
     )
-    if not readable:
-        raise UnsupportedModelError(
-            f"of {PACKED_METHOD}'s checkpoints those are supported that pack all weights as symmetric whole numbers of "
-            "4 or 8 bits by rows or groups, and no activations; use another one, or the unquantized one"
-        )
-    bits = int(weights["num_bits"])
-    return WeightFormat(f"int{bits}", bits, None if by_row else int(weights["group_size"]))
 
 
-def sources(present: set[str], block: tuple[int, int] | None, packed: WeightFormat | None = None) -> dict[str, Source]:
-    """What stands on disk, by the name that each tensor would have in an unquantized checkpoint. `block`: the rows and
-    columns that share a scale, in a checkpoint of eight bits. `packed`: how whole numbers are, in one that has them."""
+def sources(present: set[str], form: WeightFormat | None = None) -> dict[str, Source]:
+    """What stands on disk, by the name that each tensor would have in an unquantized checkpoint. `form`: how weights
+    are kept there, if they are in few bits."""
     found: dict[str, Source] = {}
     for name in present:
+        scale = next((name + end for end in (INVERSE, SCALES) if name + end in present), None)
         if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + EXPONENTS in present:
             plain = name.removesuffix(BLOCKS)
             found[plain] = Source((name, plain + EXPONENTS), from_mxfp4)
-        elif block is not None and name + SCALE in present:
-            found[name] = Source((name, name + SCALE), partial(from_fp8, block=block))
-        elif packed is not None and not packed.floating and name.endswith(PACKED):
+        elif form is not None and form.is_float8 and scale is not None:
+            found[name] = Source((name, scale), partial(from_float8, form=form), partial(kept_float8, form=form))
+        elif form is not None and not form.floating and name.endswith(PACKED):
             plain = name.removesuffix(PACKED)
-            found[plain] = Source((name, plain + SCALES, plain + SHAPE), partial(from_packed, bits=packed.bits))
-        elif not _is_scale(name, present, block, packed):
-            found[name] = Source((name,), lambda tensor: tensor)
+            found[plain] = Source((name, plain + SCALES, plain + SHAPE), partial(from_packed, bits=form.bits))
+        elif not _is_scale(name, present, form):
+            found[name] = Source((name,), as_it_is)
     return found
 
 
-def _is_scale(name: str, present: set[str], block: tuple[int, int] | None, packed: WeightFormat | None) -> bool:
-    if (
-        packed is not None
-        and not packed.floating
-        and any(name.removesuffix(end) + PACKED in present for end in (SCALES, SHAPE))
-    ):
+def _is_scale(name: str, present: set[str], form: WeightFormat | None) -> bool:
+    if name.endswith(EXPONENTS) and name.removesuffix(EXPONENTS) + BLOCKS in present:
         return True
-    of_fp8 = block is not None and name.endswith(SCALE) and name.removesuffix(SCALE) in present
-    return of_fp8 or (name.endswith(EXPONENTS) and name.removesuffix(EXPONENTS) + BLOCKS in present)
+    if form is None:
+        return False
+    if form.is_float8:
+        of_weight = any(name.endswith(end) and name.removesuffix(end) in present for end in (INVERSE, SCALES))
+        return of_weight or name.endswith(INPUT_SCALE)
+    return not form.floating and any(name.removesuffix(end) + PACKED in present for end in (SCALES, SHAPE))
 
 
-def from_fp8(matrix: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Each value times its block's scale, float32; blocks at the ends may be smaller."""
-    rows, columns = matrix.shape[-2:]
-    wide = scale.float().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
-    return matrix.float() * wide[..., :rows, :columns]
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Raises ValueError for what would need a scale."""
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        raise ValueError("it is float8 and has no scale")
+    return tensor
+
+
+def kept_float8(matrix: Tensor, scale: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
+    """(bytes [..., N, K], float32 [..., N, G]) of float8_e4m3fn and the scales of a matrix, its rows or its blocks; of
+    blocks those at the ends may be smaller. Raises ValueError."""
+    if matrix.dtype is not torch.float8_e4m3fn:
+        raise ValueError(f"the numbers are {matrix.dtype}, not float8_e4m3fn")
+    *stacked, rows, width = matrix.shape
+    wide = scale.float()
+    if wide.numel() == 1:
+        wide = wide.reshape(1, 1)
+    elif form.group is None:
+        wide = wide.reshape(*stacked, rows, 1)
+    elif tuple(scale.shape) == (*stacked, -(-rows // form.rows), -(-width // form.group)):
+        wide = wide.repeat_interleave(form.rows, -2)[..., :rows, :]
+    else:
+        raise ValueError(f"scales {tuple(scale.shape)} are not those of blocks of {form.rows} by {form.group}")
+    return matrix.view(torch.uint8), wide.expand(*matrix.shape[:-1], form.num_groups(width))
+
+
+def from_float8(matrix: Tensor, scale: Tensor, form: WeightFormat) -> Tensor:
+    """Each value times its scale, float32."""
+    values, scales = kept_float8(matrix, scale, form)
+    return dequantize(QuantizedWeight(values.view(torch.float8_e4m3fn), scales, form))
 
 
 def from_packed(packed: Tensor, scale: Tensor, shape: Tensor, bits: int) -> Tensor:

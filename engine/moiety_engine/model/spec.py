@@ -189,9 +189,9 @@ class LayerSpec:
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A whole decoder. The multipliers are of the embeddings, of what a layer's halves add to the residual stream, and
-    of the logits. `logit_softcap`: logits are bent to stay within it. `fp8_block`: rows and columns that share a scale
-    in a checkpoint of eight bits. `weight_format`: of one whose weights are packed whole numbers, or its experts mxfp4.
-    `ignored_prefixes`: of tensors in the checkpoint that are for something else than decoding."""
+    of the logits. `logit_softcap`: logits are bent to stay within it. `weight_format`: of a checkpoint whose weights,
+    or of mxfp4 its experts, are in few bits. `ignored_prefixes`: of tensors in the checkpoint that are for something
+    else than decoding."""
 
     family: str
     vocab_size: int
@@ -206,7 +206,6 @@ class ModelSpec:
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0
     logit_softcap: float | None = None
-    fp8_block: tuple[int, int] | None = None
     weight_format: WeightFormat | None = None
     ignored_prefixes: tuple[str, ...] = ()
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.weights import NormWeights
 
 _PLAIN = Arithmetic()
+_SCALE_BYTES = 4  # of a key or a value in int8
 
 
 class Transformer:
@@ -74,8 +75,11 @@ class Transformer:
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes that one block of `block_size` tokens takes over all layers."""
-        values = sum(layer.attention.cached_values for layer in self.spec.layers)
-        return values * block_size * self.kv_dtype.itemsize
+        layers = [layer.attention for layer in self.spec.layers]
+        num_bytes = sum(one.cached_values for one in layers) * self.kv_dtype.itemsize
+        if self.kv_dtype is torch.int8:
+            num_bytes += sum(2 * one.num_kv_heads for one in layers if isinstance(one, AttentionSpec)) * _SCALE_BYTES
+        return num_bytes * block_size
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KvCache:
         """A cache for the model, in its `kv_dtype`. Its content is undefined."""
@@ -84,7 +88,10 @@ class Transformer:
             if isinstance(one, LatentAttentionSpec):
                 return LatentCache(empty(num_blocks, block_size, one.cached_values))
             both = empty(2, num_blocks, one.num_kv_heads, block_size, one.head_dim)
-            return LayerCache(both[0], both[1])
+            if self.kv_dtype is not torch.int8:
+                return LayerCache(both[0], both[1])
+            scales = empty(2, num_blocks, one.num_kv_heads, block_size, dtype=torch.float32)
+            return LayerCache(both[0], both[1], scales[0], scales[1])
 
         empty = partial(torch.empty, dtype=self.kv_dtype, device=self.device)
         return KvCache(tuple(layer(one.attention) for one in self.spec.layers), num_blocks, block_size)

@@ -8,8 +8,8 @@ V vocabulary, D model width, C fused query-key-value width, E experts, F feed-fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,8 @@ from moiety_engine.model.spec import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from torch import Tensor
 
     from moiety_kernels.quantization import Weight
@@ -105,10 +107,16 @@ class ModelWeights:
 
 
 def allocate(
-    spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, product_dtype: torch.dtype | None = None
+    spec: ModelSpec,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    product_dtype: torch.dtype | None = None,
+    groups: Callable[[int], int] | None = None,
 ) -> ModelWeights:
-    """Uninitialised tensors for every weight of the spec; those of the large products may have a type of their own."""
-    new = _Allocator(spec, device, dtype, product_dtype or dtype)
+    """Uninitialised tensors for every weight of the spec; those of the large products may have a type of their own, and
+    instead of their inputs so many `groups` of them."""
+    new = _Allocator(spec, device, dtype, product_dtype or dtype, groups)
     embedding = new.matrix(spec.vocab_size, spec.hidden_size)
     return ModelWeights(
         embedding_VD=embedding,
@@ -119,14 +127,40 @@ def allocate(
     )
 
 
+_PRODUCTS: dict[type, tuple[str, ...]] = {  # the weights that take most of the memory and of the time
+    AttentionWeights: ("qkv_CD", "output_DC"),
+    LatentAttentionWeights: ("input_CD", "query_up", "output_DC"),
+    DenseWeights: ("gate_up_2FD", "down_DF"),
+    MoeWeights: ("gate_up_E2FD", "down_EDF"),
+}
+
+
+def products_of(part: Any, *, experts_only: bool = False) -> Iterator[Tensor]:
+    """The weights of large products in a part of a model, always in the same order."""
+    if isinstance(part, tuple):
+        for one in part:
+            yield from products_of(one, experts_only=experts_only)
+    elif is_dataclass(part):
+        names = _PRODUCTS.get(type(part), ()) if isinstance(part, MoeWeights) or not experts_only else ()
+        for field in fields(part):
+            value = getattr(part, field.name)
+            if field.name in names and value is not None:
+                yield value
+            else:
+                yield from products_of(value, experts_only=experts_only)
+
+
 @dataclass(frozen=True, slots=True)
 class _Allocator:
     spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
     product_dtype: torch.dtype
+    groups: Callable[[int], int] | None
 
     def product(self, *shape: int) -> Tensor:
+        if self.groups is not None:
+            shape = (*shape[:-1], self.groups(shape[-1]))
         return torch.empty(shape, device=self.device, dtype=self.product_dtype)
 
     def matrix(self, *shape: int) -> Tensor:

@@ -22,7 +22,7 @@ _CONTEXT = 1024  # tokens of a text that are read at once
 def quantize_command(
     target: Annotated[Path, typer.Argument(help="the folder to write, which must not exist")],
     model: Annotated[str, typer.Option(help="checkpoint folder or hub id; default: the bundled demo model")] = "",
-    to: Annotated[str, typer.Option(help="int8 (a scale a row) or int4 (a scale for 32 weights)")] = "int8",
+    to: Annotated[str, typer.Option(help="int8 or fp8 (a scale a row), or int4 (a scale for 32 weights)")] = "int8",
     text: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="text to measure the perplexity on, UTF-8")
     ] = None,

@@ -1,5 +1,5 @@
-"""From a checkpoint to one whose large products are packed whole numbers, in the form of compressed-tensors'
-`pack-quantized`, which other engines read too."""
+"""From a checkpoint to one whose large products are packed whole numbers or float8, in the forms of compressed-tensors'
+`pack-quantized` and `float-quantized`, which other engines read too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from moiety_engine.errors import CheckpointError
 from moiety_engine.model.checkpoint import product_names, shard_paths, tensor_files
 from moiety_engine.model.families import read_spec
-from moiety_engine.model.narrow import PACKED_FORMAT, PACKED_METHOD, to_packed
+from moiety_engine.model.narrow import COMPRESSED, FLOAT_FORMAT, PACKED_FORMAT, SCALES, to_packed
 from moiety_kernels.quantization.reference import round_to
 
 if TYPE_CHECKING:
@@ -101,6 +101,8 @@ def _write(
 
 def _packed(weight_NK: Tensor, form: WeightFormat) -> dict[str, Tensor]:
     q_NK, scales_NG = round_to(weight_NK, form)
+    if form.is_float8:
+        return {"": q_NK, SCALES: scales_NG}
     return to_packed(q_NK, scales_NG.to(torch.float32), form.bits)
 
 
@@ -108,23 +110,24 @@ def _describe(path: Path, form: WeightFormat, kept: set[str]) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     weights: dict[str, Any] = {
         "num_bits": form.bits,
-        "type": "int",
+        "type": "float" if form.floating else "int",
         "symmetric": True,
         "dynamic": False,
         "strategy": "channel" if form.group is None else "group",
     }
     if form.group is not None:
         weights["group_size"] = form.group
+    rows = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
     linear = sorted(name.removesuffix(_WEIGHT) for name in kept if name.endswith(_WEIGHT))
     config["quantization_config"] = {
-        "quant_method": PACKED_METHOD,
-        "format": PACKED_FORMAT,
+        "quant_method": COMPRESSED,
+        "format": FLOAT_FORMAT if form.floating else PACKED_FORMAT,
         "quantization_status": "compressed",
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
                 "weights": weights,
-                "input_activations": None,
+                "input_activations": rows if form.floating else None,  # as engines multiply float8 on a GPU
                 "output_activations": None,
             }
         },

@@ -31,7 +31,8 @@ class HostKv:
     ) -> None:
         first = kv.layers[0].parts[0]
         self._kv = kv
-        self._views = [part.flatten(1) for layer in kv.layers for part in layer.parts]
+        # as numbers of one type: an int8 cache has scales of another
+        self._views = [part.flatten(1).view(first.dtype) for layer in kv.layers for part in layer.parts]
         width = sum(view.shape[1] for view in self._views)
         on_cuda = first.device.type == "cuda"
         self.num_blocks = num_blocks

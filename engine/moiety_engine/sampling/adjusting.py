@@ -1,8 +1,9 @@
-"""What is done to logits before a token is drawn: bias, bans and penalties, for all rows that want any at once.
+"""What is done to logits before a token is drawn: bias and bans, and what penalties need to know, for all rows that
+want any at once.
 
 Tokens of the past are known on the host, but for the one that the running step samples, which is on the device only.
 
-L rows, V vocabulary, J rows with penalties, P of them with a pending token.
+L rows, V vocabulary, J rows with penalties.
 """
 
 from __future__ import annotations
@@ -16,31 +17,20 @@ from torch import Tensor
 
 from moiety_engine.sequence import Sequence
 from moiety_engine.staging import Upload
+from moiety_kernels.sample import IN_PROMPT, Penalties
 
 
-def is_adjusted(row: Sequence) -> bool:
-    return _has_bias_or_ban(row) or _has_penalty(row)
-
-
-def adjust(logits_LV: Tensor, rows: Rows[Sequence], sampled_L: Tensor | None, upload: Upload) -> None:
-    """In place, and in this order: logit bias and the ban of stop tokens below min_tokens, then repetition, presence
-    and frequency penalties. `sampled_L`: what the running step samples."""
-    _bias_and_ban(logits_LV, rows, upload)
-    picked = [i for i, row in enumerate(rows) if _has_penalty(row)]
-    if picked:
-        _penalise(logits_LV, picked, [rows[i] for i in picked], sampled_L, upload)
-
-
-def _has_bias_or_ban(row: Sequence) -> bool:
+def has_bias_or_ban(row: Sequence) -> bool:
     return bool(row.submit.sampling.logit_bias) or row.num_output < row.submit.min_tokens
 
 
-def _has_penalty(row: Sequence) -> bool:
+def has_penalty(row: Sequence) -> bool:
     sampling = row.submit.sampling
     return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
 
 
-def _bias_and_ban(logits_LV: Tensor, rows: Rows[Sequence], upload: Upload) -> None:
+def bias_and_ban(logits_LV: Tensor, rows: Rows[Sequence], upload: Upload) -> None:
+    """In place: logit bias, and the ban of stop tokens below min_tokens."""
     vocabulary = logits_LV.shape[1]
     biased: list[int] = []
     amounts: list[float] = []
@@ -59,39 +49,36 @@ def _bias_and_ban(logits_LV: Tensor, rows: Rows[Sequence], upload: Upload) -> No
         flat.index_fill_(0, upload(np.array(banned)), -torch.inf)
 
 
-def _penalise(
-    logits_LV: Tensor, picked: list[int], rows: list[Sequence], sampled_L: Tensor | None, upload: Upload
-) -> None:
-    place_J = upload(np.array(picked))
-    x_JV = logits_LV.index_select(0, place_J)
-    in_prompt_JV = _occurrences(x_JV, [row.tokens[: row.num_prompt] for row in rows], upload)
-    in_output_JV = _occurrences(x_JV, [row.tokens[row.num_prompt : row.num_known] for row in rows], upload)
+def penalties(
+    rows: Rows[Sequence], place_L: np.ndarray, vocab_size: int, sampled_L: Tensor | None, upload: Upload
+) -> Penalties:
+    """Of the rows that have any, in their order; `place_L`, int32, says which of a launch's rows they are. `sampled_L`:
+    what the running step samples."""
+    in_prompt = upload(_places([row.tokens[: row.num_prompt] for row in rows], vocab_size))
+    in_output = upload(_places([row.tokens[row.num_prompt : row.num_known] for row in rows], vocab_size))
+    seen_JV = torch.zeros(len(rows), vocab_size, dtype=torch.int32, device=in_prompt.device)
+    seen_JV.view(-1).index_fill_(0, in_prompt, IN_PROMPT)
+    seen_JV.view(-1).index_add_(0, in_output, torch.ones_like(in_output, dtype=torch.int32))
     pending = [j for j, row in enumerate(rows) if row.pending]
     if pending:
         assert sampled_L is not None, "a token is pending, and no step runs"
-        token_P = sampled_L.index_select(0, upload(np.array([rows[j].pending_row for j in pending])))
-        at_P = upload(np.array(pending) * x_JV.shape[1]) + token_P
-        in_output_JV.view(-1).index_add_(0, at_P, torch.ones_like(at_P, dtype=torch.float32))
+        token = sampled_L.index_select(0, upload(np.array([rows[j].pending_row for j in pending])))
+        at = upload(np.array(pending) * vocab_size) + token
+        seen_JV.view(-1).index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
     settings = [row.submit.sampling for row in rows]
-    repetition_J1, presence_J1, frequency_J1 = (
-        upload(np.array(values, dtype=np.float32)[:, None])
+    repetition_J, presence_J, frequency_J = (
+        upload(np.array(values, dtype=np.float32))
         for values in (
             [s.repetition_penalty for s in settings],
             [s.presence_penalty for s in settings],
             [s.frequency_penalty for s in settings],
         )
     )
-    seen_JV = (in_prompt_JV + in_output_JV) > 0
-    x_JV = torch.where(seen_JV, torch.where(x_JV > 0, x_JV / repetition_J1, x_JV * repetition_J1), x_JV)
-    x_JV = x_JV - ((in_output_JV > 0) * presence_J1 + in_output_JV * frequency_J1)
-    logits_LV.index_copy_(0, place_J, x_JV)
+    return Penalties(upload(place_L), seen_JV, repetition_J, presence_J, frequency_J)
 
 
-def _occurrences(x_JV: Tensor, tokens: list[list[int]], upload: Upload) -> Tensor:
-    """How often each token of the vocabulary occurs in each row's tokens, float32."""
-    counts_JV = torch.zeros_like(x_JV)
+def _places(tokens: list[list[int]], vocab_size: int) -> np.ndarray:
+    """Of the rows' tokens in a table of rows by the vocabulary."""
     lengths = [len(row) for row in tokens]
     flat = np.fromiter(chain.from_iterable(tokens), np.int64, sum(lengths))
-    flat += np.repeat(np.arange(len(tokens)) * x_JV.shape[1], lengths)
-    counts_JV.view(-1).index_add_(0, upload(flat), torch.ones(len(flat), device=x_JV.device))  # whole numbers: exact
-    return counts_JV
+    return flat + np.repeat(np.arange(len(tokens)) * vocab_size, lengths)

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from moiety_engine.messages import CoreLogprob
-from moiety_engine.sampling.adjusting import adjust, is_adjusted
+from moiety_engine.sampling.adjusting import bias_and_ban, has_bias_or_ban, has_penalty, penalties
 from moiety_engine.sampling.randomness import uniforms
 from moiety_engine.sequence import Sequence
 from moiety_engine.staging import Staging, Upload
-from moiety_kernels.sample import Draws
+from moiety_kernels.sample import Draws, Penalties, penalised
 from moiety_kernels.sample import sample as draw_on_device
 from moiety_wire.messages import Sampling
 
@@ -84,17 +84,30 @@ class Sampler:
         counts = [row.submit.sampling.num_logprobs for row in rows]
         wanting = [i for i, count in enumerate(counts) if count is not None]
         raw_LV = self._pick(logits_LV, wanting).clone() if wanting else None
-        if any(map(is_adjusted, rows)):
-            adjust(logits_LV, rows, sampled_L, self._staging.upload)
-        if self._on_cpu or all(row.submit.sampling.temperature <= 0 for row in rows):
+        upload = self._staging.upload
+        if any(map(has_bias_or_ban, rows)):
+            bias_and_ban(logits_LV, rows, upload)
+        penalised_rows = [i for i, row in enumerate(rows) if has_penalty(row)]
+        if self._on_cpu:
+            self._penalise(logits_LV, rows, penalised_rows, sampled_L)
             token_L = logits_LV.argmax(dim=-1)
             self._draw(logits_LV, rows, token_L)
+        elif penalised_rows or any(row.submit.sampling.temperature > 0 for row in rows):
+            lowered = penalties_of(rows, penalised_rows, self._vocab_size, sampled_L, upload)
+            token_L = draw_on_device(logits_LV, draws(rows, upload), lowered)
         else:
-            token_L = draw_on_device(logits_LV, draws(rows, self._staging.upload))
+            token_L = logits_LV.argmax(dim=-1)
         logprobs = None
         if raw_LV is not None:
             logprobs = _logprobs(raw_LV, self._pick(token_L, wanting), max(count or 0 for count in counts))
         return Drawn(token_L, logprobs, counts)
+
+    def _penalise(self, logits_LV: Tensor, rows: Rows[Sequence], picked: list[int], sampled_L: Tensor | None) -> None:
+        """In place, of the rows that were picked."""
+        if picked:
+            every, upload = np.arange(len(picked), dtype=np.int32), self._staging.upload
+            lowered = penalties([rows[i] for i in picked], every, self._vocab_size, sampled_L, upload)
+            logits_LV.index_copy_(0, upload(np.array(picked)), penalised(self._pick(logits_LV, picked), lowered))
 
     def _draw(self, logits_LV: Tensor, rows: Rows[Sequence], token_L: Tensor) -> None:
         """On a CPU, tokens of the rows with a temperature, into token_L; rows with the same kind of filter are drawn
@@ -159,6 +172,17 @@ class Sampler:
 
     def _uniforms(self, picked: list[int], rows: Rows[Sequence]) -> Tensor:
         return self._staging.upload(uniforms([rows[i].seed for i in picked], [rows[i].num_output for i in picked]))
+
+
+def penalties_of(
+    rows: Rows[Sequence], picked: list[int], vocab_size: int, sampled_L: Tensor | None, upload: Upload
+) -> Penalties | None:
+    """Of all rows those that were picked, on the device."""
+    if not picked:
+        return None
+    place_L = np.full(len(rows), -1, dtype=np.int32)
+    place_L[picked] = np.arange(len(picked), dtype=np.int32)
+    return penalties([rows[i] for i in picked], place_L, vocab_size, sampled_L, upload)
 
 
 def draws(rows: Rows[Sequence], upload: Upload) -> Draws:

@@ -8,6 +8,7 @@ from moiety_kernels.asked_for import when_asked
 from moiety_kernels.attention_input import reference
 from moiety_kernels.attention_input.plan import AttentionInputPlan
 from moiety_kernels.checks import require, require_shape
+from moiety_kernels.kv_store import require_scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,16 +29,21 @@ def attention_input(
     k_cache_NGPd: Tensor,
     v_cache_NGPd: Tensor,
     slots_T: Tensor,
+    k_scale_NGP: Tensor | None = None,
+    v_scale_NGP: Tensor | None = None,
 ) -> Tensor:
     """Normalise, clip and rotate queries and keys, store keys and values in their slots, return the queries q_THd.
 
     A row holds all query heads, then all key heads, then all value heads; a slot is block · P + place, and a negative
     one keeps nothing of its token. qkv may be overwritten. positions_T and slots_T are int64, cos and sin float32.
+    A cache of int8 has scales beside it, as in `kv_store`.
     """
     require_shape("slots", slots_T, (qkv_TC.shape[0],))
     require_shape("positions", positions_T, (qkv_TC.shape[0],))
     require(k_cache_NGPd.shape == v_cache_NGPd.shape, "the key and the value cache must have one shape")
     require(2 * cos_PR.shape[1] <= k_cache_NGPd.shape[3], "the rotated width is larger than the head width")
+    require_scales(k_cache_NGPd, k_scale_NGP, v_scale_NGP)
+    scales = k_scale_NGP, v_scale_NGP
     if qkv_TC.is_cpu and _cpu().fits(qkv_TC, cos_PR, positions_T, k_cache_NGPd, slots_T):
         fast: Tensor = _cpu().attention_input(
             qkv_TC, plan, cos_PR, sin_PR, positions_T, k_cache_NGPd, v_cache_NGPd, slots_T
@@ -45,7 +51,9 @@ def attention_input(
         return fast
     if qkv_TC.is_cuda and _kernel().fits(qkv_TC, cos_PR) and _kernel().fits_plan(plan):
         on_gpu: Tensor = _kernel().attention_input(
-            qkv_TC, plan, cos_PR, sin_PR, positions_T, k_cache_NGPd, v_cache_NGPd, slots_T
+            qkv_TC, plan, cos_PR, sin_PR, positions_T, k_cache_NGPd, v_cache_NGPd, slots_T, *scales
         )
         return on_gpu
-    return reference.attention_input(qkv_TC, plan, cos_PR, sin_PR, positions_T, k_cache_NGPd, v_cache_NGPd, slots_T)
+    return reference.attention_input(
+        qkv_TC, plan, cos_PR, sin_PR, positions_T, k_cache_NGPd, v_cache_NGPd, slots_T, *scales
+    )

@@ -42,6 +42,8 @@ def attention_input(
     k_cache_NGPd: Tensor,
     v_cache_NGPd: Tensor,
     slots_T: Tensor,
+    k_scale_NGP: Tensor | None = None,
+    v_scale_NGP: Tensor | None = None,
 ) -> Tensor:
     """Queries q_THd; keys and values go to their slots, and nowhere where the slot is negative."""
     tokens, fused = qkv_TC.shape
@@ -50,7 +52,7 @@ def attention_input(
         [fused // width - 2 * num_kv_heads, fused // width - num_kv_heads], dim=1
     )
     out_THd = torch.empty(q_THd.shape, dtype=qkv_TC.dtype, device=qkv_TC.device)
-    caches = k_cache_NGPd, v_cache_NGPd, slots_T
+    caches = k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP
     _launch(q_THd, k_TGd, v_TGd, plan, (cos_PR, sin_PR, positions_T), out_THd, caches)
     return out_THd
 
@@ -62,9 +64,17 @@ def rope(x_THd: Tensor, cos_PR: Tensor, sin_PR: Tensor, positions_T: Tensor) -> 
     return out_THd
 
 
-def kv_store(k_TGd: Tensor, v_TGd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, slots_T: Tensor) -> None:
+def kv_store(
+    k_TGd: Tensor,
+    v_TGd: Tensor,
+    k_cache_NGPd: Tensor,
+    v_cache_NGPd: Tensor,
+    slots_T: Tensor,
+    k_scale_NGP: Tensor | None = None,
+    v_scale_NGP: Tensor | None = None,
+) -> None:
     """Keys and values as they are to their slots, and nowhere where the slot is negative."""
-    _launch(None, k_TGd, v_TGd, None, None, None, (k_cache_NGPd, v_cache_NGPd, slots_T))
+    _launch(None, k_TGd, v_TGd, None, None, None, (k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP))
 
 
 def _launch(
@@ -74,7 +84,7 @@ def _launch(
     plan: AttentionInputPlan | None,
     rotation: tuple[Tensor, Tensor, Tensor] | None,
     out_THd: Tensor | None,
-    caches: tuple[Tensor, Tensor, Tensor] | None,
+    caches: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None,
 ) -> None:
     """The heads that are given; the rest of the launch is left out."""
     some = q_THd if q_THd is not None else k_TGd
@@ -88,7 +98,7 @@ def _launch(
         return
     q_norm, k_norm, eps, clip = (None, None, 0.0, None) if plan is None else _settings(plan)
     cos_PR, sin_PR, positions_T = rotation or (None,) * 3
-    k_cache, v_cache, slots_T = caches or (None,) * 3
+    k_cache, v_cache, slots_T, *scales = caches or (None,) * 5
     _attention_input[(some.shape[0], programs)](
         q_THd,
         k_TGd,
@@ -101,6 +111,7 @@ def _launch(
         out_THd,
         k_cache,
         v_cache,
+        *scales,
         slots_T,
         *_strides(q_THd, 2),
         *_strides(k_TGd, 2),
@@ -166,6 +177,8 @@ def _attention_input(
     p_out,
     p_k_cache,
     p_v_cache,
+    p_k_scale,
+    p_v_scale,
     p_slots,
     q_token,
     q_head,
@@ -204,25 +217,30 @@ def _attention_input(
         if program < q_programs:
             _heads(
                 p_q + i_token * q_token, q_head, p_out + i_token * out_token, out_head, program, heads, heads,
-                p_q_norm, p_cos, p_sin, p_positions, i_token, eps, clip,
+                None, 0, p_q_norm, p_cos, p_sin, p_positions, i_token, eps, clip,
                 Q_HEADS, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK, NORM, CLIP, True,
             )  # fmt: skip
     if p_k is not None:  # noqa: SIM102 - likewise
         if program >= q_programs:
             slot = tl.load(p_slots + i_token).to(tl.int64)
             block, place = slot // places, slot % places
+            first_scale = block * kv_heads * places + place
             held = tl.where(slot < 0, 0, kv_heads)  # a token that belongs to nobody is written nowhere
             if program < q_programs + kv_programs:
                 _heads(
                     p_k + i_token * k_token, k_head, p_k_cache + block * k_block + place * k_place, k_cache_head,
-                    program - q_programs, kv_heads, held, p_k_norm, p_cos, p_sin, p_positions, i_token, eps, clip,
+                    program - q_programs, kv_heads, held,
+                    None if p_k_scale is None else p_k_scale + first_scale, places,
+                    p_k_norm, p_cos, p_sin, p_positions, i_token, eps, clip,
                     KV_HEADS, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK, NORM, CLIP, True,
                 )  # fmt: skip
             else:
                 _heads(
                     p_v + i_token * v_token, v_head, p_v_cache + block * v_block + place * v_place, v_cache_head,
-                    program - q_programs - kv_programs, kv_heads, held, p_k_norm, p_cos, p_sin, p_positions, i_token,
-                    eps, clip, KV_HEADS, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK, "none", CLIP, False,
+                    program - q_programs - kv_programs, kv_heads, held,
+                    None if p_v_scale is None else p_v_scale + first_scale, places,
+                    p_k_norm, p_cos, p_sin, p_positions, i_token, eps, clip,
+                    KV_HEADS, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK, "none", CLIP, False,
                 )  # fmt: skip
 
 
@@ -235,6 +253,8 @@ def _heads(
     program,
     heads,
     held,
+    p_scale,
+    scale_head,
     p_norm,
     p_cos,
     p_sin,
@@ -251,7 +271,8 @@ def _heads(
     CLIP: tl.constexpr,
     ROTATE: tl.constexpr,
 ):
-    """HEADS of the `heads` that lie at p_source, to where the first `held` are kept."""
+    """HEADS of the `heads` that lie at p_source, to where the first `held` are kept, divided by scales of their own if
+    there is a place for those."""
     i_head = program * HEADS + tl.arange(0, HEADS)
     p_row = p_source + i_head.to(tl.int64)[:, None] * source_head
     first, second, rest = _load(p_row, i_head, heads, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK)
@@ -275,6 +296,11 @@ def _heads(
         sin = tl.load(p_sin + i_angle, mask=i_pair < PAIRS, other=0.0)[None, :]
         a, b = first.to(tl.float32), second.to(tl.float32)
         first, second = (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
+    if p_scale is not None:
+        largest = tl.maximum(tl.maximum(_largest(first), _largest(second)), _largest(rest))
+        scale = tl.div_rn(tl.where(largest > 0, largest, 1.0), 127.0)
+        tl.store(p_scale + i_head * scale_head, scale, mask=i_head < held)
+        first, second, rest = _whole(first, scale), _whole(second, scale), _whole(rest, scale)
     p_row = p_target + i_head.to(tl.int64)[:, None] * target_head
     i_pair, i_rest = tl.arange(0, PAIRS_BLOCK)[None, :], tl.arange(0, REST_BLOCK)[None, :]
     m_pair, m_rest = (
@@ -292,6 +318,17 @@ def _kept(values, p_row):
     if p_row.dtype.element_ty == tl.float8e4nv:
         return tl.clamp(values.to(tl.float32), -448.0, 448.0).to(tl.float8e4nv)
     return values
+
+
+@triton.jit
+def _largest(part):
+    return tl.max(tl.abs(part.to(tl.float32)), axis=1)
+
+
+@triton.jit
+def _whole(part, scale):
+    """The nearest whole number of scales."""
+    return tl.floor(tl.div_rn(part.to(tl.float32), scale[:, None]) + 0.5).to(tl.int8)
 
 
 @triton.jit
@@ -333,7 +370,7 @@ def compile_cases() -> list[CompileCase]:
     """Heads of known families: plain, normalised each or all at once, clipped, partly rotated, and no multiple of 16
     bytes wide; the rotation alone, and the storing alone."""
     pointers = dict.fromkeys(("p_q", "p_k", "p_v", "p_out", "p_k_cache", "p_v_cache"), "*bf16")
-    pointers |= dict.fromkeys(("p_q_norm", "p_k_norm", "p_cos", "p_sin"), "*fp32")
+    pointers |= dict.fromkeys(("p_q_norm", "p_k_norm", "p_cos", "p_sin", "p_k_scale", "p_v_scale"), "*fp32")
     pointers |= dict.fromkeys(("p_positions", "p_slots"), "*i64")
     numbers = [name for name in _attention_input.arg_names if name.islower() and not name.startswith("p_")]
     types = pointers | {name: "fp32" if name in ("eps", "clip") else "i32" for name in numbers}
@@ -346,6 +383,7 @@ def compile_cases() -> list[CompileCase]:
         "phi": (32, 32, 80, 16, _NONE, False),
         "rope": (128, 0, 64, 32, _NONE, False),
         "kv_store": (0, 8, 128, 0, _NONE, False),
+        "int8": (32, 4, 128, 64, _OF_HEAD, False),
     }
     cases = []
     for name, (heads, kv_heads, width, pairs, norm, clip) in families.items():
@@ -354,6 +392,8 @@ def compile_cases() -> list[CompileCase]:
         absent: tuple[str, ...] = () if heads else ("p_q", "p_out", "p_cos", "p_sin", "p_positions")
         absent += () if kv_heads else ("p_k", "p_v", "p_k_cache", "p_v_cache", "p_slots")
         absent += () if norm != _NONE else ("p_q_norm", "p_k_norm")
+        whole = {"p_k_cache": "*i8", "p_v_cache": "*i8"} if name == "int8" else {}
+        absent += () if whole else ("p_k_scale", "p_v_scale")
         constants |= dict.fromkeys(absent)
-        cases.append(CompileCase(name, _attention_input, types, constants, num_warps=warps))
+        cases.append(CompileCase(name, _attention_input, types | whole, constants, num_warps=warps))
     return cases

@@ -26,6 +26,8 @@ def attention_input(
     k_cache_NGPd: Tensor,
     v_cache_NGPd: Tensor,
     slots_T: Tensor,
+    k_scale_NGP: Tensor | None = None,
+    v_scale_NGP: Tensor | None = None,
 ) -> Tensor:
     """Normalise, clip and rotate queries and keys, store keys and values, return q_THd."""
     num_kv_heads, width = k_cache_NGPd.shape[1], k_cache_NGPd.shape[3]
@@ -39,5 +41,5 @@ def attention_input(
         q, k, v = (part.clamp(-plan.clip, plan.clip) for part in (q, k, v))
     q_THd = rope(q.reshape(tokens, -1, width), cos_PR, sin_PR, positions_T)
     k_TGd = rope(k.reshape(tokens, -1, width), cos_PR, sin_PR, positions_T)
-    kv_store(k_TGd, v.reshape(tokens, -1, width), k_cache_NGPd, v_cache_NGPd, slots_T)
+    kv_store(k_TGd, v.reshape(tokens, -1, width), k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP)
     return q_THd

@@ -9,38 +9,40 @@ from typing import TYPE_CHECKING
 from llvmlite import ir
 
 from moiety_kernels.cpu.compiling import jit
-from moiety_kernels.cpu.emitter import I8, I64, LANES, VF, VI16, VI32, Emitter, function
+from moiety_kernels.cpu.emitter import I8, I64, LANES, VF, VI16, VI32, Emitter, constant, function
 from moiety_kernels.cpu.tiles import IN_HARDWARE, narrowed
 from moiety_kernels.quantization.weight import BLOCK, QuantizedWeight
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PLAIN = 0  # the format of a weight that is not in few bits
+# how the numbers of a weight are kept
+PLAIN, INT4, INT8, E2M1, E4M3 = range(5)  # the first: not in few bits
 WHOLE_ROW = 62  # the shift by which all of a row is one group
 UNPACKED_BYTES = 2 << 20
 MAX_UNPACKED_WIDTH = UNPACKED_BYTES // (2 * 2 * 16)  # of a weight of which 16 rows of gate and up are unpacked at once
 
 
 def format_of(weight: Tensor | QuantizedWeight) -> tuple[int, int, int, int]:
-    """(address, address of the scales, bits or PLAIN, shift from an input to its scale), as `chunk_of` wants them."""
+    """(address, address of the scales, how numbers are kept, shift from an input to its scale), as `unpack_rows` wants
+    them."""
     if not isinstance(weight, QuantizedWeight):
         return weight.data_ptr(), 0, PLAIN, 0
-    group = weight.format.group
-    shift = WHOLE_ROW if group is None else group.bit_length() - 1
-    return weight.values_NK.data_ptr(), weight.scales_NG.data_ptr(), weight.format.bits, shift
+    form = weight.format
+    shift = WHOLE_ROW if form.group is None else form.group.bit_length() - 1
+    numbers = (E2M1 if form.bits == 4 else E4M3) if form.floating else (INT4 if form.bits == 4 else INT8)
+    return weight.values_NK.data_ptr(), weight.scales_NG.data_ptr(), numbers, shift
 
 
 def is_unpackable(weight: QuantizedWeight) -> bool:
     """Whether the kernels here take the weight."""
-    group = weight.format.group
     return (
         weight.is_contiguous()
         and weight.format.pack == BLOCK
-        and not weight.format.floating
+        and weight.format.is_kept
+        and weight.format.takes(weight.shape[-1])
         and weight.shape[-1] <= MAX_UNPACKED_WIDTH
         and weight.device_type == "cpu"
-        and (group is None or group & (group - 1) == 0)
     )
 
 
@@ -58,7 +60,28 @@ def _bfloat16(e: Emitter, low: ir.Value, high: ir.Value) -> tuple[ir.Value, ...]
     return tuple(halves)
 
 
-def _widen(e: Emitter, bits: int) -> None:
+def _from_floating(e: Emitter, wide: ir.Value, kind: int) -> ir.Value:
+    """Floats from numbers with an exponent, in the low bits of VI32: the sign, then exponent and significand, which
+    stand in a float's place once the difference of the biases is added. Numbers without an exponent of their own are
+    whole multiples of the least; as floats made by shifting they would be too small to be kept."""
+    bits, significand_bits, bias = (8, 3, 7) if kind == E4M3 else (4, 1, 1)
+    builder = e.builder
+
+    def every(value: int) -> ir.Constant:
+        return ir.Constant(VI32, [value] * LANES)
+
+    magnitude = builder.and_(wide, every((1 << bits - 1) - 1))
+    shifted = builder.shl(magnitude, every(23 - significand_bits))
+    normal = builder.bitcast(builder.add(shifted, every(127 - bias << 23)), VF)
+    least = constant(2.0 ** (1 - bias - significand_bits))
+    small = builder.fmul(builder.sitofp(magnitude, VF), least)
+    is_small = builder.icmp_signed("<", magnitude, every(1 << significand_bits))
+    value = builder.bitcast(builder.select(is_small, small, normal), VI32)
+    sign = builder.shl(builder.lshr(wide, every(bits - 1)), every(31))
+    return builder.bitcast(builder.or_(value, sign), VF)
+
+
+def _widen(e: Emitter, kind: int) -> None:
     """out[i] = bfloat16(q[i] · scale of i); arguments: q, count, scales, shift, out."""
     q, count, scales, shift, out = e.function.args
     builder = e.builder
@@ -68,7 +91,7 @@ def _widen(e: Emitter, bits: int) -> None:
         return builder.load(e.pointer(address), typ=bytes_kind, align=1)
 
     def write(values: list[ir.Value], scale: ir.Value, at: ir.Value) -> None:
-        floats = [builder.fmul(builder.sitofp(value, VF), scale) for value in values]
+        floats = [builder.fmul(value, scale) for value in values]
         for pair, offset in zip(range(0, len(floats), 2), range(0, 4 * LANES * len(floats), 4 * LANES), strict=False):
             parts = _bfloat16(e, floats[pair], floats[pair + 1])
             size = 4 * LANES // len(parts)
@@ -79,33 +102,45 @@ def _widen(e: Emitter, bits: int) -> None:
         group = builder.lshr(i, shift)
         scale = e.splat(e.load_scalar(scales, builder.mul(group, I64(4))))
         at = builder.add(out, builder.mul(i, I64(2)))
-        if bits == 8:
+        if kind in (INT8, E4M3):
             vectors = [numbers(builder.add(q, builder.add(i, I64(n)))) for n in range(0, BLOCK, LANES)]
-            write([builder.sext(vector, VI32) for vector in vectors], scale, at)
+            if kind == INT8:
+                write([builder.sitofp(builder.sext(vector, VI32), VF) for vector in vectors], scale, at)
+            else:
+                write([_from_floating(e, builder.zext(vector, VI32), kind) for vector in vectors], scale, at)
             return []
         start = builder.add(q, builder.lshr(i, I64(1)))
         wide = [builder.zext(numbers(builder.add(start, I64(n))), VI32) for n in range(0, BLOCK // 2, LANES)]
         fifteen, four, eight = (ir.Constant(VI32, [n] * LANES) for n in (15, 4, 8))
-        lower = [builder.sub(builder.and_(value, fifteen), eight) for value in wide]
-        upper = [builder.sub(builder.lshr(value, four), eight) for value in wide]
-        write(lower + upper, scale, at)
+        halves = [builder.and_(value, fifteen) for value in wide] + [builder.lshr(value, four) for value in wide]
+        if kind == INT4:
+            write([builder.sitofp(builder.sub(half, eight), VF) for half in halves], scale, at)
+        else:
+            write([_from_floating(e, half, kind) for half in halves], scale, at)
         return []
 
     e.loop(count, BLOCK, [], body)
 
 
-_widen_8, _widen_4 = (function(f"moiety_widen_int{bits}", [I64] * 5, partial(_widen, bits=bits)) for bits in (8, 4))
+_widen_int4, _widen_int8, _widen_e2m1, _widen_e4m3 = (
+    function(f"moiety_widen_{name}", [I64] * 5, partial(_widen, kind=kind))
+    for name, kind in (("int4", INT4), ("int8", INT8), ("e2m1", E2M1), ("e4m3", E4M3))
+)
 
 
 @jit
-def unpack_rows(values: int, scales: int, bits: int, shift: int, first: int, num_rows: int, k: int, out: int) -> None:
+def unpack_rows(values: int, scales: int, kind: int, shift: int, first: int, num_rows: int, k: int, out: int) -> None:
     """`num_rows` rows of k inputs from row `first` on, as bfloat16."""
-    row_bytes = k * bits // 8
-    groups = max(1, k >> shift)
+    row_bytes = k if kind in (INT8, E4M3) else k // 2
+    groups = ((k - 1) >> shift) + 1
     for row in range(num_rows):
-        at = values + (first + row) * row_bytes
+        at, target = values + (first + row) * row_bytes, out + 2 * row * k
         scale = scales + 4 * (first + row) * groups
-        if bits == 8:
-            _widen_8(at, k, scale, shift, out + 2 * row * k)
+        if kind == INT8:
+            _widen_int8(at, k, scale, shift, target)
+        elif kind == INT4:
+            _widen_int4(at, k, scale, shift, target)
+        elif kind == E4M3:
+            _widen_e4m3(at, k, scale, shift, target)
         else:
-            _widen_4(at, k, scale, shift, out + 2 * row * k)
+            _widen_e2m1(at, k, scale, shift, target)

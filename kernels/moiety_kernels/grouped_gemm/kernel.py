@@ -17,17 +17,15 @@ from moiety_kernels.grouped_gemm.kernels.down import combine, down
 from moiety_kernels.grouped_gemm.kernels.launching import kind_of_scales
 from moiety_kernels.grouped_gemm.kernels.rounding import round_rows
 from moiety_kernels.grouped_gemm.kernels.rows import down_rows, up_rows
-from moiety_kernels.grouped_gemm.kernels.shared import SCALE_BLOCK
 from moiety_kernels.grouped_gemm.kernels.up import up, up_rounded
 from moiety_kernels.grouped_gemm.tiles import Four, Problem, Scales, TileConfig, Weights, choose
 from moiety_kernels.moe.activation import SILU, Activation
-from moiety_kernels.quantization.weight import GPU_PACK
+from moiety_kernels.quantization.weight import GPU_PACK, SCALE_BLOCK
 from moiety_kernels.route import group
 
 __all__ = ["compile_cases", "experts", "unfit"]
 
 _NARROW: dict[torch.dtype, Weights] = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
-_SCALE_BLOCK = SCALE_BLOCK.value
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -48,10 +46,10 @@ def unfit(
         return "values of a row do not lie next to each other"
     if (gate_up_scale is None) != (down_scale is None):
         return "only one of the two weights has scales"
-    return _unfit_weight(w_gate_up_E2FD, gate_up_scale, 2, x_TD) or _unfit_weight(w_down_EDF, down_scale, 1, x_TD)
+    return _unfit_weight(w_gate_up_E2FD, gate_up_scale, x_TD) or _unfit_weight(w_down_EDF, down_scale, x_TD)
 
 
-def _unfit_weight(w_ENK: Tensor, scale: Tensor | None, parts: int, x_TD: Tensor) -> str | None:
+def _unfit_weight(w_ENK: Tensor, scale: Tensor | None, x_TD: Tensor) -> str | None:
     if scale is None:
         return None if w_ENK.dtype is x_TD.dtype else f"weights are {w_ENK.dtype} and activations {x_TD.dtype}"
     if w_ENK.dtype is torch.uint8:
@@ -59,7 +57,7 @@ def _unfit_weight(w_ENK: Tensor, scale: Tensor | None, parts: int, x_TD: Tensor)
     if w_ENK.dtype not in _NARROW:
         return f"weights with scales are {w_ENK.dtype}, not int8, float8_e4m3fn or packed uint8"
     experts, rows, inner = w_ENK.shape
-    blocks = (experts, parts * -(-rows // parts // _SCALE_BLOCK), -(-inner // _SCALE_BLOCK))
+    blocks = (experts, rows, -(-inner // SCALE_BLOCK))
     if tuple(scale.shape) not in ((experts, rows), blocks) or not scale.is_contiguous():
         return f"scales {tuple(scale.shape)} are neither {(experts, rows)} for rows nor {blocks} for blocks, contiguous"
     return None
@@ -95,10 +93,10 @@ def experts(
     """Σ_k weight · expert(x) for each token; the same bits every time. Never waits for the device.
 
     Weights of int8 or float8_e4m3fn have scales, contiguous and float32: of rows, [E, N], or of blocks of 128 × 128,
-    [E, N ÷ 128, K ÷ 128], gate's and up's apart. Those of `four` bits are uint8, packed by 64, with scales
-    [E, N, K ÷ 32]. With `invariant`, the same bits for a token whatever other tokens
-    there are. Where rows are many and weights float8, rows are rounded to it too. Without `config`, what was tuned
-    for this GPU, else what the cost model prefers.
+    [E, N, K ÷ 128], where the rows of a block, counted from the first of gate and of up, have the same. Those of `four`
+    bits are uint8, packed by 64, with scales [E, N, K ÷ 32]. With `invariant`, the same bits for a token whatever other
+    tokens there are. Where rows are many and weights float8, rows are rounded to it too. Without `config`, what was
+    tuned for this GPU, else what the cost model prefers.
     """
     tokens, top_k = expert_TK.shape
     if tokens == 0:

@@ -35,7 +35,7 @@ def up(
     """[R, F], in the order of the groups: what the activation makes of each row's gate and up products."""
     expert_R = _expert_of_row(groups)
     rows = x_TD[groups.order_R.long() // top_k].float()
-    gate_up = torch.einsum("rd,rfd->rf", rows, widened(w_gate_up_E2FD, scale, 2)[expert_R])
+    gate_up = torch.einsum("rd,rfd->rf", rows, widened(w_gate_up_E2FD, scale)[expert_R])
     if bias_E2F is not None:
         gate_up += bias_E2F[expert_R]
     return activate(gate_up, activation).to(x_TD.dtype)
@@ -59,18 +59,14 @@ def down(
     return weighted.to(inner_RF.dtype)
 
 
-def widened(w_ENK: Tensor, scale: Tensor | None, parts: int = 1) -> Tensor:
-    """float32 weights: times the scale of their row, [E, N], or of their block of 128 × 128, [E, N ÷ 128, K ÷ 128].
-    Each of `parts` equal shares of the rows begins a block of its own."""
+def widened(w_ENK: Tensor, scale: Tensor | None) -> Tensor:
+    """float32 weights: times the scale of their row, [E, N], or of their row's block of 128, [E, N, K ÷ 128]."""
     wide = w_ENK.float()
     if scale is None:
         return wide
     if scale.dim() == 2:
         return wide * scale.unsqueeze(-1)
-    experts, rows, inner = w_ENK.shape
-    full = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[..., :inner]
-    full = full.view(experts, parts, -1, inner)[:, :, : rows // parts]
-    return wide * full.reshape(experts, rows, inner)
+    return wide * scale.repeat_interleave(128, 2)[..., : w_ENK.shape[2]]
 
 
 def rounded(rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:

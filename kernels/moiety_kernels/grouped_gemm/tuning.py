@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moiety_kernels.grouped_gemm import choice, kernel, tiles
-from moiety_kernels.grouped_gemm.kernels.shared import SCALE_BLOCK
 from moiety_kernels.grouped_gemm.tiles import Problem, Scales, TileConfig, Weights
+from moiety_kernels.quantization.weight import SCALE_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from moiety_kernels.gpu.targets import DeviceModel
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
-_SCALE_BLOCK: int = SCALE_BLOCK.value
 _NARROW_SCALE = 1e-3  # of random float8 weights, whose values lie between 0 and 448
 KINDS: dict[str, tuple[tuple[Weights, Scales], ...]] = {
     "bf16": (("wide", "none"),),
@@ -101,8 +100,8 @@ def _make_scales(problem: Problem, device: torch.device) -> tuple[Tensor | None,
     if problem.scales == "row":
         up, down = [experts, 2 * hidden], [experts, width]
     else:
-        across, along = -(-width // _SCALE_BLOCK), -(-hidden // _SCALE_BLOCK)
-        up, down = [experts, 2 * along, across], [experts, across, along]
+        up = [experts, 2 * hidden, -(-width // SCALE_BLOCK)]
+        down = [experts, width, -(-hidden // SCALE_BLOCK)]
     return torch.full(up, _NARROW_SCALE, device=device), torch.full(down, _NARROW_SCALE, device=device)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.kv_store import reference
@@ -15,12 +17,32 @@ if TYPE_CHECKING:
 _kernel = when_asked("moiety_kernels.attention_input", "kernel")
 
 
-def kv_store(k_TGd: Tensor, v_TGd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, slots_T: Tensor) -> None:
+def kv_store(
+    k_TGd: Tensor,
+    v_TGd: Tensor,
+    k_cache_NGPd: Tensor,
+    v_cache_NGPd: Tensor,
+    slots_T: Tensor,
+    k_scale_NGP: Tensor | None = None,
+    v_scale_NGP: Tensor | None = None,
+) -> None:
     """Write token t's key and value to slot slots_T[t] = block · P + place; slots of one call are distinct. A
-    negative slot keeps nothing of its token."""
+    negative slot keeps nothing of its token. A cache of int8 has scales beside it, float32, contiguous."""
     require_shape("slots", slots_T, (k_TGd.shape[0],))
     require(k_cache_NGPd.shape == v_cache_NGPd.shape, "the key and the value cache must have one shape")
+    require_scales(k_cache_NGPd, k_scale_NGP, v_scale_NGP)
     if k_TGd.is_cuda and k_TGd.stride(-1) == v_TGd.stride(-1) == 1:
-        _kernel().kv_store(k_TGd, v_TGd, k_cache_NGPd, v_cache_NGPd, slots_T)
+        _kernel().kv_store(k_TGd, v_TGd, k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP)
         return
-    reference.kv_store(k_TGd, v_TGd, k_cache_NGPd, v_cache_NGPd, slots_T)
+    reference.kv_store(k_TGd, v_TGd, k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP)
+
+
+def require_scales(cache_NGPd: Tensor, k_scale_NGP: Tensor | None, v_scale_NGP: Tensor | None) -> None:
+    """Raises KernelInputError unless a cache of int8, and no other, is to be stored to with scales that fit it."""
+    for scale_NGP in (k_scale_NGP, v_scale_NGP):
+        require((scale_NGP is not None) == (cache_NGPd.dtype is torch.int8), "an int8 cache, and no other, has scales")
+        if scale_NGP is not None:
+            require_shape("scale", scale_NGP, tuple(cache_NGPd.shape[:3]))
+            require(
+                scale_NGP.dtype is torch.float32 and scale_NGP.is_contiguous(), "scales must be float32, contiguous"
+            )

@@ -12,13 +12,32 @@ if TYPE_CHECKING:
 FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
-def kv_store(k_TGd: Tensor, v_TGd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, slots_T: Tensor) -> None:
+LARGEST = 127  # of int8
+
+
+def kv_store(
+    k_TGd: Tensor,
+    v_TGd: Tensor,
+    k_cache_NGPd: Tensor,
+    v_cache_NGPd: Tensor,
+    slots_T: Tensor,
+    k_scale_NGP: Tensor | None = None,
+    v_scale_NGP: Tensor | None = None,
+) -> None:
     """Write token t's key and value to slot slots_T[t] = block · P + place, nowhere if it is negative; what float8 has
-    no number for becomes its greatest."""
+    no number for becomes its greatest, and of int8 each key and value has the scale that makes 127 of its largest."""
     places = k_cache_NGPd.shape[2]
     kept_T = slots_T >= 0
     block_t, place_t = slots_T[kept_T] // places, slots_T[kept_T] % places
-    for rows_TGd, cache_NGPd in ((k_TGd[kept_T], k_cache_NGPd), (v_TGd[kept_T], v_cache_NGPd)):
+    for rows_TGd, cache_NGPd, scale_NGP in (
+        (k_TGd[kept_T], k_cache_NGPd, k_scale_NGP),
+        (v_TGd[kept_T], v_cache_NGPd, v_scale_NGP),
+    ):
         if cache_NGPd.dtype is torch.float8_e4m3fn:
             rows_TGd = rows_TGd.clamp(-FLOAT8_MAX, FLOAT8_MAX)  # noqa: PLW2901 - narrowed, not another
+        elif scale_NGP is not None:
+            largest_TG = rows_TGd.float().abs().amax(-1)
+            scale_TG = torch.where(largest_TG > 0, largest_TG, 1.0) / LARGEST
+            scale_NGP[block_t, :, place_t] = scale_TG
+            rows_TGd = torch.floor(rows_TGd.float() / scale_TG.unsqueeze(-1) + 0.5)  # noqa: PLW2901 - likewise
         cache_NGPd[block_t, :, place_t] = rows_TGd.to(cache_NGPd.dtype)

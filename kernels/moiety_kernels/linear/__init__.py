@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import KernelInputError, require_shape
 from moiety_kernels.linear import reference
 from moiety_kernels.quantization import QuantizedWeight, dequantize
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 _cpu = when_asked(__name__, "cpu")
 _kernel = when_asked(__name__, "kernel")
@@ -27,16 +23,19 @@ def linear(
     if x_TD.is_cpu and _cpu().fits(x_TD, weight_ND):
         fast: Tensor = _cpu().linear(x_TD, weight_ND, bias_N)
         return fast
-    if not invariant:
+    if not invariant and not (isinstance(weight_ND, QuantizedWeight) and x_TD.is_cuda):
         return reference.linear(x_TD, weight_ND, bias_N)
     if x_TD.is_cpu:
         raise KernelInputError(
             f"invariant results on a CPU need float32 rows of 16, 32, 48 … values, not {x_TD.dtype} of {x_TD.shape[-1]}"
         )
-    if isinstance(weight_ND, QuantizedWeight):
+    if isinstance(weight_ND, QuantizedWeight) and _kernel().unfit_narrow(x_TD, weight_ND) is not None:
+        if not invariant:
+            return reference.linear(x_TD, weight_ND, bias_N)
         weight_ND = dequantize(weight_ND)
-    reason = _kernel().unfit(x_TD.unsqueeze(1), weight_ND.unsqueeze(0))
-    if reason is not None:
-        raise KernelInputError(f"invariant results need the Triton kernel, which does not take this: {reason}")
+    if isinstance(weight_ND, Tensor):
+        reason = _kernel().unfit(x_TD.unsqueeze(1), weight_ND.unsqueeze(0))
+        if reason is not None:
+            raise KernelInputError(f"invariant results need the Triton kernel, which does not take this: {reason}")
     on_gpu: Tensor = _kernel().linear(x_TD, weight_ND, bias_N)
     return on_gpu

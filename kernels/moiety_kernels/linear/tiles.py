@@ -1,4 +1,4 @@
-"""The tiles of an invariant linear map, and which of them a product takes. Knows no tensors and needs no GPU."""
+"""The tiles of a linear map, and which of them a product takes. Knows no tensors and needs no GPU."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ class Tile:
 
 # Of one tuple all have the same BK and multiply in the same way: a row's bits must not depend on which is taken.
 HOPPER = (Tile(16, 64, 64, 4, 8, 2, flat=True), Tile(64, 64, 64, 4, 5, 2, flat=True), Tile(128, 128, 64, 8, 4))
+NARROW = (  # weights of 8 bits, widened in registers: as many of them are on their way as of the wide ones
+    Tile(16, 64, 128, 4, 8, 2, flat=True),
+    Tile(64, 64, 128, 4, 4, 2, flat=True),
+    Tile(128, 128, 128, 8, 4),
+)
+FOUR = (  # bits: a step's 64 inputs have two scales
+    Tile(16, 64, 64, 4, 8, 2, flat=True),
+    Tile(64, 64, 64, 4, 6, 2, flat=True),
+    Tile(128, 128, 64, 8, 5),
+)
 PORTABLE = (Tile(16, 64, 64, 4, 3), Tile(64, 64, 64, 4, 2), Tile(128, 128, 64, 8, 2))
 SINGLE = (Tile(16, 32, 16, 4, 2), Tile(64, 64, 16, 8, 2))  # float32, without tensor cores
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from moiety_kernels.quantization.weight import GPU_PACK
+from moiety_kernels.quantization.on_gpu import unreadable
 
 if TYPE_CHECKING:
     from moiety_kernels.quantization import WeightFormat
@@ -23,10 +23,8 @@ _LEAST_CAPABILITY = (8, 0)  # of NVIDIA's, with bfloat16 in the tensor cores
 def unavailable(kernel: str, device: torch.device, dtype: torch.dtype, form: WeightFormat | None = None) -> str | None:
     """Why `kernel` cannot run on `device` with activations of `dtype` and weights in `form`; None if it can."""
     if kernel == "triton":
-        four_bits = form is not None and (form.bits, form.group, form.pack) == (4, 32, GPU_PACK)
-        if form is not None and (form.bits, form.group) != (8, None) and not four_bits:
-            return f"its kernels do not read {form.name} weights"
-        return _triton_unavailable(device)
+        reason = None if form is None else unreadable(form, device)
+        return reason or _triton_unavailable(device)
     if kernel == "grouped":
         if form is not None:
             return f"torch's grouped product does not read {form.name} weights"

@@ -30,8 +30,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     sinks_H: Tensor | None = None,
-    k_scale_G: Tensor | None = None,
-    v_scale_G: Tensor | None = None,
+    k_scale_NGP: Tensor | None = None,
+    v_scale_NGP: Tensor | None = None,
     *,
     num_decode: int = 0,
     max_query: int,
@@ -43,14 +43,14 @@ def paged_attention(
     each; `max_query` and `max_context` bound the queries and the context of any sequence, so nothing has to ask the
     device. `window`: a query sees so many positions, itself included. `sinks_H`, float32: a score for each query head
     that takes its share of the softmax and adds nothing. Slots beyond a sequence's context are never read. A cache of 8
-    bits (float8_e4m3fn, int8) has what is to be multiplied by `k_scale_G` and `v_scale_G`, float32, both or none.
+    bits (float8_e4m3fn, int8) is to be multiplied by `k_scale` and `v_scale`, float32, both or none.
     """
     require_shape("query_start", query_start_S1, (context_len_S.shape[0] + 1,))
     require(scale > 0, "scale must be positive")
-    _require_agreement(q_THd, k_cache_NGPd, v_cache_NGPd, sinks_H, k_scale_G, v_scale_G)
+    _require_agreement(q_THd, k_cache_NGPd, v_cache_NGPd, sinks_H, k_scale_NGP, v_scale_NGP)
     tensors = q_THd, k_cache_NGPd, v_cache_NGPd, query_start_S1, context_len_S, block_table_SB
-    scales = k_scale_G, v_scale_G
-    if q_THd.is_cpu and k_scale_G is None and _cpu().fits(q_THd, k_cache_NGPd, v_cache_NGPd, block_table_SB):
+    scales = k_scale_NGP, v_scale_NGP
+    if q_THd.is_cpu and k_scale_NGP is None and _cpu().fits(q_THd, k_cache_NGPd, v_cache_NGPd, block_table_SB):
         fast: Tensor = _cpu().paged_attention(*tensors, scale, window, sinks_H)
         return fast
     if q_THd.is_cuda and _kernel().fits(q_THd, k_cache_NGPd, v_cache_NGPd):
@@ -77,8 +77,8 @@ def _require_agreement(
     k_cache_NGPd: Tensor,
     v_cache_NGPd: Tensor,
     sinks_H: Tensor | None,
-    k_scale_G: Tensor | None,
-    v_scale_G: Tensor | None,
+    k_scale_NGP: Tensor | None,
+    v_scale_NGP: Tensor | None,
 ) -> None:
     dtype, num_heads, num_kv_heads = k_cache_NGPd.dtype, q_THd.shape[1], k_cache_NGPd.shape[1]
     require(num_heads % num_kv_heads == 0, "query heads must be a multiple of key-value heads")
@@ -87,13 +87,15 @@ def _require_agreement(
     require(
         dtype is q_THd.dtype or dtype in EIGHT_BITS, "the cache must have the queries' dtype, float8_e4m3fn or int8"
     )
-    require((k_scale_G is None) == (v_scale_G is None), "give scales of keys and of values, or neither")
-    require(dtype is not torch.int8 or k_scale_G is not None, "an int8 cache needs the scales of keys and values")
-    for name, given, count in (
-        ("sinks", sinks_H, num_heads),
-        ("k_scale", k_scale_G, num_kv_heads),
-        ("v_scale", v_scale_G, num_kv_heads),
+    require((k_scale_NGP is None) == (v_scale_NGP is None), "give scales of keys and of values, or neither")
+    require(dtype is not torch.int8 or k_scale_NGP is not None, "an int8 cache needs the scales of keys and values")
+    for name, given, shape in (
+        ("sinks", sinks_H, (num_heads,)),
+        ("k_scale", k_scale_NGP, k_cache_NGPd.shape[:3]),
+        ("v_scale", v_scale_NGP, k_cache_NGPd.shape[:3]),
     ):
         if given is not None:
-            require_shape(name, given, (count,))
-            require(given.dtype is torch.float32, "sinks and scales must be float32")
+            require_shape(name, given, tuple(shape))
+            require(
+                given.dtype is torch.float32 and given.is_contiguous(), "sinks and scales must be float32, contiguous"
+            )

@@ -29,8 +29,8 @@ def paged_attention(
     scale: float,
     window: int | None,
     sinks_H: Tensor | None,
-    k_scale_G: Tensor | None = None,
-    v_scale_G: Tensor | None = None,
+    k_scale_NGP: Tensor | None = None,
+    v_scale_NGP: Tensor | None = None,
     *,
     num_decode: int,
     max_query: int,
@@ -62,8 +62,8 @@ def paged_attention(
             scale,
             window,
             sinks_H,
-            k_scale_G,
-            v_scale_G,
+            k_scale_NGP,
+            v_scale_NGP,
             longest,
         )
     return out_THd
@@ -80,8 +80,8 @@ def _attend(
     scale: float,
     window: int | None,
     sinks_H: Tensor | None,
-    k_scale_G: Tensor | None,
-    v_scale_G: Tensor | None,
+    k_scale_NGP: Tensor | None,
+    v_scale_NGP: Tensor | None,
     max_query: int,
 ) -> None:
     """Write the rows of these sequences, each padded to `max_query` queries; no padded row is written."""
@@ -95,15 +95,14 @@ def _attend(
     if window is not None:
         seen_SQC &= key_C > position_SQ[..., None] - window
     stored_S1C1 = (key_C < context_S1)[:, None, :, None]
-    k_SGCd, v_SGCd = (
-        cache[block_table_SB.long()].transpose(1, 2).flatten(2, 3).to(q_THd.dtype).masked_fill(~stored_S1C1, 0)
-        for cache in (k_cache_NGPd, v_cache_NGPd)
-    )
-    if k_scale_G is not None and v_scale_G is not None:
-        k_SGCd, v_SGCd = (
-            (rows * scale_G[:, None, None]).to(q_THd.dtype)
-            for rows, scale_G in ((k_SGCd, k_scale_G), (v_SGCd, v_scale_G))
-        )
+
+    def gathered(cache_NGPd: Tensor, scale_NGP: Tensor | None) -> Tensor:
+        rows = cache_NGPd[block_table_SB.long()].transpose(1, 2).flatten(2, 3).to(q_THd.dtype)
+        if scale_NGP is not None:
+            rows = (rows * scale_NGP[block_table_SB.long()].transpose(1, 2).flatten(2)[..., None]).to(q_THd.dtype)
+        return rows.masked_fill(~stored_S1C1, 0)
+
+    k_SGCd, v_SGCd = gathered(k_cache_NGPd, k_scale_NGP), gathered(v_cache_NGPd, v_scale_NGP)
     q_SHQd = q_THd[row_SQ.clamp(max=num_tokens - 1)].transpose(1, 2)
     if sinks_H is not None:
         q_SHQd, k_SGCd, v_SGCd = _with_sinks(q_SHQd, k_SGCd, v_SGCd, sinks_H / scale)

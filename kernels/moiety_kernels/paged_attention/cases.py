@@ -20,6 +20,7 @@ from moiety_kernels.paged_attention.tiles import (
 
 _PLACES = 16
 _CACHES = {1: "*fp8e4nv", 2: "*bf16"}
+_WHOLE = "int8"  # in the name of a layer whose cache is that, with scales
 _UNALIGNED = frozenset(
     ("p_start", "p_context", "p_table", "num_sequences", "num_splits", "num_heads", "window", "table_row")
 )
@@ -32,11 +33,11 @@ def variant(kernel: Any, name: str, shape: Shape, target: Target | None = None) 
     tiles = decode_tiles(shape, device) if kernel in (decode, merge) else prefill_tiles(shape, device)
     rule = splits(shape)
     known = constants(shape, tiles) | {"LEAST": rule.least, "MOST": rule.most, "SPAN": SPAN, "PLACES": _PLACES}
-    known |= {"SINKS": shape.windowed, "SCALED": shape.cache_bytes == 1}
+    known |= {"SINKS": shape.windowed, "SCALED": _WHOLE in name}
     if kernel is merge:
         known |= constants_of_merge(shape, tiles)
     types = {"p_q": "*bf16", "p_out": "*bf16", "factor": "fp32"}
-    types |= dict.fromkeys(("p_k", "p_v"), _CACHES[shape.cache_bytes])
+    types |= dict.fromkeys(("p_k", "p_v"), "*i8" if _WHOLE in name else _CACHES[shape.cache_bytes])
     types |= dict.fromkeys(("p_start", "p_context", "p_table"), "*i32")
     types |= dict.fromkeys(("p_part", "p_weight", "p_sink", "p_k_scale", "p_v_scale"), "*fp32")
     given = [argument for argument in kernel.arg_names if argument not in known]

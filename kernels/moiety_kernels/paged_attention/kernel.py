@@ -56,8 +56,8 @@ def paged_attention(
     scale: float,
     window: int | None,
     sinks_H: Tensor | None,
-    k_scale_G: Tensor | None,
-    v_scale_G: Tensor | None,
+    k_scale_NGP: Tensor | None,
+    v_scale_NGP: Tensor | None,
     *,
     num_decode: int,
     max_context: int,
@@ -76,9 +76,9 @@ def paged_attention(
         shape,
         _device(q_THd.device),
         (q_THd, k_cache_NGPd, v_cache_NGPv, out_THv),
-        (sinks_H, k_scale_G, v_scale_G),
+        (sinks_H, k_scale_NGP, v_scale_NGP),
         (window or 0, scale / math.log(2), block_table_SB.stride(0), *strides),
-        {"PLACES": places, "SINKS": sinks_H is not None, "SCALED": k_scale_G is not None},
+        {"PLACES": places, "SINKS": sinks_H is not None, "SCALED": k_scale_NGP is not None},
     )
     if num_decode:
         seen = max_context if window is None else min(window, max_context)
@@ -191,11 +191,12 @@ def compile_cases() -> list[CompileCase]:
         "128": Shape(4, 8, 128, 128, 2, 2, False, False),
         "128, window": Shape(8, 4, 128, 128, 2, 2, True, False),
         "128, fp8": Shape(8, 12, 128, 128, 2, 1, False, False),
+        "128, int8": Shape(4, 8, 128, 128, 2, 1, False, False),
         "192": Shape(8, 4, 192, 192, 2, 2, False, False),
         "192, values of 128": Shape(16, 1, 192, 128, 2, 2, False, False),
         "256, window": Shape(4, 2, 256, 256, 2, 2, True, False),
     }
-    decoded = "64, window, sinks", "128", "128, fp8", "192", "256, window"
+    decoded = "64, window, sinks", "128", "128, fp8", "128, int8", "192", "256, window"
     found = [variant(prefill, name, shape, SM_90) for name, shape in layers.items()]
     found += [variant(decode, name, layers[name], SM_90) for name in decoded]
     found.append(variant(merge, "128", layers["128"]))

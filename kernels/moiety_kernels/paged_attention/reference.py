@@ -23,13 +23,13 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     sinks_H: Tensor | None = None,
-    k_scale_G: Tensor | None = None,
-    v_scale_G: Tensor | None = None,
+    k_scale_NGP: Tensor | None = None,
+    v_scale_NGP: Tensor | None = None,
 ) -> Tensor:
     """Each sequence's queries are its last tokens in the cache; query i sees its own position and those before it, of
     these only the last `window` if that is set. A head's sink is a score whose share of the softmax goes nowhere. Slots
     beyond a sequence's context are never read. A value may be narrower than a key; the output is as wide as a value. A
-    cache of few bits holds keys and values divided by their heads' scales."""
+    cache of few bits may hold keys and values divided by scales of their own."""
     num_kv_heads, places = k_cache_NGPd.shape[1:3]
     repeat = q_THd.shape[1] // num_kv_heads
     out_THd = q_THd.new_empty(*q_THd.shape[:2], v_cache_NGPd.shape[3])
@@ -41,10 +41,9 @@ def paged_attention(
         blocks = block_table_SB[s, : -(-context // places)].long()
         k, v = (
             cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, cache.shape[3])[:context].float()
-            for cache in (k_cache_NGPd, v_cache_NGPd)
+            * (1.0 if scale is None else scale[blocks].transpose(1, 2).reshape(-1, num_kv_heads, 1)[:context])
+            for cache, scale in ((k_cache_NGPd, k_scale_NGP), (v_cache_NGPd, v_scale_NGP))
         )
-        k = k if k_scale_G is None else k * k_scale_G[:, None]
-        v = v if v_scale_G is None else v * v_scale_G[:, None]
         scores = (
             torch.einsum("qgrd,kgd->grqk", q_THd[begin:end].float().reshape(end - begin, num_kv_heads, repeat, -1), k)
             * scale

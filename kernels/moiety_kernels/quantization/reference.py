@@ -1,7 +1,8 @@
 """The definition of weights in few bits: w ≈ q · scale, symmetric, round to nearest.
 
-Four bits: of each pack of P inputs, byte j holds input j in its lower half and input j + P ÷ 2 in its upper one: whole
-numbers plus 8, floating ones as their sign and the number among `MAGNITUDES`.
+Eight floating bits are e4m3, of which 448 is the greatest. Four bits: of each pack of P inputs, byte j holds input j in
+its lower half and input j + P ÷ 2 in its upper one: whole numbers plus 8, floating ones as their sign and the number
+among `MAGNITUDES`.
 N outputs, K inputs, G groups of inputs that share a scale.
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from moiety_kernels.checks import require
 from moiety_kernels.quantization.weight import BLOCK, QuantizedWeight, WeightFormat
 
+GREATEST = 448.0  # of e4m3
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1
 _CLIPPINGS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the scale that a group's largest value asks for, what may serve it best
 
@@ -25,24 +27,32 @@ def quantize(weight_NK: Tensor, form: WeightFormat) -> QuantizedWeight:
         parts = [quantize(one, form) for one in weight_NK]
         values = torch.stack([part.values_NK for part in parts])
         return QuantizedWeight(values, torch.stack([part.scales_NG for part in parts]), form)
-    q_NK, scales_NG = _round_floating(weight_NK, form) if form.floating else round_to(weight_NK, form)
+    require(form.rows == 1, "weights are rounded by scales of rows, not of blocks")
+    q_NK, scales_NG = round_to(weight_NK, form)
     return QuantizedWeight(pack(q_NK, form), scales_NG, form)
 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
     """The weight [..., N, K], float32."""
-    q_NK = unpack(weight.values_NK, weight.format)
-    if weight.format.floating:
+    form, q_NK = weight.format, unpack(weight.values_NK, weight.format)
+    if form.floating and form.bits == 4:
         table = torch.tensor([*MAGNITUDES, *(-one for one in MAGNITUDES)], device=q_NK.device)
         q_NK = table[q_NK.int()]
+    width = q_NK.shape[-1]
+    if form.group is not None and width % form.group:  # the last group is shorter
+        return q_NK.float() * weight.scales_NG.repeat_interleave(form.group, -1)[..., :width]
     groups = _in_groups(q_NK, weight.scales_NG.shape[-1]).float()
     return (groups * weight.scales_NG.unsqueeze(-1)).flatten(-2)
 
 
 def round_to(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
-    """(q_NK int8, scales_NG float32). What was rounded so before comes out as it was, but for the scales' last bits."""
+    """(q_NK, scales_NG float32); q int8, or float8_e4m3fn. What was rounded so before comes out as it was, but for the
+    scales' last bits."""
     width = weight_NK.shape[-1]
-    require(form.takes(width), f"{form.name} keeps rows of a multiple of {form.group or BLOCK} inputs, not of {width}")
+    unit = max(form.group or BLOCK, form.pack)
+    require(form.takes(width), f"{form.name} keeps rows of a multiple of {unit} inputs, not of {width}")
+    if form.floating:
+        return (_round_to_e4m3 if form.bits == 8 else _round_to_e2m1)(weight_NK, form)
     groups = _in_groups(weight_NK.float(), form.num_groups(width))
     above, below = groups.amax(-1, keepdim=True) / (form.half - 1), groups.amin(-1, keepdim=True) / -form.half
     widest = torch.maximum(above, below).clamp_min(torch.finfo(torch.float32).tiny)
@@ -62,12 +72,19 @@ def round_to(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
     return best_q.to(torch.int8).flatten(-2), best_scale.squeeze(-1)
 
 
-def _round_floating(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
+def _round_to_e4m3(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
+    """By the scales that make 448 of a group's largest."""
+    groups = _in_groups(weight_NK.float(), form.num_groups(weight_NK.shape[-1]))
+    largest = groups.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest > 0, largest, 1.0) / GREATEST
+    q = (groups / scale).clamp(-GREATEST, GREATEST).to(torch.float8_e4m3fn)
+    return q.flatten(-2), scale.squeeze(-1)
+
+
+def _round_to_e2m1(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
     """(numbers of e2m1 as they are written, scales): the least power of two by which none exceeds 6. So what was mxfp4
     is kept exactly, if by another power where none of a group's numbers needs its own."""
-    width = weight_NK.shape[-1]
-    require(form.takes(width), f"{form.name} keeps rows of a multiple of {form.pack} inputs, not of {width}")
-    groups = _in_groups(weight_NK.float(), form.num_groups(width))
+    groups = _in_groups(weight_NK.float(), form.num_groups(weight_NK.shape[-1]))
     largest = groups.abs().amax(-1, keepdim=True)
     significand, exponent = torch.frexp(torch.where(largest > 0, largest, 1.0) / MAGNITUDES[-1])
     scale = torch.ldexp(torch.ones_like(largest), exponent - (significand == 0.5).int())
@@ -86,7 +103,7 @@ def pack(q_NK: Tensor, form: WeightFormat) -> Tensor:
 
 
 def unpack(values_NK: Tensor, form: WeightFormat) -> Tensor:
-    """Numbers as int8, floating ones as they are written."""
+    """Numbers as int8, or float8_e4m3fn; those of e2m1 as they are written."""
     if form.bits == 8:
         return values_NK
     halves = values_NK.view(*values_NK.shape[:-1], -1, 1, form.pack // 2)

@@ -2,53 +2,70 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 BLOCK = 32  # inputs that a CPU's kernels want packed together; every group is some of them
+SCALE_BLOCK = 128  # rows and columns of float8 that share a scale, where the GPU's kernels read scales of blocks
 GPU_PACK = 64  # that the GPU's do: the halves of its bytes are then two groups of 32, each next to each other
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """Signed whole numbers of `bits`, and a scale for every `group` of a row's inputs; None: for the row. `floating`
-    ones are of four bits with an exponent (e2m1), by scales that are powers of two. Numbers of four bits lie in packs:
-    the lower halves of a pack's bytes hold its first inputs, the upper ones its last."""
+    ones have an exponent: those of eight bits are float8_e4m3fn, those of four e2m1, by scales that are powers of two.
+    Numbers of four bits lie in packs: the lower halves of a pack's bytes hold its first inputs, the upper ones its
+    last. Each row has scales of its own, which may be those of its neighbours: where blocks had scales, `rows` have
+    the same, counted from the first row of a matrix as it was before it was joined with others."""
 
     name: str
     bits: int
     group: int | None
     floating: bool = False
     pack: int = BLOCK
+    rows: int = 1
 
     @property
     def half(self) -> int:
         """The numbers are -half … half - 1."""
         return int(2 ** (self.bits - 1))
 
+    @property
+    def is_float8(self) -> bool:
+        return self.floating and self.bits == 8
+
     def num_groups(self, width: int) -> int:
-        return 1 if self.group is None else width // self.group
+        return 1 if self.group is None else -(-width // self.group)
 
     @property
     def is_kept(self) -> bool:
-        """Whether weights are held so by every device's kernels."""
-        return self.bits in (4, 8) and not self.floating and (self.group is None or self.group % BLOCK == 0)
+        """Whether a CPU's kernels read weights that are held so; a GPU's ask for more."""
+        return self.bits in (4, 8) and (
+            self.group is None or (self.group % BLOCK == 0 and self.group & (self.group - 1) == 0)
+        )
+
+    def is_stored_as(self, other: WeightFormat | None) -> bool:
+        """Whether that is the same format, however its numbers are packed."""
+        return other is not None and replace(self, pack=other.pack) == other
 
     def takes(self, width: int) -> bool:
         """Whether rows of so many inputs can be kept so."""
-        return width % self.pack == 0 and (self.group is None or width % self.group == 0)
+        whole = self.group is None or self.is_float8 or width % self.group == 0
+        return width % self.pack == 0 and whole
 
 
 INT8 = WeightFormat("int8", 8, None)
 INT4 = WeightFormat("int4", 4, 32)
+FP8 = WeightFormat("fp8", 8, None, floating=True)
 MXFP4 = WeightFormat("mxfp4", 4, 32, floating=True)
-FORMATS = {one.name: one for one in (INT8, INT4)}
+FORMATS = {one.name: one for one in (INT8, INT4, FP8)}
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """`values`, uint8 for four bits and else int8, in the kernels' order (see `reference.pack`); `scales`, float32.
+    """`values`, uint8 for four bits, float8_e4m3fn or int8, in the kernels' order (see `reference.pack`); `scales`,
+    float32.
     Both are as a weight [..., N, K] is in all but their last dimension."""
 
     values_NK: Tensor

@@ -9,12 +9,13 @@ import torch
 from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.sample import reference
+from moiety_kernels.sample.reference import penalised
 from moiety_kernels.sample.rows import IN_PROMPT, Draws, Penalties
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["IN_PROMPT", "Draws", "Penalties", "sample"]
+__all__ = ["IN_PROMPT", "Draws", "Penalties", "penalised", "sample"]
 
 
 _kernel = when_asked(__name__, "kernel")
@@ -25,8 +26,9 @@ def sample(logits_LV: Tensor, draws: Draws, penalties: Penalties | None = None) 
     require(logits_LV.dtype is torch.float32, "the logits must be float32")
     require_shape("uniform", draws.uniform_L, (logits_LV.shape[0],))
     if penalties is not None:
-        require(penalties.seen_LV.shape == logits_LV.shape, "seen and logits must have one shape")
-        require(penalties.seen_LV.is_contiguous(), "seen must be contiguous")
+        require_shape("place", penalties.place_L, (logits_LV.shape[0],))
+        require_shape("seen", penalties.seen_JV, (penalties.repetition_J.shape[0], logits_LV.shape[1]))
+        require(penalties.seen_JV.is_contiguous(), "seen must be contiguous")
     if logits_LV.is_cuda and _kernel().fits(logits_LV):
         on_gpu: Tensor = _kernel().sample(logits_LV, draws, penalties)
         return on_gpu

@@ -34,9 +34,10 @@ def sample(logits_LV: Tensor, draws: Draws, penalties: Penalties | None = None, 
     """One token a row; of equally likely tokens the lower comes first. The logits are overwritten."""
     rows, size = logits_LV.shape
     token_L = torch.empty(rows, dtype=torch.int64, device=logits_LV.device)
-    past: tuple[Tensor | None, ...] = (None,) * 4
+    past: tuple[Tensor | None, ...] = (None,) * 5
     if penalties is not None:
-        past = penalties.seen_LV, penalties.repetition_L, penalties.presence_L, penalties.frequency_L
+        amounts = penalties.repetition_J, penalties.presence_J, penalties.frequency_J
+        past = penalties.place_L, penalties.seen_JV, *amounts
     if rows:
         _sample[(rows,)](
             logits_LV,
@@ -49,7 +50,7 @@ def sample(logits_LV: Tensor, draws: Draws, penalties: Penalties | None = None, 
             *past,
             size,
             logits_LV.stride(0),
-            0 if penalties is None else penalties.seen_LV.stride(0),
+            0 if penalties is None else penalties.seen_JV.stride(0),
             PENALISED=penalties is not None,
             BLOCK=min(block, triton.next_power_of_2(size)),
             num_warps=_NUM_WARPS,
@@ -66,6 +67,7 @@ def _sample(
     p_top_p,
     p_min_p,
     p_uniform,
+    p_place,
     p_seen,
     p_repetition,
     p_presence,
@@ -79,9 +81,12 @@ def _sample(
     row = tl.program_id(0).to(tl.int64)
     p_row = p_logits + row * stride
     if PENALISED:
-        _penalise(
-            p_row, p_seen + row * seen_stride, size, p_repetition + row, p_presence + row, p_frequency + row, BLOCK
-        )
+        place = tl.load(p_place + row).to(tl.int64)
+        if place >= 0:
+            _penalise(
+                p_row, p_seen + place * seen_stride, size, p_repetition + place, p_presence + place,
+                p_frequency + place, BLOCK,
+            )  # fmt: skip
     highest, token = _best(p_row, size, BLOCK)
     temperature = tl.load(p_temperature + row)
     if temperature > 0:
@@ -292,8 +297,8 @@ def compile_cases() -> list[CompileCase]:
     """With and without penalties, and with a vocabulary of any size, whose rows begin anywhere."""
     types = {"p_logits": "*fp32", "p_token": "*i64", "p_top_k": "*i32", "p_top_p": "*fp64", "p_uniform": "*fp64"}
     types |= dict.fromkeys(("p_temperature", "p_min_p", "p_repetition", "p_presence", "p_frequency"), "*fp32")
-    types |= {"p_seen": "*i32"} | dict.fromkeys(("size", "stride", "seen_stride"), "i32")
-    past = dict.fromkeys(("p_seen", "p_repetition", "p_presence", "p_frequency"))
+    types |= {"p_seen": "*i32", "p_place": "*i32"} | dict.fromkeys(("size", "stride", "seen_stride"), "i32")
+    past = dict.fromkeys(("p_place", "p_seen", "p_repetition", "p_presence", "p_frequency"))
     plain, penalised = past | {"PENALISED": False, "BLOCK": _BLOCK}, {"PENALISED": True, "BLOCK": _BLOCK}
     odd = frozenset({"size", "stride", "seen_stride"})
     return [

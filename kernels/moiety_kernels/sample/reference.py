@@ -33,13 +33,16 @@ def sample(logits_LV: Tensor, draws: Draws, penalties: Penalties | None = None) 
 
 def penalised(logits_LV: Tensor, penalties: Penalties) -> Tensor:
     """The logits, lower where a token was seen before."""
+    place_L = penalties.place_L.clamp_min(0)
     repetition_L1, presence_L1, frequency_L1 = (
-        each[:, None] for each in (penalties.repetition_L, penalties.presence_L, penalties.frequency_L)
+        each[place_L, None] for each in (penalties.repetition_J, penalties.presence_J, penalties.frequency_J)
     )
+    seen_LV = penalties.seen_JV[place_L]
     repeated_LV = torch.where(logits_LV > 0, logits_LV / repetition_L1, logits_LV * repetition_L1)
-    logits_LV = torch.where(penalties.seen_LV > 0, repeated_LV, logits_LV)
-    times_LV = penalties.seen_LV % IN_PROMPT
-    return logits_LV - ((times_LV > 0) * presence_L1 + times_LV * frequency_L1)
+    times_LV = seen_LV % IN_PROMPT
+    lowered_LV = torch.where(seen_LV > 0, repeated_LV, logits_LV)
+    lowered_LV = lowered_LV - ((times_LV > 0) * presence_L1 + times_LV * frequency_L1)
+    return torch.where(penalties.place_L[:, None] >= 0, lowered_LV, logits_LV)
 
 
 def _filter(best_LV: Tensor, draws: Draws) -> Tensor:

@@ -1,4 +1,7 @@
-"""What each row of a step asks of its draw. Knows nothing of how it is computed. L rows, V vocabulary."""
+"""What each row of a step asks of its draw. Knows nothing of how it is computed.
+
+L rows, J of them with penalties, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-IN_PROMPT = 1 << 30  # in an entry of `seen_LV`, beside the number of times that the token is in the output
+IN_PROMPT = 1 << 30  # in an entry of `seen_JV`, beside the number of times that the token is in the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +28,10 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """What lowers the logits of tokens that were seen before. Rows that ask for none have 1, 0 and 0."""
+    """What lowers the logits of tokens that were seen before."""
 
-    seen_LV: Tensor  # int32: times in the output, IN_PROMPT added where the token is in the prompt
-    repetition_L: Tensor  # float32: logits of all tokens seen are divided by it, negative ones multiplied
-    presence_L: Tensor  # float32: subtracted once from tokens of the output
-    frequency_L: Tensor  # float32: subtracted once for each time in the output
+    place_L: Tensor  # int32: which of the J a row is, -1 for none
+    seen_JV: Tensor  # int32: times in the output, IN_PROMPT or more added where the token is in the prompt
+    repetition_J: Tensor  # float32: logits of all tokens seen are divided by it, negative ones multiplied
+    presence_J: Tensor  # float32: subtracted once from tokens of the output
+    frequency_J: Tensor  # float32: subtracted once for each time in the output

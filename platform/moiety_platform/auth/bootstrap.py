@@ -3,6 +3,7 @@ time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sqlalchemy import exists, select, text
@@ -22,6 +23,7 @@ from moiety_platform.tenants.service import create_project, create_tenant
 ACTOR = "first start"
 DEMO_TENANT = "demo"
 DEMO_PROJECT = "default"
+FIRST_OWNER = "first administrator"
 
 _ADVISORY_LOCK = 0x626F_6F74  # "boot"
 
@@ -42,12 +44,32 @@ async def ensure_bootstrap(
     """Fill an empty store; None if it is not empty. `reissue` makes new keys beside the old ones even so, for when the
     first ones were lost. Raises Unavailable when the store is away."""
     async with AuditedStore(database, ACTOR, None, tenant_of, clock).write() as session:
-        if database.dialect == "postgresql":
-            await session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
+        await _only_one(session, database)
         used = await session.scalar(select(exists(select(ApiKey.id)) | exists(select(Tenant.id))))
         if used and not reissue:
             return None
         return await _make_keys(session, pepper, clock)
+
+
+async def ensure_owner(
+    database: Database, pepper: bytes, clock: Clock, keep: Callable[[str], None], *, reissue: bool = False
+) -> bool:
+    """Make an owner's key in a store that has no keys, or `reissue` one beside those that it has. The key counts only
+    once `keep` has returned, which gets it in clear. False if the store has keys. Raises Unavailable when the store is
+    away, and what `keep` raises."""
+    async with AuditedStore(database, ACTOR, None, tenant_of, clock).write() as session:
+        await _only_one(session, database)
+        if not reissue and await session.scalar(select(exists(select(ApiKey.id)))):
+            return False
+        _, made = await create_key(session, NewKey(name=FIRST_OWNER, role=Role.OWNER), pepper, clock.now())
+        keep(made.text)
+        return True
+
+
+async def _only_one(session: AsyncSession, database: Database) -> None:
+    """Of several processes that fill a store, one goes at a time; SQLite's writers do so anyway."""
+    if database.dialect == "postgresql":
+        await session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
 
 
 async def _make_keys(session: AsyncSession, pepper: bytes, clock: Clock) -> BootstrapResult:
@@ -58,7 +80,7 @@ async def _make_keys(session: AsyncSession, pepper: bytes, clock: Clock) -> Boot
     project = await session.scalar(select(Project).where(Project.tenant_id == tenant.id, Project.name == DEMO_PROJECT))
     if project is None:
         project = await create_project(session, NewProject(tenant_id=tenant.id, name=DEMO_PROJECT), now)
-    _, admin_text = await create_key(session, NewKey(name="first administrator", role=Role.OWNER), pepper, now)
+    _, admin_text = await create_key(session, NewKey(name=FIRST_OWNER, role=Role.OWNER), pepper, now)
     _, tenant_text = await create_key(session, NewKey(name="first key", project_id=project.id), pepper, now)
     return BootstrapResult(
         tenant_id=tenant.id, tenant_name=tenant.name, admin_key=admin_text.text, tenant_key=tenant_text.text

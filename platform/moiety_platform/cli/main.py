@@ -22,6 +22,7 @@ COMMANDS = {
         "moiety_platform.cli.migrate:migrate",
         "Bring the database up to date, or say where it is.",
     ),
+    "cluster": ("moiety_platform.cli.cluster:app", "What the Helm chart's Jobs do: make Secrets, and the owner's key."),
     "tenant": ("moiety_platform.cli.tenants:tenant_app", "List, show, make, change, suspend and erase tenants."),
     "project": ("moiety_platform.cli.tenants:project_app", "List and make a tenant's projects."),
     "key": ("moiety_platform.cli.keys:app", "List, make, rotate and revoke keys."),
@@ -31,6 +32,7 @@ COMMANDS = {
     "webhook": ("moiety_platform.cli.webhooks:app", "List, make and remove addresses that alerts go to."),
     "audit": ("moiety_platform.cli.audit:app", "Show the log of administrative changes, and verify it."),
     "batch": ("moiety_platform.cli.batches:app", "Submit files of requests, follow them, fetch their answers."),
+    "top": ("moiety_platform.cli.top.command:top", "Watch engines, classes and tenants in the terminal."),
     "usage": ("moiety_platform.cli.usage:app", "Show what was used, by tenant, model or hour, and check the books."),
 }
 SUMMARIES = {
@@ -57,7 +59,9 @@ ORDER = [
     "webhook",
     "audit",
     "usage",
+    "top",
     "batch",
+    "cluster",
     "bench",
     "simulate",
     "advise",

@@ -23,6 +23,7 @@ class Quantization(StrEnum):
     none = "none"
     int8 = "int8"
     int4 = "int4"
+    fp8 = "fp8"
 
 
 class Dtype(StrEnum):

@@ -55,6 +55,11 @@ class RequestRecorder:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return self._num_open
+
     async def wait_idle(self, timeout_s: float) -> bool:
         """Return when no record is open, or after the timeout; says which."""
         try:
@@ -116,7 +121,7 @@ class RequestRecorder:
         record.trace.enter(Phase.SETTLE)
         row = self._row(record, record.spending.settle(record.used))
         self._usage.record(row, record.stored if record.sequences else None)
-        self._metrics.observe(row, record.served_model, _tpot_s(record))
+        self._metrics.observe(row, record.operation, record.served_model, _tpot_s(record))
         for failover in record.failovers:
             self._metrics.observe_failover(record.served_model, failover.cause)
         if record.admission_outcome and record.chosen is not None:

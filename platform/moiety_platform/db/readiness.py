@@ -44,6 +44,11 @@ class StoreReadiness:
         self._said = reason
         return reason
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether somebody asked and it could serve."""
+        return self._ready
+
     async def close(self) -> None:
         """End a check that is still under way."""
         if self._check is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -28,6 +29,7 @@ from moiety_platform.quota.errors import Refusal, store_unavailable
 from moiety_platform.quota.kinds import Meter, Period, Scope, Unit, window_end, window_start
 from moiety_platform.quota.lease import Hold, Lease, WindowId
 from moiety_platform.quota.limits import Limit, load_limits
+from moiety_platform.quota.quarantine import Quarantine
 from moiety_platform.quota.rates import RateStore
 from moiety_platform.quota.slices import slice_size
 from moiety_platform.quota.standing import Standing, headers
@@ -40,7 +42,6 @@ LIMITS_FRESH_S = 1.9
 MARGIN = 0.25  # of the time to live, by which this process believes its leases to end early
 OUTAGE_PAUSE_S = 0.5
 ANSWER_S = 4.0  # for which a request waits for the store
-PROOF_MARGIN_S = 5.0  # more than a request takes from its hold to its engine
 _RATE_MEAN_S = 5.0
 _FORGET_AFTER_S = 60.0
 
@@ -48,6 +49,16 @@ _NOTHING = Stored()
 _GONE = Grant(0, 0)  # of a window whose limit was taken away
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseStats:
+    """What a keeper has leased, for metrics. `age_s` is how long ago the store last answered it; None where it has
+    nothing to ask for."""
+
+    leases: int
+    waiting: int  # requests that wait for the store
+    age_s: float | None
 
 
 class QuotaKeeper:
@@ -75,10 +86,10 @@ class QuotaKeeper:
         self._edits = Edits()  # of scopes' limits, here
         self._asked: set[Account] = set()  # with requests that wait
         self._rounds = Rounds("quota-keeper", self._round, tick_s, pause_s=min(tick_s, OUTAGE_PAUSE_S))
-        self._counted_s = self._swept_s = clock.monotonic()
-        self._renewed_s = float("-inf")
+        self._counted_s = clock.monotonic()
+        self._renewed_s = self._reached_s = float("-inf")
         self._sent_s: float | None = None  # when the round under way was
-        self.is_proven: Callable[[str, float], bool] | None = None  # whether engines hold nothing of a replica
+        self.quarantine = Quarantine(database, store, clock, every_s=ttl_s / 4)
 
     @property
     def replica_id(self) -> str:
@@ -146,6 +157,12 @@ class QuotaKeeper:
         now_s = self._clock.monotonic()
         return all(now_s < lease.good_until_s for lease in hold.leases) and hold.reserve(amounts)
 
+    def stats(self) -> LeaseStats:
+        """How it stands now."""
+        waiting = sum(len(account.waiters) for account in self._accounts.values())
+        age_s = self._clock.monotonic() - self._reached_s
+        return LeaseStats(len(self._accounts), waiting, age_s if self._accounts and math.isfinite(age_s) else None)
+
     def forget(self, scope: Scope) -> None:
         """A limit of the scope was edited here: read again before its next request is served; what is being read just
         now may be older than the edit, and is not kept."""
@@ -199,6 +216,7 @@ class QuotaKeeper:
             raise
         finally:
             self._sent_s = None
+        self._reached_s = sent_s
         self._learn(renewed, stored, [*returned, *grants], sent_s)
         self._learn_limits(limits, sent_s, seen)
         for account, futures in waiters.items():
@@ -218,7 +236,8 @@ class QuotaKeeper:
         if is_tick:
             self._count_use(now_s)
         await self.transact(asked_only=not is_tick, renew_all=is_due)
-        await self._quarantine_others()
+        if self._accounts:
+            await self.quarantine.sweep()
 
     async def _exchange(
         self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Sequence[Want]
@@ -254,29 +273,6 @@ class QuotaKeeper:
             good = list(self._accounts)
         for window in good:
             self._accounts[window].lease.good_until_s = good_until_s
-
-    async def _quarantine_others(self) -> None:
-        """Now and then, the leases of processes that renew them no more."""
-        now_s = self._clock.monotonic()
-        if self._accounts and now_s - self._swept_s >= self._ttl_s / 4:
-            self._swept_s = now_s
-            async with self._database.write() as session:
-                await self._store.quarantine_expired(session)
-            async with self._database.write() as session:
-                await self._store.release_expired(session)
-            await self._release_proven()
-
-    async def _release_proven(self) -> None:
-        """What replicas that died have left, as soon as the engines' own counts prove it unspent."""
-        if self.is_proven is None:
-            return
-        async with self._database.read() as session:
-            silent_s = await self._store.quarantined(session)
-        for replica_id, seconds in silent_s.items():
-            if self.is_proven(replica_id, seconds + PROOF_MARGIN_S):
-                async with self._database.write() as session:
-                    num_leases = await self._store.release_quarantined(session, replica_id)
-                log.info("quarantine_released", of=replica_id, num_leases=num_leases)
 
     def _stale_scopes(self, now_s: float) -> list[Scope]:
         return [scope for scope, known in self._scopes.items() if now_s - known.read_s >= LIMITS_FRESH_S]

@@ -46,6 +46,14 @@ class Stored:
     settled: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What one replica that died has left: for how long nobody has heard of it, at the least, and how many leases."""
+
+    silent_s: float
+    num_leases: int
+
+
 WINDOWS_AT_ONCE = 1_000
 
 Change = tuple[dict[str, Any], int]  # (the row's key, what is added)
@@ -129,15 +137,16 @@ class LeaseStore:
         )
         return len((await session.execute(statement)).all())
 
-    async def quarantined(self, session: AsyncSession) -> dict[str, float]:
-        """The replicas whose leases are quarantined with something left, and for how many seconds each has not been
-        heard of, at the least."""
+    async def quarantined(self, session: AsyncSession) -> dict[str, Remains]:
+        """The replicas whose leases are quarantined with something left."""
+        silent_ms = self.now() - (func.max(QuotaLease.expires_ms) - self._ttl_ms)
         statement = (
-            select(QuotaLease.replica_id, self.now() - (func.max(QuotaLease.expires_ms) - self._ttl_ms))
+            select(QuotaLease.replica_id, silent_ms, func.count())
             .where(QuotaLease.state == LeaseState.QUARANTINED, QuotaLease.granted > QuotaLease.settled)
             .group_by(QuotaLease.replica_id)
         )
-        return {replica_id: silent_ms / 1000 for replica_id, silent_ms in await session.execute(statement)}
+        found = await session.execute(statement)
+        return {replica_id: Remains(ms / 1000, num_leases) for replica_id, ms, num_leases in found}
 
     async def release_quarantined(self, session: AsyncSession, replica_id: str) -> int:
         """What this replica's quarantined leases have left is free for others again, since it was proven unspent. The

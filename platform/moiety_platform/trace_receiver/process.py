@@ -22,7 +22,7 @@ from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import Database
 from moiety_platform.listening import BACKLOG, bind
 from moiety_platform.logs import configure_logging
-from moiety_platform.metrics import Metrics
+from moiety_platform.metrics import UpkeepMetrics, new_registry
 from moiety_platform.trace_receiver.app import Tokens, TraceApp
 from moiety_platform.trace_receiver.settings import TraceSettings
 from moiety_platform.trace_receiver.writer import TraceWriter
@@ -82,18 +82,19 @@ class TraceServer(uvicorn.Server):
 async def build_app(settings: TraceSettings, now: Now = now_ms) -> AsyncIterator[TraceApp]:
     """Open the store and keep it up; close it when all that was taken is stored. `now` is the database's clock."""
     database = Database.open(settings.store_url)
-    metrics = Metrics()
+    registry = new_registry()
     writer = TraceWriter(database, settings.traces_queue_spans)
-    metrics.registry.register(_Stored(writer))
+    registry.register(_Stored(writer))
     store = StoreReadiness(database)
     owner = f"{socket.gethostname()[:24]}-{secrets.token_hex(12)}"
-    upkeep = Upkeep(owner, database, chores_of(settings, now), metrics, interval_s=settings.upkeep_interval_s, now=now)
+    chores, counts = chores_of(settings, now), UpkeepMetrics(registry)
+    upkeep = Upkeep(owner, database, chores, counts, interval_s=settings.upkeep_interval_s, now=now)
     guests = settings.traces_guest_token
     tokens = Tokens(settings.traces_token.get_secret_value(), guests.get_secret_value() if guests else None)
     await writer.start()
     await upkeep.start()
     try:
-        yield TraceApp(tokens, writer, store, metrics.registry, settings.traces_max_body_bytes)
+        yield TraceApp(tokens, writer, store, registry, settings.traces_max_body_bytes)
     finally:
         await upkeep.stop()
         await writer.stop()

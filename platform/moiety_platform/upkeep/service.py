@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
-from moiety_platform.metrics import Metrics
+from moiety_platform.metrics import UpkeepMetrics
 from moiety_platform.rounds import Rounds
 from moiety_platform.upkeep.turns import Now, due, rest, take
 
@@ -45,7 +45,7 @@ class Upkeep:
         owner: str,
         database: Database,
         chores: Sequence[Chore],
-        metrics: Metrics,
+        metrics: UpkeepMetrics,
         *,
         interval_s: float,
         lease_s: float = LEASE_S,
@@ -85,7 +85,7 @@ class Upkeep:
         try:
             while num_rows := await self._step(chore):
                 total += num_rows
-                self._metrics.observe_upkeep(chore.name, num_rows)
+                self._metrics.observe(chore.name, num_rows)
                 await asyncio.sleep(self._pause_s)
                 if self._rounds.is_stopping:
                     break
@@ -93,7 +93,7 @@ class Upkeep:
             raise
         except Exception:  # the root of a chore: told, and tried again when its lease is over
             log.exception("upkeep_failed", chore=chore.name)
-            self._metrics.observe_upkeep_failure(chore.name)
+            self._metrics.observe_failure(chore.name)
         if total:
             log.info("upkeep_done", chore=chore.name, rows=total)
         return total

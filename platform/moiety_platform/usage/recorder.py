@@ -22,6 +22,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import structlog
@@ -53,6 +54,7 @@ class RecorderStats:
     refused: int  # rows that the database will never take; kept in the journal's folder
     pending: int
     journal_waiting: bool
+    oldest: datetime | None  # when the request ended whose row waits for the longest; None where none does
 
 
 class UsageRecorder:
@@ -77,6 +79,7 @@ class UsageRecorder:
         self._max_pending = max_pending
         self._pending: deque[UsageRow] = deque()
         self._num_drained = 0  # rows of the last round
+        self._oldest_spilled: datetime | None = None  # of what is in the journal, as far as this process knows
         self._draining = asyncio.Lock()
         self._work = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -86,6 +89,8 @@ class UsageRecorder:
     async def start(self) -> None:
         """Begin to write, first what an earlier process left in the journal. Does not wait for the database."""
         await asyncio.to_thread(self._journal.open)
+        if self._journal.waiting:
+            self._oldest_spilled = datetime.now(UTC)  # older, but by how much only its rows know
         self._work.set()
         self._task = asyncio.create_task(self._run(), name="usage-writer")
 
@@ -148,6 +153,7 @@ class UsageRecorder:
             refused=self._refused,
             pending=len(self._pending),
             journal_waiting=self._journal.waiting,
+            oldest=self._oldest_spilled or (_ended_at(self._pending[0]) if self._pending else None),
         )
 
     async def _run(self) -> None:
@@ -211,6 +217,8 @@ class UsageRecorder:
                 await asyncio.to_thread(segment.remove)
             finally:
                 segment.release()
+        if not self._journal.waiting:
+            self._oldest_spilled = None
 
     async def _store(self, rows: Sequence[UsageRow]) -> None:
         """Raises Unavailable. A row that the database refuses for its content is set aside, alone."""
@@ -242,6 +250,7 @@ class UsageRecorder:
             return
         for _ in rows:
             self._pending.popleft()
+        self._note_spilled(rows[:1])
         self._journaled += len(rows)
 
     def _spill_one(self, row: UsageRow) -> None:
@@ -250,7 +259,16 @@ class UsageRecorder:
         except OSError as error:
             self._report_unstored(row, str(error))
             return
+        self._note_spilled([row])
         self._journaled += 1
+
+    def _note_spilled(self, rows: Sequence[UsageRow]) -> None:
+        for row in rows:
+            self._oldest_spilled = self._oldest_spilled or _ended_at(row)
 
     def _report_unstored(self, row: UsageRow, reason: str) -> None:
         _log.error("usage_row_unstored", reason=reason, row=to_line(row).decode())
+
+
+def _ended_at(row: UsageRow) -> datetime:
+    return row.started_at + timedelta(milliseconds=row.duration_ms)

@@ -62,6 +62,43 @@ def check(
     close(ours, theirs)
 
 
+def check_whole(kernels: Any, device: str) -> None:
+    """Keys and values in int8, each by its scale: the numbers are the same but for what lies halfway between two."""
+    heads, width = (6, 3), 20
+    qkv = torch.randn(7, (heads[0] + 2 * heads[1]) * width, device=device)
+    qkv[0] = 0.0
+    plan = AttentionInputPlan(torch.rand(width, device=device), torch.rand(width, device=device), norm_eps=1e-6)
+    (cos, sin), slots = tables(8, device), some_slots(7, device)
+    positions = torch.randint(0, POSITIONS, (7,), device=device)
+    shape = 2, 1 + BLOCKS + 1, heads[1], PLACES, width
+    made = []
+    for some in (kernels, reference):
+        numbers = torch.full(shape, -128, dtype=torch.int8, device=device)
+        scales = torch.full(shape[:-1], float("nan"), device=device)
+        caches = *numbers[:, 1:-1], slots, *scales[:, 1:-1]
+        some.attention_input(qkv, plan, cos, sin, positions, *caches)
+        made.append((numbers.int(), scales))
+    (ours, our_scales), (theirs, their_scales) = made
+    close(our_scales, their_scales)
+    assert int((ours - theirs).abs().max()) <= 1
+    assert (ours != theirs).float().mean() < 0.01
+    assert int(theirs[theirs > -128].abs().max()) == 127
+
+
+def test_keys_and_values_are_kept_as_whole_numbers_by_scales_of_their_own(device: str) -> None:
+    check_whole(kernel, device)
+    k, v = torch.randn(2, 5, 3, 20, device=device)
+    slots, made = torch.tensor([3, 7, -1, 11, 0], device=device), []
+    for store in (kernel.kv_store, kv_store):
+        numbers = torch.zeros(2, BLOCKS, 3, PLACES, 20, dtype=torch.int8, device=device)
+        scales = torch.zeros(2, BLOCKS, 3, PLACES, device=device)
+        store(k, v, *numbers, slots, *scales)
+        made.append(numbers * scales[..., None])
+    close(*made)
+    kept = made[0][0][[0, 1], :, 3]  # of the first two tokens
+    assert ((kept - k[:2]).abs() <= k[:2].abs().amax(-1, keepdim=True) / 127 / 2 + 1e-6).all()
+
+
 CASES: list[tuple[tuple[int, int], int, int, str, float | None]] = [
     ((4, 1), 8, 4, "none", None),
     ((4, 2), 20, 10, "head", None),
@@ -109,6 +146,24 @@ def test_keys_and_values_are_stored_as_they_are(device: str) -> None:
     kernel.kv_store(k, v, *ours[:, 1:-1], slots)
     kv_store(k, v, *theirs[:, 1:-1], slots)
     close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("block * kv_heads * places + place", "block * kv_heads * places"),
+        ("p_scale + i_head * scale_head", "p_scale + i_head"),
+        ("_largest(second)), _largest(rest))", "_largest(second)), 0.0)"),
+        ("scale[:, None]) + 0.5)", "scale[:, None]))"),
+        ("p_v_scale + first_scale", "p_k_scale + first_scale"),
+    ],
+)
+def test_a_mutant_that_keeps_whole_numbers_otherwise_is_found(
+    mutated: Any, noticed: Any, old: str, new: str, device: str
+) -> None:
+    mutant = mutated(kernel, old, new)
+    with pytest.raises(noticed):
+        check_whole(mutant, device)
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,14 @@ class Case:
             self.gate_up_scale, self.down_scale = self.scales(2 * hidden), self.scales(width)
         elif self.narrow == "fp8":
             across, high = -(-width // 128), -(-hidden // 128)
+
+            def of_blocks(rows: int, *sizes: int) -> Tensor:
+                return self.scales(*sizes).repeat_interleave(128, 1)[:, :rows]
+
             self.gate_up, self.down = (one.mul(100).to(torch.float8_e4m3fn) for one in (self.gate_up, self.down))
-            self.gate_up_scale, self.down_scale = self.scales(2 * high, across), self.scales(across, high)
+            gate, up = of_blocks(hidden, high, across), of_blocks(hidden, high, across)
+            self.gate_up_scale = torch.cat((gate, up), dim=1)
+            self.down_scale = of_blocks(width, across, high).contiguous()
         self.weight = torch.rand(len(chosen), 1, device=self.device)
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -375,9 +381,9 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch_whatever_tiles_are_chose
     ("narrow", "old", "new"),
     [
         ("int8", "tl.load(p_column_scale + hidden,", "tl.load(p_column_scale,"),
-        ("fp8", "p_up_scale = p_gate_scale + down * across", "p_up_scale = p_gate_scale"),
+        ("fp8", "p_up_scale = p_gate_scale + hidden * across", "p_up_scale = p_gate_scale"),
         ("fp8", "p_gate_scale + k // SCALE_BLOCK", "p_gate_scale"),
-        ("fp8", "column // SCALE_BLOCK", "0"),
+        ("fp8", "2 * hidden + column) * across", "2 * hidden) * across"),
     ],
 )
 def test_a_mutant_that_scales_otherwise_is_found(mutated: Any, narrow: str, old: str, new: str, device: str) -> None:

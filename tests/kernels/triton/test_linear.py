@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ from moiety_kernels.head_linear import head_linear as head_linear_operation
 from moiety_kernels.head_linear import reference as head_reference
 from moiety_kernels.linear import kernel, reference, tiles
 from moiety_kernels.linear import linear as linear_operation
+from moiety_kernels.quantization import FP8, INT4, INT8, MXFP4, QuantizedWeight, dequantize, quantize
 
 ALL_TILES = (*tiles.HOPPER, *tiles.PORTABLE, *tiles.SINGLE)
+BLOCKS = replace(FP8, group=128, rows=128)
+EIGHT_BITS = {"int8": INT8, "fp8 rows": FP8, "fp8 blocks": BLOCKS}
+FOUR_BITS = {"int4": replace(INT4, pack=64), "mxfp4": replace(MXFP4, pack=64)}
 
 
 def apart(rows: int, width: int, dtype: torch.dtype, device: str, gap: int = 5) -> Tensor:
@@ -35,6 +40,29 @@ def check(
         torch.testing.assert_close(ours, reference.linear(x, weight, bias), **tolerance)
 
 
+def narrow(columns: int, inner: int, form: Any, device: str) -> QuantizedWeight:
+    """A weight in few bits; of blocks one has 128 rows and the next the rest."""
+    weight = torch.randn(columns, inner, device=device) / inner**0.5
+    if form != BLOCKS:
+        return quantize(weight, form)
+    scales = (torch.rand(2, -(-inner // 128), device=device) + 0.5) / 100
+    rows = scales.repeat_interleave(128, 0)[:columns].contiguous()
+    return QuantizedWeight((weight * 100).to(torch.float8_e4m3fn), rows, form)
+
+
+def check_narrow(
+    kernels: Any, tile: tiles.Tile, rows: int, columns: int, inner: int, form: Any, device: str, gap: int = 8
+) -> None:
+    """A product is that with the weight it stands for. Of four bits inputs have sixteen."""
+    weight, bias = narrow(columns, inner, form, device), torch.randn(columns, device=device)
+    dtype = torch.float16 if form.bits == 4 else torch.float32
+    x = apart(rows, inner, dtype, device, gap)
+    tolerance = 3e-3 if form.bits == 4 else 2e-5
+    assert kernels.unfit_narrow(x, weight) is None
+    ours, theirs = kernels.linear(x, weight, bias, tile=tile), reference.linear(x, dequantize(weight), bias)
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
 def check_heads(kernels: Any, tile: tiles.Tile, device: str) -> None:
     x = apart(19 * 3, 40, torch.float32, device, 8).unflatten(0, (19, 3))
     weight = torch.randn(3, 70, 40, device=device)
@@ -52,6 +80,37 @@ def test_products_of_sixteen_bits_and_of_a_weight_that_is_narrower_agree(device:
     check(kernel, tiles.HOPPER[0], 18, 96, 136, torch.float16, device, 8)
     x, weight = torch.randn(5, 40, device=device), torch.randn(9, 40, device=device).half()
     torch.testing.assert_close(kernel.linear(x, weight), reference.linear(x, weight), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+@pytest.mark.parametrize("tile", tiles.NARROW, ids=lambda tile: tile.name)
+def test_weights_of_eight_bits_are_widened_and_scaled(tile: tiles.Tile, kind: str, device: str) -> None:
+    check_narrow(kernel, tile, 70, 133, 288, EIGHT_BITS[kind], device)
+
+
+@pytest.mark.parametrize("tile", [tiles.NARROW[0], tiles.PORTABLE[1], tiles.SINGLE[1]], ids=lambda tile: tile.name)
+def test_rows_that_the_copy_engine_cannot_fetch_meet_narrow_weights(tile: tiles.Tile, device: str) -> None:
+    check_narrow(kernel, tile, 3, 67, 96, INT8, device, gap=5)
+    check_narrow(kernel, tile, 5, 131, 160, BLOCKS, device, gap=5)
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS)
+@pytest.mark.parametrize("tile", [*tiles.FOUR, tiles.PORTABLE[0]], ids=lambda tile: tile.name)
+def test_weights_of_four_bits_are_widened_and_scaled(tile: tiles.Tile, kind: str, device: str) -> None:
+    check_narrow(kernel, tile, 20, 133, 192, FOUR_BITS[kind], device)
+    check_narrow(kernel, tile, 3, 67, 128, FOUR_BITS[kind], device, gap=5)
+
+
+def test_a_narrow_weight_that_no_kernel_reads_is_said_why(device: str) -> None:
+    x = torch.randn(3, 128, device=device)
+    assert kernel.unfit_narrow(x, narrow(4, 128, INT8, device)) is None
+    for form, why in (
+        (INT4, "beside weights of 4 bits inputs are torch.float32"),
+        (replace(FP8, group=64, rows=64), "not of 64 by 64"),
+    ):
+        weight = QuantizedWeight(torch.zeros(4, 128, device=device), torch.ones(4, 2, device=device), form)
+        assert why in str(kernel.unfit_narrow(x, weight))
+    assert "int4" in str(kernel.unfit_narrow(x.half(), narrow(4, 128, INT4, device)))
 
 
 @pytest.mark.parametrize("tile", [tiles.HOPPER[0], tiles.PORTABLE[1]], ids=lambda tile: tile.name)
@@ -101,7 +160,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch_whatever_tile_is_taken(d
     assert not torch.equal(ours, shorter), "shorter steps went unnoticed"
 
 
-@pytest.mark.parametrize("tuple_of_tiles", [tiles.HOPPER, tiles.PORTABLE, tiles.SINGLE])
+@pytest.mark.parametrize("tuple_of_tiles", [tiles.HOPPER, tiles.NARROW, tiles.FOUR, tiles.PORTABLE, tiles.SINGLE])
 def test_all_tiles_that_may_be_chosen_sum_in_the_same_steps(tuple_of_tiles: Any) -> None:
     assert len({tile.BK for tile in tuple_of_tiles}) == 1
     chosen = {tiles.choose(tuple_of_tiles, rows, 4096, 132) for rows in (1, 16, 17, 64, 65, 300, 8192)}
@@ -141,8 +200,30 @@ def test_a_mutant_is_found(mutated: Any, noticed: Any, old: str, new: str, devic
         check_heads(mutant, tiles.HOPPER[0], device)
 
 
+@pytest.mark.parametrize(
+    ("kind", "old", "new"),
+    [
+        ("int8", "tl.load(p_scale + i_column, mask", "tl.load(p_scale + i_column - column, mask"),
+        ("fp8 rows", 'if SCALES == "row":', 'if SCALES == "none":'),
+        ("fp8 blocks", "SCALE_BLOCK) + k // SCALE_BLOCK", "SCALE_BLOCK)"),
+        ("fp8 blocks", "p_scale + i_column.to(tl.int64)", "p_scale + (i_column - column).to(tl.int64)"),
+        ("fp8 blocks", "sums += step", "sums = step"),
+        ("int4", "sums, head, first, column", "sums, head, 0, column"),
+    ],
+)
+def test_a_mutant_that_reads_narrow_weights_otherwise_is_found(
+    mutated: Any, noticed: Any, kind: str, old: str, new: str, device: str
+) -> None:
+    mutant, four = mutated(kernel, old, new), kind in FOUR_BITS
+    with pytest.raises(noticed):
+        form, tile = (FOUR_BITS | EIGHT_BITS)[kind], (tiles.FOUR if four else tiles.NARROW)[0]
+        check_narrow(mutant, tile, 20, 133, 192 if four else 288, form, device)
+
+
 def test_a_mutant_that_sums_tall_tiles_backwards_is_found(mutated: Any, device: str) -> None:
-    backwards = "for j in range(0, inner, BK):\n            k = j if BM == 16 else (tl.cdiv(inner, BK) - 1) * BK - j"
+    backwards = (
+        "for j in range(0, inner, BK):\n                k = j if BM == 16 else (tl.cdiv(inner, BK) - 1) * BK - j"
+    )
     mutant = mutated(kernel, "for k in range(0, inner, BK):", backwards)
     check(mutant, tiles.HOPPER[1], 70, 133, 72, torch.float32, device, 4)
     with pytest.raises(AssertionError):

@@ -47,7 +47,7 @@ def arguments(case: Case, device: str) -> tuple[list[Any], dict[str, Any]]:
     table = torch.full((len(counts), max(counts) + 2), int(blocks[-1]), dtype=torch.int32)
     widths = case.width, case.value_width or case.width
     caches = [torch.full((len(blocks), case.kv_heads, case.places, width), float("nan")) for width in widths]
-    scales = [torch.rand(case.kv_heads) * 0.02 + 0.02 if case.scaled else None for _ in widths]
+    scales = [torch.full(cache.shape[:3], float("nan")) if case.scaled else None for cache in caches]
     if case.cache_dtype is torch.int8:
         caches = [torch.full_like(cache, 127) for cache in caches]
     used = 0
@@ -57,8 +57,11 @@ def arguments(case: Case, device: str) -> tuple[list[Any], dict[str, Any]]:
         at = torch.arange(context)
         slots = table[s, at // case.places].long() * case.places + at % case.places
         rows = [torch.randn(context, case.kv_heads, width) for width in widths]
-        if case.scaled:
-            rows = [(row / scale[:, None]).clamp(-127, 127) for row, scale in zip(rows, scales, strict=True)]
+        for row, scale in zip(rows, scales, strict=True):
+            if scale is not None:
+                of_slot = torch.rand(context, case.kv_heads) * 0.02 + 0.02
+                scale[slots // case.places, :, slots % case.places] = of_slot
+                row.div_(of_slot[..., None]).clamp_(-127, 127)
         kv_store(*rows, *caches, slots)
     starts = torch.tensor([0, *torch.tensor([n for n, _ in case.sequences]).cumsum(0).tolist()], dtype=torch.int32)
     contexts = torch.tensor([context for _, context in case.sequences], dtype=torch.int32)
@@ -181,6 +184,10 @@ MUTANTS = [
     (prefill, "i_head * GROUP + i_row % GROUP", "i_head * GROUP", SMALL),
     (decode, "begin = lowest + split * length", "begin = lowest + split * (length - 1)", SMALL),
     (decode, "b_sink = tl.load", "split = 0\n            b_sink = tl.load", dataclasses.replace(SMALL, sinks=True)),
+    (softmax, "i_block * scale_block + i_key % PLACES", "i_block * scale_block", CASES["int8"]),
+    (softmax, "b_weight *= tl.load(p_v_scale", "b_weight *= tl.load(p_k_scale", CASES["int8"]),
+    (prefill, "p_v_scale += i_head * PLACES", "p_v_scale += i_head", CASES["int8"]),
+    (decode, "p_k_head += i_head * PLACES", "p_k_head += 0", CASES["int8"]),
     (decode, "b_share = tl.exp2(b_weight - b_new)", "b_share = tl.exp2(b_new - b_new)", SMALL),
 ]
 

@@ -59,15 +59,16 @@ def check(kernels: Any, kind: str, size: int, device: str) -> None:
 def check_penalties(kernels: Any, device: str) -> None:
     size, asked = 70, draws([GREEDY, PLAIN, FILTERS[3], FILTERS[5]] * 2, device)
     rows = len(asked.uniform_L)
-    times = torch.randint(0, 4, (rows, size), device=device) * torch.randint(0, 2, (rows, size), device=device)
-    seen = (times + IN_PROMPT * torch.randint(0, 2, (rows, size), device=device)).int()
-    amounts = torch.tensor([1.0, 1.5, 0.8, 1.1] * 2, device=device), torch.rand(rows, device=device)
-    penalties = Penalties(seen, *amounts, torch.rand(rows, device=device) - 0.3)
+    place = torch.tensor([4, -1, 1, 0, 2, -1, 5, 3], dtype=torch.int32, device=device)
+    times = torch.randint(0, 4, (6, size), device=device) * torch.randint(0, 2, (6, size), device=device)
+    seen = (times + IN_PROMPT * torch.randint(0, 2, (6, size), device=device)).int()
+    amounts = torch.tensor([1.0, 1.5, 0.8, 1.1, 1.3, 0.9], device=device), torch.rand(6, device=device)
+    penalties = Penalties(place, seen, *amounts, torch.rand(6, device=device) - 0.3)
     logits = some_logits("peaked", rows, size, device)
     expected_logits = reference.penalised(logits, penalties)
     expected = reference.sample(logits.clone(), asked, penalties)
     assert kernels.sample(logits, asked, penalties, block=64).tolist() == expected.tolist()
-    torch.testing.assert_close(logits[0], expected_logits[0])  # a greedy row is left as it was penalised
+    torch.testing.assert_close(logits[[0, 4]], expected_logits[[0, 4]])  # greedy rows are left as they were penalised
 
 
 @pytest.mark.parametrize(("kind", "size"), [("random", 1), ("random", 3), *((kind, 100) for kind in KINDS)])
@@ -113,7 +114,12 @@ def test_a_mutant_is_found(mutated: Any, noticed: Any, kind: str, old: str, new:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("times = seen % _IN_PROMPT", "times = seen"), ("logits / repetition", "logits * repetition")],
+    [
+        ("times = seen % _IN_PROMPT", "times = seen"),
+        ("logits / repetition", "logits * repetition"),
+        ("p_seen + place * seen_stride", "p_seen + row * seen_stride"),
+        ("p_presence + place", "p_presence"),
+    ],
 )
 def test_a_mutant_that_penalises_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
     mutant = mutated(kernel, old, new)

@@ -24,7 +24,7 @@ from moiety_engine.model.families.mixtral import mixtral
 from moiety_engine.model.families.olmoe import olmoe
 from moiety_engine.model.families.phimoe import phimoe, phimoe_features
 from moiety_engine.model.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
-from moiety_engine.model.narrow import fp8_block, packed_format
+from moiety_engine.model.narrow import stored_format
 from moiety_engine.model.spec import LayerSpec, ModelSpec, NormSpec
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ def spec_from_config(config: Config) -> ModelSpec:
             max_context_tokens=config["max_position_embeddings"],
             checkpoint_dtype=checkpoint_dtype(config),
             layers=tuple(read_layer(config, index) for index in range(config["num_hidden_layers"])),
-            fp8_block=fp8_block(config.get("quantization_config") or {}),
-            weight_format=packed_format(config.get("quantization_config") or {}),
+            weight_format=stored_format(config.get("quantization_config") or {}),
             **(usual | WHOLE[family](config) if family in WHOLE else usual),
         )
     except KeyError as exc:

@@ -116,8 +116,7 @@ def _down_tile(
     i_k = tl.arange(0, BK)
     p_row = p_inner + i_row.to(tl.int64) * hidden
     if SCALES == "block":
-        block = expert.to(tl.int64) * tl.cdiv(width, SCALE_BLOCK) + column // SCALE_BLOCK
-        p_block_scale = p_scale + block * tl.cdiv(hidden, SCALE_BLOCK)
+        p_block_scale = p_scale + (expert.to(tl.int64) * width + column) * tl.cdiv(hidden, SCALE_BLOCK)
     else:
         p_block_scale = p_row
     p_row_scale = p_inner_scale + i_row.to(tl.int64) * tl.cdiv(hidden, BK) if EIGHT else p_row

@@ -46,8 +46,8 @@ def weight_argument(w_ENK: Tensor, block: Block, engine: bool) -> Tensor | Tenso
 
 
 def kind_of_scales(scale: Tensor | None) -> Scales:
-    """Of [E, N] a "row", of [E, N ÷ 128, K ÷ 128] a "block" of weights has each; "none" without. Those of weights of
-    four bits, [E, N, K ÷ 32], have a way of their own."""
+    """Of [E, N] a "row" has each, of [E, N, K ÷ 128] a "block" of weights, whose rows have the same; "none" without.
+    Those of weights of four bits, [E, N, K ÷ 32], have a way of their own."""
     return "none" if scale is None else "row" if scale.dim() == 2 else "block"
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SCALE_BLOCK: tl.constexpr = tl.constexpr(128)  # rows and columns of weights that share a scale, where blocks do
+from moiety_kernels.quantization import weight as quantization
+
+SCALE_BLOCK: tl.constexpr = tl.constexpr(quantization.SCALE_BLOCK)
 
 
 @triton.jit

@@ -147,9 +147,9 @@ def _up_tile(
     p_row = p_x + token.to(tl.int64) * x_stride
     i_k = tl.arange(0, BK)
     if SCALES == "block":
-        across, down = tl.cdiv(width, SCALE_BLOCK), tl.cdiv(hidden, SCALE_BLOCK)
-        p_gate_scale = p_scale + (expert.to(tl.int64) * 2 * down + column // SCALE_BLOCK) * across
-        p_up_scale = p_gate_scale + down * across
+        across = tl.cdiv(width, SCALE_BLOCK)  # each row has its block's scales: those of the first are a tile's
+        p_gate_scale = p_scale + (expert.to(tl.int64) * 2 * hidden + column) * across
+        p_up_scale = p_gate_scale + hidden * across
     else:
         p_gate_scale = p_row
         p_up_scale = p_row

@@ -99,9 +99,10 @@ def decode(
         b_q1 = b_q0
         if D1:
             b_q1 = load_rows(p_row, m_row, D0, D1, D)
-        scale = factor
+        p_k_head, p_v_head = p_k_scale, p_v_scale
         if SCALED:
-            scale *= tl.load(p_k_scale + i_head)
+            p_k_head += i_head * PLACES
+            p_v_head += i_head * PLACES
         b_max = tl.full([BM], UNSEEN, tl.float32)
         b_total = tl.zeros([BM], tl.float32)
         if SINKS:
@@ -111,15 +112,14 @@ def decode(
         b_sum0, b_sum1 = start_sums(BM, V0, V1)
         b_sum0, b_sum1, b_max, b_total = attend(
             *(b_sum0, b_sum1, b_max, b_total, b_q0, b_q1, i_row, window),
-            *(begin, begin, tl.minimum(begin + length, context), scale),
+            *(begin, begin, tl.minimum(begin + length, context), factor),
             *(p_k + i_head.to(tl.int64) * k_head, p_v + i_head.to(tl.int64) * v_head),
+            *(p_k_head, p_v_head, num_heads // GROUP * PLACES),
             *(p_table + sequence.to(tl.int64) * table_row, k_block, k_place, v_block, v_place),
-            *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, False, False),
+            *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, False, False, SCALED),
         )
         b_total = tl.where(b_total > 0, b_total, 1.0)  # nothing is seen in a context of nothing
         b_scale = 1.0 / b_total
-        if SCALED:
-            b_scale *= tl.load(p_v_scale + i_head)
         b_sum0 *= b_scale[:, None]
         b_sum1 *= b_scale[:, None]
         i_part = (sequence.to(tl.int64) * num_splits + split) * num_heads + i_query_head

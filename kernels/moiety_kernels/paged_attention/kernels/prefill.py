@@ -90,8 +90,6 @@ def prefill(
     b_q1 = b_q0
     if D1:
         b_q1 = load_rows(p_row, m_row, D0, D1, D)
-    if SCALED:
-        factor *= tl.load(p_k_scale + i_head)
     b_max = tl.full([BM], UNSEEN, tl.float32)
     b_total = tl.zeros([BM], tl.float32)
     if SINKS:
@@ -99,6 +97,10 @@ def prefill(
         b_total += 1.0
     p_k += i_head.to(tl.int64) * k_head
     p_v += i_head.to(tl.int64) * v_head
+    if SCALED:
+        p_k_scale += i_head * PLACES
+        p_v_scale += i_head * PLACES
+    scale_block = num_kv_heads * PLACES
     p_table += sequence.to(tl.int64) * table_row
     first = earlier + tile * BM // GROUP
     last = earlier + (tl.minimum(num_rows, (tile + 1) * BM) - 1) // GROUP
@@ -115,23 +117,21 @@ def prefill(
             begin_all = tl.minimum((tl.maximum(last + 1 - window, 0) + BN - 1) // BN * BN, end_all)
             b_sum0, b_sum1, b_max, b_total = attend(
                 *(b_sum0, b_sum1, b_max, b_total, b_q0, b_q1, i_position, window, lowest, begin, begin_all, factor),
-                *(p_k, p_v, p_table, k_block, k_place, v_block, v_place),
-                *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, True, True),
+                *(p_k, p_v, p_k_scale, p_v_scale, scale_block, p_table, k_block, k_place, v_block, v_place),
+                *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, True, True, SCALED),
             )
             begin = begin_all
         b_sum0, b_sum1, b_max, b_total = attend(
             *(b_sum0, b_sum1, b_max, b_total, b_q0, b_q1, i_position, window, lowest, begin, end_all, factor),
-            *(p_k, p_v, p_table, k_block, k_place, v_block, v_place),
-            *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, False, False, False),
+            *(p_k, p_v, p_k_scale, p_v_scale, scale_block, p_table, k_block, k_place, v_block, v_place),
+            *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, False, False, False, SCALED),
         )
         begin = end_all
     b_sum0, b_sum1, b_max, b_total = attend(
         *(b_sum0, b_sum1, b_max, b_total, b_q0, b_q1, i_position, window, lowest, begin, last + 1, factor),
-        *(p_k, p_v, p_table, k_block, k_place, v_block, v_place),
-        *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, True, WINDOWED),
+        *(p_k, p_v, p_k_scale, p_v_scale, scale_block, p_table, k_block, k_place, v_block, v_place),
+        *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, True, WINDOWED, SCALED),
     )
     b_scale = 1.0 / tl.where(m_row, b_total, 1.0)
-    if SCALED:
-        b_scale *= tl.load(p_v_scale + i_head)
     p_row = p_out + (i_token * num_heads + i_query_head) * V
     store_rows(p_row, m_row, b_sum0 * b_scale[:, None], b_sum1 * b_scale[:, None], V, V0, V1)

@@ -69,6 +69,9 @@ def attend(
     factor,
     p_k,
     p_v,
+    p_k_scale,
+    p_v_scale,
+    scale_block,
     p_table,
     k_block,
     k_place,
@@ -86,10 +89,12 @@ def attend(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Add the keys at begin … end to the rows' sums of values, greatest scores and totals of weights. Weights are
     powers of 2. Unless MASKED every key is there and seen by every row; if it is CAUSAL too, a row sees those up to its
-    position; if it is WINDOWED, not more than `window` of them, and nothing below `lowest` is read."""
+    position; if it is WINDOWED, not more than `window` of them, and nothing below `lowest` is read. If SCALED, each key
+    and value has a scale, `scale_block` of them a block."""
     for start in range(begin, end, BN):
         i_key = start + tl.arange(0, BN)
         m_key = i_key < end
@@ -101,11 +106,14 @@ def attend(
             i_block = tl.load(p_table + i_key // PLACES).to(tl.int64)
         p_key = p_k + i_block * k_block + (i_key % PLACES) * k_place
         p_value = p_v + i_block * v_block + (i_key % PLACES) * v_place
+        i_slot = i_block * scale_block + i_key % PLACES
         b_k0 = load_rows(p_key, m_key, 0, D0, D, MASKED).to(b_q0.dtype)
         b_score = tl.dot(b_q0, tl.trans(b_k0), input_precision="ieee")  # [BM, BN]
         if D1:
             b_k1 = load_rows(p_key, m_key, D0, D1, D, MASKED).to(b_q0.dtype)
             b_score = tl.dot(b_q1, tl.trans(b_k1), acc=b_score, input_precision="ieee")
+        if SCALED:
+            b_score *= tl.load(p_k_scale + i_slot, mask=m_key, other=0.0)[None, :]
         if MASKED:
             m_seen = m_key[None, :]
             if CAUSAL:
@@ -118,6 +126,8 @@ def attend(
         b_shrink = tl.exp2(b_max - b_new)
         b_total = b_total * b_shrink + tl.sum(b_weight, 1)
         b_max = b_new
+        if SCALED:
+            b_weight *= tl.load(p_v_scale + i_slot, mask=m_key, other=0.0)[None, :]
         b_weight = b_weight.to(b_q0.dtype)
         b_v0 = b_k0
         if not SHARED:

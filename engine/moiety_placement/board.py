@@ -1,0 +1,175 @@
+"""A placement in the making: its slots, and the small changes that relieve the heaviest rank of each layer.
+
+Dimensions beside the package's: A those layers that are looked at, H ranks of the heaviest rank's node, Q slots of
+these, J slots that may be overwritten, B experts of the heaviest rank. A change is judged by the largest load among the
+ranks that it touches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moiety_placement.placement import Floats, Ints, count_replicas, loads_of_slots, sum_by_rank
+
+_HOTTEST = 4  # of the heaviest rank's experts: those that are worth one more replica
+
+
+@dataclass(slots=True)
+class Board:
+    """Owned by whoever improves it. `num_nodes`: changes stay within a node."""
+
+    slots_LR: Ints
+    counts_LE: Ints
+    load_LE: Floats
+    num_ranks: int
+    num_nodes: int
+
+    @classmethod
+    def of(cls, slots_LR: Ints, load_LE: Floats, num_ranks: int, num_nodes: int) -> Board:
+        counts_LE = count_replicas(slots_LR, load_LE.shape[1])
+        return cls(slots_LR.copy(), counts_LE, load_LE, num_ranks, num_nodes)
+
+    def look_at(self, layers_A: Ints) -> View:
+        slots_AR, counts_AE, load_AE = self.slots_LR[layers_A], self.counts_LE[layers_A], self.load_LE[layers_A]
+        slot_load_AR = loads_of_slots(slots_AR, load_AE, counts_AE)
+        load_AG = sum_by_rank(slot_load_AR, self.num_ranks)
+        rows_A1 = np.arange(len(layers_A))[:, None]
+        ranks_of_node = self.num_ranks // self.num_nodes
+        heaviest_A = load_AG.argmax(axis=1)
+        return View(slots_AR, counts_AE, load_AE, slot_load_AR, load_AG, heaviest_A, rows_A1, ranks_of_node)
+
+    def largest_loads(self) -> Floats:
+        """[L]: of the heaviest rank."""
+        return np.asarray(self.look_at(np.arange(len(self.slots_LR))).load_AG.max(axis=1))
+
+    def swap(self, layers: Ints, slots: Ints, others: Ints) -> None:
+        held = self.slots_LR[layers, slots]
+        self.slots_LR[layers, slots] = self.slots_LR[layers, others]
+        self.slots_LR[layers, others] = held
+
+    def overwrite(self, layers: Ints, slots: Ints, experts: Ints) -> None:
+        self.counts_LE[layers, self.slots_LR[layers, slots]] -= 1
+        self.counts_LE[layers, experts] += 1
+        self.slots_LR[layers, slots] = experts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """Some layers of a board as they are now. `rows_A1` numbers them, for indexing."""
+
+    slots_AR: Ints
+    counts_AE: Ints
+    load_AE: Floats
+    slot_load_AR: Floats
+    load_AG: Floats
+    heaviest_A: Ints
+    rows_A1: Ints
+    ranks_of_node: int
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.load_AG.shape[1])
+
+    @property
+    def slots_of_rank(self) -> int:
+        return int(self.slots_AR.shape[1] // self.load_AG.shape[1])
+
+    def slots_of_heaviest(self) -> Ints:
+        """[A, S]"""
+        return self.heaviest_A[:, None] * self.slots_of_rank + np.arange(self.slots_of_rank)
+
+    def ranks_beside_heaviest(self) -> Ints:
+        """[A, H]: of its node, itself among them."""
+        node_A = self.heaviest_A // self.ranks_of_node
+        return node_A[:, None] * self.ranks_of_node + np.arange(self.ranks_of_node)
+
+
+def best_swap(view: View) -> tuple[Floats, Ints, Ints]:
+    """By layer: the gain, a slot of the heaviest rank and another of its node, that relieve it most when they exchange
+    their experts. A gain of 0 or less is none."""
+    num_slots = view.slots_of_rank
+    ranks_AH, mine_AS = view.ranks_beside_heaviest(), view.slots_of_heaviest()
+    theirs_AQ = (ranks_AH[:, :, None] * num_slots + np.arange(num_slots)).reshape(len(mine_AS), -1)
+    loads_AH = view.load_AG[view.rows_A1, ranks_AH]
+    gaps_AQ = np.repeat(loads_AH.max(axis=1, keepdims=True) - loads_AH, num_slots, axis=1)
+    gaps_AQ[view.slots_AR[view.rows_A1, theirs_AQ] < 0] = -np.inf  # nothing there to have in exchange
+    mine_load_AS, their_load_AQ = view.slot_load_AR[view.rows_A1, mine_AS], view.slot_load_AR[view.rows_A1, theirs_AQ]
+    moved_ASQ = mine_load_AS.astype(np.float32)[:, :, None] - their_load_AQ.astype(np.float32)[:, None, :]
+    left_ASQ = gaps_AQ.astype(np.float32)[:, None, :] - moved_ASQ
+    best_A = np.minimum(moved_ASQ, left_ASQ, out=left_ASQ).reshape(len(mine_AS), -1).argmax(axis=1)
+    rows_A, at_A, other_A = view.rows_A1[:, 0], *np.divmod(best_A, theirs_AQ.shape[1])
+    moved_A = mine_load_AS[rows_A, at_A] - their_load_AQ[rows_A, other_A]
+    gain_A = np.minimum(moved_A, gaps_AQ[rows_A, other_A] - moved_A)  # of which float32 only found the place
+    return gain_A, mine_AS[rows_A, at_A], theirs_AQ[rows_A, other_A]
+
+
+def best_overwrite(view: View) -> tuple[Floats, Ints, Ints]:
+    """By layer: the gain, a slot of the heaviest rank's node and an expert of that rank, that relieve it most when the
+    slot is given to the expert. The slot's own expert keeps another replica."""
+    slots_AJ, may_AJ = _spare_slots(view)
+    hot_AB = _hottest_experts(view)
+    ranks_AJ = slots_AJ // view.slots_of_rank
+    old_AJ = view.slots_AR[view.rows_A1, slots_AJ]
+    held_AGE = _replicas_by_rank(view)
+    held_AJG = held_AGE.transpose(0, 2, 1)[view.rows_A1, old_AJ]
+    left_AJ = _share(view, old_AJ, -1)  # what each other replica of the old expert will carry
+    raised_AJG = view.load_AG[:, None, :] + (left_AJ - _share(view, old_AJ, 0))[:, :, None] * held_AJG
+    by_expert = []
+    for hot_A1 in np.split(hot_AB, hot_AB.shape[1], axis=1):
+        new_A1 = _share(view, hot_A1, 1)
+        has_AG = held_AGE[view.rows_A1[:, 0], :, hot_A1[:, 0]]
+        after_AJG = raised_AJG - ((_share(view, hot_A1, 0) - new_A1) * has_AG)[:, None, :]
+        touched_AJG = (held_AJG > 0) | (has_AG > 0)[:, None, :]
+        at_AJ1 = ranks_AJ[:, :, None]
+        here = np.take_along_axis(after_AJG, at_AJ1, axis=2) - left_AJ[:, :, None] + new_A1[:, :, None]
+        np.put_along_axis(after_AJG, at_AJ1, here, axis=2)
+        np.put_along_axis(touched_AJG, at_AJ1, values=True, axis=2)
+        worst_AJ = np.max(after_AJG, axis=2, where=touched_AJG, initial=0.0)
+        worst_AJ[~may_AJ | (has_AG[view.rows_A1, ranks_AJ] > 0)] = np.inf  # a second one there is no help
+        by_expert.append(worst_AJ)
+    worst = np.stack(by_expert, axis=1).reshape(len(slots_AJ), -1)
+    best_A = worst.argmin(axis=1)
+    rows_A, num_spare = view.rows_A1[:, 0], slots_AJ.shape[1]
+    gain_A = view.load_AG.max(axis=1) - worst[rows_A, best_A]
+    return gain_A, slots_AJ[rows_A, best_A % num_spare], hot_AB[rows_A, best_A // num_spare]
+
+
+def _spare_slots(view: View) -> tuple[Ints, NDArray[np.bool_]]:
+    """Slots in the heaviest rank's node whose expert has another replica; in layers with fewer than others, some that
+    are not, as the mask says."""
+    slots_AR = view.slots_AR
+    counts_AR = view.counts_AE[view.rows_A1, slots_AR]
+    nodes_R = np.arange(slots_AR.shape[1]) // (view.slots_of_rank * view.ranks_of_node)
+    here_AR = nodes_R == (view.heaviest_A // view.ranks_of_node)[:, None]
+    may_AR = (counts_AR > 1) & (slots_AR >= 0) & here_AR
+    most = max(1, int(may_AR.sum(axis=1).max()))
+    slots_AJ = np.argsort(~may_AR, axis=1, kind="stable")[:, :most]
+    return slots_AJ, may_AR[view.rows_A1, slots_AJ]
+
+
+def _hottest_experts(view: View) -> Ints:
+    of_rank_AS = view.slots_of_heaviest()
+    loads_AS = view.slot_load_AR[view.rows_A1, of_rank_AS]
+    hottest_AB = np.argsort(-loads_AS, axis=1, kind="stable")[:, :_HOTTEST]
+    experts_AB = view.slots_AR[view.rows_A1, of_rank_AS[view.rows_A1, hottest_AB]]
+    return np.where(experts_AB < 0, experts_AB[:, :1], experts_AB)
+
+
+def _replicas_by_rank(view: View) -> Ints:
+    """[A, G, E]."""
+    num_layers, num_slots = view.slots_AR.shape
+    rank_R = np.arange(num_slots) // view.slots_of_rank
+    num_experts = view.load_AE.shape[1]
+    flat_AR = (view.rows_A1 * view.num_ranks + rank_R) * num_experts + view.slots_AR
+    size = num_layers * view.num_ranks * num_experts
+    found = np.bincount(flat_AR[view.slots_AR >= 0], minlength=size)
+    return found.reshape(num_layers, view.num_ranks, num_experts)
+
+
+def _share(view: View, experts: Ints, more: int) -> Floats:
+    """What a replica of each expert would carry if there were so many more of them."""
+    counts = view.counts_AE[view.rows_A1, experts] + more
+    return view.load_AE[view.rows_A1, experts] / np.maximum(counts, 1)

@@ -1,0 +1,23 @@
+"""Errors of placements.
+
+PlacementError
+├── BadLoad       the counts are not what a placement can be made from; the message says what is
+├── BadNumbers    experts, groups, nodes, ranks and replicas that do not divide; the message says what must divide what
+└── NoRoom        fewer slots are alive than there are experts; the message says how many are missing
+"""
+
+
+class PlacementError(ValueError):
+    """Root of what this package raises on purpose."""
+
+
+class BadLoad(PlacementError):
+    pass
+
+
+class BadNumbers(PlacementError):
+    pass
+
+
+class NoRoom(PlacementError):
+    pass

@@ -1,0 +1,44 @@
+"""A plan made better by small changes, each of which relieves the heaviest rank of a layer, until none does."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moiety_placement.board import Board, best_overwrite, best_swap
+from moiety_placement.placement import Ints
+
+_LEAST_GAIN = 1e-9  # of the largest load: less is rounding
+
+
+def improve_by_swaps(board: Board, layers_A: Ints, rounds: int) -> None:
+    """One exchange a layer and round. The largest load never grows."""
+    for _ in range(rounds):
+        if not len(layers_A):
+            return
+        view = board.look_at(layers_A)
+        gain_A, slot_A, other_A = best_swap(view)
+        gains_A = gain_A > _LEAST_GAIN * view.load_AG.max(axis=1)
+        layers_A = layers_A[gains_A]
+        board.swap(layers_A, slot_A[gains_A], other_A[gains_A])
+
+
+def improve(board: Board, layers_A: Ints, rounds: int) -> None:
+    """As above, and slots may be given to other experts too."""
+    for _ in range(rounds):
+        if not len(layers_A):
+            return
+        layers_A = step(board, layers_A)
+
+
+def step(board: Board, layers_A: Ints) -> Ints:
+    """In each layer the one change that gains most for a weight moved: an exchange moves two, an overwriting one.
+    Returns the layers that were changed."""
+    view = board.look_at(layers_A)
+    swap_gain_A, slot_A, other_A = best_swap(view)
+    write_gain_A, written_A, expert_A = best_overwrite(view)
+    least_A = _LEAST_GAIN * view.load_AG.max(axis=1)
+    writes_A = (write_gain_A > least_A) & (write_gain_A >= swap_gain_A / 2)
+    swaps_A = (swap_gain_A > least_A) & ~writes_A
+    board.swap(layers_A[swaps_A], slot_A[swaps_A], other_A[swaps_A])
+    board.overwrite(layers_A[writes_A], written_A[writes_A], expert_A[writes_A])
+    return np.asarray(layers_A[swaps_A | writes_A])

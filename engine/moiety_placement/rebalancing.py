@@ -1,0 +1,96 @@
+"""Rebalancing while serving: few weights moved, where they gain most, and only where that pays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from moiety_placement.board import Board
+from moiety_placement.errors import BadNumbers, NoRoom
+from moiety_placement.improvement import step
+from moiety_placement.matching import moves
+from moiety_placement.placement import Floats, Ints, Placement, check_load, living_ranks
+
+_ROUNDS = 256  # of changes to a layer, at most
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rebalance:
+    """`gain_L`: by how much the largest rank load falls, in mean rank loads; below 0 only where lost experts came back.
+    `order`: the layers that change, the one that gains most for a weight moved first."""
+
+    placement: Placement
+    moves_L: Ints
+    gain_L: Floats
+    order: tuple[int, ...]
+
+
+def rebalance(old: Placement, load_LE: ArrayLike, *, move_cost: float) -> Rebalance:
+    """A placement that differs from the old one in few slots, layer by layer.
+
+    A change gives one slot to another expert, or exchanges two in a node. Of the series of changes that each relieve a
+    layer's heaviest rank, that beginning is made which gains most: the fall of the largest rank load in mean rank
+    loads, less `move_cost` for each slot written. So `move_cost` is the time in which one expert's weights are moved ÷
+    the time in which a balanced layer computes the load, which is that of the time until the next call.
+
+    Experts that are nowhere (`without`) are brought back first, at any cost, over replicas of others, in any node.
+    Raises BadLoad, BadNumbers, or NoRoom if there are more of them than slots to spare."""
+    loads = check_load(load_LE, (old.num_layers, old.num_experts))
+    if not move_cost >= 0:
+        raise BadNumbers(f"a move costs 0 or more mean rank loads, not {move_cost}")
+    board = Board.of(old.physical_to_logical_LR, loads, old.num_ranks, old.num_nodes)
+    mean_L = loads.sum(axis=1) / np.maximum(living_ranks(old).sum(axis=1), 1)
+    before_L = board.largest_loads()
+    for layer in np.flatnonzero((board.counts_LE == 0).any(axis=1)).tolist():
+        _bring_back(board, layer)
+    slots_LR = _best_beginning(board, mean_L, move_cost)
+    new = Placement.of(slots_LR, num_experts=old.num_experts, num_ranks=old.num_ranks, num_nodes=old.num_nodes)
+    moves_L = moves(old, new)
+    after_L = Board.of(slots_LR, loads, old.num_ranks, old.num_nodes).largest_loads()
+    gain_L = np.divide(before_L - after_L, mean_L, out=np.zeros_like(mean_L), where=mean_L > 0)
+    worth_L = gain_L / np.maximum(moves_L, 1)
+    order = tuple(layer for layer in np.argsort(-worth_L, kind="stable").tolist() if moves_L[layer])
+    return Rebalance(new, moves_L, gain_L, order)
+
+
+def _best_beginning(board: Board, mean_L: Floats, move_cost: float) -> Ints:
+    """[L, R]: the slots at the point of each layer's series of changes where gain less cost is largest."""
+    start_LR, start_L = board.slots_LR.copy(), board.largest_loads()
+    best_LR, net_L = start_LR.copy(), np.zeros(len(start_L))
+    most_L = np.divide(start_L - mean_L, mean_L, out=np.zeros_like(mean_L), where=mean_L > 0)  # that could be gained
+    active_A = np.flatnonzero(most_L > move_cost)
+    for _ in range(_ROUNDS):
+        if not len(active_A):
+            break
+        active_A = step(board, active_A)
+        gain_A = (start_L[active_A] - board.look_at(active_A).load_AG.max(axis=1)) / mean_L[active_A]
+        costs_A = move_cost * (board.slots_LR[active_A] != start_LR[active_A]).sum(axis=1)
+        better_A = gain_A - costs_A > net_L[active_A]
+        net_L[active_A] = np.maximum(net_L[active_A], gain_A - costs_A)
+        best_LR[active_A[better_A]] = board.slots_LR[active_A[better_A]]
+        active_A = active_A[most_L[active_A] - costs_A > net_L[active_A]]
+    return best_LR
+
+
+def _bring_back(board: Board, layer: int) -> None:
+    """The experts of a layer that are nowhere, the most used first, each over the replica that is missed least."""
+    load_E = board.load_LE[layer]
+    lost = np.flatnonzero(board.counts_LE[layer] == 0)
+    spare = int(np.maximum(board.counts_LE[layer] - 1, 0).sum())
+    if len(lost) > spare:
+        raise NoRoom(
+            f"layer {layer} has lost {len(lost)} experts, and {spare} slots hold second replicas that they could take: "
+            f"bring {len(lost) - spare} more slots back into service"
+        )
+    for expert in lost[np.argsort(-load_E[lost], kind="stable")].tolist():
+        slots_R, counts_E = board.slots_LR[layer], board.counts_LE[layer]
+        spare_J = np.flatnonzero((slots_R >= 0) & (counts_E[slots_R] > 1))
+        held_J = slots_R[spare_J]
+        share_J = load_E[held_J] / counts_E[held_J]
+        raised_J = load_E[held_J] / (counts_E[held_J] - 1) - share_J
+        loads_G = board.look_at(np.array([layer])).load_AG[0]
+        rank_J = spare_J // (len(slots_R) // board.num_ranks)
+        chosen = spare_J[np.argmin(loads_G[rank_J] - share_J + raised_J)]
+        board.overwrite(np.array([layer]), np.array([chosen]), np.array([expert]))

@@ -1,0 +1,349 @@
+"""Grafana's boards, written into helm/moiety/boards: `python helm/boards.py [FOLDER]`.
+
+Each board is Python data here and JSON there, since JSON of that length cannot be reviewed. A test compares the files
+with what this writes, and every expression with the metrics that there are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OUT = Path(__file__).parent / "moiety" / "boards"
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+COLUMNS, HEIGHT = 24, 8
+RATE = "$__rate_interval"
+OF = 'model=~"$model",service_class=~"$service_class"'
+MISSED = f'sum by (service_class) (rate(moiety_sla_total{{{OF},attained="false"}}[{RATE}]))'
+PROMISED = f"sum by (service_class) (rate(moiety_sla_total{{{OF}}}[{RATE}]))"
+ENGINE = 'engine=~"$engine"'
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel: its expressions with what each line is called, and Grafana's unit."""
+
+    title: str
+    unit: str
+    lines: Sequence[tuple[str, str]]
+    about: str
+    kind: str = "timeseries"
+    width: int = 8
+    stacked: bool = False
+    at_most_one: bool = False
+
+
+def stat(title: str, unit: str, expression: str, about: str) -> Panel:
+    return Panel(title, unit, [(expression, "")], about, kind="stat", width=4)
+
+
+def percentiles(metric: str, labels: str, by: str = "service_class", quantiles: Sequence[float] = (0.5, 0.95)) -> Any:
+    """Lines of a histogram's quantiles."""
+    inner = f"sum by ({by}, le) (rate({metric}_bucket{{{labels}}}[{RATE}]))"
+    return [(f"histogram_quantile({q}, {inner})", f"{{{{{by}}}}} p{q * 100:.0f}") for q in quantiles]
+
+
+def of_engine(metric: str) -> str:
+    """A counter's rate, told once whichever gateways tell it."""
+    return f"max by (engine) (rate({metric}{{{ENGINE}}}[{RATE}]))"
+
+
+def of_class(metric: str, by: str = "engine, service_class") -> str:
+    """The same of one that is told by class."""
+    return f"max by ({by}) (rate({metric}{{{ENGINE}}}[{RATE}]))"
+
+
+def promises() -> list[list[Panel]]:
+    good = f"sum(rate(moiety_good_tokens_total{{{OF}}}[{RATE}]))"
+    failed = f'sum(rate(moiety_requests_total{{{OF},outcome=~"failed|rejected"}}[{RATE}]))'
+    every = f"sum(rate(moiety_requests_total{{{OF}}}[{RATE}]))"
+    hour_missed = f'sum(increase(moiety_sla_total{{{OF},attained="false"}}[1h]))'
+    hour = f"sum(increase(moiety_sla_total{{{OF}}}[1h]))"
+    return [
+        [
+            stat("SLA attained, 1 h", "percentunit", f"1 - {hour_missed} / {hour}", "Promises kept, of all given."),
+            stat("Goodput", "short", good, "Output tokens a second of requests whose promise was kept."),
+            stat("Requests per second", "reqps", every, "That ended, however they ended."),
+            stat("Errors", "percentunit", f"({failed} or vector(0)) / {every}", "Failed and rejected ones, of all."),
+            stat("Engines up", "short", "sum(max by (engine) (moiety_engine_up))", "That take requests."),
+            stat("Waiting", "short", "sum(max by (engine) (moiety_engine_num_waiting))", "In engines' queues."),
+        ],
+        [
+            Panel("SLA attainment by class", "percentunit", [(f"1 - {MISSED} / {PROMISED}", "{{service_class}}")],
+                  "Share of promises kept. A rejection for overload is a promise not kept.", at_most_one=True),
+            Panel("Burn of the 99 % objective by class", "short",
+                  [(f"{MISSED} / {PROMISED} / 0.01", "{{service_class}}")],
+                  "1 spends the month's allowance in a month; 14.4 pages somebody within minutes."),
+            Panel("Output tokens per second by class", "short",
+                  [(f"sum by (service_class) (rate(moiety_tokens_total{{{OF},kind=\"output\"}}[{RATE}]))",
+                    "{{service_class}}"), (good, "goodput")],
+                  "All output, and beside it the part whose promise was kept."),
+        ],
+    ]  # fmt: skip
+
+
+def latencies() -> list[list[Panel]]:
+    return [
+        [
+            Panel("Time to first token", "s", percentiles("gen_ai_server_time_to_first_token_seconds", OF),
+                  "From the request's arrival at the gateway."),
+            Panel("Time per output token", "s", percentiles("gen_ai_server_time_per_output_token_seconds", OF),
+                  "A request's mean, after its first token."),
+            Panel("Request duration", "s", percentiles("gen_ai_server_request_duration_seconds", OF),
+                  "From arrival to end."),
+        ],
+        [
+            Panel("Queue time", "s", percentiles("moiety_queue_time_seconds", OF), "In the engine, before scheduling."),
+            Panel("Requests by outcome", "reqps",
+                  [(f"sum by (outcome) (rate(moiety_requests_total{{{OF}}}[{RATE}]))", "{{outcome}}")],
+                  "How requests ended.", stacked=True),
+            Panel("Errors by code", "reqps",
+                  [(f'sum by (code) (rate(moiety_request_errors_total{{service_class=~"$service_class"}}[{RATE}]))',
+                    "{{code}}")], "Stable codes, as clients see them.", stacked=True),
+        ],
+        [
+            Panel("Verdicts that are no admission", "reqps",
+                  [(f'sum by (outcome, reason) (rate(moiety_admission_total{{service_class=~"$service_class",'
+                    f'outcome!="admitted"}}[{RATE}]))', "{{outcome}}: {{reason}}")],
+                  "Requests that were downgraded or rejected, and why.", stacked=True, width=12),
+            Panel("Waiting by class", "short",
+                  [('sum by (service_class) (max by (engine, service_class) '
+                    '(moiety_engine_class_num_waiting{service_class=~"$service_class"}))', "{{service_class}}")],
+                  "Requests in engines' queues.", stacked=True, width=12),
+        ],
+    ]  # fmt: skip
+
+
+def batches() -> list[list[Panel]]:
+    used = f"max by (engine) (moiety_engine_kv_blocks_used{{{ENGINE}}})"
+    total = f"max by (engine) (moiety_engine_kv_blocks{{{ENGINE}}})"
+    cached = f"max by (engine) (moiety_engine_kv_blocks_cached{{{ENGINE}}})"
+    prompt = of_engine("moiety_engine_prompt_tokens_total")
+    steps = of_engine("moiety_engine_steps_total")
+    return [
+        [
+            Panel("Takes requests", "bool_yes_no", [(f"max by (engine) (moiety_engine_up{{{ENGINE}}})", "{{engine}}")],
+                  "0 while an engine is lost, drains or sleeps.", at_most_one=True),
+            Panel("Requests in the batch", "short",
+                  [(f"max by (engine) (moiety_engine_num_running{{{ENGINE}}})", "{{engine}}")],
+                  "Running now.", stacked=True),
+            Panel("Requests that wait", "short",
+                  [(f"max by (engine) (moiety_engine_num_waiting{{{ENGINE}}})", "{{engine}} waiting"),
+                   (f"max by (engine) (moiety_engine_num_paused{{{ENGINE}}})", "{{engine}} without credit")],
+                  "For a place in the batch, or for their client to read on."),
+        ],
+        [
+            Panel("KV cache in use", "percentunit", [(f"{used} / {total}", "{{engine}}")],
+                  "Blocks that requests hold, of all.", at_most_one=True),
+            Panel("KV cache kept for reuse", "percentunit", [(f"{cached} / {total}", "{{engine}}")],
+                  "Free blocks whose prefix may be hit.", at_most_one=True),
+            Panel("Prefix cache hits", "percentunit",
+                  [(f"{of_engine('moiety_engine_cached_tokens_total')} / {prompt}", "{{engine}}")],
+                  "Prompt tokens that were not computed again, of all.", at_most_one=True),
+        ],
+        [
+            Panel("Prompt tokens per second", "short", [(prompt, "{{engine}}")], "", stacked=True),
+            Panel("Output tokens per second", "short",
+                  [(of_engine("moiety_engine_output_tokens_total"), "{{engine}}")], "", stacked=True),
+            Panel("Output tokens per step", "short",
+                  [(f"{of_engine('moiety_engine_output_tokens_total')} / {steps}", "{{engine}}")],
+                  "How well requests are batched."),
+        ],
+    ]  # fmt: skip
+
+
+def decisions() -> list[list[Panel]]:
+    by_reason = of_class("moiety_engine_class_preempted_total", "engine, service_class, reason")
+    relegated = of_class("moiety_engine_class_relegated_total")
+    boosted = of_class("moiety_engine_class_boosted_total")
+    recomputed = of_class("moiety_engine_class_recomputed_tokens_total")
+    return [
+        [
+            Panel("Preemptions", "ops", [(f"sum by (service_class, reason) ({by_reason})",
+                                          "{{service_class}}: {{reason}}")],
+                  "Running requests whose memory went to others.", stacked=True),
+            Panel("Relegated and boosted", "ops",
+                  [(f"sum by (service_class) ({relegated})", "{{service_class}} relegated"),
+                   (f"sum by (service_class) ({boosted})", "{{service_class}} boosted")],
+                  "Late beyond repair and put behind; waited too long and put before."),
+            Panel("Tokens computed for nothing", "short",
+                  [(f"sum by (service_class) ({recomputed})", "{{service_class}} recomputed"),
+                   (of_engine("moiety_engine_overshot_tokens_total"), "{{engine}} overshot")],
+                  "Again after preemptions; for requests that had ended. Per second."),
+        ],
+        [
+            Panel("Predicted time to first token", "s",
+                  [(f"max by (service_class) (moiety_engine_class_predicted_ttft_seconds{{{ENGINE}}})",
+                    "{{service_class}}")], "Of an empty prompt that arrives now, at the worst engine."),
+            Panel("Failovers", "ops", [(f"sum by (cause) (rate(moiety_failovers_total[{RATE}]))", "{{cause}}")],
+                  "Sequences that went on at another engine.", stacked=True),
+            Panel("Host-memory tier", "short",
+                  [(of_engine("moiety_engine_swapped_out_blocks_total"), "{{engine}} out"),
+                   (of_engine("moiety_engine_swapped_in_blocks_total"), "{{engine}} in")],
+                  "Blocks moved per second."),
+        ],
+    ]  # fmt: skip
+
+
+def usage() -> list[list[Panel]]:
+    shown = "The busiest tenants of late; all others together are `other`."
+    return [
+        [
+            Panel("Requests per second by tenant", "reqps",
+                  [(f"sum by (tenant) (rate(moiety_tenant_requests_total[{RATE}]))", "{{tenant}}")], shown,
+                  stacked=True),
+            Panel("Tokens per second by tenant", "short",
+                  [(f"sum by (tenant) (rate(moiety_tenant_tokens_total[{RATE}]))", "{{tenant}}")],
+                  f"Input and output. {shown}", stacked=True),
+            Panel("Refused with 429 by tenant", "reqps",
+                  [(f"sum by (tenant) (rate(moiety_tenant_refused_total[{RATE}]))", "{{tenant}}")],
+                  f"Beyond a limit, or overload. {shown}", stacked=True),
+        ],
+        [
+            Panel("Leases", "short", [("sum by (instance) (moiety_quota_leases)", "{{instance}}")],
+                  "Parts of limits that each gateway holds."),
+            Panel("Requests that wait for a lease", "short",
+                  [("sum by (instance) (moiety_quota_waiting_requests)", "{{instance}}")],
+                  "Near a cap some do; all of them while the database is slow."),
+            Panel("Last answer about leases", "s",
+                  [("max by (instance) (moiety_quota_store_age_seconds)", "{{instance}}")],
+                  "How long ago. Beyond 15 s leases expire, and limited requests are answered with 503."),
+        ],
+        [
+            Panel("Leases in quarantine", "short", [("max(moiety_quota_quarantined_leases)", "leases"),
+                                                    ("max(moiety_quota_quarantined_replicas)", "gateways")],
+                  "Of gateways that died: counted as spent until engines prove otherwise."),
+            Panel("Oldest quarantine", "s", [("max(moiety_quota_quarantine_oldest_seconds)", "silent for")],
+                  "Of the gateway that is silent the longest."),
+            Panel("Charged late", "ops",
+                  [(f"sum(rate(moiety_ledger_charged_late_total[{RATE}]))", "requests")],
+                  "Requests of gateways that died, charged by the engines' count."),
+        ],
+    ]  # fmt: skip
+
+
+def ledger() -> list[list[Panel]]:
+    return [
+        [
+            Panel("Ledger lag", "s", [("max by (instance) (moiety_ledger_lag_seconds)", "{{instance}}")],
+                  "Age of the oldest usage row that the database does not have."),
+            Panel("Usage rows that wait", "short",
+                  [("sum by (instance) (moiety_ledger_pending_rows)", "{{instance}} in memory"),
+                   ("max by (instance) (moiety_ledger_journal_waiting)", "{{instance}} journal in use")],
+                  "In memory; in files beside while the database is away."),
+            Panel("Usage rows", "ops", [(f"sum by (step) (rate(moiety_ledger_rows_total[{RATE}]))", "{{step}}")],
+                  "`refused` must be 0: rows that the database does not take."),
+        ],
+        [
+            Panel("SQL statements per second", "ops",
+                  [(f"sum by (instance) (rate(moiety_sql_statements_total[{RATE}]))", "{{instance}}")], ""),
+            Panel("Spans lost", "ops",
+                  [(f"sum by (destination, reason) (rate(moiety_spans_dropped_total[{RATE}]))",
+                    "{{destination}}: {{reason}}")], "Traces that were to be kept, and were not.", stacked=True),
+            Panel("Memory of processes", "bytes",
+                  [("process_resident_memory_bytes and on (instance) moiety_build_info", "{{instance}}")],
+                  "Resident."),
+        ],
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A choice at the head of a board: the values of a metric's label."""
+
+    name: str
+    metric: str
+
+
+MODEL, CLASS = Variable("model", "moiety_requests_total"), Variable("service_class", "moiety_requests_total")
+BOARDS = {
+    "overview": ("Moiety: overview and SLA", (promises, latencies), (MODEL, CLASS)),
+    "engines": ("Moiety: engines", (batches, decisions), (Variable("engine", "moiety_engine_up"),)),
+    "tenants": ("Moiety: tenants and limits", (usage, ledger), ()),
+}
+
+
+def board(name: str) -> dict[str, Any]:
+    """As Grafana imports it."""
+    title, parts, variables = BOARDS[name]
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for row in itertools.chain.from_iterable(part() for part in parts):
+        x, height = 0, 4 if all(panel.kind == "stat" for panel in row) else HEIGHT
+        for one in row:
+            place = {"x": x, "y": y, "w": one.width, "h": height}
+            panels.append({"id": len(panels) + 1, "gridPos": place, **drawn(one)})
+            x += one.width
+        assert x == COLUMNS, f"{name}: a row is {x} wide"
+        y += height
+    return {
+        "uid": f"moiety-{name}",
+        "title": title,
+        "tags": ["moiety"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "30s",
+        "time": {"from": "now-3h", "to": "now"},
+        "templating": {"list": [source_variable(), *map(chosen, variables)]},
+        "panels": panels,
+    }
+
+
+def drawn(panel: Panel) -> dict[str, Any]:
+    """A panel without its place."""
+    targets = [
+        {"refId": chr(ord("A") + index), "datasource": SOURCE, "expr": expression, "legendFormat": legend}
+        for index, (expression, legend) in enumerate(panel.lines)
+    ]
+    custom: dict[str, Any] = {"fillOpacity": 10, "showPoints": "never"}
+    if panel.stacked:
+        custom |= {"fillOpacity": 60, "stacking": {"mode": "normal"}}
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0, "custom": custom if panel.kind == "timeseries" else {}}
+    if panel.at_most_one:
+        defaults["max"] = 1
+    options: dict[str, Any] = {"reduceOptions": {"calcs": ["lastNotNull"]}}
+    if panel.kind == "timeseries":
+        options = {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
+    return {
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.about,
+        "datasource": SOURCE,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": options,
+        "targets": targets,
+    }
+
+
+def source_variable() -> dict[str, Any]:
+    return {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
+
+
+def chosen(variable: Variable) -> dict[str, Any]:
+    return {
+        "name": variable.name,
+        "label": variable.name.replace("_", " "),
+        "type": "query",
+        "datasource": SOURCE,
+        "query": f"label_values({variable.metric}, {variable.name})",
+        "refresh": 2,
+        "includeAll": True,
+        "multi": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def main(folder: Path) -> None:
+    for name in BOARDS:
+        text = json.dumps(board(name), indent=2, ensure_ascii=False) + "\n"
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else OUT)

@@ -1,0 +1,65 @@
+{{/* Values that cannot work are refused with a sentence that says what to set. */}}
+
+{{- define "moiety.validate" -}}
+{{- $database := .Values.database -}}
+{{- if and $database.bundled.enabled $database.existingSecret -}}
+{{- fail "database.existingSecret and database.bundled.enabled are both set: set database.bundled.enabled=false to use the database of the Secret, or leave database.existingSecret empty" -}}
+{{- end -}}
+{{- if not (or $database.bundled.enabled $database.existingSecret) -}}
+{{- fail "there is no database: set database.existingSecret to a Secret whose entry `url` is postgresql://…, or database.bundled.enabled=true to try Moiety out" -}}
+{{- end -}}
+{{- if and .Values.secrets.existingSecret $database.bundled.enabled -}}
+{{- fail "the bundled database needs a password that the release's own Secret holds: leave secrets.existingSecret empty, or set database.bundled.enabled=false and database.existingSecret" -}}
+{{- end -}}
+{{- if not .Values.engines -}}
+{{- fail "there are no engines: set engines to a list with at least one pool, such as [{name: demo}]" -}}
+{{- end -}}
+{{- $names := list -}}
+{{- range .Values.engines -}}
+{{- if has .name $names -}}
+{{- fail (printf "two pools of engines are named %s: give each its own name" .name) -}}
+{{- end -}}
+{{- $names = append $names .name -}}
+{{- include "moiety.validatePool" (include "moiety.wholePool" (list $ .) | fromJson) -}}
+{{- end -}}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.enabled needs a Gateway to attach to: set httpRoute.parentRefs, such as [{name: public, namespace: gateways}]" -}}
+{{- end -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.host) -}}
+{{- fail "ingress.enabled needs the name that clients use: set ingress.host, such as llm.example.com" -}}
+{{- end -}}
+{{- range $name, $value := .Values.gateway.settings -}}
+{{- if has $name (list "database_url" "key_pepper" "traces_token" "curve_secret_key" "foreign_api_key") -}}
+{{- fail (printf "gateway.settings.%s is a secret and would stand in plain text in a ConfigMap: put it into a Secret and name that in gateway.extraEnv as MOIETY_%s" $name (upper $name)) -}}
+{{- end -}}
+{{- if has $name (list "host" "port" "engines" "drain_s" "data_dir" "traces_endpoint" "otlp_endpoint") -}}
+{{- fail (printf "gateway.settings.%s is set by the chart itself: use engines, gateway.drainSeconds, gateway.service or traces instead" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "moiety.validatePool" -}}
+{{- $model := .model -}}
+{{- $sources := 0 -}}
+{{- range list $model.hub $model.claim $model.image -}}{{- if . -}}{{- $sources = add1 $sources -}}{{- end -}}{{- end -}}
+{{- if gt (int $sources) 1 -}}
+{{- fail (printf "pool %s has more than one source for its model: set one of model.hub, model.claim and model.image" .name) -}}
+{{- end -}}
+{{- if and $model.path (not (or $model.claim $model.image)) -}}
+{{- fail (printf "pool %s has a model.path but nothing that it is in: set model.claim or model.image" .name) -}}
+{{- end -}}
+{{- if and $model.hubTokenSecret (not $model.hub) -}}
+{{- fail (printf "pool %s has a model.hubTokenSecret but fetches nothing: set model.hub, or leave the Secret out" .name) -}}
+{{- end -}}
+{{- if and (eq .kind "vllm") (not (and $model.name $model.tokenizerClaim)) -}}
+{{- fail (printf "pool %s is of vLLM: set model.name, and model.tokenizerClaim to a claim with the tokenizer's folder, by which gateways count tokens" .name) -}}
+{{- end -}}
+{{- if and (eq .kind "vllm") (not (or $model.hub $model.claim $model.image)) -}}
+{{- fail (printf "pool %s is of vLLM, which cannot serve the demo model: set model.hub, model.claim or model.image" .name) -}}
+{{- end -}}
+{{- range $option, $_ := .options -}}
+{{- if has $option (list "listen" "model" "name" "drain-timeout" "curve-key-file" "unsettled-usage" "host" "port" "served-model-name") -}}
+{{- fail (printf "pool %s sets the option %s, which the chart sets itself: use model, drainSeconds or stateSize" $.name $option) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,60 @@
+"""Writes the chart's README from its values: `python helm/readme.py`. A test holds it to be what stands there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+CHART = Path(__file__).parent / "moiety"
+INTRODUCTION = CHART / "README.head.md"
+SAYS = "# -- "
+
+
+def readme() -> str:
+    """The introduction, and a table of all values."""
+    text = (CHART / "values.yaml").read_text(encoding="utf-8")
+    rows = "".join(f"| `{name}` | {_shown(value)} | {said} |\n" for name, value, said in _values(text))
+    head = "| value | default | what it says |\n|---|---|---|\n"
+    return f"{INTRODUCTION.read_text(encoding='utf-8')}\n## Values\n\n{head}{rows}"
+
+
+def _values(text: str) -> Iterator[tuple[str, object, str]]:
+    """Each value that holds no others, with its full name and the comment above it."""
+    said = dict(_comments(text))
+    yield from _leaves(yaml.safe_load(text), "", said)
+
+
+def _leaves(value: object, name: str, said: dict[str, str]) -> Iterator[tuple[str, object, str]]:
+    if isinstance(value, dict) and value and name not in said:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}" if name else str(key), said)
+    else:
+        yield name, value, said.get(name, "")
+
+
+def _comments(text: str) -> Iterator[tuple[str, str]]:
+    path: list[tuple[int, str]] = []
+    pending: list[str] = []
+    for line in text.splitlines():
+        words = line.strip()
+        if words.startswith(SAYS):
+            pending = [words.removeprefix(SAYS)]
+        elif words.startswith("#") and pending:
+            pending.append(words.removeprefix("#").strip())
+        elif words and not words.startswith(("#", "-")) and ":" in words:
+            depth = len(line) - len(line.lstrip())
+            path = [(at, key) for at, key in path if at < depth] + [(depth, words.partition(":")[0])]
+            if pending:
+                yield ".".join(key for _, key in path), " ".join(pending)
+            pending = []
+
+
+def _shown(value: object) -> str:
+    return f"`{json.dumps(value, ensure_ascii=False)}`"
+
+
+if __name__ == "__main__":
+    (CHART / "README.md").write_text(readme(), encoding="utf-8")

@@ -1,0 +1,76 @@
+"""`moiety cluster …`: what the Jobs of the Helm chart run. To be run in a pod."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+
+from moiety_platform.auth.bootstrap import ensure_owner
+from moiety_platform.auth.pepper import BadPepper, resolve_pepper
+from moiety_platform.cli.errors import CommandError
+from moiety_platform.clock import SystemClock
+from moiety_platform.cluster.deployment import ensure_secrets, put_owner_key
+from moiety_platform.cluster.errors import ClusterError
+from moiety_platform.cluster.secrets_api import ACCOUNT, SecretsApi
+from moiety_platform.db.session import Database
+from moiety_platform.db.url import BadDatabaseUrl
+from moiety_platform.errors import PlatformError
+from moiety_platform.settings import GatewaySettings
+
+app = typer.Typer(no_args_is_help=True, help="What the Helm chart's Jobs do, in a pod of the cluster.")
+
+Account = Annotated[
+    Path, typer.Option("--account", help="Folder with the pod's token, namespace and certificate.", show_default=False)
+]
+
+
+@app.command("secrets")
+def make_secrets(
+    name: Annotated[str, typer.Argument(help="Name of the Secret.")],
+    database_host: Annotated[
+        str | None, typer.Option(help="Host of the chart's own database, whose password is made too.")
+    ] = None,
+    account: Account = ACCOUNT,
+) -> None:
+    """Make the Secret that a deployment's parts share, or add what it lacks. What is there is never changed."""
+    try:
+        with SecretsApi.of_pod(os.environ, account) as api:
+            added = ensure_secrets(api, name, database_host)
+    except ClusterError as exc:
+        raise CommandError(str(exc)) from exc
+    typer.echo(f"the Secret {name} has all it needs; added: {', '.join(added) or 'nothing'}")
+
+
+@app.command("owner")
+def make_owner(
+    name: Annotated[str, typer.Argument(help="Name of the Secret that the key is put in.")],
+    reissue: Annotated[
+        bool, typer.Option(help="Make another key though there are some, if the first was lost.")
+    ] = False,
+    account: Account = ACCOUNT,
+) -> None:
+    """Make the first owner's key, in a store that has none, and keep it in a Secret as the entry `key`."""
+    try:
+        settings = GatewaySettings.load()
+        pepper = resolve_pepper(
+            settings.key_pepper.get_secret_value() if settings.key_pepper else None, settings.data_dir
+        )
+        with SecretsApi.of_pod(os.environ, account) as api:
+            made = asyncio.run(_ensure_owner(settings.store_url, pepper, api, name, reissue=reissue))
+    except (ClusterError, BadPepper, BadDatabaseUrl, PlatformError, ValidationError) as exc:
+        raise CommandError(str(exc)) from exc
+    typer.echo(f"the owner's key is in the Secret {name}" if made else "the store has keys already; nothing was done")
+
+
+async def _ensure_owner(url: str, pepper: bytes, api: SecretsApi, name: str, *, reissue: bool) -> bool:
+    database = Database.open(url)
+    try:
+        return await ensure_owner(database, pepper, SystemClock(), partial(put_owner_key, api, name), reissue=reissue)
+    finally:
+        await database.close()

@@ -1,0 +1,1 @@
+"""`moiety top`: engines, classes and tenants as they are now, in a terminal."""

@@ -1,0 +1,82 @@
+"""`moiety top`: options, and the loop of the live view."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.errors import CommandError
+from moiety_platform.cli.tables import make_console, show_json
+from moiety_platform.cli.top.keyboard import keys_of_terminal
+from moiety_platform.cli.top.reading import Reader, Report
+from moiety_platform.cli.top.view import Choice, screen
+
+LOOK_S = 0.1  # how often the screen looks for news
+BETWEEN_S = 1.0  # two readings of one report: engines' rates are their difference
+
+
+@admin_command
+def top(
+    admin: Admin,
+    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two readings.")] = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one report and end; so too in a pipe, and --json.")
+    ] = False,
+) -> None:
+    """Show engines, classes and tenants as they are now, again and again.
+
+    Keys: q quits, tab goes to the next table, < and > choose the column to sort by, r turns the order round.
+    """
+    reader = Reader(admin.client)
+    report = reader.read()
+    if once or admin.as_json or not sys.stdout.isatty():
+        time.sleep(BETWEEN_S)
+        report = reader.read()
+        if admin.as_json:
+            show_json(report.as_json())
+        else:
+            make_console().print(screen(report, Choice(), None, keys=False))
+        return
+    watch(reader, report, interval)
+
+
+def watch(reader: Reader, report: Report, interval_s: float) -> None:
+    """Until q or Ctrl-C. What is wrong while it runs is shown beside the last report."""
+    news: queue.SimpleQueue[Report | CommandError] = queue.SimpleQueue()
+    threading.Thread(target=read_on, args=(reader, interval_s, news), name="readings", daemon=True).start()
+    console, choice, note, pressed = Console(), Choice(), "", ""
+    with keys_of_terminal() as read_keys, Live(console=console, screen=True, auto_refresh=False) as live:
+        try:
+            shown = None
+            while "q" not in pressed:
+                for key in pressed:
+                    choice.press(key)
+                while not news.empty():
+                    found = news.get()
+                    report, note = (found, "") if isinstance(found, Report) else (report, str(found))
+                if pressed or shown != (report, note, console.size):
+                    shown = report, note, console.size
+                    live.update(screen(report, choice, console.height, note), refresh=True)
+                pressed = read_keys(LOOK_S)
+        except KeyboardInterrupt:
+            pass
+
+
+def read_on(reader: Reader, interval_s: float, news: queue.SimpleQueue[Report | CommandError]) -> None:
+    """Read for ever, in a thread of its own: a gateway that is slow leaves the keys alive."""
+    while True:
+        time.sleep(interval_s)
+        try:
+            news.put(reader.read())
+        except CommandError as error:
+            news.put(error)
+        except Exception as error:  # the root of a thread: shown, and tried again
+            news.put(CommandError(f"what the gateway answered cannot be shown: {error!r}"))

@@ -1,0 +1,1 @@
+"""What a Kubernetes installation needs before its first pod: Secrets, made once and never changed."""

@@ -1,0 +1,33 @@
+"""The entries of a deployment's Secret. Pure, but for the randomness that is handed in by the system."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from urllib.parse import quote
+
+import zmq
+
+from moiety_platform.cluster.errors import HalfAPair
+
+RANDOM_BYTES = 32
+DATABASE_PORT = 5432
+
+
+def missing_entries(present: Mapping[str, bytes], database_host: str | None) -> dict[str, bytes]:
+    """What a Secret with the `present` entries lacks. `database_host`: of the bundled database, if there is one; its
+    password is among the entries then. Raises HalfAPair."""
+    made = {name: secrets.token_hex(RANDOM_BYTES).encode() for name in ("pepper", "traces-token")}
+    for owner in ("engine", "gateway"):
+        public, secret = f"curve-{owner}-public", f"curve-{owner}-secret"
+        if secret in present:
+            made[public] = zmq.curve_public(present[secret])
+        elif public in present:
+            raise HalfAPair(f"there is {public} without {secret}: add the secret key, or delete the public one")
+        else:
+            made[public], made[secret] = zmq.curve_keypair()
+    if database_host is not None:
+        made["database-password"] = secrets.token_hex(RANDOM_BYTES).encode()
+        password = quote(present.get("database-password", made["database-password"]).decode(), safe="")
+        made["database-url"] = f"postgresql://moiety:{password}@{database_host}:{DATABASE_PORT}/moiety".encode()
+    return {name: value for name, value in made.items() if name not in present}

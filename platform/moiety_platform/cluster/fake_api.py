@@ -1,0 +1,139 @@
+"""Kubernetes' API as far as Secrets go, on this machine: for tests, and to try the chart's Jobs without a cluster.
+
+Like the real one it wants a token, speaks TLS by a certificate of its own, and refuses a write to what has changed
+since it was read.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import ssl
+import threading
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+HOST = "127.0.0.1"
+
+
+@dataclass
+class FakeSecretsApi:
+    """Owns a server on loopback and the Secrets that it was told, by name. `folder` becomes what Kubernetes mounts into
+    a pod. `refuses`: verbs that the account has no right to."""
+
+    folder: Path
+    namespace: str = "prod"
+    refuses: set[str] = field(default_factory=set)
+    secrets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        certificate, key = self.folder / "ca.crt", self.folder / "server.key"
+        _write_certificate(certificate, key)
+        (self.folder / "token").write_text(self.token)
+        (self.folder / "namespace").write_text(self.namespace)
+        self._server = ThreadingHTTPServer((HOST, 0), type("Handler", (_Handler,), {"api": self}))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="secrets-api", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What Kubernetes tells each pod of it."""
+        return {"KUBERNETES_SERVICE_HOST": HOST, "KUBERNETES_SERVICE_PORT": str(self._server.server_port)}
+
+    def answer(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
+        """Status and document, as the real one has them."""
+        base = f"/api/v1/namespaces/{self.namespace}/secrets"
+        name = body["metadata"]["name"] if method == "POST" and body else path.removeprefix(f"{base}/")
+        verb = {"GET": "get", "POST": "create", "PUT": "update"}[method]
+        if not path.startswith(base) or verb in self.refuses:
+            return _failure(HTTPStatus.FORBIDDEN, f'secrets "{name}" is forbidden: the account cannot {verb} it')
+        stored = self.secrets.get(name)
+        if method == "GET":
+            return (200, stored) if stored else _failure(HTTPStatus.NOT_FOUND, f'secrets "{name}" not found')
+        if (
+            body is None
+            or (method == "POST") == (stored is not None)
+            or (stored and _version(stored) != _version(body))
+        ):
+            return _failure(HTTPStatus.CONFLICT, f'secrets "{name}" is not as it was')
+        metadata = {**body["metadata"], "resourceVersion": str(int(_version(stored or {}) or 0) + 1)}
+        self.secrets[name] = {**body, "metadata": metadata}
+        return (200 if stored else 201), self.secrets[name]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    api: FakeSecretsApi
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is printed."""
+
+    def _handle(self) -> None:
+        length = int(self.headers.get("content-length", 0))
+        body = json.loads(self.rfile.read(length)) if length else None
+        if self.headers.get("authorization") != f"Bearer {self.api.token}":
+            status, document = _failure(HTTPStatus.UNAUTHORIZED, "Unauthorized")
+        else:
+            status, document = self.api.answer(self.command, self.path, body)
+        text = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_GET = do_POST = do_PUT = _handle
+
+
+def _version(document: dict[str, Any]) -> str:
+    return str(document.get("metadata", {}).get("resourceVersion", ""))
+
+
+def _failure(status: HTTPStatus, message: str) -> tuple[int, dict[str, Any]]:
+    return status, {"apiVersion": "v1", "kind": "Status", "status": "Failure", "message": message, "code": status}
+
+
+def _write_certificate(certificate: Path, key: Path) -> None:
+    private = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kubernetes")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(private.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(minutes=5))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address(HOST))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(private, hashes.SHA256())
+    )
+    certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    key.write_bytes(
+        private.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )

@@ -1,0 +1,125 @@
+"""Secrets of the pod's own namespace, by Kubernetes' API. Knows no other object."""
+
+from __future__ import annotations
+
+import base64
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from moiety_platform.cluster.errors import ApiRefused, NotInACluster
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # where Kubernetes puts a pod's identity
+TIMEOUT_S = 10.0
+NOT_FOUND, CONFLICT = 404, 409
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """A Secret as it is stored. `version` is its state, by which a write that came between is noticed."""
+
+    name: str
+    entries: Mapping[str, bytes]
+    version: str
+
+
+class SecretsApi:
+    """Owns the connection. Every method raises ApiRefused; writes fail closed."""
+
+    def __init__(self, url: str, namespace: str, token: str, ca: Path | None) -> None:
+        trusted: ssl.SSLContext | bool = True if ca is None else ssl.create_default_context(cafile=str(ca))
+        self._path = f"/api/v1/namespaces/{namespace}/secrets"
+        self._client = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=TIMEOUT_S,
+            verify=trusted,
+            trust_env=False,
+        )
+
+    @classmethod
+    def of_pod(cls, environment: Mapping[str, str], account: Path = ACCOUNT) -> Self:
+        """By what Kubernetes tells each pod. Raises NotInACluster."""
+        host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
+        if not host:
+            raise NotInACluster(
+                "KUBERNETES_SERVICE_HOST is not set: run this in a pod of the cluster, as the chart does"
+            )
+        try:
+            token, namespace = (account / "token").read_text().strip(), (account / "namespace").read_text().strip()
+        except OSError as exc:
+            raise NotInACluster(
+                f"{exc.filename} cannot be read: give the pod a service account whose token is mounted"
+            ) from exc
+        host = f"[{host}]" if ":" in host else host
+        return cls(f"https://{host}:{port}", namespace, token, account / "ca.crt")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._client.close()
+
+    def read(self, name: str) -> Secret | None:
+        """None if there is no such Secret."""
+        answer = self._ask("GET", f"{self._path}/{name}")
+        if answer.status_code == NOT_FOUND:
+            return None
+        document = _checked(answer, f"read the Secret {name}")
+        entries = {key: base64.b64decode(value) for key, value in (document.get("data") or {}).items()}
+        return Secret(name, entries, document["metadata"]["resourceVersion"])
+
+    def create(self, name: str, entries: Mapping[str, bytes]) -> bool:
+        """False if another was first."""
+        answer = self._ask("POST", self._path, _document(name, entries))
+        if answer.status_code == CONFLICT:
+            return False
+        _checked(answer, f"make the Secret {name}")
+        return True
+
+    def replace(self, secret: Secret, entries: Mapping[str, bytes]) -> bool:
+        """Give it these entries; False if it has been changed since it was read."""
+        answer = self._ask("PUT", f"{self._path}/{secret.name}", _document(secret.name, entries, secret.version))
+        if answer.status_code == CONFLICT:
+            return False
+        _checked(answer, f"change the Secret {secret.name}")
+        return True
+
+    def _ask(self, method: str, path: str, document: Mapping[str, Any] | None = None) -> httpx.Response:
+        try:
+            return self._client.request(method, path, json=document)
+        except httpx.HTTPError as exc:
+            raise ApiRefused(
+                f"Kubernetes' API at {self._client.base_url} cannot be reached ({exc}): let the pod's network policy "
+                "allow it (jobs.apiServerCIDR of the chart)"
+            ) from exc
+
+
+def _document(name: str, entries: Mapping[str, bytes], version: str | None = None) -> dict[str, Any]:
+    metadata = {"name": name, "labels": {"app.kubernetes.io/part-of": "moiety"}}
+    if version is not None:
+        metadata["resourceVersion"] = version
+    data = {key: base64.b64encode(value).decode() for key, value in entries.items()}
+    return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": data}
+
+
+def _checked(answer: httpx.Response, deed: str) -> dict[str, Any]:
+    if not answer.is_success:
+        raise ApiRefused(
+            f"Kubernetes would not let this pod {deed}: {answer.status_code} {_reason(answer)}. Give its service "
+            "account the role that the chart makes for it"
+        )
+    document: dict[str, Any] = answer.json()
+    return document
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.reason_phrase

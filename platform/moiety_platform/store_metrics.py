@@ -1,0 +1,95 @@
+"""What one gateway process has of its store, for Prometheus: the ledger's rows on their way, leases and quarantine.
+
+Read from memory at each scrape: a store that is away or slow makes no scrape so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moiety_platform.clock import Clock
+from moiety_platform.completions.recorder import RequestRecorder
+from moiety_platform.db.readiness import StoreReadiness
+from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.usage.metering import MeterReader
+from moiety_platform.usage.recorder import UsageRecorder
+
+
+class StoreCollector(Collector):
+    """Of one gateway."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        store: StoreReadiness,
+        usage: UsageRecorder,
+        quotas: QuotaKeeper,
+        meter: MeterReader,
+        requests: RequestRecorder,
+    ) -> None:
+        self._clock = clock
+        self._store = store
+        self._usage = usage
+        self._quotas = quotas
+        self._meter = meter
+        self._requests = requests
+
+    def collect(self) -> Iterator[Metric]:
+        ready = "1 once the database has all tables and columns that this program knows; 0: a migration is behind."
+        yield GaugeMetricFamily("moiety_store_ready", ready, self._store.is_ready)
+        yield GaugeMetricFamily("moiety_open_requests", "Requests that have not ended.", self._requests.num_open)
+        yield from self._ledger()
+        yield from self._leases()
+
+    def _ledger(self) -> Iterator[Metric]:
+        stats = self._usage.stats()
+        lag_s = 0.0 if stats.oldest is None else (self._clock.now() - stats.oldest).total_seconds()
+        yield GaugeMetricFamily(
+            "moiety_ledger_lag_seconds",
+            "How long ago the request ended whose usage row has waited the longest for the database; 0: none.",
+            max(0.0, lag_s),
+        )
+        yield GaugeMetricFamily("moiety_ledger_pending_rows", "Usage rows that wait in memory.", stats.pending)
+        yield GaugeMetricFamily(
+            "moiety_ledger_journal_waiting",
+            "1 while usage rows lie in the journal's files, to be stored when the database is back.",
+            stats.journal_waiting,
+        )
+        rows = CounterMetricFamily("moiety_ledger_rows", "Usage rows by what became of them.", labels=["step"])
+        for step in ("recorded", "stored", "journaled", "refused"):
+            rows.add_metric([step], getattr(stats, step))
+        yield rows
+        yield CounterMetricFamily(
+            "moiety_ledger_charged_late",
+            "Requests of gateways that died, charged by what the engines had counted.",
+            self._meter.num_charged,
+        )
+
+    def _leases(self) -> Iterator[Metric]:
+        stats = self._quotas.stats()
+        yield GaugeMetricFamily("moiety_quota_leases", "Parts of limits that this process has leased.", stats.leases)
+        yield GaugeMetricFamily(
+            "moiety_quota_waiting_requests", "Requests that wait for the store to grant what they lack.", stats.waiting
+        )
+        age = GaugeMetricFamily(
+            "moiety_quota_store_age_seconds",
+            "How long ago the store last answered about leases; beyond 15 s they expire. Only while there are any.",
+        )
+        if stats.age_s is not None:
+            age.add_metric([], stats.age_s)
+        replicas = GaugeMetricFamily(
+            "moiety_quota_quarantined_replicas", "Gateway processes that died with leases that are not proven unspent."
+        )
+        leases = GaugeMetricFamily("moiety_quota_quarantined_leases", "Their leases: they count as spent until proven.")
+        oldest = GaugeMetricFamily(
+            "moiety_quota_quarantine_oldest_seconds", "How long ago the one was heard of that is silent the longest."
+        )
+        found = self._quotas.quarantine.stats()
+        if found is not None:
+            replicas.add_metric([], found.replicas)
+            leases.add_metric([], found.leases)
+            oldest.add_metric([], found.oldest_s)
+        yield from (age, replicas, leases, oldest)

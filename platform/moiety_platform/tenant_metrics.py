@@ -1,0 +1,100 @@
+"""What each tenant asks for, for Prometheus, with as many series however many tenants there are.
+
+The busiest tenants of late have series of their own; all others are summed as `other`. Which they are is looked at
+when metrics are read, once a minute at most. A tenant that loses its place leaves what it counted to `other`, so no
+series ever falls; one that gets a place begins at zero.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moiety_platform.usage.row import UsageRow
+
+MAX_TENANTS = 20
+OTHER = "other"  # no tenant's id, which all begin with ten_
+RANKED_EVERY_S = 60.0
+STAYING = 2  # who has a place keeps it while among the first of so many times the places
+MAX_RECENT = 10_000  # tenants after which they are ranked though nobody reads
+
+TOO_MANY_REQUESTS = 429
+
+
+class _Counts(msgspec.Struct):
+    """Of one series."""
+
+    requests: int = 0
+    refused: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+    def add(self, row: UsageRow) -> None:
+        self.requests += 1
+        self.refused += row.http_status == TOO_MANY_REQUESTS
+        self.input_tokens += row.prompt_tokens
+        self.output_tokens += row.output_tokens
+
+    def take(self, other: _Counts) -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class TenantCollector(Collector):
+    """Of one gateway process. Memory is bounded, too."""
+
+    def __init__(self, max_tenants: int = MAX_TENANTS, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._max_tenants = max_tenants
+        self._monotonic = monotonic
+        self._shown: dict[str, _Counts] = {}
+        self._other = _Counts()
+        self._recent: defaultdict[str, int] = defaultdict(int)  # tokens and requests since the last ranking
+        self._ranked_s = float("-inf")
+
+    def observe(self, row: UsageRow) -> None:
+        """Count one ended request."""
+        tenant_id = row.tenant_id
+        self._recent[tenant_id] += 1 + row.prompt_tokens + row.output_tokens
+        counts = self._shown.get(tenant_id)
+        if counts is None and len(self._shown) < self._max_tenants:
+            counts = self._shown[tenant_id] = _Counts()
+        (counts or self._other).add(row)
+        if len(self._recent) >= MAX_RECENT:
+            self._rank()
+
+    def collect(self) -> Iterator[Metric]:
+        if self._monotonic() - self._ranked_s >= RANKED_EVERY_S:
+            self._rank()
+        requests = CounterMetricFamily(
+            "moiety_tenant_requests",
+            f"Requests by tenant: the busiest of late, and all others as `{OTHER}`.",
+            labels=["tenant"],
+        )
+        refused = CounterMetricFamily("moiety_tenant_refused", "Requests answered with 429.", labels=["tenant"])
+        tokens = CounterMetricFamily("moiety_tenant_tokens", "Tokens by tenant and kind.", labels=["tenant", "kind"])
+        for tenant_id, counts in (*self._shown.items(), (OTHER, self._other)):
+            requests.add_metric([tenant_id], counts.requests)
+            refused.add_metric([tenant_id], counts.refused)
+            tokens.add_metric([tenant_id, "input"], counts.input_tokens)
+            tokens.add_metric([tenant_id, "output"], counts.output_tokens)
+        yield from (requests, refused, tokens)
+
+    def _rank(self) -> None:
+        """Give the places to those who were busiest since the last time. Who has one keeps it while it is nearly as
+        busy as they, or nobody else wants it."""
+        recent, self._recent = self._recent, defaultdict(int)
+        self._ranked_s = self._monotonic()
+        busiest = heapq.nlargest(self._max_tenants * STAYING, recent, key=recent.__getitem__)
+        wanting = [tenant_id for tenant_id in busiest[: self._max_tenants] if tenant_id not in self._shown]
+        leaving = sorted(set(self._shown) - set(busiest))
+        room = self._max_tenants - len(self._shown)
+        for tenant_id in leaving[: max(0, len(wanting) - room)]:
+            self._other.take(self._shown.pop(tenant_id))
+        for tenant_id in wanting[: self._max_tenants - len(self._shown)]:
+            self._shown[tenant_id] = _Counts()

@@ -1,0 +1,116 @@
+"""As many series however many tenants there are; and a receiver that is silent or away, which nobody notices."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import socket
+import time
+from datetime import UTC, datetime
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import insert
+
+from moiety_platform.auth.keys import generate_key, hash_key
+from moiety_platform.bench.closed_loop import run_closed_loop
+from moiety_platform.otlp_metrics import NOT_TAKEN, TAKEN, MetricSender, otlp_metric_exporter
+from moiety_platform.tenant_metrics import OTHER, RANKED_EVERY_S, TenantCollector
+from moiety_platform.tenants.models import ApiKey, Project, Tenant
+from moiety_platform.usage.row import UsageRow
+
+PEPPER = b"a pepper that is long enough for tests"
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+
+
+async def make_tenants(database, count):
+    """Tenants with a project and a key each, in one statement a table; the keys."""
+    now, texts = datetime.now(UTC), [generate_key() for _ in range(count)]
+    same = {"created_at": now}
+    async with database.write() as session:
+        for table, rows in (
+            (Tenant, [same | {"id": f"ten_{n}", "name": f"tenant {n}", "service_class": "standard", "weight": 1.0,
+                              "status": "active"} for n in range(count)]),
+            (Project, [same | {"id": f"prj_{n}", "tenant_id": f"ten_{n}", "name": "one"} for n in range(count)]),
+            (ApiKey, [same | {"id": text.key_id, "project_id": f"prj_{n}", "name": "one", "scopes": ["inference"],
+                              "secret_hash": hash_key(text, PEPPER), "hint": "abcd"} for n, text in enumerate(texts)]),
+        ):  # fmt: skip
+            await session.execute(insert(table), rows)
+    return [text.text for text in texts]
+
+
+def asking(key):
+    """A chat completion on the wire."""
+    body = json.dumps(CHAT).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: moiety\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nAuthorization: Bearer {key}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def test_a_thousand_tenants_have_no_more_series_than_thirty(gateway):
+    keys, sizes = await make_tenants(gateway.database, 30), []
+    await run_closed_loop(*gateway.address, map(asking, keys), connections=4)
+    for later in (range(30, 31), range(31, 1000)):
+        for number in later:
+            gateway.metrics.observe(row(f"ten_{number}", 1), "chat", "tiny", 0.01)
+        _, _, page = await gateway.request("GET", "/metrics")
+        sizes.append(sum(not line.startswith(b"#") for line in page.splitlines()))
+    assert sizes[0] == sizes[1] < 300
+    families = text_string_to_metric_families(page.decode())
+    (family,) = [one for one in families if one.name == "moiety_tenant_requests"]
+    counts = {sample.labels["tenant"]: sample.value for sample in family.samples}
+    assert (len(counts), sum(counts.values())) == (21, 1000)
+    assert counts[OTHER] >= 970
+
+
+def row(tenant_id, output_tokens, status=200):
+    return UsageRow("r", tenant_id, "p", "k", "/v1", "m", "standard", datetime.now(UTC), "stop", status, 1, 0, 0,
+                    output_tokens, None, None, 1.0)  # fmt: skip
+
+
+def told(collector, name="moiety_tenant_tokens"):
+    (family,) = [one for one in collector.collect() if one.name == name]
+    return {one.labels["tenant"]: one.value for one in family.samples if one.labels.get("kind", "output") == "output"}
+
+
+def test_the_busiest_of_late_have_series_of_their_own_and_nothing_is_lost():
+    now_s = [0.0]
+    collector = TenantCollector(2, lambda: now_s[0])
+    for tenant_id, tokens in (("ten_a", 5), ("ten_b", 10), ("ten_c", 100), ("ten_d", 3)):
+        collector.observe(row(tenant_id, tokens))
+    assert told(collector) == {"ten_a": 5, "ten_b": 10, OTHER: 103}  # who came first
+    now_s[0] += RANKED_EVERY_S
+    for tenant_id, tokens in (("ten_c", 100), ("ten_d", 90), ("ten_e", 80), ("ten_b", 70), ("ten_a", 1)):
+        collector.observe(row(tenant_id, tokens))
+    assert told(collector) == {"ten_b": 80, "ten_c": 0, OTHER: 5 + 1 + 103 + 100 + 90 + 80}
+    now_s[0] += RANKED_EVERY_S
+    assert set(told(collector)) == {"ten_b", "ten_c", OTHER}  # nobody else wants their places
+
+
+def test_refusals_are_counted_by_tenant_and_none_at_all_has_a_place_if_so_wished():
+    collector = TenantCollector(0)
+    collector.observe(row("ten_a", 0, status=429))
+    assert told(collector, "moiety_tenant_refused") == {OTHER: 1}
+
+
+@pytest.mark.parametrize("receiver", ["away", "silent"])
+async def test_a_receiver_of_metrics_that_is_away_or_silent_slows_no_request(gateway, receiver, until):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if receiver == "away":
+            listener.close()
+        exporter = otlp_metric_exporter(f"http://127.0.0.1:{port}/v1/metrics")
+        sender = MetricSender(gateway.metrics.registry, exporter, "g", interval_s=0.01)
+        tally = await run_closed_loop(*gateway.address, itertools.repeat(asking(gateway.key), 40), connections=4)
+        assert (len(tally.latencies_s), sender.counts[TAKEN]) == (40, 0)
+        assert max(tally.latencies_s) < 5
+        began_s = time.monotonic()
+        await asyncio.to_thread(sender.close, 0.1)
+        assert time.monotonic() - began_s < 5
+        if receiver == "away":
+            await until(lambda: sender.counts[NOT_TAKEN] > 0)
+            _, _, page = await gateway.request("GET", "/metrics")
+            assert b'moiety_metric_exports_total{outcome="not_taken"}' in page

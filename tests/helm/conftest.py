@@ -1,0 +1,70 @@
+"""The chart, rendered by Helm's own code as a cluster's client would."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import pytest
+import yaml
+
+CHART = Path(__file__).parents[2] / "helm" / "moiety"
+SETS = Path(__file__).with_name("value_sets.yaml")
+
+Values = dict[str, Any]
+Objects = list[dict[str, Any]]
+Render = Callable[..., Objects]
+
+
+def value_sets() -> dict[str, Values]:
+    """Those of the tests, and the examples."""
+    found: dict[str, Values] = yaml.safe_load(SETS.read_text(encoding="utf-8"))
+    for example in sorted((CHART / "examples").glob("*.yaml")):
+        found[f"example {example.stem}"] = yaml.safe_load(example.read_text(encoding="utf-8"))
+    return found
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `objects` runs once for each set of values."""
+    if "objects" in metafunc.fixturenames:
+        sets = value_sets()
+        metafunc.parametrize("objects", sets.values(), ids=sets, indirect=True)
+
+
+@pytest.fixture(scope="session")
+def chart() -> Iterator[helm_python.Chart]:
+    with helm_python.Chart.load(CHART) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="session")
+def render(chart: helm_python.Chart) -> Render:
+    """All objects of a release with these values."""
+
+    def objects_of(values: Values | None = None, **options: Any) -> Objects:
+        made = chart.render(values or {}, name="rel", namespace="prod", **options)
+        found = [
+            one
+            for name, text in made.items()
+            if not name.endswith(".txt")
+            for one in yaml.load_all(text, yaml.CSafeLoader)
+        ]
+        return [one for one in found if one]
+
+    return objects_of
+
+
+@pytest.fixture(scope="session")
+def all_objects(render: Render) -> Objects:
+    """Every object that any of the sets makes, once."""
+    made = {json.dumps(one, sort_keys=True): one for values in value_sets().values() for one in render(values)}
+    return list(made.values())
+
+
+@pytest.fixture(scope="session")
+def objects(request: pytest.FixtureRequest, render: Render) -> Objects:
+    """All objects, for every set of values in turn."""
+    return render(request.param)

@@ -1,0 +1,94 @@
+"""The objects that Kubernetes itself does not know have the fields of their published references: Gateway API v1, and
+the Prometheus operator's monitoring.coreos.com/v1. Here stand those fields that the chart uses."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Metadata(Strict):
+    name: str = Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=63)
+    labels: dict[str, str]
+    annotations: dict[str, str] = Field(default_factory=dict)
+
+
+class ParentRef(Strict):
+    name: str
+    namespace: str | None = None
+    section_name: str | None = Field(default=None, alias="sectionName")
+
+
+class PathMatch(Strict):
+    type: Literal["Exact", "PathPrefix", "RegularExpression"]
+    value: str = Field(pattern="^/")
+
+
+class RouteMatch(Strict):
+    path: PathMatch
+
+
+class Timeouts(Strict):
+    request: str = Field(pattern=r"^([0-9]{1,5}(h|m|s|ms)){1,4}$")
+
+
+class BackendRef(Strict):
+    name: str
+    port: int = Field(ge=1, le=65535)
+
+
+class RouteRule(Strict):
+    matches: list[RouteMatch] = Field(min_length=1)
+    timeouts: Timeouts
+    backend_refs: list[BackendRef] = Field(alias="backendRefs")
+
+
+class RouteSpec(Strict):
+    parent_refs: list[ParentRef] = Field(alias="parentRefs", min_length=1)
+    hostnames: list[str] = Field(default_factory=list)
+    rules: list[RouteRule]
+
+
+class HttpRoute(Strict):
+    api_version: Literal["gateway.networking.k8s.io/v1"] = Field(alias="apiVersion")
+    kind: Literal["HTTPRoute"]
+    metadata: Metadata
+    spec: RouteSpec
+
+
+class LabelSelector(Strict):
+    match_labels: dict[str, str] = Field(alias="matchLabels")
+
+
+class Endpoint(Strict):
+    port: str
+    path: str
+    interval: str = Field(pattern=r"^([0-9]+(ms|s|m|h))+$")
+
+
+class MonitorSpec(Strict):
+    selector: LabelSelector
+    endpoints: list[Endpoint]
+
+
+class ServiceMonitor(Strict):
+    api_version: Literal["monitoring.coreos.com/v1"] = Field(alias="apiVersion")
+    kind: Literal["ServiceMonitor"]
+    metadata: Metadata
+    spec: MonitorSpec
+
+
+KINDS: dict[str, type[Strict]] = {"HTTPRoute": HttpRoute, "ServiceMonitor": ServiceMonitor}
+
+
+def test_every_object_has_the_fields_of_its_reference(all_objects: list[dict[str, Any]]) -> None:
+    for one in all_objects:
+        if "." in one["apiVersion"] and not one["apiVersion"].partition("/")[0].endswith(".k8s.io"):
+            assert one["kind"] in KINDS, "write down the fields of its reference above"
+        if one["kind"] in KINDS:
+            KINDS[one["kind"]].model_validate(one)

@@ -1,0 +1,100 @@
+"""What the chart makes is what Kubernetes takes, whatever is asked for."""
+
+from __future__ import annotations
+
+import runpy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import kubernetes_validate
+import pytest
+import yaml
+
+CHART = Path(__file__).parents[2] / "helm" / "moiety"
+
+
+def test_the_chart_lints_without_a_complaint() -> None:
+    report = helm_python.lint(CHART, strict=True)
+    assert report["errors"] == []
+    assert [one for one in report["messages"] if one["severity"] > 1] == []
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.32", "1.33", "1.34"])
+def test_every_object_is_valid_in_every_version_of_kubernetes(version: str, all_objects: list[dict[str, Any]]) -> None:
+    assert len(all_objects) > 100
+    for one in all_objects:
+        if not one["apiVersion"].endswith(("gateway.networking.k8s.io/v1", "monitoring.coreos.com/v1")):
+            kubernetes_validate.validate(one, version, strict=True)  # the others: see test_custom_objects.py
+
+
+def test_no_name_is_longer_than_kubernetes_takes_for_what_it_makes_of_it(all_objects: list[dict[str, Any]]) -> None:
+    assert max(len(one["metadata"]["name"]) for one in all_objects) <= 52
+
+
+def test_no_two_objects_have_one_name(objects: list[dict[str, Any]]) -> None:
+    names = Counter((one["kind"], one["metadata"]["name"]) for one in objects)
+    assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_every_service_finds_pods_and_their_ports(objects: list[dict[str, Any]]) -> None:
+    pods = [one["spec"]["template"] for one in objects if one["kind"] in ("Deployment", "StatefulSet")]
+    services = [one for one in objects if one["kind"] == "Service"]
+    assert services
+    for service in services:
+        wanted = service["spec"]["selector"].items()
+        found = [pod for pod in pods if wanted <= pod["metadata"]["labels"].items()]
+        assert len(found) == 1, service["metadata"]["name"]
+        ports = {port["name"] for one in found[0]["spec"]["containers"] for port in one.get("ports", ())}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+
+
+def test_every_mount_has_its_volume_and_every_name_that_is_used_is_there(objects: list[dict[str, Any]]) -> None:
+    by_kind = {kind: {one["metadata"]["name"] for one in objects if one["kind"] == kind} for kind in _kinds(objects)}
+    for one, pod in _pods(objects):
+        claims = {claim["metadata"]["name"] for claim in one["spec"].get("volumeClaimTemplates", ())}
+        volumes = {volume["name"] for volume in pod.get("volumes", ())} | claims
+        mounts = [mount["name"] for container in _containers(pod) for mount in container.get("volumeMounts", ())]
+        assert set(mounts) == volumes, one["metadata"]["name"]
+        if account := pod.get("serviceAccountName"):
+            assert account in by_kind["ServiceAccount"]
+        for volume in pod.get("volumes", ()):
+            if "configMap" in volume:
+                assert volume["configMap"]["name"] in by_kind["ConfigMap"]
+
+
+def test_a_changed_setting_starts_the_gateways_anew(chart: helm_python.Chart) -> None:
+    def annotations(values: dict[str, Any]) -> str:
+        text = chart.render(values, name="rel", namespace="prod")["moiety/templates/gateway/deployment.yaml"]
+        found: dict[str, str] = yaml.safe_load(text)["spec"]["template"]["metadata"]["annotations"]
+        return found["checksum/settings"]
+
+    assert annotations({}) == annotations({"gateway": {"replicas": 5}})
+    assert annotations({}) != annotations({"gateway": {"settings": {"max_choices": 4}}})
+
+
+def test_the_readme_is_made_of_the_values() -> None:
+    script = runpy.run_path(str(CHART.parent / "readme.py"))
+    assert (CHART / "README.md").read_text(encoding="utf-8") == script["readme"](), "run: python helm/readme.py"
+
+
+@pytest.mark.parametrize(
+    "values", [{"gatewy": {}}, {"gateway": {"replica": 2}}, {"engines": [{"name": "a", "gpu": 1}]}]
+)
+def test_a_value_that_the_chart_does_not_know_is_refused(values: dict[str, Any], chart: helm_python.Chart) -> None:
+    with pytest.raises(helm_python.HelmValuesError, match="additional properties"):
+        chart.render(values, name="rel", namespace="prod")
+
+
+def _kinds(objects: list[dict[str, Any]]) -> set[str]:
+    return {one["kind"] for one in objects}
+
+
+def _pods(objects: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    kinds = ("Deployment", "StatefulSet", "Job")
+    return [(one, one["spec"]["template"]["spec"]) for one in objects if one["kind"] in kinds]
+
+
+def _containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*pod["containers"], *pod.get("initContainers", ())]

@@ -1,0 +1,47 @@
+"""Values that cannot work are refused, each with the sentence that says what to set."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import pytest
+
+TEMPLATE = Path(__file__).parents[2] / "helm" / "moiety" / "templates" / "_validations.tpl"
+MINE = {"existingSecret": "pg", "bundled": {"enabled": False}}
+VLLM = {"name": "v", "kind": "vllm"}
+
+
+def pool(**values: Any) -> dict[str, Any]:
+    return {"engines": [{"name": "a", **values}]}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"database": {"existingSecret": "pg"}}, "set database.bundled.enabled=false to use the database of the Secret"),
+    ({"database": {"bundled": {"enabled": False}}}, "set database.existingSecret to a Secret whose entry `url`"),
+    ({"secrets": {"existingSecret": "mine"}}, "leave secrets.existingSecret empty, or set database.bundled.enabled=f"),
+    ({"engines": []}, "set engines to a list with at least one pool"),
+    ({"engines": [{"name": "a"}, {"name": "a"}]}, "two pools of engines are named a: give each its own name"),
+    ({"httpRoute": {"enabled": True}}, "set httpRoute.parentRefs"),
+    ({"ingress": {"enabled": True}}, "set ingress.host, such as llm.example.com"),
+    ({"gateway": {"settings": {"key_pepper": "x"}}}, "name that in gateway.extraEnv as MOIETY_KEY_PEPPER"),
+    ({"gateway": {"settings": {"drain_s": 3}}}, "gateway.settings.drain_s is set by the chart itself"),
+    (pool(model={"hub": "a/b", "claim": "c"}), "set one of model.hub, model.claim and model.image"),
+    (pool(model={"path": "x"}), "set model.claim or model.image"),
+    (pool(model={"hubTokenSecret": "t"}), "set model.hub, or leave the Secret out"),
+    ({"engines": [{**VLLM, "model": {"hub": "a/b"}}]}, "set model.name, and model.tokenizerClaim"),
+    ({"engines": [{**VLLM, "model": {"name": "a", "tokenizerClaim": "t"}}]}, "set model.hub, model.claim or model.i"),
+    (pool(options={"listen": "x"}), "pool a sets the option listen, which the chart sets itself"),
+]
+
+
+@pytest.mark.parametrize(("values", "sentence"), REFUSED, ids=[sentence for _, sentence in REFUSED])
+def test_a_value_that_cannot_work_is_refused(values: dict[str, Any], sentence: str, chart: helm_python.Chart) -> None:
+    with pytest.raises(helm_python.HelmRenderError, match=re.escape(sentence)):
+        chart.render(values, name="rel", namespace="prod")
+
+
+def test_every_refusal_is_tried_here() -> None:
+    assert TEMPLATE.read_text(encoding="utf-8").count("{{- fail") == len(REFUSED)

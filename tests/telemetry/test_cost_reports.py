@@ -1,0 +1,67 @@
+"""What the benchmarks of telemetry make of what they have measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NOTHING = dict.fromkeys(("requests", "sent", "queue_full", "not_taken", "exports_taken", "exports_not_taken"), 0.0)
+
+
+@pytest.fixture
+def outage(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import telemetry_outage
+
+    return telemetry_outage
+
+
+@pytest.fixture
+def cost(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import telemetry_cost
+
+    return telemetry_cost
+
+
+def judge(outage: Any, *, outage_ms: float = 5, status: int = 200, cpu_s: float = 0.1, **told: float) -> dict[str, Any]:
+    """A run of 100 requests a phase of 5 ms each, but for the outage."""
+
+    def sent(latency_ms: float, status: int = 200) -> list[Any]:
+        return [outage.Sent(0, 0.0, 0.0, latency_ms / 1000, status)] * 100
+
+    phases = {"before": sent(5), "outage": sent(outage_ms, status), "after": sent(5)}
+    first = NOTHING | {"requests": 10, "sent": 90}
+    last = NOTHING | {"requests": 310, "exports_taken": 5, "exports_not_taken": 1} | told
+    found: dict[str, Any] = outage.judged(phases, {"before": 0.1, "outage": cpu_s, "after": 0.1}, first, last)
+    return found["verdict"]
+
+
+def test_an_outage_that_nobody_noticed_and_whose_spans_are_all_counted_is_well(outage: Any) -> None:
+    assert all(judge(outage, sent=90 + 1700, queue_full=900, not_taken=100).values())
+
+
+def test_what_was_lost_slower_dearer_or_not_counted_is_told(outage: Any) -> None:
+    spans = {"sent": 90 + 1700.0, "queue_full": 900.0, "not_taken": 100.0}
+    for wrong, verdict in (
+        ({"status": 503}, "none_lost"),
+        ({"outage_ms": 9.0}, "none_slower"),
+        ({"cpu_s": 0.12}, "none_dearer"),
+        ({"queue_full": 0.0, "not_taken": 0.0, "sent": 90 + 2700.0}, "spans_were_dropped"),
+        ({"queue_full": 891.0}, "all_spans_counted"),
+        ({"exports_not_taken": 0.0}, "metrics_went_on"),
+    ):
+        found = judge(outage, **{**spans, **wrong})
+        assert [name for name, holds in found.items() if not holds] == [verdict]
+
+
+def test_pairs_are_compared_by_their_ratios(cost: Any) -> None:
+    pairs = [{"on": {"cpu": 110.0 * busy}, "off": {"cpu": 100.0 * busy}} for busy in (1, 3, 2)]
+    found = cost.compared(pairs, lambda run: run["cpu"])
+    assert (found["on"], found["off"], found["more"]) == (220, 200, 0.1)
+    assert found["interval"] == [0.1, 0.1]
+    wide = cost.compared([*pairs[:2], {"on": {"cpu": 130.0}, "off": {"cpu": 100.0}}], lambda run: run["cpu"])
+    assert wide["interval"][0] < wide["more"] < wide["interval"][1]
