@@ -13,6 +13,7 @@ import pandas as pd
 
 HEIGHT = 190
 SIDES = ("now", "then")
+GREY = "#8a8f98"  # reads on a light ground and on a dark one
 PLOT_WIDTH = 430  # pixels that a chart's bars take, about
 
 
@@ -63,16 +64,16 @@ def sides(frame: pd.DataFrame, figure: Figure, classes: Mapping[str, str]) -> al
         y=alt.Y(
             f"{figure.column}:Q",
             title=figure.unit,
-            scale=alt.Scale(domain=[0, 1] if is_share(figure) else [0, _top(frame[figure.column])]),
-            axis=alt.Axis(tickCount=4, format="%" if is_share(figure) else "~s"),
+            scale=alt.Scale(domain=[0, _top(frame[figure.column])]),
+            axis=alt.Axis(tickCount=4, format="%" if is_share(figure) else "~r"),
         ),
         tooltip=["class:N", "side:N", alt.Tooltip(f"{figure.column}:Q", title=figure.unit, format=figure.number)],
     )
     bars = base.mark_bar(cornerRadiusTopLeft=2, cornerRadiusTopRight=2).encode(
         color=alt.Color("class:N", scale=scale, legend=None),
-        opacity=alt.Opacity("side:N", scale=opacity, legend=alt.Legend(title=None, orient="top")),
+        opacity=alt.Opacity("side:N", scale=opacity, legend=alt.Legend(title=None, orient="top", symbolFillColor=GREY)),
     )
-    labels = base.mark_text(dy=-6, fontSize=10, color="#8a8f98").encode(
+    labels = base.mark_text(dy=-6, fontSize=10, color=GREY).encode(
         text=alt.Text(f"{figure.column}:Q", format=figure.number)
     )
     return _styled((bars + labels).properties(height=HEIGHT, padding={"left": 0, "right": 8, "top": 4, "bottom": 0}))
@@ -80,7 +81,7 @@ def sides(frame: pd.DataFrame, figure: Figure, classes: Mapping[str, str]) -> al
 
 def _top(values: pd.Series[float]) -> float:
     """Where an axis from 0 ends, with room for the numbers on the bars."""
-    return float(values.max() * 1.15) or 1.0
+    return float(values.max() * 1.12) or 1.0
 
 
 def _over_time(

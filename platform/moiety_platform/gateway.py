@@ -204,10 +204,8 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         stack.push_async_callback(alerts.stop)
         await stack.enter_async_context(_keep_up(settings, process_id, database, UpkeepMetrics(metrics.registry)))
         _send_metrics(stack, settings, metrics, process_id)
-        simulations = Simulations(database, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness)
-        stack.push_async_callback(simulations.stop)
         more = [*engine_routes(replicas), *webhook_routes(reach, pepper), *erasure_routes(traces=traces)]
-        more += simulation_routes(simulations, replicas.states)
+        more += simulation_routes(_simulate(stack, settings, database), replicas.states)
         parts = (database, authenticator, classes, prices, quotas, pepper, clock)
         admin = admin_router(*parts, oidc=oidc, traces=traces, more=more)
         yield Services(
@@ -226,6 +224,13 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             store=store,
             batches=Batches(process_id, database, authenticator, quotas, metrics, tracing, clock, settings),
         )
+
+
+def _simulate(stack: AsyncExitStack, settings: GatewaySettings, database: Database) -> Simulations:
+    """What runs simulations, until the stack is closed."""
+    made = Simulations(database, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness)
+    stack.push_async_callback(made.stop)
+    return made
 
 
 def _trace(settings: GatewaySettings, process_id: str) -> Tracing:

@@ -180,14 +180,16 @@ def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> N
     figures = {
         "Promises kept": charts.Figure("attainment", "of the class's requests", ".1%"),
         "Share of the work asked for": charts.Figure("demand_share", "of device time", ".1%"),
-        "Time to first token, p99": charts.Figure("ttft_p99_s", "s"),
-        "Longest wait": charts.Figure("longest_wait_s", "s"),
+        "Time to first token, p99": charts.Figure("ttft_p99_s", "seconds", ",.2~f"),
+        "Longest wait": charts.Figure("longest_wait_s", "seconds", ",.2~f"),
         "Preemptions": charts.Figure("num_preemptions", "preemptions"),
         "Refused": charts.Figure("num_rejected", "requests"),
     }
     columns = st.columns(2)
     for number, (title, figure) in enumerate(figures.items()):
         measured = frame[frame[figure.column].notna()]
+        if not measured[figure.column].any():
+            measured = measured.head(0)  # says more than bars without height
         with (
             columns[number % 2],
             panels.panel(title, note, [known], key=f"simulated {figure.column}", frame=measured),
@@ -195,7 +197,7 @@ def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> N
             panels.draw(
                 partial(charts.sides, measured, figure, inks),
                 measured,
-                "Nothing was measured.",
+                "None, now or then.",
                 f"chart {figure.column}",
             )
     totals = simulations.totals_frame(result)
