@@ -15,17 +15,19 @@ import argparse
 import contextlib
 import json
 import multiprocessing as mp
+import os
 import random
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -83,30 +85,49 @@ def measure_store(name: str, folder: Path, options: argparse.Namespace) -> dict[
         made = seed(argparse.Namespace(**vars(options) | {"data_dir": data_dir, "postgres_url": url}))
         senders = read_senders(data_dir)
         with serving(data_dir, url) as (gateway, _, admin_key):
-            pages = measure_pages(gateway, admin_key, senders, options.rounds)
+            visitor = Visitor(gateway, admin_key, senders[0].tenant_id)
+            pages = measure_pages(visitor, lambda: cpu_s_of(data_dir), gateway, senders, options.rounds)
             serving_figures = compare(gateway, admin_key, senders, options)
     slowest = max(figures["p95_ms"] for part in ("idle", "under_load") for figures in pages[part]["pages"].values())
     return {"store": made, "slowest_page_p95_ms": slowest, **pages, "serving": serving_figures}
 
 
-def measure_pages(gateway: str, admin_key: str, senders: list[Sender], rounds: int) -> dict[str, Any]:
+def cpu_s_of(data_dir: Path) -> float:
+    """Processor seconds that the gateway on this folder and this process, which draws, have used so far."""
+    mine = [str(data_dir), "gateway"]
+    gateways = [
+        one for one in psutil.process_iter(["cmdline"]) if all(part in (one.info["cmdline"] or ()) for part in mine)
+    ]
+    return sum(sum(one.cpu_times()[:2]) for one in (*gateways, psutil.Process()))
+
+
+def measure_pages(
+    visitor: Visitor, cpu_s: Callable[[], float], gateway: str, senders: list[Sender], rounds: int
+) -> dict[str, Any]:
     """Of each page and each read, idle and beside requests."""
-    visitor = Visitor(gateway, admin_key, senders[0].tenant_id)
-    found = {"idle": draw_all(visitor, rounds)}
+    found = {"idle": draw_all(visitor, rounds, cpu_s)}
     with beside(send_until, gateway, senders):
-        found["under_load"] = draw_all(visitor, rounds)
+        found["under_load"] = draw_all(visitor, rounds, cpu_s)
     return found
 
 
-def draw_all(visitor: Visitor, rounds: int) -> dict[str, Any]:
-    views = all_views()
-    pages: dict[str, list[float]] = {name: [] for name in views}
+def draw_all(visitor: Visitor, rounds: int, cpu_s: Callable[[], float]) -> dict[str, Any]:
+    """Seconds of each page and read, of pages on the processor too; what did not come is told."""
+    pages: defaultdict[str, list[float]] = defaultdict(list)
+    on_cpu: defaultdict[str, list[float]] = defaultdict(list)
+    failed: list[str] = []
     with timing_reads() as reads:
         for _ in range(rounds):
-            for name, view in views.items():
-                pages[name].append(visitor.look(view))
-    listed = {"pages": pages, "reads": reads}
-    return {what: {name: spread(values) for name, values in sorted(of.items())} for what, of in listed.items()}
+            for name, view in all_views().items():
+                before_s = cpu_s()
+                try:
+                    pages[name].append(visitor.look(view))
+                    on_cpu[name].append(cpu_s() - before_s)
+                except RuntimeError as problem:
+                    failed.append(f"{name}: {problem}")
+    listed = {"pages": pages, "pages_on_processor": on_cpu, "reads": reads}
+    figures = {what: {name: spread(values) for name, values in sorted(of.items())} for what, of in listed.items()}
+    return {"load_average": round(os.getloadavg()[0], 1), "failed": failed, **figures}
 
 
 def spread(seconds: list[float]) -> dict[str, float]:

@@ -57,10 +57,19 @@ class Visitor:
         self._tenant_id = tenant_id
         self._app = AppTest.from_file(str(SCRIPT), default_timeout=TIMEOUT_S)
         self._app.session_state[session.CREDENTIAL] = admin_key
-        self._app.run()
+        self._run()
+
+    def _run(self) -> None:
+        """The test's runner leaves the page as the main module, which processes that are started later would run."""
+        own = sys.modules["__main__"]
+        try:
+            self._app.run()
+        finally:
+            sys.modules["__main__"] = own
 
     def look(self, view: tuple[str, dict[str, str], bool]) -> float:
-        """Seconds until the page was drawn, with nothing known from before. Raises what the page raised."""
+        """Seconds until the page was drawn, with nothing known from before. Raises RuntimeError for a page that fails,
+        or does not get its answers."""
         path, widgets, of_tenant = view
         app = self._app
         for name in ("names", "last tenant"):
@@ -73,7 +82,7 @@ class Visitor:
             app.query_params["tenant"] = self._tenant_id
         app._page_hash = calc_hash(path)  # AppTest itself knows only pages that are files
         begin_s = time.perf_counter()
-        app.run()
+        self._run()
         seconds = time.perf_counter() - begin_s
         if app.exception or app.error:
             raise RuntimeError(f"{path}: {[one.value for one in [*app.exception, *app.error]]}")
