@@ -29,9 +29,11 @@ needs_browser = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def serve(start_serve: Callable[..., Any]) -> Any:
-    """A serve with its dashboard, that nobody has used."""
-    running = start_serve("--dashboard-port", "0")
+def serve(start_serve: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A serve with its dashboard, that nobody has used; its simulations are waited for, and give way to nobody."""
+    config = tmp_path_factory.mktemp("config") / "moiety.toml"
+    config.write_text("[gateway]\nsimulation_niceness = 0\n")
+    running = start_serve("--dashboard-port", "0", "--config", str(config))
     running.wait_for_line("moiety is ready at")
     return running
 
