@@ -1,4 +1,4 @@
-"""Gateways and scripted engines as processes, each started again after a kill with what it had on disk."""
+"""Gateways and engines as processes, each started again after a kill with what it had on disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -24,7 +24,8 @@ STEP_MS = 4
 
 
 class Cluster:
-    """`cores`, where given, are those of the gateways and those of the engines."""
+    """`cores`, where given, are those of the gateways and those of the engines; `engine` replaces the options of a
+    scripted one."""
 
     def __init__(
         self,
@@ -33,13 +34,16 @@ class Cluster:
         num_gateways: int,
         *,
         cores: tuple[Collection[int], Collection[int]] | None = None,
+        engine: Sequence[str] = ("--scripted", "--scripted-step-ms", str(STEP_MS)),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
         self.journals = [folder / f"engine-{number}.jsonl" for number in range(NUM_ENGINES)]
         self.addresses = [f"ipc://{folder}/engine-{number}" for number in range(NUM_ENGINES)]
         self.ports = [claim_port("127.0.0.1", 0, "--port") for _ in range(num_gateways)]
         self._database_url = database_url
-        self._environment = os.environ | {"MOIETY_KEY_PEPPER": secrets.token_hex(32)}
+        self._environment = os.environ | {"MOIETY_KEY_PEPPER": secrets.token_hex(32)} | dict(environment or {})
+        self._engine_options = engine
         self._cores = cores
         self._processes: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
 
@@ -60,7 +64,7 @@ class Cluster:
         self._processes[kind, number] = process
 
     def _engine(self, number: int) -> list[str]:
-        arguments = ["engine", "--scripted", "--scripted-step-ms", str(STEP_MS), "--listen", self.addresses[number]]
+        arguments = ["engine", *self._engine_options, "--listen", self.addresses[number]]
         arguments += ["--unsettled-usage", str(self.folder / f"engine-{number}.unsettled")]
         return [*arguments, "--usage-journal", str(self.journals[number])]
 

@@ -264,7 +264,7 @@ def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
             page.screenshot(path=out / f"sign-in-{theme}.png")
             page.get_by_role("button", name="Sign in").click()
             page.get_by_text("Goodput, 5 min").wait_for()
-            for name in ("Overview", "Tenants", "SLA classes", "Engines", "Quotas", "Audit"):
+            for name in ("Overview", "Tenants", "SLA classes", "Engines", "Traces", "Quotas", "Audit"):
                 page.get_by_test_id("stSidebarNav").get_by_role("link", name=name, exact=True).click()
                 page.get_by_role("heading", name=name, exact=True).wait_for()
                 settle(page)
@@ -282,6 +282,14 @@ def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
                         shoot(page, out / f"tenant-{part.lower()}-{theme}.png")
                     continue
                 shoot(page, out / f"{name.lower().replace(' ', '-')}-{theme}.png")
+                if name == "Traces":
+                    page.get_by_label("At least, ms").fill("900")  # one that was long in the batch
+                    page.get_by_label("At least, ms").press("Enter")
+                    settle(page)
+                    page.locator(".dvn-scroller").first.click(position={"x": 320, "y": 55})
+                    page.get_by_text("Waterfall").wait_for()
+                    settle(page)
+                    shoot(page, out / f"trace-{theme}.png")
             simulate(page)
             shoot(page, out / f"simulator-{theme}.png")
             page.get_by_test_id("stSidebarNav").get_by_role("link", name="Playground").click()

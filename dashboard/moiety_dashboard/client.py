@@ -39,7 +39,11 @@ class RoleRefused(ApiError):
 
 
 class ApiRefused(ApiError):
-    pass
+    """`code` is the gateway's."""
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ class AdminClient:
             known = read_error(response, "code") == "missing_role"
             raise (RoleRefused if known else KeyRefused)(read_message(response))
         if response.is_error:
-            raise ApiRefused(read_message(response))
+            raise ApiRefused(read_message(response), read_error(response, "code"))
         return response
 
     def _decode(self, response: httpx.Response, path: str) -> Any:

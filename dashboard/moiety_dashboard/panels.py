@@ -109,19 +109,33 @@ def table(
     classes: Mapping[str, str] | None = None,
     states: Mapping[str, str] | None = None,
     max_rows: int = 10,
+    on_pick: Callable[[int], None] | None = None,
 ) -> None:
-    """Rows, of which so many are seen at once, or what to do to get some; classes in their colours, and states."""
+    """Rows, of which so many are seen at once, or what to do to get some; classes in their colours, and states. Who
+    clicks on a row picks it."""
     if frame.empty:
         st.caption(empty)
         return
     shown: Any = frame[[name for name in columns if name in frame.columns]]
-    inks = {"class": classes or {}, "state": states or STATES, "status": states or STATES}
+    inks = {"class": classes or {}, **dict.fromkeys(("state", "status", "outcome"), states or STATES)}
     styled = shown.style
     for name, ink in inks.items():
         if name in shown.columns:
             styled = styled.map(lambda value, ink=ink: _ink(ink.get(str(value).split(":")[0])), subset=[name])
     height: Any = "content" if len(frame) <= max_rows else ROW_HEIGHT * (max_rows + 1)
-    st.dataframe(styled, column_config=dict(columns), hide_index=True, width="stretch", height=height, placeholder="–")
+    more: dict[str, Any] = {"hide_index": True, "width": "stretch", "height": height, "placeholder": "–"}
+    if on_pick is not None:
+        more |= {"on_select": lambda: _picked(on_pick), "selection_mode": "single-cell", "key": PICKING}
+    st.dataframe(styled, column_config=dict(columns), **more)
+
+
+PICKING = "row picked"
+
+
+def _picked(on_pick: Callable[[int], None]) -> None:
+    cells = st.session_state[PICKING]["selection"]["cells"]
+    if cells:
+        on_pick(cells[0][0])
 
 
 STATES = {

@@ -74,6 +74,7 @@ def engine(
     cuda_graphs: options.CudaGraphsOption = True,
     drain_timeout: options.DrainTimeoutOption = 30.0,
     core_silence_s: options.CoreSilenceOption = CORE_SILENCE_S,
+    traced_steps_per_s: options.TracedStepsOption = 20.0,
     scripted: options.ScriptedOption = False,
     scripted_tokens_per_step: options.ScriptedTokensPerStepOption = 1,
     scripted_step_ms: options.ScriptedStepMsOption = 0.0,
@@ -101,6 +102,7 @@ def engine(
         )
         if scripted:
             script = _script(scripted_tokens_per_step, scripted_step_ms, max_context_tokens, max_running)
+            script = msgspec.structs.replace(script, traced_steps_per_s=traced_steps_per_s)
             text, make_core = scripted_text_model(), _scripted(script)
         else:
             folder = resolve_checkpoint(model)
@@ -128,6 +130,7 @@ def engine(
                 load_format=load_format,
                 overlap=overlap,
                 cuda_graphs=cuda_graphs,
+                traced_steps_per_s=traced_steps_per_s,
             )
             text, make_core = _text_and_process(folder, config, settings)
         ending = run_front(settings, text, make_core, say=_say)

@@ -50,6 +50,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
 KV_DTYPES = ("auto", "fp8", "int8")
+MAX_TRACED_PER_S = 1000
 
 
 class MoeKernel(StrEnum):
@@ -85,6 +86,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: LoadFormat = LoadFormat.AUTO
     overlap: Overlap = Overlap.AUTO
     cuda_graphs: bool = True  # replay decode steps on a GPU
+    traced_steps_per_s: float = 20.0  # looked at closely, for the traces of requests; 0 for none
     batch_timeout_ms: float = 50.0  # `dynamic`: how long the first request waits for company
     static_batch_size: int = 8  # `static`, `dynamic` and `padded`: the size of a batch
 
@@ -115,5 +117,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(
                 f"host_kv_memory_bytes must be 0 (no host tier) or more, not {self.host_kv_memory_bytes}"
             )
+        if not 0 <= self.traced_steps_per_s <= MAX_TRACED_PER_S:
+            raise InvalidConfig(f"traced_steps_per_s must lie between 0 and {MAX_TRACED_PER_S}")
         if self.batch_timeout_ms < 0:
             raise InvalidConfig(f"batch_timeout_ms must be 0 or more, not {self.batch_timeout_ms}")

@@ -28,6 +28,7 @@ from moiety_engine.runner.sizes import sizes_for
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.scheduler import Limits, Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
+from moiety_engine.steps.tracer import StepTracer
 from moiety_wire.messages import FailureCode, FinishReason
 
 MAX_NUM_LOGPROBS = 20
@@ -54,6 +55,7 @@ class EngineLoop:
         self._flight: Flight | None = None  # launched, and not collected
         self._outputs: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
+        self._tracer = StepTracer(config.traced_steps_per_s)
         self._requests_total = 0
         self.steps_total = 0
 
@@ -154,9 +156,10 @@ class EngineLoop:
         """What happened since the last call, if anything."""
         admissions, refusals = self.scheduler.take_verdicts()
         failures = self._failures + refusals
-        if not self._outputs and not failures and not admissions:
+        traced = self._tracer.take()
+        if not self._outputs and not failures and not admissions and not traced:
             return None
-        step = CoreStep(self._outputs, failures, self.load(), admissions)
+        step = CoreStep(self._outputs, failures, self.load(), admissions, traced)
         self._outputs, self._failures = [], []
         return step
 
@@ -194,6 +197,7 @@ class EngineLoop:
         if flight is not None:
             found = resident.runner.collect(flight)
             now_ns = self._clock_ns()
+            self._tracer.ended(flight.plan, self.scheduler, self.steps_total, now_ns)
             self._outputs += self.scheduler.commit(flight.plan, found.token_ids, found.logprobs, now_ns, found.vectors)
             self.steps_total += 1
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling, StepCosts
+from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling, Step, StepCosts
 
 
 class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
@@ -167,11 +167,19 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     embedding_width: int = 0  # 0: this core makes no embeddings
 
 
+class TracedStep(msgspec.Struct, frozen=True, array_like=True):
+    """A step that was looked at, and whose requests ran in it; the front knows their classes."""
+
+    step: Step
+    keys: list[int]
+
+
 class CoreStep(msgspec.Struct, frozen=True, tag="step"):
     outputs: list[CoreOutput]
     failures: list[CoreFailure]
     load: CoreLoad
     admissions: list[CoreAdmission] = []
+    traced: list[TracedStep] = []
 
 
 class CoreRested(msgspec.Struct, frozen=True, tag="rested"):

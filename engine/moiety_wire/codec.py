@@ -6,16 +6,17 @@ A frame is one message, or an array of several in their order: what goes to one 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from moiety_wire.errors import UndecodableMessage
-from moiety_wire.messages import ToEngine, ToGateway
+from moiety_wire.messages import Step, StepNotes, ToEngine, ToGateway
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine | list[ToEngine]] = msgspec.msgpack.Decoder(ToEngine | list[ToEngine])
 _to_gateway: msgspec.msgpack.Decoder[ToGateway | list[ToGateway]] = msgspec.msgpack.Decoder(ToGateway | list[ToGateway])
+_notes = msgspec.msgpack.Decoder(StepNotes)
 _ARRAY = struct.Struct(">BI")  # how msgpack begins one: its mark, and of how many
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # the last two: broken text, deep nesting
 
@@ -61,3 +62,21 @@ def decode_to_gateway(data: bytes | memoryview) -> list[ToGateway]:
     except _UNDECODABLE as exc:
         raise UndecodableMessage(f"not a message to a gateway: {exc}") from exc
     return found if isinstance(found, list) else [found]
+
+
+def encode_step(step: Step) -> msgspec.Raw:
+    """A step for the notes of each request that ran in it."""
+    return msgspec.Raw(_encoder.encode(step))
+
+
+def encode_notes(num_seen: int, steps: Sequence[msgspec.Raw]) -> bytes:
+    """StepNotes, as `Finished.steps` has them."""
+    return _encoder.encode((num_seen, steps))
+
+
+def decode_notes(data: bytes) -> StepNotes:
+    """What `Finished.steps` says. Raises UndecodableMessage."""
+    try:
+        return _notes.decode(data)
+    except _UNDECODABLE as exc:
+        raise UndecodableMessage(f"not the notes of a request's steps: {exc}") from exc

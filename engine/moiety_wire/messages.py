@@ -288,9 +288,37 @@ class Phases(msgspec.Struct, frozen=True):
     finished_unix_ns: int = 0
 
 
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """A step of the engine, one of the few that it looks at closely. `trace_id` is of a trace of its own, in which its
+    only span has the last eight bytes as id, so that all gateways with a request in it call it the same."""
+
+    trace_id: bytes  # 16
+    number: int  # since the engine's start
+    begin_unix_ns: int
+    end_unix_ns: int
+    predicted_s: float | None  # what the scheduler took it to last
+    num_decodes: int  # sequences that got a token
+    num_prefills: int  # sequences of which a part of the prompt was computed
+    num_prefill_tokens: int
+    num_preempted: int  # that gave way to it
+    num_output_tokens: int
+    num_waiting: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    classes: dict[str, int] = {}  # sequences in it
+
+
+class StepNotes(msgspec.Struct, frozen=True, array_like=True):
+    """The steps that a request ran in, of those that were looked at: all of them, or some, spread over its time."""
+
+    num_seen: int
+    steps: list[Step]
+
+
 class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     """The end of a request. `text` is what detokenization still held back. `num_output_tokens` are the billable output
-    positions: all up to and including the one that ended the request."""
+    positions: all up to and including the one that ended the request. `steps` are StepNotes, packed since most of them
+    are never read; of a request with a trace context only."""
 
     request_id: str
     seq: int
@@ -305,6 +333,7 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     num_recomputed_tokens: int = 0  # computed again after preemptions; metered, not billed
     detail: str = ""  # the stop string that matched; max_tokens, context, credit_refused; silent_gateway, draining
     embedding: bytes = b""  # of `Submit.embed`, unless aborted: a unit vector, little-endian float32
+    steps: bytes = b""
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):

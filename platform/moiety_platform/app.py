@@ -29,6 +29,7 @@ from moiety_platform.completions.record import CLIENT_CLOSED_REQUEST
 from moiety_platform.completions.recorder import RequestRecorder, UsageSink
 from moiety_platform.completions.text import ModelTexts
 from moiety_platform.db.readiness import StoreReadiness
+from moiety_platform.direct import GatewayApp
 from moiety_platform.embeddings.controller import embedding_route
 from moiety_platform.engine_metrics import EngineCollector
 from moiety_platform.errors import PlatformError
@@ -99,7 +100,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
         streams=StreamGate(settings.max_streams_per_key),
     )
     models = ModelServices(services.authenticator, services.replicas, pipeline.texts, **limits, shape=shape)
-    app = Litestar(
+    app = GatewayApp(
         route_handlers=[
             *completion_routes(exchange),
             embedding_route(exchange),

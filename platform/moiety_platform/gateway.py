@@ -74,12 +74,17 @@ RARELY = (20_000, 50, 100)  # a request leaves little in cycles, so looking for 
 log = structlog.get_logger(__name__)
 
 
+class CannotSendSpans(Exception):
+    """A package that the way of the spans needs is not installed; the message says which."""
+
+
 class CannotUseEngine(Exception):
     """A file that the address of an engine names is missing or unusable; the message says which."""
 
 
 def run_gateway(settings: GatewaySettings) -> None:
-    """Serve until SIGINT or SIGTERM; a second one ends without draining. Raises CannotListen or CannotUseEngine."""
+    """Serve until SIGINT or SIGTERM; a second one ends without draining. Raises CannotListen,
+    CannotUseEngine or CannotSendSpans."""
     configure_logging(settings.log_level, settings.log_format)
     _share_arenas()
     listener = bind(settings.host, settings.port)
@@ -239,13 +244,19 @@ def _trace(settings: GatewaySettings, process_id: str) -> Tracing:
         settings.trace_sample_rate, settings.trace_sample_rates, settings.trace_first_per_s, settings.trace_max_per_s
     )
     token = settings.traces_token.get_secret_value() if settings.traces_token else None
-    places = (("store", settings.traces_endpoint, token), ("otlp", settings.otlp_endpoint, None))
-    wanted = [(name, endpoint, key) for name, endpoint, key in places if endpoint is not None]
-    if not wanted:
+    if settings.traces_endpoint is None and settings.otlp_endpoint is None:
         return Tracing(terms)
-    from moiety_platform.traces.sender import SpanSender, otlp_exporter  # noqa: PLC0415  # slow to import
+    from moiety_platform.traces.sender import SpanSender, grpc_exporter, otlp_exporter  # noqa: PLC0415  # slow to import
 
-    senders = [SpanSender(name, otlp_exporter(endpoint, key), process_id) for name, endpoint, key in wanted]
+    senders = []
+    if settings.traces_endpoint is not None:
+        senders.append(SpanSender("store", otlp_exporter(settings.traces_endpoint, token), process_id))
+    if settings.otlp_endpoint is not None:
+        make = grpc_exporter if settings.otlp_protocol == "grpc" else otlp_exporter
+        try:
+            senders.append(SpanSender("otlp", make(settings.otlp_endpoint), process_id))
+        except ModuleNotFoundError as exc:
+            raise CannotSendSpans(f"OTLP by gRPC needs {exc.name}: pip install 'moiety[grpc]'") from exc
     return Tracing(terms, senders)
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, SettingsConfigDict
 
 from moiety_platform.config_file import read_config_section
 from moiety_platform.engine_addresses import identity
@@ -105,6 +105,10 @@ class GatewaySettings(BaseSettings):
     otlp_endpoint: str | None = Field(  # e.g. http://collector:4318; None: no spans leave the process
         default=None,  # OpenTelemetry's own variable is also what our engines go by, so one setting serves both
         validation_alias=AliasChoices("otlp_endpoint", "MOIETY_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+    )
+    otlp_protocol: Literal["http/protobuf", "grpc"] = Field(  # by gRPC the port is 4317; it needs moiety[grpc]
+        default="http/protobuf",
+        validation_alias=AliasChoices("otlp_protocol", "MOIETY_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"),
     )
     otlp_metrics_endpoint: str | None = Field(  # e.g. http://collector:4318/v1/metrics; None: they are only at /metrics
         default=None,
@@ -223,6 +227,6 @@ class GatewaySettings(BaseSettings):
         """Settings by precedence: flags that are not None, environment, the file's `gateway` table, defaults.
         Raises ConfigFileError or pydantic's ValidationError."""
         document = read_config_section(config, SECTION) if config else {}
-        environment = cls().model_dump(exclude_unset=True)
+        environment = EnvSettingsSource(cls)()  # not yet checked, since what one says may need what another says
         given = {name: value for name, value in flags.items() if value is not None}
         return cls(**{**document, **environment, **given})

@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from moiety_dashboard import charts, colours, figures
+from moiety_dashboard import charts, colours, figures, waterfall
 from moiety_dashboard.cli import server_options
-from moiety_dashboard.frames import changes, fleet, limits, series, simulations
+from moiety_dashboard.frames import changes, fleet, limits, series, simulations, traces
 from moiety_dashboard.frames.tenants import keys_frame, tenants_frame
 from moiety_dashboard.settings import read_settings
 from moiety_dashboard.views.windows import LIVE
@@ -237,3 +237,49 @@ def test_the_theme_has_a_light_and_a_dark_side() -> None:
     options = server_options("127.0.0.1", 8501)
     grounds = {options[f"theme_{side}_backgroundColor"] for side in ("light", "dark", "light_sidebar", "dark_sidebar")}
     assert len(grounds) == 4
+
+
+def span(name: str, start_ms: int, end_ms: int, parent_id: str | None = "root", **changed: Any) -> dict[str, Any]:
+    begin = 10**18
+    usual = {
+        "span_id": name, "parent_id": parent_id, "name": name, "service": "moiety-gateway", "status": "unset",
+        "start_ns": begin + start_ms * 10**6, "end_ns": begin + end_ms * 10**6, "events": [], "links": [],
+        "attributes": {"moiety.request_id": "r", "moiety.tenant_id": "t"},
+    }  # fmt: skip
+    return usual | changed
+
+
+def test_spans_stand_under_what_they_are_part_of_in_the_order_of_time() -> None:
+    failed = span("answer", 4, 9, status="error", attributes={"error.type": "engine_failed"})
+    event = {"name": "moiety.failed_over", "unix_ns": 10**18 + 6 * 10**6, "attributes": {"moiety.reason": "died"}}
+    root = span("root", 0, 10, "of-a-client", events=[event])
+    frame = traces.bars_frame([failed, span("engine.decode", 5, 8, "answer"), span("receive", 0, 4), root])
+    assert [label.strip("· ") for label in frame["label"]] == ["root", "receive", "answer", "engine.decode"]
+    assert [label.count("·") for label in frame["label"]] == [0, 1, 1, 2]
+    assert list(frame["who"]) == ["gateway", "gateway", "with an error", "engine"]
+    assert list(frame["start_ms"]) == [0, 0, 4, 5]
+    assert frame["told"][2] == "error.type: engine_failed"
+    (happened,) = traces.events_frame([failed, root]).to_dict("records")
+    assert (happened["event"], happened["reason"], happened["at_ms"], happened["row"]) == ("failed over", "died", 6, 0)
+
+
+def test_a_step_tells_its_batch_and_how_it_was_predicted() -> None:
+    said = {
+        "number": 7, "decodes": 3, "prefills": 1, "prefill_tokens": 40, "preempted": 2, "output_tokens": 4,
+        "waiting": 5, "kv_blocks_used": 25, "kv_blocks_total": 100, "classes": ["3 batch", "1 flex"],
+        "predicted_s": 0.004,
+    }  # fmt: skip
+    attributes = {f"moiety.step.{name}": value for name, value in said.items()} | {"moiety.engine": "ipc://a"}
+    linked = [{"trace_id": "x", "span": span("engine.step", 5, 10, None, attributes=attributes)}]
+    (row,) = traces.steps_frame(linked, 10**18).to_dict("records")
+    assert (row["took_ms"], row["predicted_ms"], row["kv_used"], row["classes"]) == (5, 4, 0.25, "3 batch, 1 flex")
+    chart = waterfall.steps(traces.steps_frame(linked, 10**18), 20.0).to_dict()
+    (drawn,) = chart["datasets"].values()
+    assert [(one["part"], one["from"], one["to"]) for one in drawn] == [("decodes", 0, 3), ("prompt tokens", 3, 43)]
+
+
+def test_a_trace_without_a_request_of_ours_is_shown_too() -> None:
+    frame = traces.bars_frame([span("checkout", 0, 3, None, attributes={"items": 3})])
+    assert (list(frame["who"]), traces.requests_of([])) == (["others"], [])
+    assert traces.events_frame([span("checkout", 0, 3, None)]).empty
+    assert traces.found_frame([], {}).empty

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from moiety_dashboard import settings as dashboard_settings
 SCRIPT = Path(dashboard_settings.__file__).parent / "app.py"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DEADLINE_S = 60
-PAGES = ("Overview", "Tenants", "SLA classes", "Engines", "Quotas", "Playground", "Simulator", "Audit")
+PAGES = ("Overview", "Tenants", "SLA classes", "Engines", "Traces", "Quotas", "Playground", "Simulator", "Audit")
 FOR_OPERATORS = {"Engines", "Simulator"}
 
 needs_browser = pytest.mark.skipif(
@@ -137,6 +138,28 @@ def open_browser(serve: Any) -> Iterator[Callable[[], Browser]]:
         chromium.close()
 
 
+def look_at_the_trace_of_globex(browser: Browser) -> None:
+    """From its own address to the list, by what it is searched by, and back to it by a click; then one that is not."""
+    page = browser.page
+    address, shown = page.url, browser.look()
+    for text in ("Tenant globex", "Promise", "kept for first", "Waterfall", "Events", "Batch"):
+        assert text in shown, text
+    for text in ("quota.settle", "engine.decode", "admitted"):
+        browser.see_in_table(text)
+    browser.press("All traces")
+    page.get_by_role("combobox", name="Reason").fill("no such reason")
+    page.get_by_role("combobox", name="Reason").press("Enter")
+    browser.see("No such request was kept in this time.")
+    page.get_by_role("combobox", name="Reason").fill("first")
+    page.get_by_role("combobox", name="Reason").press("Enter")
+    browser.see_in_table("globex")
+    page.locator(".dvn-scroller").first.click(position={"x": 320, "y": 55})
+    page.get_by_role("heading", name="chat moiety-demo").wait_for()
+    assert page.url == address
+    browser.press("All traces")
+    browser.see_in_table("first")  # still what was searched for
+
+
 @needs_browser
 def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_again(
     serve: Any, open_browser: Callable[[], Browser]
@@ -161,9 +184,17 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     browser.see_in_table("website")
 
     browser.go("Playground")
-    for _ in range(2):
-        browser.press("Send")
-        browser.see("Whole answer")
+    browser.press("Send")
+    browser.see("Whole answer")
+    page.get_by_text("Open its trace").click()
+    page.get_by_role("heading", name="chat moiety-demo").wait_for()
+    waterfall = page.get_by_test_id("stVegaLiteChart").first
+    waterfall.wait_for()
+    assert "trace=" in page.url
+    look_at_the_trace_of_globex(browser)
+    browser.go("Playground")
+    browser.press("Send")
+    browser.see("Whole answer")
     browser.go("Overview")
     browser.see("2 in 1 h")
 
@@ -209,6 +240,18 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     assert browser.complaints == []
 
 
+def a_kept_trace(http: httpx.Client, serve: Any) -> str:
+    """Of a request of the tenant that a serve makes at its start."""
+    headers = {"Authorization": f"Bearer {serve.tenant_key}"}
+    httpx.post(f"{serve.url}/v1/completions", headers=headers, json={"model": "none", "prompt": "hello"}, timeout=60)
+    for _ in range(200):
+        found = http.get("/traces", params={"reason": "model_not_found"}).json()["data"]
+        if found:
+            return str(found[0]["trace_id"])
+        time.sleep(0.1)
+    raise AssertionError("no trace was kept")
+
+
 @needs_browser
 def test_a_tenants_administrator_sees_nothing_of_another_on_any_page_or_by_any_address(
     serve: Any, open_browser: Callable[[], Browser]
@@ -224,7 +267,11 @@ def test_a_tenants_administrator_sees_nothing_of_another_on_any_page_or_by_any_a
             http.put("/quotas", json=limit)
         boss = {"name": "boss", "role": "tenant-admin", "tenant_id": own["id"]}
         key = http.post("/keys", json=boss).json()["secret"]
+        trace_id = a_kept_trace(http, serve)
     browser = open_browser()
+    for not_its_own in (trace_id, "../tenants"):
+        browser.sign_in(key, f"traces?trace={not_its_own}")
+        browser.see("There is no such trace, or it was not kept.")
     browser.sign_in(key, f"tenants?tenant={other['id']}")
     browser.see("initech")
     shown = {name: browser.go(name) for name in PAGES if name not in FOR_OPERATORS}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,9 +49,9 @@ class Loops:
         config = EngineConfig(model=str(folder), name="tiny", dtype=dtype, device=device, **loading)  # type: ignore[arg-type]
         self.model = load_loop(config).model
 
-    def make(self, **settings: object) -> EngineLoop:
+    def make(self, clock_ns: Callable[[], int] = time.time_ns, **settings: object) -> EngineLoop:
         config = EngineConfig(model=str(self.folder), name="tiny", **settings)  # type: ignore[arg-type]
-        return EngineLoop(self.model, config)
+        return EngineLoop(self.model, config, clock_ns=clock_ns)
 
 
 @pytest.fixture(scope="session")

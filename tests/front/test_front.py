@@ -12,6 +12,7 @@ from moiety_engine.front.front import Ending
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import ASSISTANT_ID, END_ID, USER_ID, VOCAB_SIZE
+from moiety_wire.codec import decode_notes
 from moiety_wire.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -86,6 +87,23 @@ async def test_a_request_is_accepted_streamed_without_gap_and_finished(bench: An
         phases = end.phases
         assert 0 < phases.received_unix_ns <= phases.scheduled_unix_ns <= phases.first_token_unix_ns
         assert phases.first_token_unix_ns <= phases.finished_unix_ns
+
+
+async def test_a_request_in_a_trace_is_told_the_steps_that_it_ran_in(bench: Any, submit: Any) -> None:
+    async with bench(Script(traced_steps_per_s=1000.0, step_delay_s=0.002)) as running:
+        gateway = running.connect()
+        context = f"00-{'ab' * 16}-{'cd' * 8}-01"
+        for one in (submit("traced", "hello", traceparent=context), submit("other", "hello, too")):
+            await gateway.send(one)
+        traced, other = await gateway.finish("traced"), await gateway.finish("other")
+        assert other.end.steps == b"", "nobody would look at them"
+        notes = decode_notes(traced.end.steps)
+        assert notes.num_seen == len(notes.steps) == 6, "the prompt, and each token after the first"
+        assert [step.num_prefills + step.num_decodes for step in notes.steps][:1] in ([1], [2])
+        numbers = [step.number for step in notes.steps]
+        assert numbers == list(range(numbers[0], numbers[0] + 6))
+        assert notes.steps[0].num_prefill_tokens >= len("hello")
+        assert all((step.num_decodes, step.classes) == (2, {"standard": 2}) for step in notes.steps[2:5])
 
 
 async def test_special_tokens_are_no_text_unless_they_are_to_be_shown(bench: Any, submit: Any) -> None:

@@ -83,7 +83,7 @@ async def test_a_request_is_one_line_of_json_in_the_log_without_prompt_or_key(ga
 
 @pytest.mark.parametrize(("offered", "echoed"), [("abc-1.2:3", True), ("x" * 200, False), ("a b", False), ("", False)])
 async def test_a_reasonable_request_id_is_echoed_and_any_other_replaced(gateway, offered, echoed):
-    for path in (CHAT, "/nowhere"):
+    for path in (CHAT, f"{CHAT}/", "/nowhere"):
         _, headers, _ = await gateway.post(path, BODY, headers={"X-Request-Id": offered})
         assert (headers["x-request-id"] == offered) is echoed
         assert headers["x-request-id"]
@@ -120,6 +120,14 @@ async def test_a_usage_row_tells_times_and_counts(gateway):
     assert 0 <= row.ttft_ms <= row.duration_ms
     assert row.queue_ms == 0
     assert row.started_at.tzinfo is not None
+
+
+async def test_usage_names_a_model_that_is_away_and_none_that_there_never_was(gateway):
+    await gateway.post(CHAT, BODY | {"model": "what a client calls it"})
+    gateway.engine.die()
+    assert (await gateway.post(CHAT, BODY))[0] == 503
+    rows = await gateway.rows.wait_for(2)
+    assert [(row.model, row.http_status) for row in rows] == [("unknown", 404), ("tiny", 503)]
 
 
 async def test_text_and_messages_are_tokenized_as_generation_does(gateway):

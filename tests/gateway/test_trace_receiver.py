@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import grpc
 import httpx
 import pytest
 from opentelemetry.exporter.otlp.proto.http import Compression
@@ -16,6 +19,10 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
 )
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -30,7 +37,7 @@ from moiety_platform.listening import bind
 from moiety_platform.trace_receiver.process import TraceServer, build_app
 from moiety_platform.trace_receiver.settings import TraceSettings
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
-from moiety_platform.traces.sender import SpanSender, otlp_exporter
+from moiety_platform.traces.sender import QUEUE_FULL, SpanSender, grpc_exporter, otlp_exporter
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -256,6 +263,48 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Quiet."""
+
+
+class GrpcCollector(TraceServiceServicer):
+    """The same by OTLP/gRPC."""
+
+    def __init__(self) -> None:
+        self.spans = []
+        self.server = grpc.server(ThreadPoolExecutor(1))
+        add_TraceServiceServicer_to_server(self, self.server)
+        self.server_port = self.server.add_insecure_port("127.0.0.1:0")
+
+    def Export(self, request, context):  # noqa: N802  # as the service has it
+        self.spans += [span for part in request.resource_spans for scope in part.scope_spans for span in scope.spans]
+        return ExportTraceServiceResponse()
+
+
+async def test_our_sender_can_send_by_grpc_to_a_receiver_that_is_not_ours(start_gateway, card):
+    collector = GrpcCollector()
+    collector.server.start()
+    try:
+        sender = SpanSender("otlp", grpc_exporter(f"http://127.0.0.1:{collector.server_port}"), "g", interval_s=0.01)
+        async with start_gateway([FakeEngineClient(card)], sender) as gateway:
+            await gateway.post(CHAT, BODY, headers={"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-00"})
+            await gateway.rows.wait_for(1)
+        await asyncio.to_thread(sender.close)
+    finally:
+        collector.server.stop(None).wait()
+    assert (sender.num_sent, len(collector.spans)) == (10, 10)
+    assert {span.trace_id.hex() for span in collector.spans} == {"ab" * 16}
+
+
+async def test_a_receiver_by_grpc_that_is_away_slows_no_request_and_is_counted(start_gateway, card):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    sender = SpanSender("otlp", grpc_exporter(f"http://127.0.0.1:{port}"), "g", capacity=20, interval_s=0.01)
+    async with start_gateway([FakeEngineClient(card)], sender) as gateway:
+        for _ in range(5):
+            assert (await gateway.post(CHAT, BODY))[0] == 200
+        rows = await gateway.rows.wait_for(5)
+    await asyncio.to_thread(sender.close, 0.1)
+    assert max(row.duration_ms for row in rows) < 5000
+    assert (sender.num_sent, sender.dropped[QUEUE_FULL] > 0) == (0, True)
 
 
 async def test_our_sender_can_send_to_a_receiver_that_is_not_ours(start_gateway, card):

@@ -9,6 +9,7 @@ import socket
 import time
 from collections import Counter
 
+import msgspec
 import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
@@ -16,7 +17,8 @@ from moiety_platform.engine_client.fake import Verdict as EngineVerdict
 from moiety_platform.traces.context import parse_traceparent
 from moiety_platform.traces.sampling import Ending, Sampler, SamplingTerms, Verdict
 from moiety_platform.traces.sender import QUEUE_FULL, SpanSender, otlp_exporter
-from moiety_wire.messages import Event, EventKind, Failed, FailureCode, Reason
+from moiety_wire.codec import encode_notes, encode_step
+from moiety_wire.messages import Event, EventKind, Failed, FailureCode, Reason, Step
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -123,7 +125,7 @@ async def test_many_requests_of_every_end_at_once_leave_a_whole_trace_each(start
         attempts = [span for span in children if span.name == "engine.attempt"]
         assert len(attempts) == root.attributes.get("moiety.failovers", 0)
         linked = [link for span in children for link in span.links]
-        assert linked == [span.span_id for span in attempts]
+        assert linked == [(span.trace_id, span.span_id) for span in attempts]
     outcomes = Counter(row.outcome for row in rows.values())
     assert outcomes == {"length": 3 * count // 5, "rejected": count // 5, "disconnected": count // 5}
     kept_for = Counter(root.attributes["moiety.kept_for"] for root, _ in traces)
@@ -177,6 +179,43 @@ async def test_what_the_scheduler_did_stands_in_the_span_of_its_phase(start_gate
         ("moiety.resumed", {"moiety.reason": "recompute"}),
     ]
     assert root.attributes["moiety.kept_for"] == "preempted"
+
+
+async def test_a_request_links_to_the_steps_that_it_ran_in_and_each_of_them_is_sent_once(start_gateway, card, spans):
+    def step(number: int, begin_ns: int, end_ns: int) -> msgspec.Raw:
+        counts = {"num_decodes": 3, "num_prefills": 1, "num_prefill_tokens": 40, "num_preempted": 2}
+        more = {"num_output_tokens": 4, "num_waiting": 7, "kv_blocks_used": 5, "kv_blocks_total": 50}
+        classes = {"flex": 1, "batch": 3}
+        return encode_step(Step(number.to_bytes(16), number, begin_ns, end_ns, 0.5, **counts, **more, classes=classes))
+
+    far = time.time_ns() + 10**12  # after the first token
+    steps = encode_notes(9, [step(7, 1, 2), step(8, far, far + 10**7)])
+    engine = FakeEngineClient(card, verdict=lambda submit: EngineVerdict("standard", steps=steps))
+    async with start_gateway([engine], spans) as gateway:
+        for body in (BODY, BODY | {"n": 2}):
+            await gateway.post(CHAT, body)
+        await gateway.rows.wait_for(2)
+    first, second = [span for span in spans.spans if span.name == "engine.step"]
+    assert (first.trace_id, first.span_id, first.parent_id) == (f"{7:032x}", f"{7:016x}", None)
+    assert second.end_ns - second.start_ns == 10**7
+    assert not {"moiety.tenant_id", "moiety.request_id"} & first.attributes.keys(), "it is several tenants'"
+    told = {name.removeprefix("moiety.step."): value for name, value in first.attributes.items()}
+    assert (told["decodes"], told["prefill_tokens"], told["preempted"], told["predicted_s"]) == (3, 40, 2, 0.5)
+    assert told["classes"] == ("3 batch", "1 flex")
+    for _, children in traces_of(spans.spans):
+        at_engine = [span for span in children if span.name in AT_ENGINE]
+        assert {span.attributes["moiety.steps_seen"] for span in at_engine} == {9}
+        links = {span.name: [link.span_id for link in span.links] for span in at_engine}
+        assert links["engine.decode"] == [second.span_id]
+
+
+async def test_an_engine_that_tells_its_steps_in_another_way_costs_no_request_its_trace(start_gateway, card, spans):
+    engine = FakeEngineClient(card, verdict=lambda submit: EngineVerdict("standard", steps=b"\x93 of a later release"))
+    async with start_gateway([engine], spans) as gateway:
+        assert (await gateway.post(CHAT, BODY))[0] == 200
+        await gateway.rows.wait_for(1)
+    ((_, children),) = traces_of(spans.spans)
+    assert [span.name for span in children] == GATEWAYS_OWN + AT_ENGINE
 
 
 async def test_a_refusal_breaks_the_phase_that_it_came_up_in(start_gateway, card, spans):

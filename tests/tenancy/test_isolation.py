@@ -17,6 +17,7 @@ import httpx
 import pytest
 from litestar import Litestar, get
 from litestar.routes import HTTPRoute
+from sqlalchemy import update
 
 from moiety_platform.access.roles import Role
 from moiety_platform.app import Services, create_app
@@ -476,6 +477,19 @@ async def test_machines_and_other_requests_in_a_trace_are_operators_business(wor
         told = (await call(who, Ask("GET /traces/{trace_id}", ""), world.a)).text
         assert [word in told for word in ("acme-engine", "somebody-else")] == [is_told, is_told], who
         assert world.a.request_id in told
+
+
+async def test_the_steps_of_engines_that_a_request_ran_in_are_operators_business(world: World, call: Any) -> None:
+    async with world.database.write() as session:
+        step = TraceRecord(tenant_id="", trace_id="e" * 32, span_id="e" * 16, request_id="r-step")
+        other = TraceRecord(tenant_id=world.b.tenant_id, trace_id="d" * 32, span_id="d" * 16, request_id="r-other")
+        session.add_all([span_of(one, engine="acme-engine") for one in (step, other)])
+        links = [{"trace_id": one.trace_id, "span_id": one.span_id} for one in (step, other)]
+        own = update(SpanRecord).where(SpanRecord.trace_id == world.a.trace_id).values(links=links)
+        await session.execute(own)
+    for who, seen in (("owner", 2), ("viewer", 2), ("tenant-admin of A", 0), ("viewer of A", 0)):
+        told = (await call(who, Ask("GET /traces/{trace_id}", ""), world.a)).json()
+        assert (len(told["linked"]), len(told["spans"]) > 0) == (seen, True), who
 
 
 async def test_a_client_that_takes_anothers_trace_id_sees_its_own_spans_only(world: World, call: Any) -> None:

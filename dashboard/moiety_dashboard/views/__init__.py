@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from moiety_dashboard.page import Page
 from moiety_dashboard.views import audit, classes, engines, overview, playground, quotas, simulator
 from moiety_dashboard.views.tenants import page as tenants
+from moiety_dashboard.views.traces import page as traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ PAGES = (
     View("Tenants", ":material/groups:", "tenants", tenants.draw),
     View("SLA classes", ":material/speed:", "classes", classes.draw),
     View("Engines", ":material/memory:", "engines", engines.draw, "engines.read"),
+    View("Traces", ":material/account_tree:", "traces", traces.draw, "traces.read"),
     View("Quotas", ":material/data_usage:", "quotas", quotas.draw),
     View("Playground", ":material/chat:", "playground", playground.draw),
     View("Simulator", ":material/science:", "simulator", simulator.draw, "simulations.run"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,15 +13,18 @@ import httpx
 import streamlit as st
 
 from moiety_dashboard import panels
-from moiety_dashboard.client import read_error, read_message
+from moiety_dashboard.client import AdminClient, ApiRefused, read_error, read_message
 from moiety_dashboard.figures import milliseconds, short
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.tenants.keys import PLAYGROUND_KEY
+from moiety_dashboard.views.traces.kept import KEPT, TRACE
 
 TIERS = {"auto": "the tenant's own", "priority": "priority", "default": "standard", "flex": "flex"}
 TIMEOUT_S = 120.0
 LIMIT_HEADERS = ("x-ratelimit-", "ratelimit")
+TRACES = "traces"  # the path of their page, which not everybody may have
+STORED_WITHIN_S = 6.0  # a trace that is kept is there by then
 
 
 class Refused(Exception):
@@ -34,6 +38,7 @@ class Run:
     started_s: float = field(default_factory=time.monotonic)
     first_s: float | None = None
     ended_s: float | None = None
+    trace_id: str = field(default_factory=lambda: secrets.token_hex(16))
     request_id: str = ""
     tier: str = ""
     usage: Mapping[str, Any] = field(default_factory=dict)
@@ -62,11 +67,14 @@ def draw(page: Page) -> None:
         "model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": int(tokens),
         "service_tier": tier, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    send(page.settings.gateway_url, key.strip(), body)
-
-
-def send(url: str, key: str, body: Mapping[str, Any]) -> None:
     run = Run()
+    send(page.settings.gateway_url, key.strip(), body, run)
+    if TRACES in page.others and run.request_id:
+        since_s = time.monotonic()
+        page.live(lambda client: draw_trace(client, page, run, time.monotonic() - since_s))
+
+
+def send(url: str, key: str, body: Mapping[str, Any], run: Run) -> None:
     try:
         with st.container(border=True):
             st.write_stream(arriving(url, key, body, run))
@@ -81,7 +89,8 @@ def send(url: str, key: str, body: Mapping[str, Any]) -> None:
 
 def arriving(url: str, key: str, body: Mapping[str, Any], run: Run) -> Iterator[str]:
     """Pieces of text as they come. Raises Refused, or httpx.HTTPError."""
-    headers = {"Authorization": f"Bearer {key}"}
+    traceparent = f"00-{run.trace_id}-{secrets.token_hex(8)}-01"  # so that its trace can be found, however it ends
+    headers = {"Authorization": f"Bearer {key}", "traceparent": traceparent}
     with (
         httpx.Client(timeout=TIMEOUT_S) as http,
         http.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers) as response,
@@ -139,3 +148,19 @@ def tell(run: Run) -> None:
     if run.limits:
         st.caption("Where the key's limits stand")
         st.code("\n".join(f"{name}: {value}" for name, value in sorted(run.limits.items())), language=None)
+
+
+def draw_trace(client: AdminClient, page: Page, run: Run, waited_s: float) -> None:
+    """A way to the request's trace once it is there, or why it is not."""
+    try:
+        client.get(f"/traces/{run.trace_id}")
+    except ApiRefused as exc:
+        if exc.code != "trace_not_found":
+            st.caption(f"There is no trace to look at: {exc}")
+        elif waited_s < STORED_WITHIN_S:
+            st.caption("Its trace is on its way …")
+        else:
+            st.caption(f"Its trace was not kept. {KEPT}")
+        return
+    icon = ":material/account_tree:"
+    st.page_link(page.others[TRACES], label="Open its trace", icon=icon, query_params={TRACE: run.trace_id})

@@ -7,16 +7,28 @@ sockets: it posts messages to sessions and collects commands for the core.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import structlog
 
 from moiety_engine.front.meter import Meter
 from moiety_engine.front.request import OpenRequest, TokenTable
 from moiety_engine.front.sessions import GatewaySession
 from moiety_engine.front.validation import ModelLimits, find_refusal, to_core
-from moiety_engine.messages import CoreAbort, CoreAdmission, CoreExtend, CoreFailure, CoreFinish, CoreStep, ToCore
+from moiety_engine.messages import (
+    CoreAbort,
+    CoreAdmission,
+    CoreExtend,
+    CoreFailure,
+    CoreFinish,
+    CoreStep,
+    ToCore,
+    TracedStep,
+)
 from moiety_text.tokenizer import Tokenizer
+from moiety_wire.codec import encode_step
 from moiety_wire.messages import Abort, Extend, Failed, FailureCode, FinishReason, Reason, Submit, ToGateway
 
 log = structlog.get_logger()
@@ -138,6 +150,8 @@ class RequestDesk:
     # ── from the core ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def take_step(self, step: CoreStep) -> None:
+        for traced in step.traced:  # before the ends, which tell them
+            self._tell_step(traced)
         for admission in step.admissions:
             found = self._open.get(admission.key)
             if found is not None:
@@ -160,6 +174,14 @@ class RequestDesk:
             found = self._open.get(failure.key)
             if found is not None:
                 self._fail(*found, failure)
+
+    def _tell_step(self, traced: TracedStep) -> None:
+        """To each request that ran in it."""
+        requests = [found[0] for key in traced.keys if (found := self._open.get(key)) is not None]
+        classes = Counter(request.served_class for request in requests)
+        packed = encode_step(msgspec.structs.replace(traced.step, classes=dict(classes)))
+        for request in requests:
+            request.ran_in(packed)
 
     def fail_all(self, code: FailureCode, message: str) -> None:
         """The core is gone."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moiety_engine.config import Batching, LoadFormat, MoeKernel, Overlap, PolicyName
+from moiety_engine.config import MAX_TRACED_PER_S, Batching, LoadFormat, MoeKernel, Overlap, PolicyName
 
 LISTENING = "Where it listens"
 MEMORY = "Batching and memory"
@@ -236,6 +236,15 @@ CoreSilenceOption = Annotated[
         envvar="MOIETY_ENGINE_CORE_SILENCE_S",
         min=1,
         help="Seconds without a sign of life after which the core counts as hung and is killed; more than any step.",
+    ),
+]
+TracedStepsOption = Annotated[
+    float,
+    typer.Option(
+        envvar="MOIETY_ENGINE_TRACED_STEPS_PER_S",
+        min=0,
+        max=MAX_TRACED_PER_S,
+        help="Steps a second that are looked at closely, for the traces of the requests in them; 0 for none.",
     ),
 ]
 ScriptedOption = Annotated[

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
+import msgspec
+
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput
+from moiety_engine.steps.collection import StepCollection
 from moiety_text.detokenizer import Detokenizer
 from moiety_text.stop import StopFinder
 from moiety_text.tokenizer import Tokenizer
@@ -96,7 +99,13 @@ class OpenRequest:
         self._detokenizer = Detokenizer(tokenizer, submit.shown_ids)
         self._finder = StopFinder(submit.stopping.stop) if submit.stopping.stop else None
         self._table = table
+        self._steps = StepCollection() if submit.traceparent else None  # else nobody looks at them
         self._seq = 0
+
+    def ran_in(self, step: msgspec.Raw) -> None:
+        """A step that was looked at had this request in it."""
+        if self._steps is not None:
+            self._steps.add(step)
 
     def resume(self, token_ids: list[int], stop_token_ids: Container[int]) -> CoreFinish | None:
         """Take in the output that another engine has sent: text and stop strings go on after it. How the request ends,
@@ -206,6 +215,7 @@ class OpenRequest:
             num_recomputed_tokens=finish.num_recomputed_tokens,
             detail=detail,
             embedding=finish.embedding,
+            steps=b"" if self._steps is None else self._steps.packed(),
         )
 
     def fail(self, failure: CoreFailure) -> Failed:

@@ -227,6 +227,10 @@ class Scheduler:
 
     # ── what is there ──
 
+    def begun_ns(self, plan: Plan) -> int:
+        """When a step that is not yet committed began to run: once it was planned, and the one before had ended."""
+        return self._watch.begun_ns(plan)
+
     @property
     def num_running(self) -> int:
         return len(self.places.running)

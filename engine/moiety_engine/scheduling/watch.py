@@ -19,7 +19,7 @@ class StepWatch:
 
     def committed(self, plan: Plan, now_ns: int) -> float:
         """Seconds that the step took, without those in which it waited for the one before it."""
-        begun_ns, self._committed_ns = self._begun_ns(plan), now_ns
+        begun_ns, self._committed_ns = self.begun_ns(plan), now_ns
         self._running = None
         return (now_ns - begun_ns) / 1e9
 
@@ -28,7 +28,8 @@ class StepWatch:
         running = self._running
         if running is None:
             return now_ns / 1e9
-        return max(now_ns / 1e9, self._begun_ns(running) / 1e9 + self._step_time.predict_s(running.shape))
+        return max(now_ns / 1e9, self.begun_ns(running) / 1e9 + self._step_time.predict_s(running.shape))
 
-    def _begun_ns(self, plan: Plan) -> int:
+    def begun_ns(self, plan: Plan) -> int:
+        """Of the step that runs, or ran last."""
         return max(plan.planned_ns, self._committed_ns)

@@ -7,6 +7,7 @@ event loop.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -28,10 +29,12 @@ from moiety_engine.messages import (
     CoreStep,
     CoreSubmit,
     ToCore,
+    TracedStep,
 )
 from moiety_engine.scripted.request import ClassCounters, ScriptedRequest
 from moiety_engine.scripted.script import Script, Verdict
-from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason
+from moiety_engine.steps.sampler import StepSampler
+from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Step
 
 
 class ScriptedEngine:
@@ -51,6 +54,7 @@ class ScriptedEngine:
         self._blocks_used = 0
         self._counters = {"steps": 0, "prompt": 0, "output": 0, "requests": 0}
         self._classes: defaultdict[str, ClassCounters] = defaultdict(ClassCounters)
+        self._sampler = StepSampler(script.traced_steps_per_s)
 
     def hello(self) -> CoreHello:
         return CoreHello(
@@ -102,8 +106,31 @@ class ScriptedEngine:
         outputs, self._ended = self._ended, []
         failures, self._failures = self._failures, []
         admissions, self._admissions = self._admissions, []
-        outputs += [self._advance(request) for request in list(self._running.values())]
-        return CoreStep(outputs, failures, self.load(), admissions)
+        batch = list(self._running.values())
+        traced = [self._look(batch)] if self._sampler.is_due(self._clock_ns()) else []
+        outputs += [self._advance(request) for request in batch]
+        return CoreStep(outputs, failures, self.load(), admissions, traced)
+
+    def _look(self, batch: list[ScriptedRequest]) -> TracedStep:
+        """What a step is made of that is about to end."""
+        now_ns = self._clock_ns()
+        begun = [request for request in batch if not request.num_output]
+        step = Step(
+            trace_id=secrets.token_bytes(16),
+            number=self._counters["steps"],
+            begin_unix_ns=now_ns - round(self.script.step_delay_s * 1e9),
+            end_unix_ns=now_ns,
+            predicted_s=None,
+            num_decodes=len(batch) - len(begun),
+            num_prefills=len(begun),
+            num_prefill_tokens=sum(len(request.submit.prompt_ids) for request in begun),
+            num_preempted=0,
+            num_output_tokens=len(batch) * self.script.tokens_per_step,
+            num_waiting=len(self._waiting) + len(self._returning),
+            kv_blocks_used=self._blocks_used,
+            kv_blocks_total=self.script.num_blocks,
+        )
+        return TracedStep(step, [request.key for request in batch])
 
     def load(self) -> CoreLoad:
         return CoreLoad(

@@ -49,6 +49,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     verdicts: tuple[Verdict, ...] = ()  # the first that applies holds; without one a request is admitted
     events: tuple[ScriptedEvent, ...] = ()
     predicted_ttft_s: dict[str, float] = {}  # by class; 0 for those that are not named
+    traced_steps_per_s: float = 20.0  # of those that it looks at closely
     dies_at_step: int | None = None  # a core in its own process ends unasked before this step
     loads_for_ever: bool = False  # a core in its own process never gets ready
     refuses: str = ""  # a core in its own process refuses to start, with these words

@@ -19,7 +19,7 @@ from moiety_platform.config_file import ConfigFileError
 from moiety_platform.db.session import Database
 from moiety_platform.db.url import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
-from moiety_platform.gateway import CannotUseEngine, run_gateway
+from moiety_platform.gateway import CannotSendSpans, CannotUseEngine, run_gateway
 from moiety_platform.listening import CannotListen
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, FirstKeys, write_first_keys
@@ -79,7 +79,7 @@ def gateway(
             if keys is not None:  # where the store was empty, those of the file were another store's
                 write_first_keys(first_keys, keys)
         run_gateway(settings)
-    except (CannotListen, CannotUseEngine, BadPepper, BadDatabaseUrl, PlatformError) as exc:
+    except (CannotListen, CannotSendSpans, CannotUseEngine, BadPepper, BadDatabaseUrl, PlatformError) as exc:
         raise CommandError(str(exc)) from exc
 
 

@@ -20,9 +20,9 @@ from moiety_platform.completions.run import Run
 from moiety_platform.completions.spending import Tariff
 from moiety_platform.completions.text import UNKNOWN_TOKEN, ModelTexts
 from moiety_platform.engine_client.base import EngineState
-from moiety_platform.errors import BadRequest, ContextTooLong, Overloaded
+from moiety_platform.errors import BadRequest, ContextTooLong, Overloaded, PlatformError
 from moiety_platform.prices.cache import PriceCache
-from moiety_platform.routing.choose import are_extensible, card_of, choose
+from moiety_platform.routing.choose import are_extensible, card_of, cards_of, choose
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.traces.request_trace import Phase
 from moiety_wire.messages import Card, Stopping, Submit
@@ -65,7 +65,12 @@ class Pipeline:
         """What comes before the gate: whether there is such a model, and the class."""
         record.generation = generation
         states = self._replicas.states()
-        card = card_of(states, generation.model, record.principal.allowed_models)
+        try:
+            card = card_of(states, generation.model, record.principal.allowed_models)
+        except PlatformError:
+            if generation.model in cards_of(states):  # there is such a model, if not for this request
+                record.served_model = generation.model
+            raise
         record.served_model = card.model
         self._check_limits(generation, card)
         cap = record.principal.service_class

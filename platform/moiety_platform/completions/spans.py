@@ -14,10 +14,11 @@ from opentelemetry.trace import SpanKind
 
 from moiety_platform.completions.attempts import Attempt
 from moiety_platform.completions.record import UNKNOWN_MODEL, RequestRecord
+from moiety_platform.completions.step_spans import link_to, notes_of, steps_of
 from moiety_platform.randomness import random_hex
 from moiety_platform.traces.request_trace import Phase
 from moiety_platform.traces.sampling import Verdict
-from moiety_platform.traces.span import Attribute, Span, SpanEvent
+from moiety_platform.traces.span import Attribute, Link, Span, SpanEvent
 from moiety_platform.usage.row import UsageRow
 from moiety_wire.messages import Event, Finished, Phases
 
@@ -129,14 +130,14 @@ def _phases(record: RequestRecord, own: Span) -> Iterator[Span]:
 
 def _at_engines(record: RequestRecord, own: Span) -> Iterator[Span]:
     """Of each sequence in its order; one that failed over points from each engine to the one before."""
-    last: dict[int, str] = {}
+    last: dict[int, Link] = {}
     for attempt in record.attempts:
         spans = list(_of_attempt(record, attempt, own, last.get(attempt.sequence)))
-        last[attempt.sequence] = spans[-1].span_id
+        last[attempt.sequence] = Link(own.trace_id, spans[-1].span_id)
         yield from spans
 
 
-def _of_attempt(record: RequestRecord, attempt: Attempt, own: Span, before: str | None) -> Iterator[Span]:
+def _of_attempt(record: RequestRecord, attempt: Attempt, own: Span, before: Link | None) -> Iterator[Span]:
     attributes = _common(record) | {"moiety.engine": attempt.address, "moiety.sequence": attempt.sequence}
     if attempt.num_resumed_tokens:
         attributes["moiety.resumed_tokens"] = attempt.num_resumed_tokens
@@ -149,14 +150,22 @@ def _of_attempt(record: RequestRecord, attempt: Attempt, own: Span, before: str 
     shift_ns = _shift_ns(finished.phases, attempt.submitted_ns, own.end_ns)
     if shift_ns:
         attributes["moiety.clock_shift_ns"] = shift_ns
+    notes = notes_of(finished)
+    yield from steps_of(notes, attempt.address, shift_ns)
+    if notes.num_seen > len(notes.steps):  # the others were let go, since it is so long
+        attributes["moiety.steps_seen"] = notes.num_seen
     for name, start_ns, end_ns in _engine_phases(finished.phases):
         events = tuple(
             SpanEvent(f"moiety.{event.kind.value}", event.unix_ns + shift_ns, _of_event(event))
             for event in finished.events
-            if _phase_of(event, finished.phases) == name
+            if _phase_of(event.unix_ns, finished.phases) == name
         )
         more = attributes | _of_engine_phase(name, finished)
-        yield _child(own, name, start_ns + shift_ns, end_ns + shift_ns, more, events=events, links=links)
+        ran_in = tuple(
+            link_to(step) for step in notes.steps if _phase_of(step.end_unix_ns - 1, finished.phases) == name
+        )
+        begin, end = start_ns + shift_ns, end_ns + shift_ns
+        yield _child(own, name, begin, end, more, events=events, links=links + ran_in)
         links = ()
 
 
@@ -199,11 +208,11 @@ def _of_engine_phase(name: str, finished: Finished) -> Attributes:
     return {}
 
 
-def _phase_of(event: Event, phases: Phases) -> str:
-    """The span that an event belongs to: the last phase that had begun by then."""
-    if phases.first_token_unix_ns and event.unix_ns >= phases.first_token_unix_ns:
+def _phase_of(unix_ns: int, phases: Phases) -> str:
+    """The span that what happened then belongs to: the last phase that had begun."""
+    if phases.first_token_unix_ns and unix_ns >= phases.first_token_unix_ns:
         return DECODE
-    if phases.scheduled_unix_ns and event.unix_ns >= phases.scheduled_unix_ns:
+    if phases.scheduled_unix_ns and unix_ns >= phases.scheduled_unix_ns:
         return PREFILL
     return QUEUE
 
@@ -232,7 +241,7 @@ def _child(
     attributes: Mapping[str, Attribute],
     *,
     events: tuple[SpanEvent, ...] = (),
-    links: tuple[str, ...] = (),
+    links: tuple[Link, ...] = (),
     error: str | None = None,
 ) -> Span:
     if error is not None:

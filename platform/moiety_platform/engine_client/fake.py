@@ -50,6 +50,7 @@ class Verdict:
     predicted_ttft_s: float | None = None
     events: tuple[Event, ...] = ()
     num_cached_tokens: int = 0
+    steps: bytes = b""  # as in Finished
 
 
 def admit(submit: Submit) -> Verdict:
@@ -297,6 +298,7 @@ class FakeEngineClient:
                 text=text,
                 served_class=verdict.served_class,
                 events=list(verdict.events),
+                steps=verdict.steps,
                 detail=detail,
                 embedding=embedding,
             )

@@ -84,7 +84,7 @@ class TraceController(Controller):
     async def get_trace(
         self, traces: NamedDependency[Database], caller: NamedDependency[Caller], trace_id: FromPath[str]
     ) -> TraceDetail:
-        """All spans of a trace, by their start."""
+        """All spans of a trace, by their start; and for operators the steps of engines that it ran in."""
         hidden = OPERATORS_ONLY if caller.tenant_id is not None else ()
         async with reading(traces) as session:
             return await read_trace(session, trace_id, hidden)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, or_, select
+from sqlalchemy import ColumnElement, Select, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.failures import RETRY_AFTER_S, UNMIGRATED
@@ -19,9 +19,10 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, NotFound, Unavailable
 from moiety_platform.query_parameters import MAX_FILTER_LENGTH
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
-from moiety_platform.trace_store.schemas import SpanView, TraceDetail, TracePage, TraceView
+from moiety_platform.trace_store.schemas import LinkedSpan, SpanView, TraceDetail, TracePage, TraceView
 
 MAX_SPANS = 2000
+MAX_LINKED = 500
 DEFAULT_SPAN = timedelta(hours=24)
 EARLIEST = datetime(1, 1, 2, tzinfo=UTC)  # before which that cannot be
 NO_STORE = "no_trace_store"
@@ -102,7 +103,8 @@ async def find_traces(session: AsyncSession, wanted: TraceFilter, page: PageRequ
 
 
 async def read_trace(session: AsyncSession, trace_id: str, hidden: Collection[str]) -> TraceDetail:
-    """All of its spans, without the attributes of these names. Raises NotFound."""
+    """All of its spans, and those of other traces that they link to as far as they are kept; without the attributes of
+    these names. Raises NotFound."""
     known = trace_id if _TRACE_ID.fullmatch(trace_id) else ""  # what could not be an id is looked up as none
     statement = select(SpanRecord).where(SpanRecord.trace_id == known)
     statement = statement.order_by(SpanRecord.start_ns, SpanRecord.end_ns.desc(), SpanRecord.span_id).limit(
@@ -111,5 +113,20 @@ async def read_trace(session: AsyncSession, trace_id: str, hidden: Collection[st
     records = (await session.scalars(statement)).all()
     if not records:
         raise NotFound(f"There is no trace {trace_id[:64]!r}, or it was not kept.", code="trace_not_found")
-    spans = [SpanView.of(record, hidden) for record in records[:MAX_SPANS]]
-    return TraceDetail(trace_id, spans, truncated=len(records) > MAX_SPANS)
+    ids = {(link["trace_id"], link["span_id"]) for record in records for link in record.links}
+    elsewhere = sorted(one for one in ids if one[0] != trace_id)
+    linked = await _read_spans(session, elsewhere[:MAX_LINKED])
+    return TraceDetail(
+        trace_id,
+        [SpanView.of(record, hidden) for record in records[:MAX_SPANS]],
+        [LinkedSpan(record.trace_id, SpanView.of(record, hidden)) for record in linked],
+        truncated=len(records) > MAX_SPANS or len(elsewhere) > MAX_LINKED,
+    )
+
+
+async def _read_spans(session: AsyncSession, ids: Sequence[tuple[str, str]]) -> Sequence[SpanRecord]:
+    """Those of them that are kept, by their start."""
+    if not ids:
+        return ()
+    statement = select(SpanRecord).where(tuple_(SpanRecord.trace_id, SpanRecord.span_id).in_(ids))
+    return (await session.scalars(statement.order_by(SpanRecord.start_ns, SpanRecord.trace_id))).all()

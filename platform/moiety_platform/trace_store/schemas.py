@@ -97,11 +97,20 @@ class SpanView(msgspec.Struct, frozen=True):
         )
 
 
+class LinkedSpan(msgspec.Struct, frozen=True):
+    """A span of another trace that one of this trace links to: a step of an engine, in whose batch it ran."""
+
+    trace_id: str
+    span: SpanView
+
+
 class TraceDetail(msgspec.Struct, frozen=True):
-    """A trace's spans by their start; `truncated` says that there are more than are listed."""
+    """A trace's spans by their start, and those of other traces that they link to; `truncated` says that there are more
+    than are listed."""
 
     trace_id: str
     spans: list[SpanView]
+    linked: list[LinkedSpan]
     truncated: bool
 
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from opentelemetry.trace import SpanKind
 
 Attribute = str | bool | int | float | tuple[str, ...]
+
+
+class Link(NamedTuple):
+    """A span that another one belongs with, of the same trace or another."""
+
+    trace_id: str
+    span_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +27,7 @@ class SpanEvent:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Ids are hexadecimal. `error` is a code, None where it ended well. `links` are ids of spans of the same trace."""
+    """Ids are hexadecimal. `error` is a code, None where it ended well."""
 
     trace_id: str
     span_id: str
@@ -30,5 +38,5 @@ class Span:
     end_ns: int
     attributes: Mapping[str, Attribute]
     events: tuple[SpanEvent, ...] = ()
-    links: tuple[str, ...] = ()
+    links: tuple[Link, ...] = ()
     error: str | None = None

@@ -15,6 +15,8 @@ from moiety_platform.traces.request_trace import RequestTrace
 from moiety_platform.traces.sampling import Ending, Sampler, SamplingTerms, Verdict
 from moiety_platform.traces.span import Span
 
+MAX_SHARED = 8192
+
 
 class Sender(Protocol):
     """Takes spans without waiting; `sender.SpanSender`, which is slow to import."""
@@ -29,11 +31,13 @@ class Sender(Protocol):
 
 
 class Tracing:
-    """Passed by argument; its senders are its owner's to close."""
+    """Passed by argument; its senders are its owner's to close. A span that several traces link to, as a step of an
+    engine, is sent with the first of them that is kept."""
 
     def __init__(self, terms: SamplingTerms | None = None, senders: Sequence[Sender] = ()) -> None:
         self.sampler = Sampler(terms or SamplingTerms())
         self.senders = tuple(senders)
+        self._shared: dict[str, None] = {}  # ids of the last shared spans that were sent
 
     def start(self, traceparent: str | None, start_ns: int, unix_ns: Callable[[], int]) -> RequestTrace:
         """A request's trace, within the client's if that is told in a valid way."""
@@ -45,9 +49,19 @@ class Tracing:
             return
         verdict = self.sampler.decide(ending, now_s)
         if verdict.is_kept:
-            spans = make_spans(verdict)
+            made = make_spans(verdict)
+            spans = [span for span in made if span.trace_id == ending.trace_id or self._is_new(span.span_id)]
             for sender in self.senders:
                 sender.put(spans)
+
+    def _is_new(self, span_id: str) -> bool:
+        """Whether a shared span was not yet sent; it counts as sent from now on."""
+        if span_id in self._shared:
+            return False
+        self._shared[span_id] = None
+        if len(self._shared) > MAX_SHARED:
+            del self._shared[next(iter(self._shared))]
+        return True
 
     def close(self) -> None:
         """Send what is left and stop. Blocks for a few seconds at most."""

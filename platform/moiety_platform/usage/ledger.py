@@ -46,7 +46,7 @@ async def settle(session: AsyncSession, rows: Sequence[UsageRow]) -> set[str]:
         )
         for row in rows
     ]
-    return set(await _enter_new.returning(session, entries))
+    return set(await _enter_new(session, entries))
 
 
 async def metered_before(session: AsyncSession, request_id: str, sequence: int) -> tuple[int, int]:

@@ -69,13 +69,9 @@ class UsageSums:
 
     def of(self, rows: Iterable[UsageRow], less: Iterable[UsageRow] = ()) -> list[tuple[Any, ...]]:
         """Rows of the table that say what these requests come to, by their keys."""
-        sums: defaultdict[tuple[Any, ...], list[float]] = defaultdict(self._nothing)
-        for sign, listed in ((1, rows), (-1, less)):
-            for row in listed:
-                total = sums[self._group_of(row)]
-                for index, amount in enumerate(self._pick(_amounts(row))):
-                    total[index] += sign * amount
-        return [(*key, *total) for key, total in sorted(sums.items())]
-
-    def _nothing(self) -> list[float]:
-        return [0] * len(self._pick(_NAMES))
+        grouped: defaultdict[tuple[Any, ...], list[tuple[float, ...]]] = defaultdict(list)
+        for row in rows:
+            grouped[self._group_of(row)].append(self._pick(_amounts(row)))
+        for row in less:
+            grouped[self._group_of(row)].append(tuple(-amount for amount in self._pick(_amounts(row))))
+        return [(*key, *map(sum, zip(*of_all, strict=True))) for key, of_all in sorted(grouped.items())]

@@ -1,0 +1,1 @@
+"""The page of traces: finding them, and one of them."""

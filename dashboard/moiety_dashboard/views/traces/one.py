@@ -1,0 +1,162 @@
+"""One trace: its spans over time, what happened in them, and the batches that it ran in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from moiety_dashboard import colours, panels, waterfall
+from moiety_dashboard.client import AdminClient, Answer, ApiRefused
+from moiety_dashboard.figures import dollars, milliseconds, short
+from moiety_dashboard.frames import traces as frames
+from moiety_dashboard.panels import Tile
+from moiety_dashboard.views.traces.kept import KEPT
+
+MAX_BARS = 160
+TRACE_ID = re.compile("[0-9a-f]{32}")
+
+
+def draw(client: AdminClient, trace_id: str, names: Mapping[str, str]) -> None:
+    answer = find(client, trace_id)
+    if answer is None:
+        panels.head("Traces", "One trace")
+        leave()
+        st.info(
+            f"There is no such trace, or it was not kept. It takes two seconds after the answer to be there. {KEPT}"
+        )
+        return
+    spans, linked = answer.data["spans"], answer.data["linked"]
+    requests = frames.requests_of(spans)
+    panels.head(requests[0]["name"] if requests else spans[0]["name"], f"Trace {trace_id}")
+    leave()
+    for request in requests:
+        draw_request(request, names)
+    bars = frames.bars_frame(spans)
+    draw_spans(answer, bars, frames.events_frame(spans))
+    draw_steps(answer, spans, linked)
+    with panels.panel("Spans", "what each of them says", [answer], key="told", frame=bars):
+        panels.table(bars, span_columns(), "", max_rows=14)
+
+
+def find(client: AdminClient, trace_id: str) -> Answer | None:
+    """The trace that an address names, whatever it says; None where there is none."""
+    if TRACE_ID.fullmatch(trace_id) is None:
+        return None
+    try:
+        return client.get(f"/traces/{trace_id}")
+    except ApiRefused as exc:
+        if exc.code != "trace_not_found":
+            raise
+        return None
+
+
+def leave() -> None:
+    if st.button("All traces", icon=":material/arrow_back:"):
+        st.query_params.clear()
+        st.rerun()
+
+
+def draw_request(request: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """What the request's own span says."""
+    of = request["attributes"]
+    cached = of.get("gen_ai.usage.cache_read.input_tokens")
+    kept, chosen = of.get("moiety.sla_attained"), of.get("moiety.service_class", "")
+    ended = of.get("error.type") or ", ".join(of.get("gen_ai.response.finish_reasons", ())) or "no answer"
+    panels.tiles(
+        [
+            Tile("Duration", milliseconds((request["end_ns"] - request["start_ns"]) / 1e6), "at the gateway"),
+            Tile("First token", milliseconds(of.get("moiety.ttft_ms")), "after the request came"),
+            Tile("Outcome", str(of["moiety.outcome"]), ended),
+            Tile("Tokens", f"{short(of.get('gen_ai.usage.output_tokens'))} out",
+                 f"{short(of.get('gen_ai.usage.input_tokens'))} in, {short(cached)} cached"),
+            Tile("Promise", "none" if kept is None else "kept" if kept else "missed",
+                 f"{short(of.get('moiety.preemptions', 0))} preemptions"),
+            Tile("Cost", dollars(of.get("moiety.cost_nanodollars")), f"kept for {of.get('moiety.kept_for', '–')}"),
+        ]
+    )  # fmt: skip
+    row = st.container(horizontal=True, vertical_alignment="center")
+    tenant, request_id = of.get("moiety.tenant_id", ""), of.get("moiety.request_id", "")
+    row.caption(f"Tenant **{names.get(tenant, tenant)}** · request `{request_id}`", width="content")
+    with row.container(width="content"):
+        panels.chips(colours.of_classes([chosen]) if chosen else {})
+
+
+def draw_spans(answer: Answer, bars: pd.DataFrame, events: pd.DataFrame) -> None:
+    note = "what took how long; hover for what each says"
+    with panels.panel("Waterfall", note, [answer], key="spans", frame=bars):
+        if len(bars) > MAX_BARS:
+            st.caption(f"The first {MAX_BARS} of {len(bars)} spans; all of them are in the CSV.")
+        shown = bars.head(MAX_BARS)
+        there = events[events["row"].isin(shown["row"])]
+        st.altair_chart(waterfall.waterfall(shown, there), width="stretch", key="waterfall")
+    if not events.empty:
+        with panels.panel("Events", "what was decided about it", [answer], key="events", frame=events):
+            panels.table(events, event_columns(), "")
+
+
+def draw_steps(answer: Answer, spans: frames.Spans, linked: frames.Spans) -> None:
+    steps = frames.steps_frame(linked, frames.origin_ns(spans))
+    if not any(span["name"] == "engine.prefill" for span in spans):
+        return  # it got into no batch
+    note = "steps of the engine that it ran in: some of them, a few a second"
+    with panels.panel("Batch", note, [answer], key="steps", frame=steps):
+        until_ms = (max(span["end_ns"] for span in spans) - frames.origin_ns(spans)) / 1e6
+        panels.draw(lambda: waterfall.steps(steps, until_ms), steps, NO_STEPS, "steps chart")
+        if not steps.empty:
+            panels.table(steps, step_columns(steps), "")
+
+
+NO_STEPS = (
+    "No step of an engine is kept with it. An engine looks at a few steps a second: more with `moiety engine "
+    "--traced-steps-per-s`. Who belongs to one tenant does not see them, since they are shared with others."
+)
+
+
+def event_columns() -> dict[str, Any]:
+    column = st.column_config
+    return {
+        "at_ms": column.NumberColumn("At, ms", format="%.2f", width="small"),
+        "event": column.TextColumn("What", width="small"),
+        "reason": column.TextColumn("Reason", width="medium"),
+        "span": column.TextColumn("In", width="small"),
+        "told": column.TextColumn("Says", width="large"),
+    }
+
+
+def span_columns() -> dict[str, Any]:
+    column = st.column_config
+    return {
+        "label": column.TextColumn("Span", width=190),
+        "start_ms": column.NumberColumn("From, ms", format="%.3f", width="small"),
+        "duration_ms": column.NumberColumn("Took, ms", format="%.3f", width="small"),
+        "service": column.TextColumn("Told by", width="small"),
+        "told": column.TextColumn("Says", width="large"),
+    }
+
+
+def step_columns(frame: pd.DataFrame) -> dict[str, Any]:
+    """Without those of which nothing is known."""
+    column = st.column_config
+    shown = {
+        "number": column.NumberColumn("Step", format="localized"),
+        "start_ms": column.NumberColumn("From, ms", format="%.1f"),
+        "took_ms": column.NumberColumn("Took, ms", format="%.2f"),
+        "predicted_ms": column.NumberColumn("Predicted, ms", format="%.2f", help="By the scheduler, before it ran"),
+        "decodes": column.NumberColumn("Decodes", help="Sequences that got one token"),
+        "prefills": column.NumberColumn("Prompts", help="Sequences whose prompt was read, or a part of it"),
+        "prefill_tokens": column.NumberColumn("Prompt tokens"),
+        "output_tokens": column.NumberColumn("Tokens out"),
+        "preempted": column.NumberColumn("Preempted"),
+        "waiting": column.NumberColumn("Waiting", help="Requests in the queue"),
+        "kv_used": column.ProgressColumn("KV in use", min_value=0.0, max_value=1.0, format="percent"),
+        "classes": column.TextColumn("Of the classes"),
+        "engine": column.TextColumn("Engine", width=150),
+    }
+    return {name: one for name, one in shown.items() if frame[name].notna().any() or name not in OPTIONAL}
+
+
+OPTIONAL = ("predicted_ms", "kv_used")

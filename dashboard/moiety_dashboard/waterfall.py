@@ -1,0 +1,137 @@
+"""The spans of a trace as bars over time, and the steps of an engine beneath each other's clock. Pure; knows no
+page."""
+
+from __future__ import annotations
+
+import altair as alt
+import pandas as pd
+
+from moiety_dashboard import colours
+from moiety_dashboard.frames.traces import ENGINE, FAILED, GATEWAY, OTHER
+
+ROW_HEIGHT = 24  # pixels
+AROUND = 110  # axis and legend, which a chart's height holds too
+STEPS_HEIGHT = 240
+LABEL_WIDTH = 190
+WHO = {GATEWAY: "#14a098", ENGINE: "#4c78a8", OTHER: colours.CALM, FAILED: colours.BAD}
+EVENTS = {"preempted": "#d64545", "resumed": "#4f9d69", "relegated": "#e0a526", "failed over": "#b279a2"}
+MORE_EVENTS = "other events"
+PARTS = {"decodes": "#4c78a8", "prompt tokens": "#e1812c"}
+LEAST = 0.003  # of the whole width, so that what is short can be seen
+
+
+def waterfall(bars: pd.DataFrame, events: pd.DataFrame) -> alt.LayerChart:
+    """Spans as bars with their durations beside them, and what happened in them as points."""
+    until = max(bars["end_ms"].max(), 0.001)
+    shown = bars.assign(
+        line=[f"{row:04d} {label}" for row, label in zip(bars["row"], bars["label"], strict=True)],
+        drawn_ms=_drawn(bars, until * LEAST),
+        text=[duration(ms) for ms in bars["duration_ms"]],
+    )
+    lines = list(shown["line"])
+    axis = alt.Axis(
+        title=None, labelExpr="slice(datum.label, 5)", labelAlign="left", labelPadding=LABEL_WIDTH, ticks=False,
+        labelLimit=LABEL_WIDTH, minExtent=LABEL_WIDTH, maxExtent=LABEL_WIDTH, domain=False, labelOverlap=False,
+        labelFontSize=12,
+    )  # fmt: skip
+    y = alt.Y("line:N", sort=lines, scale=alt.Scale(domain=lines), axis=axis)
+    at = alt.Axis(title="ms since the request began", orient="top", tickCount=8, grid=True, domain=False)
+    scale = alt.Scale(domain=[0, until * 1.09], nice=False)  # room for the text of what ends last
+    inks = {who: ink for who, ink in WHO.items() if who in set(bars["who"])}
+    who = alt.Color(
+        "who:N", scale=alt.Scale(domain=list(inks), range=list(inks.values())),
+        legend=alt.Legend(title=None, orient="bottom"),
+    )  # fmt: skip
+    told = [
+        alt.Tooltip("label:N", title="span"), alt.Tooltip("duration_ms:Q", title="ms", format=",.3f"),
+        alt.Tooltip("start_ms:Q", title="from, ms", format=",.3f"), alt.Tooltip("told:N", title="says"),
+    ]  # fmt: skip
+    drawn = alt.Chart(shown).encode(y=y)
+    bar = drawn.mark_bar(height=13, cornerRadius=2).encode(
+        x=alt.X("start_ms:Q", scale=scale, axis=at), x2="drawn_ms:Q", color=who, tooltip=told
+    )
+    text = drawn.mark_text(align="left", dx=5, fontSize=11, color=colours.CALM).encode(x="drawn_ms:Q", text="text:N")
+    layers: list[alt.Chart] = [bar, text]
+    if not events.empty:
+        layers.append(_points(events, y))
+    chart: alt.LayerChart = (
+        alt.layer(*layers)
+        .resolve_scale(color="independent")
+        .properties(height=ROW_HEIGHT * len(bars) + AROUND, padding={"left": 0, "right": 4, "top": 0, "bottom": 0})
+        .configure_view(stroke=None)
+    )
+    return chart
+
+
+def _points(events: pd.DataFrame, y: alt.Y) -> alt.Chart:
+    shown = events.assign(
+        line=[f"{row:04d} {label}" for row, label in zip(events["row"], events["label"], strict=True)],
+        kind=[name if name in EVENTS else MORE_EVENTS for name in events["event"]],
+    )
+    inks = {**EVENTS, MORE_EVENTS: colours.CALM}
+    kinds = [kind for kind in inks if kind in set(shown["kind"])]
+    drawn: alt.Chart = (
+        alt.Chart(shown)
+        .mark_point(shape="diamond", filled=True, size=110, opacity=1)
+        .encode(
+            x="at_ms:Q",
+            y=y,
+            color=alt.Color(
+                "kind:N", scale=alt.Scale(domain=kinds, range=[inks[kind] for kind in kinds]),
+                legend=alt.Legend(title=None, orient="bottom"),
+            ),
+            tooltip=[
+                alt.Tooltip("event:N", title="event"), alt.Tooltip("at_ms:Q", title="at, ms", format=",.3f"),
+                alt.Tooltip("told:N", title="says"),
+            ],
+        )
+    )  # fmt: skip
+    return drawn
+
+
+def steps(frame: pd.DataFrame, until_ms: float) -> alt.Chart:
+    """What the batch was made of in each step that was looked at, over the request's time."""
+    until_ms = max(until_ms, 0.001)
+    parts = [_part(frame, "decodes", 0), _part(frame, "prefill_tokens", frame["decodes"])]
+    shown = pd.concat(parts).assign(drawn_ms=lambda all_: _drawn(all_, until_ms * LEAST))
+    axis = alt.Axis(title="ms since the request began", tickCount=8, grid=False)
+    legend = alt.Legend(title=None, orient="top", symbolType="circle")
+    drawn = (
+        alt.Chart(shown)
+        .mark_rect()
+        .encode(
+            x=alt.X("start_ms:Q", axis=axis, scale=alt.Scale(domain=[0, until_ms], nice=False, clamp=True)),
+            x2="drawn_ms:Q",
+            y=alt.Y("from:Q", title="tokens in the step", axis=alt.Axis(tickCount=4, format="~s")),
+            y2="to:Q",
+            color=alt.Color(
+                "part:N", scale=alt.Scale(domain=list(PARTS), range=list(PARTS.values())), legend=legend
+            ),
+            tooltip=[
+                alt.Tooltip("number:Q", title="step", format=","), alt.Tooltip("part:N", title="of"),
+                alt.Tooltip("tokens:Q", title="tokens", format=","),
+                alt.Tooltip("took_ms:Q", title="took, ms", format=",.2f"),
+                alt.Tooltip("preempted:Q", title="preempted"),
+            ],
+        )
+        .properties(height=STEPS_HEIGHT, padding={"left": 0, "right": 8, "top": 0, "bottom": 0})
+    )  # fmt: skip
+    configured: alt.Chart = drawn.configure_view(stroke=None)
+    return configured
+
+
+def _part(frame: pd.DataFrame, column: str, floor: int | pd.Series[int]) -> pd.DataFrame:
+    """A part of each step's tokens, on top of so many others."""
+    shown = frame[["number", "start_ms", "end_ms", "took_ms", "preempted"]]
+    name = {"decodes": "decodes", "prefill_tokens": "prompt tokens"}[column]
+    return shown.assign(part=name, tokens=frame[column], **{"from": floor, "to": floor + frame[column]})
+
+
+def _drawn(frame: pd.DataFrame, least_ms: float) -> pd.Series[float]:
+    """Where a bar ends: not so soon that it could not be seen."""
+    return pd.concat([frame["end_ms"], frame["start_ms"] + least_ms], axis=1).max(axis=1)
+
+
+def duration(ms: float) -> str:
+    """To three figures: 0.042 ms, 3.14 ms, 1.2 s."""
+    return f"{ms / 1000:.3g} s" if ms >= 1000 else f"{ms:.3g} ms"

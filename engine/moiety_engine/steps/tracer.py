@@ -1,0 +1,59 @@
+"""What a step was made of, where it is looked at. A step that is not costs a comparison. What was looked at is taken
+with the outputs of its step; of what nobody takes, the last few are there."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from operator import attrgetter
+
+from moiety_engine.messages import TracedStep
+from moiety_engine.scheduling.plan import Plan
+from moiety_engine.scheduling.scheduler import Scheduler
+from moiety_engine.steps.sampler import StepSampler
+from moiety_wire.messages import Step
+
+MAX_KEPT = 16
+
+# a batch may have hundreds of chunks, and the next step waits
+_KEY, _SAMPLES = attrgetter("sequence.submit.key"), attrgetter("samples")
+
+
+class StepTracer:
+    """Owned by the loop, whose steps it looks at."""
+
+    def __init__(self, per_s: float) -> None:
+        self._sampler = StepSampler(per_s)
+        self._kept: deque[TracedStep] = deque(maxlen=MAX_KEPT)
+
+    def ended(self, plan: Plan, scheduler: Scheduler, number: int, now_ns: int) -> None:
+        """A step has ended, and is not yet committed: its requests are still what they were in it."""
+        if self._sampler.is_due(now_ns):
+            keys = list(map(_KEY, plan.chunks))
+            self._kept.append(TracedStep(_step(plan, scheduler, number, now_ns), keys))
+
+    def take(self) -> list[TracedStep]:
+        """What was looked at since the last call."""
+        kept = list(self._kept)
+        self._kept.clear()
+        return kept
+
+
+def _step(plan: Plan, scheduler: Scheduler, number: int, now_ns: int) -> Step:
+    prefills = plan.chunks[plan.num_decode :]
+    pool = scheduler.kv.pool
+    return Step(
+        trace_id=secrets.token_bytes(16),
+        number=number,
+        begin_unix_ns=scheduler.begun_ns(plan),
+        end_unix_ns=now_ns,
+        predicted_s=scheduler.step_time.predict_s(plan.shape),
+        num_decodes=plan.num_decode,
+        num_prefills=len(prefills),
+        num_prefill_tokens=sum(chunk.num_tokens for chunk in prefills),
+        num_preempted=len(plan.preempted),
+        num_output_tokens=sum(map(_SAMPLES, plan.chunks)),
+        num_waiting=scheduler.num_waiting,
+        kv_blocks_used=pool.num_used,
+        kv_blocks_total=pool.num_blocks,
+    )

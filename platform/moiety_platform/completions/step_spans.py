@@ -1,0 +1,60 @@
+"""The steps of an engine that a request ran in, as spans. Each is a trace of its own, since it is many requests' and of
+several tenants, of whom it tells nothing; who ran in it links to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import structlog
+from opentelemetry.trace import SpanKind
+
+from moiety_platform.traces.span import Attribute, Link, Span
+from moiety_wire.codec import decode_notes
+from moiety_wire.errors import UndecodableMessage
+from moiety_wire.messages import Finished, Step, StepNotes
+
+STEP = "engine.step"
+NOTHING = StepNotes(0, [])
+
+log = structlog.get_logger(__name__)
+
+
+def notes_of(finished: Finished) -> StepNotes:
+    """What the engine has told of the sequence's steps; an engine of another release may tell it in another way."""
+    if not finished.steps:
+        return NOTHING
+    try:
+        return decode_notes(finished.steps)
+    except UndecodableMessage as exc:
+        log.warning("steps_undecodable", reason=str(exc))
+        return NOTHING
+
+
+def link_to(step: Step) -> Link:
+    trace_id = step.trace_id.hex()
+    return Link(trace_id, trace_id[-16:])
+
+
+def steps_of(notes: StepNotes, engine: str, shift_ns: int) -> Iterator[Span]:
+    """`shift_ns` puts the engine's clock right."""
+    for step in notes.steps:
+        trace_id, span_id = link_to(step)
+        begin_ns, end_ns = step.begin_unix_ns + shift_ns, step.end_unix_ns + shift_ns
+        attributes = _told(step) | {"moiety.engine": engine}
+        yield Span(trace_id, span_id, None, STEP, SpanKind.INTERNAL, min(begin_ns, end_ns), end_ns, attributes)
+
+
+def _told(step: Step) -> dict[str, Attribute]:
+    told: dict[str, Attribute] = {
+        "moiety.step.number": step.number,
+        "moiety.step.decodes": step.num_decodes,
+        "moiety.step.prefills": step.num_prefills,
+        "moiety.step.prefill_tokens": step.num_prefill_tokens,
+        "moiety.step.preempted": step.num_preempted,
+        "moiety.step.output_tokens": step.num_output_tokens,
+        "moiety.step.waiting": step.num_waiting,
+        "moiety.step.kv_blocks_used": step.kv_blocks_used,
+        "moiety.step.kv_blocks_total": step.kv_blocks_total,
+        "moiety.step.classes": tuple(f"{count} {name}" for name, count in sorted(step.classes.items())),
+    }
+    return told if step.predicted_s is None else told | {"moiety.step.predicted_s": step.predicted_s}
