@@ -88,8 +88,9 @@ def test_every_pod_is_refused_all_traffic_but_what_a_policy_allows(objects: list
 def test_only_gateways_reach_engines(objects: list[dict[str, Any]]) -> None:
     for one in objects:
         if one["kind"] == "NetworkPolicy" and one["metadata"]["name"].endswith("-engine"):
-            (rule,) = one["spec"]["ingress"]
-            (peer,) = rule["from"]
+            rules = {port["port"]: rule["from"] for rule in one["spec"]["ingress"] for port in rule["ports"]}
+            assert rules.keys() == {"engine", "metrics"}
+            (peer,) = rules["engine"]
             assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
 
 

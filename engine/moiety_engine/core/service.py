@@ -9,6 +9,7 @@ import structlog
 
 from moiety_engine.config import Batching, EngineConfig
 from moiety_engine.core.link import IDLE_WAIT_MS, FrontLink
+from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.loop import MAX_NUM_LOGPROBS, EngineLoop, load_loop
 from moiety_engine.messages import (
@@ -28,10 +29,18 @@ COMPANY_WAIT_MS = 2  # the dynamic strategy: a request waits for company, and ti
 PROGRESS_INTERVAL_S = 0.2
 
 
-def serve(link: FrontLink, config: EngineConfig) -> None:
-    """Runs until the front says shutdown. Raises EngineError where the model cannot be loaded."""
+def serve(link: FrontLink, config: EngineConfig, meeting: Meeting | None = None) -> None:
+    """Runs until the front says shutdown. `meeting`: what a launcher said of other ranks. Raises EngineError where the
+    model cannot be loaded."""
+    loop = load_loop(config, meeting=meeting, progress=_Progress(link))
+    try:
+        _serve(link, loop, config)
+    finally:
+        loop.close()
+
+
+def _serve(link: FrontLink, loop: EngineLoop, config: EngineConfig) -> None:
     log = structlog.get_logger()
-    loop = load_loop(config, progress=_Progress(link))
     loop.warm_up()
     link.send(
         CoreHello(

@@ -160,7 +160,7 @@ class MixtureOfExperts:
         routed_TD = experts(
             x_TD,
             weight_TK,
-            expert_TK,
+            self._here(expert_TK),
             weights.gate_up_E2FD,
             weights.down_EDF,
             activation=spec.activation,
@@ -170,6 +170,14 @@ class MixtureOfExperts:
             invariant=invariant,
         )
         return routed_TD if self._shared is None else self._shared.added_to(routed_TD, x_TD)
+
+    def _here(self, expert_TK: Tensor) -> Tensor:
+        """The choices by the places of experts among those that are held here, -1 for the others."""
+        held = self._spec.held
+        if held is None or len(held) == self._spec.routing.num_experts:
+            return expert_TK
+        is_held_TK = (expert_TK >= held.start) & (expert_TK < held.stop)
+        return torch.where(is_held_TK, expert_TK - held.start, -1)
 
 
 def attention(

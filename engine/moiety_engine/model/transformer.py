@@ -6,26 +6,28 @@ T tokens of the step, D model width, L rows whose results are wanted, V vocabula
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from moiety_engine.distribution.group import ALONE, Ranks
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
 from moiety_engine.model.layers import attention, feed_forward
 from moiety_engine.model.norms import make_norm
 from moiety_engine.model.residence import Residence
 from moiety_engine.model.rotary import RotaryTable
+from moiety_engine.model.shares import own_spec
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
+from moiety_engine.model.vocabulary import Vocabulary
 from moiety_engine.model.weights import ModelWeights
 from moiety_engine.moe.load import ExpertCounter
-from moiety_kernels.linear import linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from moiety_engine.distribution.group import Group
     from moiety_engine.model.decode_programs import DecodePrograms
     from moiety_engine.model.weights import NormWeights
 
@@ -43,39 +45,49 @@ class Transformer:
         *,
         kv_dtype: torch.dtype | None = None,
         arithmetic: Arithmetic = _PLAIN,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`kv_dtype`: of the cache; None for the activations' own."""
+        """`kv_dtype`: of the cache; None for the activations' own. `weights`: those of the spec, or what a rank of
+        several has of them."""
         self.spec = spec
+        self.ranks = ranks
         self.arithmetic = arithmetic
+        self._own = own = own_spec(spec, ranks.seat)
         self.device = weights.embedding_VD.device
         self.dtype = weights.embedding_VD.dtype
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         self.kv_dtype = kv_dtype or self.activation_dtype
         experts = (layer.ffn.routing.num_experts for layer in spec.layers if isinstance(layer.ffn, MoeSpec))
         self.expert_counter = ExpertCounter(spec.moe_layers, max(experts, default=0), self.device)
-        rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in spec.layers}
+        rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in own.layers}
         self._weights = weights
+        self._vocabulary = Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
         self._residence = Residence(weights)
         on_cpu_alone = self.device.type == "cpu" and self.kv_dtype is torch.float32  # no torch in any layer
-        self._programs = _decode_programs(self._layers) if on_cpu_alone else None
+        recordable = on_cpu_alone and ranks.everyone.size == 1
+        self._programs = _decode_programs(lambda *step: self._layers(*step)[1]) if recordable else None
         self._attentions = [
-            self._normed(
-                attention(one, w.attention, rotaries[one.rope], spec.norm.eps, arithmetic), w.attention_post_norm
+            self._whole(
+                attention(one, w.attention, rotaries[one.rope], spec.norm.eps, arithmetic),
+                ranks.tensor,
+                w.attention_post_norm,
             )
-            for one, w in zip((layer.attention for layer in spec.layers), weights.layers, strict=True)
+            for one, w in zip((layer.attention for layer in own.layers), weights.layers, strict=True)
         ]
         self._norms = [
             (make_norm(spec.norm, w.attention_norm), make_norm(spec.norm, w.ffn_norm)) for w in weights.layers
         ]
         self._final_norm = make_norm(spec.norm, weights.final_norm)
         self._ffns = [
-            self._normed(feed_forward(one.ffn, w.ffn, index, self.expert_counter, arithmetic), w.ffn_post_norm)
-            for index, (one, w) in enumerate(zip(spec.layers, weights.layers, strict=True))
+            self._whole(
+                feed_forward(one.ffn, w.ffn, index, self.expert_counter, arithmetic), ranks.tensor, w.ffn_post_norm
+            )
+            for index, one, w in zip(ranks.seat.layers_of(len(spec.layers)), own.layers, weights.layers, strict=True)
         ]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        """Bytes that one block of `block_size` tokens takes over all layers."""
-        layers = [layer.attention for layer in self.spec.layers]
+        """Bytes that one block of `block_size` tokens takes over all layers, on each rank."""
+        layers = [layer.attention for layer in self._own.layers]
         num_bytes = sum(one.cached_values for one in layers) * self.kv_dtype.itemsize
         if self.kv_dtype is torch.int8:
             num_bytes += sum(2 * one.num_kv_heads for one in layers if isinstance(one, AttentionSpec)) * _SCALE_BYTES
@@ -94,7 +106,7 @@ class Transformer:
             return LayerCache(both[0], both[1], scales[0], scales[1])
 
         empty = partial(torch.empty, dtype=self.kv_dtype, device=self.device)
-        return KvCache(tuple(layer(one.attention) for one in self.spec.layers), num_blocks, block_size)
+        return KvCache(tuple(layer(one.attention) for one in self._own.layers), num_blocks, block_size)
 
     @property
     def away(self) -> bool:
@@ -118,33 +130,45 @@ class Transformer:
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the rows that are
-        wanted."""
-        x_TD = functional.embedding(batch.token_ids_T, self._weights.embedding_VD).to(self.activation_dtype)
-        x_TD = _times(self.spec.embedding_multiplier, x_TD)
+        wanted; in another stage than the first and the last something else."""
+        pipeline = self.ranks.pipeline
+        if pipeline.is_first:
+            x_TD = self._vocabulary.embed(batch.token_ids_T, self.activation_dtype)
+            x_TD = _times(self.spec.embedding_multiplier, x_TD)
+        else:
+            rows = len(batch.token_ids_T), self.spec.hidden_size
+            x_TD = pipeline.receive(torch.empty(rows, dtype=self.activation_dtype, device=self.device))
         programs = self._programs
         if programs is not None and programs.takes(batch) and not self.expert_counter.enabled:
             normed_TD = programs.run(x_TD, batch, kv)
         else:
-            normed_TD = self._layers(x_TD, batch, kv)
-        return normed_TD.index_select(0, batch.wanted_rows_L)
+            x_TD, normed_TD = self._layers(x_TD, batch, kv)
+            pipeline.pass_on(x_TD)
+        return pipeline.bring_home(normed_TD.index_select(0, batch.wanted_rows_L))
 
     @torch.inference_mode()
     def logits(self, hidden_LD: Tensor) -> Tensor:
-        """logits_LV, float32, of hidden states after the final norm."""
-        head_VD, bias_V = self._weights.head_VD, self._weights.head_bias_V
-        logits_LV = linear(hidden_LD, head_VD, bias_V, invariant=self.arithmetic.invariant).float()
+        """logits_LV, float32, of hidden states after the final norm; on another rank than the first some of them,
+        or none."""
+        if not self.ranks.pipeline.is_first:
+            return hidden_LD[:, :0].float()
+        logits_LV = self._vocabulary.logits(hidden_LD)
         logits_LV, cap = _times(self.spec.logits_multiplier, logits_LV), self.spec.logit_softcap
         return logits_LV if cap is None else cap * torch.tanh(logits_LV / cap)
 
-    def _normed(self, half: Callable[..., Tensor], weights: NormWeights | None) -> Callable[..., Tensor]:
-        """Half a layer with the norm that may follow it."""
-        if weights is None:
-            return half
-        norm = make_norm(self.spec.norm, weights)
-        return lambda *args: norm(half(*args))
+    def _whole(self, half: Callable[..., Tensor], group: Group, weights: NormWeights | None) -> Callable[..., Tensor]:
+        """Half a layer, summed over the ranks that compute it, with the norm that may follow it."""
 
-    def _layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
-        """All layers and the final norm."""
+        def summed(*args: Any) -> Tensor:
+            return group.sum(half(*args))
+
+        if weights is None:
+            return half if group.size == 1 else summed
+        norm = make_norm(self.spec.norm, weights)
+        return lambda *args: norm(summed(*args))
+
+    def _layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> tuple[Tensor, Tensor]:
+        """What all layers, of this rank's stage, make of x, and its final norm."""
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [attention_norm for attention_norm, _ in self._norms[1:]] + [self._final_norm]
         share = self.spec.residual_multiplier
@@ -153,7 +177,7 @@ class Transformer:
         ):
             x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attend(normed_TD, batch, cache)))
             x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, feed(normed_TD)))
-        return normed_TD
+        return x_TD, normed_TD
 
 
 def _times(factor: float, values: Tensor) -> Tensor:

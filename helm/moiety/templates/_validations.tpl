@@ -57,8 +57,14 @@
 {{- if and (eq .kind "vllm") (not (or $model.hub $model.claim $model.image)) -}}
 {{- fail (printf "pool %s is of vLLM, which cannot serve the demo model: set model.hub, model.claim or model.image" .name) -}}
 {{- end -}}
+{{- if and .autoscaling.enabled (not $model.name) -}}
+{{- fail (printf "pool %s is scaled by the load of its model: set model.name to the name that its metrics have" .name) -}}
+{{- end -}}
+{{- if and .autoscaling.enabled (gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas)) -}}
+{{- fail (printf "pool %s has more autoscaling.minReplicas than autoscaling.maxReplicas: raise the latter" .name) -}}
+{{- end -}}
 {{- range $option, $_ := .options -}}
-{{- if has $option (list "listen" "model" "name" "drain-timeout" "curve-key-file" "unsettled-usage" "host" "port" "served-model-name") -}}
+{{- if has $option (list "listen" "metrics-listen" "model" "name" "drain-timeout" "curve-key-file" "unsettled-usage" "host" "port" "served-model-name") -}}
 {{- fail (printf "pool %s sets the option %s, which the chart sets itself: use model, drainSeconds or stateSize" $.name $option) -}}
 {{- end -}}
 {{- end -}}
