@@ -36,10 +36,10 @@ VIEWS: dict[str, tuple[str, dict[str, str], bool]] = {
     "tenants, 24 h": ("tenants", {"long": "24 h"}, False),
     "tenants, 7 d": ("tenants", {"long": "7 d"}, False),
     "tenants, 30 d": ("tenants", {"long": "30 d"}, False),
-    "one tenant's usage": ("tenants", {"part": "Usage"}, True),
-    "one tenant's limits": ("tenants", {"part": "Limits"}, True),
-    "one tenant's keys": ("tenants", {"part": "Keys"}, True),
-    "one tenant's settings": ("tenants", {"part": "Settings"}, True),
+    "one tenant's usage": ("tenants", {"part": "Usage", "long": "24 h"}, True),
+    "one tenant's limits": ("tenants", {"part": "Limits", "long": "24 h"}, True),
+    "one tenant's keys": ("tenants", {"part": "Keys", "long": "24 h"}, True),
+    "one tenant's settings": ("tenants", {"part": "Settings", "long": "24 h"}, True),
 }
 
 
@@ -72,7 +72,7 @@ class Visitor:
         or does not get its answers."""
         path, widgets, of_tenant = view
         app = self._app
-        for name in ("names", "last tenant"):
+        for name in ("names", "last tenant", "used by tenant"):
             if name in app.session_state:
                 del app.session_state[name]
         for name, value in widgets.items():
