@@ -95,7 +95,10 @@ def visit_until(gateway: str, admin_key: str, tenant_id: str, ended: Any, drawn:
     random.shuffle(views)
     while not ended.is_set():
         for view in views:
-            visitor.look(view)
+            try:
+                visitor.look(view)
+            except RuntimeError as problem:  # who looks at a page goes on to the next
+                print(f"a visitor met: {problem}", file=sys.stderr)
             drawn.value += 1
             if ended.wait(VISIT_EVERY_S):
                 break
