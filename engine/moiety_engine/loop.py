@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from moiety_engine.assembly import assemble, telling
@@ -23,6 +24,8 @@ from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.messages import CoreFailure, CoreLoad, CoreOutput, CoreStep, CoreSubmit
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.moe.tenants import TenantSlots
+from moiety_engine.moe.watch import ExpertWatch
 from moiety_engine.runner.orders import ComeBack, Leave, Orders, Release
 from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.resident import Resident, free_cached_memory
@@ -32,6 +35,7 @@ from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.scheduler import Limits, Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.steps.tracer import StepTracer
+from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import FailureCode, FinishReason
 
 MAX_NUM_LOGPROBS = 20
@@ -56,7 +60,9 @@ class EngineLoop:
         self.overlaps = steps_overlap(model, config)
         self._orders = Orders(crew, overlaps=self.overlaps)
         self.sizes = sizes = sizes_for(model, config, self._orders, local_ranks)
-        self._resident: Resident | None = Resident(model, sizes, self._orders)
+        self._tenants = None if model.experts is None else TenantSlots()
+        self._resident: Resident | None = Resident(model, sizes, self._orders, self._tenants)
+        self._experts = self._watch_experts()
         host = HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None
         pool = BlockPool(sizes.num_blocks)
         apart = model.arithmetic.invariant
@@ -85,7 +91,8 @@ class EngineLoop:
         return self.sizes.max_context_tokens
 
     def submit(self, submit: CoreSubmit) -> None:
-        """Queue a request; one that cannot be served comes back as a failure with the next step."""
+        """Queue a request; one that cannot be served comes back as a failure with the next step. What it may write ends
+        where the context does: beyond that there may be no block for it, and it would wait for one for ever."""
         self._requests_total += 1
         num_prompt = len(submit.prompt_ids)
         longest = self.max_context_tokens - (0 if submit.embed else 1)
@@ -93,6 +100,9 @@ class EngineLoop:
             message = f"the prompt has {num_prompt} tokens; it must have 1 to {longest}"
             self._failures.append(CoreFailure(submit.key, FailureCode.CONTEXT_LENGTH_EXCEEDED, message))
             return
+        room = self.max_context_tokens - num_prompt
+        if not submit.embed and submit.max_tokens > room:
+            submit = msgspec.structs.replace(submit, max_tokens=room, min_tokens=min(submit.min_tokens, room))
         seed = submit.sampling.seed
         self.scheduler.add(submit, seed=secrets.randbits(63) if seed is None else seed, now_ns=self._clock_ns())
 
@@ -114,6 +124,8 @@ class EngineLoop:
         plan = self.scheduler.plan(self._clock_ns())
         resident.copy_blocks(plan)
         launched = resident.runner.launch(plan) if plan.chunks else None
+        if self._experts is not None:
+            self._experts.look(self._clock_ns() / 1e9, resident.runner.staging)
         if not self.overlaps:
             self._collect(resident, launched)
             return launched is not None
@@ -122,6 +134,17 @@ class EngineLoop:
         if launched is not None:
             self.scheduler.launched(plan)
         return launched is not None or before is not None
+
+    def expert_load(self, ask: AskExperts) -> ExpertLoad:
+        """What the experts had to do, as of a few seconds ago."""
+        now_s = self._clock_ns() / 1e9
+        if self._experts is None:
+            return ExpertLoad(ask.ask_id, int(now_s), int(now_s))
+        return self._experts.load(ask, now_s)
+
+    def take_expert_balance(self) -> ExpertBalance | None:
+        """How evenly experts were used, a few times a minute, if there is anything new to tell."""
+        return None if self._experts is None else self._experts.take_balance(self._clock_ns() / 1e9)
 
     def warm_up(self) -> None:
         """See that the first request does not pay for what is done once. Only before the first request."""
@@ -141,6 +164,8 @@ class EngineLoop:
         resident = self._awake()
         self._collect(resident, self._flight)
         self._flight = None
+        if self._experts is not None:
+            self._experts.finish(self._clock_ns() / 1e9, resident.runner.staging)
         self._orders.give(Release())
         self._orders.give(Leave())
         freed = self.model.leave(on_progress) + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
@@ -158,7 +183,7 @@ class EngineLoop:
             if self.model.away:
                 self._orders.give(ComeBack())
                 self.model.come_back(on_progress)
-            self._resident = Resident(self.model, self.sizes, self._orders)
+            self._resident = Resident(self.model, self.sizes, self._orders, self._tenants)
             self.warm_up()
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
             problem = str(exc)
@@ -211,6 +236,12 @@ class EngineLoop:
             max_running=scheduler.limits.max_running,
             step_costs=scheduler.step_time.costs(),
         )
+
+    def _watch_experts(self) -> ExpertWatch | None:
+        counter = self.model.expert_counter
+        if self.model.experts is None or counter is None or self._tenants is None:
+            return None
+        return ExpertWatch(self.model.experts, counter, self._tenants, self._clock_ns() / 1e9)
 
     def _awake(self) -> Resident:
         assert self._resident is not None, "a replica that sleeps has nothing to run"

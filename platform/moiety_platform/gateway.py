@@ -35,9 +35,12 @@ from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import Database
 from moiety_platform.engine_addresses import ForeignAddress, is_foreign, is_name
 from moiety_platform.engine_client.base import EngineClient
+from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.foreign.client import ForeignEngineClient
-from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
+from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.erasure.controller import erasure_routes
+from moiety_platform.experts.controller import expert_routes
+from moiety_platform.experts.service import ExpertService
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.listening import BACKLOG, bind
@@ -183,8 +186,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         usage = UsageRecorder(database, settings.data_dir / "usage-journal")
         await usage.start()
         stack.push_async_callback(usage.stop)
-        leases = LeaseStore(process_id, LEASE_S)
-        quotas = QuotaKeeper(database, leases, clock, ttl_s=LEASE_S)
+        quotas = QuotaKeeper(database, LeaseStore(process_id, LEASE_S), clock, ttl_s=LEASE_S)
         await quotas.start()
         stack.push_async_callback(quotas.stop)
         idempotency = IdempotencyKeeper(database, KeyStore(), KeepingLimits.of(settings))
@@ -209,8 +211,9 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         stack.push_async_callback(alerts.stop)
         await stack.enter_async_context(_keep_up(settings, process_id, database, UpkeepMetrics(metrics.registry)))
         _send_metrics(stack, settings, metrics, process_id)
-        more = [*engine_routes(replicas), *webhook_routes(reach, pepper), *erasure_routes(traces=traces)]
-        more += simulation_routes(_simulate(stack, settings, database), replicas.states)
+        simulations = simulation_routes(_simulate(stack, settings, database), replicas.states)
+        more = [*engine_routes(replicas), *expert_routes(ExpertService(replicas, clock)), *simulations]
+        more += [*webhook_routes(reach, pepper), *erasure_routes(traces=traces)]
         parts = (database, authenticator, classes, prices, quotas, pepper, clock)
         admin = admin_router(*parts, oidc=oidc, traces=traces, more=more)
         yield Services(

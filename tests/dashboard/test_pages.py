@@ -21,7 +21,18 @@ from moiety_dashboard import settings as dashboard_settings
 SCRIPT = Path(dashboard_settings.__file__).parent / "app.py"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DEADLINE_S = 60
-PAGES = ("Overview", "Tenants", "SLA classes", "Engines", "Traces", "Quotas", "Playground", "Simulator", "Audit")
+PAGES = (
+    "Overview",
+    "Tenants",
+    "SLA classes",
+    "Engines",
+    "Experts",
+    "Traces",
+    "Quotas",
+    "Playground",
+    "Simulator",
+    "Audit",
+)
 FOR_OPERATORS = {"Engines", "Simulator"}
 
 needs_browser = pytest.mark.skipif(
@@ -205,6 +216,9 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     browser.see_in_table("Longest wait")
     page.get_by_role("link", name="Apply on SLA classes").click()
     page.get_by_role("heading", name="SLA classes", exact=True).wait_for()
+
+    browser.go("Experts")
+    browser.see("has no experts")  # the scripted engine computes nothing; tests/system looks at a model that has some
 
     browser.go("Tenants")
     page.get_by_role("radio", name="Limits").click()

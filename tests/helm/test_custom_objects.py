@@ -1,11 +1,15 @@
 """The objects that Kubernetes itself does not know have the fields of their published references: Gateway API v1, the
-Prometheus operator's monitoring.coreos.com/v1, and KEDA's v1alpha1. Here stand those fields that the chart uses."""
+Prometheus operator's monitoring.coreos.com/v1, KEDA's v1alpha1, LeaderWorkerSet v1. Here stand those fields that the
+chart uses."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+import kubernetes_validate
 from pydantic import BaseModel, ConfigDict, Field
+
+from .conftest import pod_templates
 
 
 class Strict(BaseModel):
@@ -122,8 +126,8 @@ class PrometheusRule(Strict):
 
 
 class ScaleTarget(Strict):
-    api_version: Literal["apps/v1"] = Field(alias="apiVersion")
-    kind: Literal["StatefulSet", "Deployment"]
+    api_version: Literal["apps/v1", "leaderworkerset.x-k8s.io/v1"] = Field(alias="apiVersion")
+    kind: Literal["StatefulSet", "Deployment", "LeaderWorkerSet"]
     name: str
 
 
@@ -159,8 +163,40 @@ class ScaledObject(Strict):
     spec: ScaledSpec
 
 
+class RollingUpdate(Strict):
+    max_unavailable: int = Field(alias="maxUnavailable")
+    max_surge: int = Field(alias="maxSurge")
+
+
+class Rollout(Strict):
+    type: Literal["RollingUpdate"]
+    rolling_update_configuration: RollingUpdate = Field(alias="rollingUpdateConfiguration")
+
+
+class LeaderWorkerTemplate(Strict):
+    size: int = Field(ge=2)
+    restart_policy: Literal["RecreateGroupOnPodRestart", "None"] = Field(alias="restartPolicy")
+    leader_template: dict[str, Any] = Field(alias="leaderTemplate")
+    worker_template: dict[str, Any] = Field(alias="workerTemplate")
+
+
+class GroupSpec(Strict):
+    replicas: int | None = None
+    startup_policy: Literal["LeaderCreated", "LeaderReady"] = Field(alias="startupPolicy")
+    rollout_strategy: Rollout = Field(alias="rolloutStrategy")
+    leader_worker_template: LeaderWorkerTemplate = Field(alias="leaderWorkerTemplate")
+
+
+class LeaderWorkerSet(Strict):
+    api_version: Literal["leaderworkerset.x-k8s.io/v1"] = Field(alias="apiVersion")
+    kind: Literal["LeaderWorkerSet"]
+    metadata: Metadata
+    spec: GroupSpec
+
+
 KINDS: dict[str, type[Strict]] = {
     "HTTPRoute": HttpRoute,
+    "LeaderWorkerSet": LeaderWorkerSet,
     "PodMonitor": PodMonitor,
     "PrometheusRule": PrometheusRule,
     "ScaledObject": ScaledObject,
@@ -174,3 +210,12 @@ def test_every_object_has_the_fields_of_its_reference(all_objects: list[dict[str
             assert one["kind"] in KINDS, "write down the fields of its reference above"
         if one["kind"] in KINDS:
             KINDS[one["kind"]].model_validate(one)
+
+
+def test_the_pods_of_groups_are_pods_of_kubernetes(all_objects: list[dict[str, Any]]) -> None:
+    groups = [one for one in all_objects if one["kind"] == "LeaderWorkerSet"]
+    assert groups
+    for template in (template for one in groups for template in pod_templates(one)):
+        metadata = {"name": "pod", **template["metadata"]}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+        kubernetes_validate.validate(pod, "1.34", strict=True)

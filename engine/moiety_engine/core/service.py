@@ -24,6 +24,7 @@ from moiety_engine.messages import (
     CoreSubmit,
     ToCore,
 )
+from moiety_wire.experts import AskExperts
 
 COMPANY_WAIT_MS = 2  # the dynamic strategy: a request waits for company, and time alone may end that
 PROGRESS_INTERVAL_S = 0.2
@@ -66,6 +67,9 @@ def _serve(link: FrontLink, loop: EngineLoop, config: EngineConfig) -> None:
             if isinstance(command, CoreRest):
                 link.send(_rest(loop, link, asleep=command.asleep))
                 continue
+            if isinstance(command, AskExperts):
+                link.send(loop.expert_load(command))
+                continue
             _obey(loop, command)
         stepped = not loop.asleep and loop.step()
         outputs = loop.take_outputs()
@@ -73,6 +77,9 @@ def _serve(link: FrontLink, loop: EngineLoop, config: EngineConfig) -> None:
             link.send(outputs)
         else:
             link.beat(loop.load)
+        balance = loop.take_expert_balance()
+        if balance is not None:
+            link.send(balance)
         waits_for_company = config.batching is Batching.DYNAMIC and loop.scheduler.num_waiting
         wait_ms = 0 if stepped else COMPANY_WAIT_MS if waits_for_company else IDLE_WAIT_MS
 

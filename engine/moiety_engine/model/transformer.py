@@ -16,18 +16,21 @@ from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
 from moiety_engine.model.layers import attention, feed_forward
 from moiety_engine.model.norms import make_norm
-from moiety_engine.model.residence import Residence
+from moiety_engine.model.residence import Residence, named_tensors
 from moiety_engine.model.rotary import RotaryTable
 from moiety_engine.model.shares import own_spec
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.vocabulary import Vocabulary
-from moiety_engine.model.weights import ModelWeights
+from moiety_engine.model.weights import ModelWeights, MoeWeights
 from moiety_engine.moe.load import ExpertCounter
+from moiety_engine.moe.shape import ExpertShape
+from moiety_engine.moe.tenants import NUM_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moiety_engine.distribution.group import Group
+    from moiety_engine.distribution.layout import Seat
     from moiety_engine.model.decode_programs import DecodePrograms
     from moiety_engine.model.weights import NormWeights
 
@@ -36,7 +39,8 @@ _SCALE_BYTES = 4  # of a key or a value in int8
 
 
 class Transformer:
-    """One decoder with its weights. `expert_counter` counts expert use once enabled."""
+    """One decoder with its weights. `expert_counter` counts the experts of tokens whose batch says whose they are; None
+    where there are no experts."""
 
     def __init__(
         self,
@@ -57,8 +61,9 @@ class Transformer:
         self.dtype = weights.embedding_VD.dtype
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         self.kv_dtype = kv_dtype or self.activation_dtype
-        experts = (layer.ffn.routing.num_experts for layer in spec.layers if isinstance(layer.ffn, MoeSpec))
-        self.expert_counter = ExpertCounter(spec.moe_layers, max(experts, default=0), self.device)
+        self.experts = _expert_shape(own, weights, ranks.seat, ranks.seat.layers_of(len(spec.layers)).start)
+        self.expert_counter = None if self.experts is None else ExpertCounter(self.experts, NUM_SLOTS, self.device)
+        self._chosen: list[Tensor] = []  # experts of the running pass, layer by layer
         rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in own.layers}
         self._weights = weights
         self._vocabulary = Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
@@ -79,10 +84,8 @@ class Transformer:
         ]
         self._final_norm = make_norm(spec.norm, weights.final_norm)
         self._ffns = [
-            self._whole(
-                feed_forward(one.ffn, w.ffn, index, self.expert_counter, arithmetic), ranks.tensor, w.ffn_post_norm
-            )
-            for index, one, w in zip(ranks.seat.layers_of(len(spec.layers)), own.layers, weights.layers, strict=True)
+            self._whole(feed_forward(one.ffn, w.ffn, self._chosen, arithmetic), ranks.tensor, w.ffn_post_norm)
+            for one, w in zip(own.layers, weights.layers, strict=True)
         ]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
@@ -139,7 +142,7 @@ class Transformer:
             rows = len(batch.token_ids_T), self.spec.hidden_size
             x_TD = pipeline.receive(torch.empty(rows, dtype=self.activation_dtype, device=self.device))
         programs = self._programs
-        if programs is not None and programs.takes(batch) and not self.expert_counter.enabled:
+        if programs is not None and programs.takes(batch):
             normed_TD = programs.run(x_TD, batch, kv)
         else:
             x_TD, normed_TD = self._layers(x_TD, batch, kv)
@@ -168,7 +171,9 @@ class Transformer:
         return lambda *args: norm(summed(*args))
 
     def _layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> tuple[Tensor, Tensor]:
-        """What all layers, of this rank's stage, make of x, and its final norm."""
+        """What all layers, of this rank's stage, make of x, and its final norm; the experts that they chose are
+        counted."""
+        self._chosen.clear()
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [attention_norm for attention_norm, _ in self._norms[1:]] + [self._final_norm]
         share = self.spec.residual_multiplier
@@ -177,11 +182,32 @@ class Transformer:
         ):
             x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attend(normed_TD, batch, cache)))
             x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, feed(normed_TD)))
+        if self.expert_counter is not None and batch.owner_T is not None:
+            self.expert_counter.count(self._chosen, batch.owner_T)
         return x_TD, normed_TD
 
 
 def _times(factor: float, values: Tensor) -> Tensor:
     return values if factor == 1.0 else values * factor
+
+
+def _expert_shape(own: ModelSpec, weights: ModelWeights, seat: Seat, first_layer: int) -> ExpertShape | None:
+    """What a rank can count: of the layers of its stage all choices, whichever ranks have the experts. None where no
+    layer has any; those that have some have the same."""
+    if not own.moe_layers:
+        return None
+    index = own.moe_layers[0]
+    ffn, tensors = own.layers[index].ffn, weights.layers[index].ffn
+    assert isinstance(ffn, MoeSpec) and isinstance(tensors, MoeWeights)
+    routing, num_held = ffn.routing, ffn.routing.num_experts if ffn.held is None else len(ffn.held)
+    held_bytes = sum(tensor.nbytes for _, tensor in named_tensors((tensors.gate_up_E2FD, tensors.down_EDF)))
+    return ExpertShape(
+        layers=tuple(first_layer + layer for layer in own.moe_layers),
+        num_experts=routing.num_experts,
+        top_k=routing.top_k,
+        expert_bytes=held_bytes // num_held * seat.expert_cuts,
+        num_groups=routing.num_groups,
+    )
 
 
 def _decode_programs(layers: Callable[[Tensor, Batch, KvCache], Tensor]) -> DecodePrograms:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from moiety_engine.moe.tenants import NOBODY
 from moiety_engine.runner.inputs import HostBatch
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
         arrays = {name: np.frombuffer(bytearray(self.arrays[name]), dtype=np.int32) for name in _INT32}
         arrays |= {name: np.frombuffer(bytearray(self.arrays[name]), dtype=np.int64) for name in _INT64}
         arrays["block_table_SB"] = arrays["block_table_SB"].reshape(len(arrays["context_len_S"]), -1)
+        arrays["owner_T"] = np.full(len(arrays["token_ids_T"]), NOBODY)  # rank 0 counts experts for all
         return HostBatch(**arrays, num_decode=self.num_decode, max_context=self.max_context, max_query=self.max_query)
 
 

@@ -11,6 +11,7 @@ import torch
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.graphs import DecodeGraphs
 from moiety_engine.runner.orders import Allocate, Orders
 from moiety_engine.runner.runner import Runner
@@ -28,7 +29,7 @@ log = structlog.get_logger()
 class Resident:
     """Used by the step loop's thread only. Raises OutOfMemory, with what to do, where the device has no room."""
 
-    def __init__(self, model: Transformer, sizes: Sizes, orders: Orders) -> None:
+    def __init__(self, model: Transformer, sizes: Sizes, orders: Orders, tenants: TenantSlots | None = None) -> None:
         self._model, self._sizes, self._orders = model, sizes, orders
         scratch = int(sizes.graphs)  # a block that no sequence gets
         orders.give(Allocate(sizes.num_blocks + scratch, sizes.block_size, sizes.num_host_blocks))
@@ -46,7 +47,7 @@ class Resident:
             raise OutOfMemory(
                 f"the host has no room for {sizes.num_host_blocks} blocks of its tier: lower --host-kv-memory-bytes"
             ) from exc
-        self.runner = Runner(model, self.kv, orders)
+        self.runner = Runner(model, self.kv, orders, tenants)
 
     def copy_blocks(self, plan: Plan) -> None:
         """What the plan has copied between the cache and the host tier before it runs."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from moiety_engine.messages import CoreLogprob
 from moiety_engine.model.batch import KvCache
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.embeddings import as_bytes, unit_vectors
 from moiety_engine.runner.graphs import DecodeGraphs
 from moiety_engine.runner.inputs import BatchBuilder, sampled
@@ -47,11 +48,12 @@ class Results:
 class Runner:
     """Owns the ways to and from the device, and what the newest step samples. Used by the step loop's thread only."""
 
-    def __init__(self, model: Transformer, kv: KvCache, orders: Orders) -> None:
+    def __init__(self, model: Transformer, kv: KvCache, orders: Orders, tenants: TenantSlots | None = None) -> None:
+        """`tenants` tells apart whose tokens experts are counted for; None where none are."""
         self._model, self._kv, self._orders = model, kv, orders
         self.staging = Staging(model.device)
         apart = model.arithmetic.invariant
-        self._builder = BatchBuilder(kv.block_size, model.device, self.staging, answers_apart=apart)
+        self._builder = BatchBuilder(kv.block_size, model.device, self.staging, answers_apart=apart, tenants=tenants)
         self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
         self._sampled_L: Tensor | None = None
         self.graphs: DecodeGraphs | None = None
