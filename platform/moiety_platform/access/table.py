@@ -48,6 +48,7 @@ class Action(StrEnum):
     READ_WEBHOOKS = "webhooks.read"
     WRITE_WEBHOOKS = "webhooks.write"
     READ_TRACES = "traces.read"
+    SIMULATE = "simulations.run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
         Action.READ_WEBHOOKS: Rule(anyone=_OPERATORS),  # an address may have a secret of its receiver in it
         Action.WRITE_WEBHOOKS: Rule(anyone=_OPERATORS),
         Action.READ_TRACES: Rule(anyone=_READERS, own=_OWN_READERS),
+        Action.SIMULATE: Rule(anyone=_OPERATORS),
     }
 )
 
