@@ -5,6 +5,6 @@ from __future__ import annotations
 
 REVISIONS: tuple[str, ...] = (
     "0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0011", "0012", "0013", "0014",
-    "0015",
+    "0015", "0016",
 )  # fmt: skip
 HEAD: str = REVISIONS[-1]

@@ -140,6 +140,9 @@ ASKS = [
     Ask("GET /webhooks", OPERATORS),
     Ask("POST /webhooks", OPERATORS_MAKE, body={"url": "https://example.com/{new}"}),
     Ask("DELETE /webhooks/{webhook_id}", OPERATORS),
+    Ask("GET /declarations", ALL_READERS),
+    Ask("PUT /declarations", OPERATORS, body={"kind": "tenant", "name": "{new}", "source": "s"}),
+    Ask("DELETE /declarations", OPERATORS_FIND_NONE, query={"kind": "tenant", "name": "{new}"}),
     Ask("GET /classes", EVERYBODY),
     Ask("GET /classes/{name}", EVERYBODY, path={"name": "flex"}),
     Ask("POST /classes", OPERATORS_MAKE, body={"name": "{new}", **CLASS}),
@@ -421,7 +424,13 @@ async def test_nobody_else_gets_in(world: World, call: Any, who: str, status: in
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), ask
 
 
-OF_ALL = ("/engines", "/usage/reconciliation", "/webhooks", "/audit/verification")  # what is of no one tenant
+OF_ALL = (
+    "/engines",
+    "/usage/reconciliation",
+    "/webhooks",
+    "/audit/verification",
+    "/declarations",
+)  # what is of no one tenant
 
 
 @pytest.mark.parametrize("who", ["tenant-admin of A", "viewer of A"])

@@ -46,6 +46,8 @@ class Action(StrEnum):
     READ_WEBHOOKS = "webhooks.read"
     WRITE_WEBHOOKS = "webhooks.write"
     READ_TRACES = "traces.read"
+    READ_DECLARATIONS = "declarations.read"
+    WRITE_DECLARATIONS = "declarations.write"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
         Action.READ_WEBHOOKS: Rule(anyone=_OPERATORS),  # an address may have a secret of its receiver in it
         Action.WRITE_WEBHOOKS: Rule(anyone=_OPERATORS),
         Action.READ_TRACES: Rule(anyone=_READERS, own=_OWN_READERS),
+        Action.READ_DECLARATIONS: Rule(anyone=_READERS),
+        Action.WRITE_DECLARATIONS: Rule(anyone=_OPERATORS),
     }
 )
 

@@ -32,6 +32,7 @@ COMMANDS = {
     "webhook": ("moiety_platform.cli.webhooks:app", "List, make and remove addresses that alerts go to."),
     "audit": ("moiety_platform.cli.audit:app", "Show the log of administrative changes, and verify it."),
     "batch": ("moiety_platform.cli.batches:app", "Submit files of requests, follow them, fetch their answers."),
+    "apply": ("moiety_platform.cli.apply.command:apply", "Make tenants, classes and limits what a file says."),
     "top": ("moiety_platform.cli.top.command:top", "Watch engines, classes and tenants in the terminal."),
     "usage": ("moiety_platform.cli.usage:app", "Show what was used, by tenant, model or hour, and check the books."),
 }
@@ -57,6 +58,7 @@ ORDER = [
     "price",
     "quota",
     "webhook",
+    "apply",
     "audit",
     "usage",
     "top",
