@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
+import httpx
 import typer
 
 from moiety_platform.cli.admin_command import Admin, admin_command
@@ -17,9 +20,11 @@ from moiety_platform.cli.apply.key_secrets import KeySecrets
 from moiety_platform.cli.apply.plan import IDLE, Action, Step, Terms, make_plan
 from moiety_platform.cli.apply.spec import read_wanted
 from moiety_platform.cli.errors import CommandError
+from moiety_platform.cli.gateway_client import answer
 from moiety_platform.cli.tables import show_json, show_rows, show_value
 from moiety_platform.cluster.secrets_api import ACCOUNT
 
+PAUSE_S = 0.5
 COLUMNS = {"does": "does", "kind": "what", "name": "name", "field": "field", "before": "is", "after": "becomes",
            "why": "why"}  # fmt: skip
 
@@ -35,6 +40,7 @@ def apply(
         str, typer.Option(help="Whose declarations these are; several files need several names.")
     ] = "default",
     show_keys: Annotated[bool, typer.Option("--show-keys", help="Print new keys that have no keySecret.")] = False,
+    wait_s: Annotated[float, typer.Option(min=0, help="How long to wait for the gateway to answer.")] = 0,
     account: Annotated[
         Path, typer.Option(help="Folder with the pod's token, namespace and certificate.", hidden=True)
     ] = ACCOUNT,
@@ -45,6 +51,7 @@ def apply(
     """
     document = read_document(file)
     wanted = read_wanted(document)
+    wait_for_gateway(admin.client.http, wait_s)
     current = read_current(admin.client)
     with KeySecrets(os.environ, account) as secrets:
         terms = Terms(source, prune, adopt, show_keys, secrets.look(wanted, current))
@@ -59,6 +66,16 @@ def apply(
         _show(steps, outcome, dry_run=dry_run)
     if outcome.failed:
         raise CommandError("\n".join(_complaints(document, steps, outcome)))
+
+
+def wait_for_gateway(http: httpx.Client, wait_s: float) -> None:
+    """Until it answers. Raises NotReachable at the first question after the time."""
+    end = time.monotonic() + wait_s
+    while time.monotonic() < end:
+        with contextlib.suppress(CommandError):
+            answer(http, "GET", "/healthz")
+            return
+        time.sleep(PAUSE_S)
 
 
 def _show(steps: list[Step], outcome: Outcome, *, dry_run: bool) -> None:

@@ -23,7 +23,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _STRICT = {"forbid_unknown_fields": True, "frozen": True}
 
 
-class ClassSpec(ClassChange, **_STRICT, kw_only=True):
+class ClassSpec(ClassChange, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A class: its name and the fields of `moiety class`."""
 
     name: str
