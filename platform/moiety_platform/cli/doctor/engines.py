@@ -23,7 +23,7 @@ AREA = "engines"
 TIMEOUT_S = 3.0
 GREETING_BYTES = 64
 SIGNATURE, MECHANISM = slice(0, 1), slice(12, 32)  # of ZMTP's greeting
-OURS = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+VERSION = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01"  # no more than it takes to be told the other's mechanism
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _greet(address: str, timeout_s: float) -> bytes:
         place = (parts.hostname, parts.port)
     with connection:
         connection.connect(place)  # type: ignore[arg-type]
-        connection.sendall(OURS)
+        connection.sendall(VERSION)
         received = b""
         try:
             while len(received) < GREETING_BYTES and (more := connection.recv(GREETING_BYTES)):

@@ -156,9 +156,7 @@ def look_at_journal(folder: Path) -> Iterator[Finding]:
     if left:
         told = f"usage of a gateway that was killed lies in {folder}: {', '.join(left)}"
         advice = "start a gateway on this data directory: it stores them first"
-        yield wrong(
-            AREA, "usage_left", f"usage of a gateway that was killed lies in {folder}: {', '.join(left)}", advice
-        )
+        yield wrong(AREA, "usage_left", told, advice)
 
 
 def _is_held(path: Path) -> bool:
