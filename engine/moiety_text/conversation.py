@@ -31,6 +31,7 @@ _MARKER_ALPHABET = [
     chr(code) for code in range(0xE000, 0xF900)
 ]  # for private use: no filter of a template changes them
 _MARKER_LENGTH = 10
+_BETWEEN = "\0"  # texts that are searched together; should a token have one in it, the careful way is taken once more
 _NOTHING = re.compile(r"(?!)")
 _NO_OPENING = Opening()
 
@@ -38,16 +39,16 @@ Structure = Mapping[str, Any]  # a message or a tool, as templates know them
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Every text in a message or a tool, keys too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from texts_of(key)
-            yield from texts_of(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from texts_of(inner)
+    """Every text in a message or a tool, or in several, keys too."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            waiting += (*item.keys(), *item.values())
+        elif isinstance(item, list | tuple):
+            waiting += item
 
 
 class ConversationEncoder:
@@ -77,18 +78,10 @@ class ConversationEncoder:
     ) -> bool:
         """Whether a client's text holds what would be read as a control token; encoding then costs more, the first time
         a second."""
-        search = self._control.search
-        return (
-            search(prefill) is not None
-            or any(search(text) for tool in tools for text in texts_of(tool))
-            or any(
-                search(text)
-                for message in messages
-                for name, value in message.items()
-                if name != "role"
-                for text in texts_of(value)
-            )
-        )
+        texts = [prefill, *texts_of(tools)]
+        for message in messages:
+            texts += texts_of([value for name, value in message.items() if name != "role"])
+        return self._control.search(_BETWEEN.join(texts)) is not None
 
     def encode(
         self,
@@ -98,11 +91,13 @@ class ConversationEncoder:
         opening: Opening = _NO_OPENING,
         prefill: str = "",
         max_tokens: int | None = None,
+        is_plain: bool = False,
     ) -> list[int]:
         """The ids of a prompt for an answer to `messages` that may call `tools`, whose texts are the client's and whose
         roles are ours; with `prefill`, the client's as well, or an `opening`, for the rest of an answer that begins so.
-        Raises TemplateRefused, TextNotEncodable, and TooManyTokens as `Tokenizer.encode` does."""
-        if self.spells_control_token(messages, tools=tools, prefill=prefill):
+        `is_plain` says that none spells a control token, where that is known already. Raises TemplateRefused,
+        TextNotEncodable, and TooManyTokens as `Tokenizer.encode` does."""
+        if not is_plain and self.spells_control_token(messages, tools=tools, prefill=prefill):
             return self.encode_guarded(messages, tools=tools, opening=opening, prefill=prefill, max_tokens=max_tokens)
         rendered = self._template.render(messages, tools=tools or None) + opening.text + prefill
         return self._tokenizer.encode(rendered, max_tokens=max_tokens)

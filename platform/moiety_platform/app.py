@@ -29,9 +29,11 @@ from moiety_platform.completions.record import CLIENT_CLOSED_REQUEST
 from moiety_platform.completions.recorder import RequestRecorder, UsageSink
 from moiety_platform.completions.text import ModelTexts
 from moiety_platform.db.readiness import StoreReadiness
+from moiety_platform.direct import GatewayApp
 from moiety_platform.embeddings.controller import embedding_route
 from moiety_platform.engine_metrics import EngineCollector
 from moiety_platform.errors import PlatformError
+from moiety_platform.expert_metrics import ExpertCollector
 from moiety_platform.health import health_routes
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error, answer_unexpected_error
 from moiety_platform.idempotency.keeper import IdempotencyKeeper
@@ -86,6 +88,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
     """The gateway's application over running services; with a pipeline of its own if none is given."""
     pipeline = pipeline or create_pipeline(settings, services)
     services.metrics.registry.register(EngineCollector(services.replicas.states))
+    services.metrics.registry.register(ExpertCollector(services.replicas.states))
     limits: dict[str, int] = {"max_body_bytes": settings.max_body_bytes, "max_json_depth": settings.max_json_depth}
     shape = ShapeLimits.of(settings)
     exchange = ExchangeServices(
@@ -99,7 +102,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
         streams=StreamGate(settings.max_streams_per_key),
     )
     models = ModelServices(services.authenticator, services.replicas, pipeline.texts, **limits, shape=shape)
-    app = Litestar(
+    app = GatewayApp(
         route_handlers=[
             *completion_routes(exchange),
             embedding_route(exchange),

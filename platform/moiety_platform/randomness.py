@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 POOL_BYTES = 4096
 
@@ -28,3 +29,9 @@ _pool = _Pool()
 def random_hex(num_bytes: int) -> str:
     """Of so many random bytes, for ids; secrets come from `secrets`. For one thread."""
     return _pool.take(num_bytes).hex()
+
+
+def ordered_hex() -> str:
+    """For ids that are kept: 48 bits of the time and 80 random ones, as in a UUID of version 7. What is stored together
+    then stands together in an index, so that storing it touches few of its pages. For one thread."""
+    return f"{time.time_ns() // 1_000_000:012x}{_pool.take(10).hex()}"

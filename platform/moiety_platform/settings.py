@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, SettingsConfigDict
 
 from moiety_platform.config_file import read_config_section
 from moiety_platform.engine_addresses import identity
@@ -225,6 +225,6 @@ class GatewaySettings(BaseSettings):
         """Settings by precedence: flags that are not None, environment, the file's `gateway` table, defaults.
         Raises ConfigFileError or pydantic's ValidationError."""
         document = read_config_section(config, SECTION) if config else {}
-        environment = cls().model_dump(exclude_unset=True)
+        environment = EnvSettingsSource(cls)()  # not yet checked, since what one says may need what another says
         given = {name: value for name, value in flags.items() if value is not None}
         return cls(**{**document, **environment, **given})

@@ -83,7 +83,7 @@ async def test_a_request_is_one_line_of_json_in_the_log_without_prompt_or_key(ga
 
 @pytest.mark.parametrize(("offered", "echoed"), [("abc-1.2:3", True), ("x" * 200, False), ("a b", False), ("", False)])
 async def test_a_reasonable_request_id_is_echoed_and_any_other_replaced(gateway, offered, echoed):
-    for path in (CHAT, "/nowhere"):
+    for path in (CHAT, f"{CHAT}/", "/nowhere"):
         _, headers, _ = await gateway.post(path, BODY, headers={"X-Request-Id": offered})
         assert (headers["x-request-id"] == offered) is echoed
         assert headers["x-request-id"]

@@ -142,3 +142,12 @@ def test_rates_of_classes_are_written_in_one_line_and_a_store_needs_its_token(mo
     monkeypatch.delenv("MOIETY_TRACE_SAMPLE_RATES")
     with pytest.raises(ValidationError, match="traces_token"):
         GatewaySettings.load(traces_endpoint="http://127.0.0.1:4318/otlp")
+
+
+def test_of_what_belongs_together_one_part_may_stand_in_the_file_and_another_in_the_environment(toml, monkeypatch):
+    """As in a cluster, where the file is a ConfigMap and the environment has the secrets."""
+    monkeypatch.setenv("MOIETY_TRACES_TOKEN", "t" * 32)
+    with pytest.raises(ValidationError, match="traces_endpoint and traces_token together"):
+        GatewaySettings.load(toml)
+    toml.write_text('[gateway]\ntraces_endpoint = "http://traces:4318/otlp"\n')
+    assert GatewaySettings.load(toml).traces_endpoint == "http://traces:4318/otlp"

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import func, select
 
 from moiety_platform.access.roles import Role
-from moiety_platform.db.evened import evened
+from moiety_platform.db.bulk import listed
 from moiety_platform.db.session import Database
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 
@@ -61,9 +61,9 @@ async def find_keys(database: Database, key_ids: Sequence[str]) -> dict[str, Sto
         .select_from(ApiKey)
         .outerjoin(Project, Project.id == ApiKey.project_id)
         .outerjoin(Tenant, Tenant.id == func.coalesce(Project.tenant_id, ApiKey.tenant_id))
-        .where(ApiKey.id.in_(evened(key_ids)))
     )
     async with database.read() as session:
+        statement = statement.where(ApiKey.id.in_(listed(session, [ApiKey.id], [(key_id,) for key_id in key_ids])))
         found: Sequence[Any] = (await session.execute(statement)).all()
     return {row[0]: _stored(*row) for row in found}
 

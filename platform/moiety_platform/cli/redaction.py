@@ -21,7 +21,7 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\beyJ[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*"), HIDDEN),
     (
         re.compile(
-            rf"(?i)([\"']?[\w-]*(?:secret(?:_key)?|password|passwd|pepper|api[_-]?key|(?<!num_)token)[\"']?\s*[:=]\s*[\"']?){ANY}"
+            rf"(?i)([\"']?[\w-]*(?:secret(?:_key)?|password|passwd|pepper|api[_-]?key|(?<!num_)token)[\"']?\s*[:=]\s*[\"']?)(?!null\b){ANY}"
         ),
         rf"\1{HIDDEN}",
     ),

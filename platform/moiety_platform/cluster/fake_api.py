@@ -6,6 +6,7 @@ since it was read.
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
 import ssl
@@ -24,7 +25,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass
@@ -34,6 +35,8 @@ class FakeSecretsApi:
 
     folder: Path
     namespace: str = "prod"
+    host: str = LOOPBACK
+    port: int = 0  # 0: a free one
     refuses: set[str] = field(default_factory=set)
     secrets: dict[str, dict[str, Any]] = field(default_factory=dict)
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
@@ -41,12 +44,13 @@ class FakeSecretsApi:
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
         certificate, key = self.folder / "ca.crt", self.folder / "server.key"
-        _write_certificate(certificate, key)
+        _write_certificate(self.host, certificate, key)
         (self.folder / "token").write_text(self.token)
         (self.folder / "namespace").write_text(self.namespace)
-        self._server = ThreadingHTTPServer((HOST, 0), type("Handler", (_Handler,), {"api": self}))
+        self._server = ThreadingHTTPServer((self.host, self.port), type("Handler", (_Handler,), {"api": self}))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key)
+        key.unlink()
         self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self._thread = threading.Thread(target=self._server.serve_forever, name="secrets-api", daemon=True)
         self._thread.start()
@@ -60,7 +64,12 @@ class FakeSecretsApi:
     @property
     def environment(self) -> dict[str, str]:
         """What Kubernetes tells each pod of it."""
-        return {"KUBERNETES_SERVICE_HOST": HOST, "KUBERNETES_SERVICE_PORT": str(self._server.server_port)}
+        return {"KUBERNETES_SERVICE_HOST": self.host, "KUBERNETES_SERVICE_PORT": str(self._server.server_port)}
+
+    def store(self, name: str, entry: str, value: bytes) -> None:
+        """Put an entry into a Secret by hand, as `kubectl` would."""
+        found = self.secrets.setdefault(name, {"metadata": {"name": name, "resourceVersion": "1"}, "data": {}})
+        found["data"][entry] = base64.b64encode(value).decode()
 
     def answer(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
         """Status and document, as the real one has them."""
@@ -115,7 +124,7 @@ def _failure(status: HTTPStatus, message: str) -> tuple[int, dict[str, Any]]:
     return status, {"apiVersion": "v1", "kind": "Status", "status": "Failure", "message": message, "code": status}
 
 
-def _write_certificate(certificate: Path, key: Path) -> None:
+def _write_certificate(host: str, certificate: Path, key: Path) -> None:
     private = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kubernetes")])
     now = datetime.now(UTC)
@@ -127,7 +136,7 @@ def _write_certificate(certificate: Path, key: Path) -> None:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(minutes=5))
         .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address(HOST))]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address(host))]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(private, hashes.SHA256())
     )

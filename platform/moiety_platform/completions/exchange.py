@@ -31,6 +31,7 @@ from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.recorder import STOPPING, RequestRecorder
 from moiety_platform.completions.reply import Reply
 from moiety_platform.completions.run import Run
+from moiety_platform.direct import DIRECT
 from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
 from moiety_platform.headers import authorization_of, header_of
 from moiety_platform.http_errors import OPENAI_ERRORS, ErrorForm, internal_error
@@ -38,7 +39,7 @@ from moiety_platform.metrics import Metrics
 from moiety_platform.openapi.described import EVENTS, JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.openapi.headers import IDEMPOTENCY_KEY, OF_SPENDING
-from moiety_platform.randomness import random_hex
+from moiety_platform.randomness import ordered_hex
 from moiety_platform.request_ids import request_id_of
 
 CLASS_HEADER = "x-moiety-class"  # the class that is served
@@ -104,7 +105,7 @@ class Endpoint(Generic[Body]):
 def route(endpoint: Endpoint[Body], services: ExchangeServices) -> HTTPRouteHandler:
     """The handler of an endpoint."""
 
-    shown = endpoint.shown
+    shown, exchange = endpoint.shown, Exchange(endpoint, services)
     described = Described(
         error=endpoint.errors.schema,
         body={JSON: endpoint.schema},
@@ -121,16 +122,16 @@ def route(endpoint: Endpoint[Body], services: ExchangeServices) -> HTTPRouteHand
         summary=shown.summary,
         description=shown.detail,
         security=[{name: []} for name in shown.security],
-        opt=describes(described),
+        opt={**describes(described), DIRECT: exchange},
     )
     async def create(request: Request[Any, Any, Any]) -> ASGIApp:
-        return Exchange(endpoint, services)
+        return exchange
 
     return create
 
 
 class Exchange(Generic[Body]):
-    """One request and its answer, as an ASGI application."""
+    """An endpoint's requests and their answers, as an ASGI application."""
 
     def __init__(self, endpoint: Endpoint[Body], services: ExchangeServices) -> None:
         self._endpoint = endpoint
@@ -172,7 +173,7 @@ class Exchange(Generic[Body]):
         services, endpoint = self._services, self._endpoint
         async with services.recorder.open(
             principal,
-            request_id=endpoint.id_prefix + random_hex(16),
+            request_id=endpoint.id_prefix + ordered_hex(),
             client_request_id=request_id_of(scope),
             operation=endpoint.operation,
             endpoint=endpoint.path,

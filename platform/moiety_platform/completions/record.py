@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -33,6 +33,12 @@ class Failover:
     to_address: str
     num_relayed: int
     unix_ns: int
+
+
+def settle(sequences: Sequence[tuple[EngineClient, str]]) -> None:
+    """The usage row of the request that these are of is in the database, so engines may forget what they counted."""
+    for client, sequence_id in sequences:
+        client.settled(sequence_id)
 
 
 @dataclass(slots=True)
@@ -94,11 +100,6 @@ class RequestRecord:
         if not self.reached_engine:
             self.reached_engine, self.prompt_tokens = True, self.bill.row.prompt_tokens
             self.on_submitted(self.bill.row)
-
-    def stored(self) -> None:
-        """Its usage row is in the database, so engines may forget what they counted."""
-        for client, sequence_id in self.sequences:
-            client.settled(sequence_id)
 
     @property
     def service_class(self) -> str:

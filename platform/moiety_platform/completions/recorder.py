@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -15,7 +16,7 @@ import structlog
 from moiety_platform.auth.principal import Principal
 from moiety_platform.clock import Clock
 from moiety_platform.completions.disconnect import ClientDisconnected
-from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.record import RequestRecord, settle
 from moiety_platform.completions.spans import spans_of
 from moiety_platform.completions.spending import Spending, Used
 from moiety_platform.errors import PlatformError, Unavailable
@@ -120,7 +121,8 @@ class RequestRecorder:
     def _tell(self, record: RequestRecord) -> None:
         record.trace.enter(Phase.SETTLE)
         row = self._row(record, record.spending.settle(record.used))
-        self._usage.record(row, record.stored if record.sequences else None)
+        # not the record's own method: with it all that a request was would stay in memory until its row is stored
+        self._usage.record(row, partial(settle, record.sequences) if record.sequences else None)
         self._metrics.observe(row, record.operation, record.served_model, _tpot_s(record))
         for failover in record.failovers:
             self._metrics.observe_failover(record.served_model, failover.cause)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -47,7 +47,7 @@ class ModelText:
         the `field` of the request; for a prompt that cannot fit the context, whatever its exact length,
         ContextTooLong."""
         if self._is_short(prompts):
-            return self._encode_all(prompts, field)
+            return self._encode_all(prompts, field, is_plain=True)
         return await asyncio.to_thread(self._encode_all, prompts, field)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
@@ -76,18 +76,13 @@ class ModelText:
             raise BadRequest(str(exc), code=UNKNOWN_TOKEN) from exc
 
     def _is_short(self, prompts: Sequence[Prompt]) -> bool:
-        """Whether encoding them all is a matter of so little time that a thread would cost more."""
+        """Whether encoding them all is a matter of so little time that a thread would cost more, and none spells a
+        control token."""
         left = self._inline_bytes
         for prompt in prompts:
-            left -= ID_COST * len(prompt) if isinstance(prompt, tuple) else 0
-            for text in _texts(prompt):
-                left -= len(text.encode(errors="replace")) if len(text) <= left else len(text)
-                if left < 0:
-                    return False
-            if isinstance(prompt, Conversation):
-                left -= MESSAGE_COST * (len(prompt.messages) - 1 + len(_tools_of(prompt)))
-                if left < 0 or self._spells_control_token(prompt):
-                    return False
+            left -= _cost(prompt, left)
+            if left < 0 or (isinstance(prompt, Conversation) and self._spells_control_token(prompt)):
+                return False
         return True
 
     def _spells_control_token(self, prompt: Conversation) -> bool:
@@ -96,12 +91,13 @@ class ModelText:
             prompt.messages, tools=_tools_of(prompt), prefill=prompt.prefill
         )
 
-    def _encode_all(self, prompts: Sequence[Prompt], field: str) -> list[list[int]]:
+    def _encode_all(self, prompts: Sequence[Prompt], field: str, *, is_plain: bool = False) -> list[list[int]]:
         return [
-            self._check_ids(prompt, field) if isinstance(prompt, tuple) else self._encode(prompt) for prompt in prompts
+            self._check_ids(prompt, field) if isinstance(prompt, tuple) else self._encode(prompt, is_plain)
+            for prompt in prompts
         ]
 
-    def _encode(self, prompt: Conversation | str) -> list[int]:
+    def _encode(self, prompt: Conversation | str, is_plain: bool) -> list[int]:
         limit = self._max_context_tokens
         if prompt == "":  # with a token that begins every text it would have one, which nobody has sent
             raise BadRequest("the prompt is empty; send at least one token of text")
@@ -109,7 +105,7 @@ class ModelText:
             if isinstance(prompt, str):
                 token_ids = self._tokenizer.encode(prompt, add_special_tokens=True, max_tokens=limit)
             else:
-                token_ids = self._encode_conversation(prompt)
+                token_ids = self._encode_conversation(prompt, is_plain)
         except TooManyTokens as exc:
             raise self._too_long(f"at least {exc.at_least}") from exc
         except (TextNotEncodable, TemplateRefused) as exc:
@@ -118,7 +114,7 @@ class ModelText:
             raise BadRequest("the prompt is empty; send at least one token of text")
         return token_ids
 
-    def _encode_conversation(self, conversation: Conversation) -> list[int]:
+    def _encode_conversation(self, conversation: Conversation, is_plain: bool) -> list[int]:
         encoder, opening = self._conversation_encoder(), Opening()
         messages: Sequence[Mapping[str, Any]] = conversation.messages
         if conversation.tools is not None:
@@ -133,6 +129,7 @@ class ModelText:
             opening=opening,
             prefill=conversation.prefill,
             max_tokens=self._max_context_tokens,
+            is_plain=is_plain,
         )
 
     def _format_of_tools(self, field: str = "tools") -> ToolFormat:
@@ -172,13 +169,23 @@ class ModelText:
         )
 
 
-def _texts(prompt: Prompt) -> Iterator[str]:
+def _cost(prompt: Prompt, at_most: int) -> int:
+    """Of encoding it, in bytes of text; not exact where it is more than `at_most`."""
+    if isinstance(prompt, tuple):
+        return ID_COST * len(prompt)
     if isinstance(prompt, str):
-        yield prompt
-    elif isinstance(prompt, Conversation):
-        yield from texts_of(prompt.messages)
-        yield from texts_of(_tools_of(prompt))
-        yield prompt.prefill
+        return _num_bytes(prompt, at_most)
+    tools = _tools_of(prompt)
+    cost = MESSAGE_COST * (len(prompt.messages) - 1 + len(tools)) + _num_bytes(prompt.prefill, at_most)
+    for text in texts_of((prompt.messages, tools)):
+        if cost > at_most:
+            break
+        cost += _num_bytes(text, at_most)
+    return cost
+
+
+def _num_bytes(text: str, at_most: int) -> int:
+    return len(text) if len(text) > at_most or text.isascii() else len(text.encode(errors="replace"))
 
 
 def _tools_of(conversation: Conversation) -> list[dict[str, Any]]:

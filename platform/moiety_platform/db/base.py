@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -31,17 +32,25 @@ class UtcDateTime(TypeDecorator[datetime]):
     impl = DateTime(timezone=True)
     cache_ok = True
 
+    def bind_processor(self, dialect: Dialect) -> Callable[[datetime | None], Any] | None:
+        """On SQLite the text at once, since a row has several of them and a second many rows."""
+        return _to_text if dialect.name == "sqlite" else super().bind_processor(dialect)
+
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        if value is None:
-            return None
-        if value.tzinfo is None:
-            raise ValueError("a point in time must be aware; give it tzinfo=UTC")
-        if value.tzinfo is not UTC:
-            value = value.astimezone(UTC)
-        return value.replace(tzinfo=None) if dialect.name == "sqlite" else value
+        return None if value is None else _in_utc(value)
 
     def process_result_value(self, value: Any | None, dialect: Dialect) -> datetime | None:
         if value is None:
             return None
         moment: datetime = value
         return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+
+
+def _in_utc(moment: datetime) -> datetime:
+    if moment.tzinfo is None:
+        raise ValueError("a point in time must be aware; give it tzinfo=UTC")
+    return moment if moment.tzinfo is UTC else moment.astimezone(UTC)
+
+
+def _to_text(moment: datetime | None) -> str | None:
+    return None if moment is None else _in_utc(moment).replace(tzinfo=None).isoformat(" ", "microseconds")

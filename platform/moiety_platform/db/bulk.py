@@ -1,21 +1,38 @@
-"""Many rows by one statement, as tuples: the driver takes them as they are, and what SQLAlchemy would do for each row,
-which at some hundred rows holds up the event loop for milliseconds, is done once for the statement."""
+"""Many rows by one statement with one parameter: a JSON document, which the database takes apart.
+
+A parameter for each value would make a statement for each number of rows, which takes time to prepare and stays in the
+memory of every connection; a call for each row would hand the interpreter to another thread and back for each. So a
+statement is the same for any number of rows, and all its work is done in one call.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Dialect, Table
+from sqlalchemy import (
+    JSON,
+    ColumnElement,
+    Dialect,
+    Select,
+    String,
+    Table,
+    bindparam,
+    cast,
+    func,
+    literal_column,
+    select,
+    true,
+    update,
+)
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.base import Base
 from moiety_platform.db.dialect import insert_of
 
-_Bind = Callable[[Any], Any]
-_VALUES = re.compile(r" VALUES (\((?:[^()]|\([^()]*\))*\))")
+Row = Sequence[Any]
+_Columns = Sequence[ColumnElement[Any]]
 
 
 class BulkInsert:
@@ -24,65 +41,83 @@ class BulkInsert:
     def __init__(self, model: type[Base], finish: Callable[[Any], Any] = lambda insert: insert) -> None:
         assert isinstance(model.__table__, Table)
         self._table = model.__table__
+        self._columns = list(self._table.columns)
         self._finish = finish
-        self._from_json: dict[str, str] = {}
-        self._compiled: dict[str, tuple[str, list[tuple[int, _Bind]]]] = {}  # by the dialect's name
+        self._statements: dict[str, Any] = {}  # by the dialect's name
 
-    async def __call__(self, session: AsyncSession, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Once with each row: the values of all columns in the table's order."""
-        if not rows:
-            return
-        text, binds = self._of(session.get_bind().dialect)
-        connection = await session.connection()
-        await connection.exec_driver_sql(text, _bound(rows, binds))
-
-    async def returning(self, session: AsyncSession, rows: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """All of them by one statement; what it returns, a value a row."""
+    async def __call__(self, session: AsyncSession, rows: Sequence[Row]) -> list[Any]:
+        """All of them, as the values of all columns in the table's order; what the insert returns, a value a row, if it
+        returns any."""
         if not rows:
             return []
         dialect = session.get_bind().dialect
-        text, binds = self._of(dialect)
-        known = self._from_json.get(dialect.name) or self._read_from_json(dialect, text)
+        statement = self._statements.get(dialect.name)
+        if statement is None:
+            source = _read(dialect, self._columns, bindparam("rows", type_=String))
+            insert = insert_of(dialect, self._table).from_select(self._columns, source)
+            statement = self._statements[dialect.name] = self._finish(insert)
         connection = await session.connection()
-        result = await connection.exec_driver_sql(known, (msgspec.json.encode(_bound(rows, binds)).decode(),))
-        return list(result.scalars())
+        result = await connection.execute(statement, {"rows": _document(dialect, self._columns, rows)})
+        return list(result.scalars()) if result.returns_rows else []
 
-    def _read_from_json(self, dialect: Dialect, text: str) -> str:
-        """The statement for any number of rows, which are one parameter: with a parameter for each value there would
-        be a statement for each number of rows, and every connection would keep them all."""
-        values = _VALUES.search(text)
-        assert values is not None, "an insert has values"
-        if dialect.name == "postgresql":
-            types = [column.type.compile(dialect) for column in self._table.columns]
-            read = ", ".join(f"CAST(value ->> {place} AS {kind})" for place, kind in enumerate(types))
-            source = f" SELECT {read} FROM json_array_elements($1::json)"
-        else:
-            read = ", ".join(f"json_extract(value, '$[{place}]')" for place in range(len(self._table.columns)))
-            source = f" SELECT {read} FROM json_each(?) WHERE true"  # without WHERE, ON would be taken for a join's
-        found = self._from_json[dialect.name] = text[: values.start()] + source + text[values.end() :]
-        return found
 
-    def _of(self, dialect: Dialect) -> tuple[str, list[tuple[int, _Bind]]]:
-        return self._compiled.get(dialect.name) or self._compile(dialect)
+class BulkAdd:
+    """Adds to a column of the rows of one table that have these values in `keys`. It locks them in no order of its own:
+    whoever calls has locked them, or what stands before them."""
 
-    def _compile(self, dialect: Dialect) -> tuple[str, list[tuple[int, _Bind]]]:
-        """The text, and what turns a column's values into the driver's, where anything has to."""
-        names = [column.name for column in self._table.columns]
-        compiled = self._finish(insert_of(dialect, self._table)).compile(dialect=dialect, column_keys=names)
-        assert compiled.positiontup == names, "nothing but the row's values, in their order"
-        binds = [
-            (index, bind)
-            for index, column in enumerate(self._table.columns)
-            if (bind := column.type.dialect_impl(dialect).bind_processor(dialect)) is not None
+    def __init__(self, model: type[Base], column: str, keys: Sequence[str]) -> None:
+        assert isinstance(model.__table__, Table)
+        self._table = model.__table__
+        self._column = self._table.c[column]
+        self._keys = [self._table.c[name] for name in keys]
+        self._statements: dict[str, Any] = {}  # by the dialect's name
+
+    async def __call__(self, session: AsyncSession, amounts: Mapping[tuple[Any, ...], int]) -> None:
+        """What is added to each, by its key. What is not there is left out."""
+        if not amounts:
+            return
+        dialect, columns = session.get_bind().dialect, [*self._keys, self._column]
+        statement = self._statements.get(dialect.name)
+        if statement is None:
+            given = _read(dialect, columns, bindparam("rows", type_=String)).subquery()
+            same = [column == given.c[column.key] for column in self._keys]
+            added = {self._column: self._column + given.c[self._column.key]}
+            statement = self._statements[dialect.name] = update(self._table).where(*same).values(added)
+        rows = [(*key, amount) for key, amount in amounts.items()]
+        connection = await session.connection()
+        await connection.execute(statement, {"rows": _document(dialect, columns, rows)})
+
+
+def listed(session: AsyncSession, columns: Sequence[Any], rows: Iterable[Row]) -> Select[Any]:
+    """The rows as a subquery, for `tuple_(*columns).in_(…)`, or a column's own `in_`."""
+    dialect, found = session.get_bind().dialect, [column.expression for column in columns]
+    return _read(dialect, found, bindparam(None, _document(dialect, found, list(rows)), String))
+
+
+def _read(dialect: Dialect, columns: _Columns, document: ColumnElement[str]) -> Select[Any]:
+    """What takes the document apart."""
+    values: list[ColumnElement[Any]]
+    if dialect.name == "postgresql":
+        each = func.json_array_elements(cast(document, JSON)).table_valued("value")
+        values = [
+            cast(each.c.value.op("->>")(literal_column(str(place))), column.type)
+            for place, column in enumerate(columns)
         ]
-        found = self._compiled[dialect.name] = str(compiled), binds
-        return found
+    else:
+        each = func.json_each(document).table_valued("value")
+        values = [
+            func.json_extract(each.c.value, literal_column(f"'$[{place}]'"), type_=column.type)
+            for place, column in enumerate(columns)
+        ]
+    named = [value.label(column.key) for value, column in zip(values, columns, strict=True)]
+    return select(*named).where(true())  # without WHERE, SQLite would take an insert's ON for a join's
 
 
-def _bound(rows: Sequence[tuple[Any, ...]], binds: Sequence[tuple[int, _Bind]]) -> list[tuple[Any, ...]]:
-    if not binds:
-        return list(rows)
-    columns = list(zip(*rows, strict=True))
-    for index, bind in binds:
-        columns[index] = tuple(map(bind, columns[index]))
-    return list(zip(*columns, strict=True))
+def _document(dialect: Dialect, columns: _Columns, rows: Sequence[Row]) -> str:
+    """The rows as the database's own types, where JSON has no word for a value's."""
+    by_column = list(zip(*rows, strict=True)) or [()] * len(columns)
+    for place, column in enumerate(columns):
+        bind = column.type.dialect_impl(dialect).bind_processor(dialect)
+        if bind is not None:
+            by_column[place] = tuple(map(bind, by_column[place]))
+    return msgspec.json.encode(list(zip(*by_column, strict=True))).decode()

@@ -15,8 +15,8 @@ from sqlalchemy import ColumnElement, delete, select, update
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.db.bulk import listed
 from moiety_platform.db.dialect import insert_into
-from moiety_platform.db.evened import evened
 from moiety_platform.db.expired import oldest_expired
 from moiety_platform.db.now import now_ms
 from moiety_platform.idempotency.errors import KeyInUse, TooManyKeys
@@ -90,7 +90,8 @@ class KeyStore:
 
     async def renew(self, session: AsyncSession, claim_ids: Collection[str], ttl_ms: int) -> None:
         """Put off the expiry of claims that nobody else has taken."""
-        held = (IdempotentRequest.claim_id.in_(evened(claim_ids)), IdempotentRequest.state == State.RUNNING)
+        claims = listed(session, [IdempotentRequest.claim_id], [(claim_id,) for claim_id in claim_ids])
+        held = (IdempotentRequest.claim_id.in_(claims), IdempotentRequest.state == State.RUNNING)
         await session.execute(update(IdempotentRequest).where(*held).values(expires_ms=self._now() + ttl_ms))
 
     async def keep(

@@ -9,7 +9,7 @@ import structlog
 from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.evened import evened
+from moiety_platform.db.bulk import listed
 from moiety_platform.quota.kinds import Kind, Level, Scope
 from moiety_platform.quota.models import Quota
 
@@ -35,8 +35,9 @@ async def load_limits(session: AsyncSession, scopes: Iterable[Scope]) -> dict[Sc
     found: dict[Scope, list[Limit]] = {scope: [] for scope in scopes}
     names = [(scope.level.value, scope.id) for scope in found]
     for first in range(0, len(names), _SCOPES_AT_ONCE):
-        wanted = names[first : first + _SCOPES_AT_ONCE]
-        statement = select(Quota).where(tuple_(Quota.level, Quota.scope_id).in_(evened(wanted))).order_by(Quota.id)
+        columns = (Quota.level, Quota.scope_id)
+        wanted = listed(session, columns, names[first : first + _SCOPES_AT_ONCE])
+        statement = select(Quota).where(tuple_(*columns).in_(wanted)).order_by(Quota.id)
         for quota in await session.scalars(statement):
             if quota.kind not in _KINDS:
                 log.warning("limit_of_unknown_kind", kind=quota.kind, quota_id=quota.id)

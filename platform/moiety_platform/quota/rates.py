@@ -5,12 +5,12 @@ long, since the bucket refills."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from sqlalchemy import ColumnElement, bindparam, select, update
+from sqlalchemy import ColumnElement, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.dialect import insert_into
-from moiety_platform.db.evened import evened
+from moiety_platform.db.bulk import BulkInsert, listed
 from moiety_platform.db.now import now_ms
 from moiety_platform.quota.bucket import Bucket
 from moiety_platform.quota.lease import WindowId
@@ -18,6 +18,15 @@ from moiety_platform.quota.models import Quota, QuotaRate
 from moiety_platform.quota.store import Grant, Slice, Want
 
 REPLICAS_TO_THINK_OF = 2  # a bucket does not know how many draw from it
+
+
+def _replacing(insert: Any) -> Any:
+    state = {name: insert.excluded[name] for name in ("debt", "at_ms")}
+    return insert.on_conflict_do_update(index_elements=["quota_id"], set_=state)
+
+
+_begin = BulkInsert(QuotaRate, lambda insert: insert.on_conflict_do_nothing())
+_replace = BulkInsert(QuotaRate, _replacing)
 
 
 class RateStore:
@@ -55,15 +64,12 @@ class RateStore:
 
     async def _lock(self, session: AsyncSession, windows: Sequence[WindowId]) -> dict[WindowId, Bucket]:
         """The buckets as they are now; nobody changes them until the end."""
-        connection = await session.connection()
-        await connection.execute(
-            insert_into(session, QuotaRate).on_conflict_do_nothing(),
-            [{"quota_id": window.quota_id, "debt": 0, "at_ms": 0} for window in windows],
-        )
+        await _begin(session, [(window.quota_id, 0, 0) for window in windows])
+        wanted = listed(session, [QuotaRate.quota_id], [(window.quota_id,) for window in windows])
         statement = (
             select(QuotaRate.quota_id, Quota.cap, QuotaRate.debt, QuotaRate.at_ms, self._now())
             .outerjoin(Quota, Quota.id == QuotaRate.quota_id)  # also what has no limit any more is locked in order
-            .where(QuotaRate.quota_id.in_(evened(window.quota_id for window in windows)))
+            .where(QuotaRate.quota_id.in_(wanted))
             .order_by(QuotaRate.quota_id)
             .with_for_update(of=QuotaRate)
         )
@@ -76,15 +82,4 @@ class RateStore:
         }
 
     async def _write(self, session: AsyncSession, buckets: Mapping[WindowId, Bucket]) -> None:
-        if not buckets:
-            return
-        columns = QuotaRate.__table__.c
-        statement = update(QuotaRate.__table__).where(columns.quota_id == bindparam("key"))  # type: ignore[arg-type]
-        connection = await session.connection()
-        await connection.execute(
-            statement.values(debt=bindparam("new_debt"), at_ms=bindparam("new_at_ms")),
-            [
-                {"key": window.quota_id, "new_debt": bucket.debt, "new_at_ms": bucket.at_ms}
-                for window, bucket in sorted(buckets.items())
-            ],
-        )
+        await _replace(session, [(w.quota_id, bucket.debt, bucket.at_ms) for w, bucket in sorted(buckets.items())])

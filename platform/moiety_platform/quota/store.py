@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, bindparam, delete, func, select, tuple_, update
+from sqlalchemy import ColumnElement, Select, delete, func, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.base import Base
+from moiety_platform.db.bulk import BulkAdd, BulkInsert, listed
 from moiety_platform.db.dialect import insert_into
-from moiety_platform.db.evened import evened
 from moiety_platform.db.now import now_ms
 from moiety_platform.quota.kinds import ALWAYS
 from moiety_platform.quota.lease import Charge, WindowId
@@ -56,8 +56,17 @@ class Remains:
 
 WINDOWS_AT_ONCE = 1_000
 
-Change = tuple[dict[str, Any], int]  # (the row's key, what is added)
+WindowKey = tuple[str, datetime]
+LeaseKey = tuple[str, datetime, str]
 Slice = Callable[[int, int, int, int], int]  # (lacking, ahead, remaining, replicas) → how much to take
+
+_WINDOW = ("quota_id", "start")
+_LEASE = (*_WINDOW, "replica_id")
+_open_windows = BulkInsert(QuotaWindow, lambda insert: insert.on_conflict_do_nothing())
+_grant_windows = BulkAdd(QuotaWindow, "granted", _WINDOW)
+_settle_windows = BulkAdd(QuotaWindow, "settled", _WINDOW)
+_grant_leases = BulkAdd(QuotaLease, "granted", _LEASE)
+_settle_leases = BulkAdd(QuotaLease, "settled", _LEASE)
 
 
 class LeaseStore:
@@ -77,11 +86,7 @@ class LeaseStore:
         windows = sorted({*returned, *asked})
         if not windows:
             return {}
-        connection = await session.connection()
-        await connection.execute(
-            insert_into(session, QuotaWindow).on_conflict_do_nothing(),
-            [{"quota_id": w.quota_id, "start": w.start, "granted": 0, "settled": 0} for w in windows],
-        )
+        await _open_windows(session, [(*_key(window), 0, 0) for window in windows])
         state = await self._lock(session, windows)
         returned = await self._still_ours(session, returned)
         grants: dict[WindowId, Grant] = {}
@@ -108,7 +113,7 @@ class LeaseStore:
 
     async def _renew(self, session: AsyncSession, windows: Sequence[WindowId]) -> dict[WindowId, Stored]:
         keys = (QuotaLease.quota_id, QuotaLease.start)
-        wanted = tuple_(*keys).in_(evened((window.quota_id, window.start) for window in windows))
+        wanted = tuple_(*keys).in_(_listed(session, windows))
         mine = QuotaLease.replica_id == self.replica_id, wanted
         await session.execute(select(*keys).where(*mine).order_by(*keys).with_for_update())  # in the order of bookings
         statement = (
@@ -163,9 +168,8 @@ class LeaseStore:
             select(*keys, QuotaLease.granted - QuotaLease.settled).where(*theirs).order_by(*keys).with_for_update()
         )
         left = {WindowId(quota_id, start): amount for quota_id, start, amount in rows}
-        back = _by_window({window: -amount for window, amount in left.items()})
-        await _add(session, QuotaWindow, "granted", back)
-        await _add(session, QuotaLease, "granted", [({**key, "replica_id": replica_id}, n) for key, n in back])
+        await _grant_windows(session, {_key(window): -amount for window, amount in left.items()})
+        await _grant_leases(session, {(*_key(window), replica_id): -amount for window, amount in left.items()})
         return len(left)
 
     async def release_expired(self, session: AsyncSession) -> int:
@@ -182,10 +186,10 @@ class LeaseStore:
         await session.execute(leases.order_by(QuotaLease.quota_id, QuotaLease.replica_id).with_for_update())
         ended = delete(QuotaLease).where(*expired, QuotaLease.quota_id.in_(affected))
         rows = (await session.execute(ended.returning(QuotaLease.quota_id, QuotaLease.granted))).all()
-        freed: dict[WindowId, int] = defaultdict(int)
+        freed: dict[WindowKey, int] = defaultdict(int)
         for quota_id, granted in rows:
-            freed[WindowId(quota_id, ALWAYS)] -= granted
-        await _add(session, QuotaWindow, "granted", _by_window(freed))
+            freed[quota_id, ALWAYS] -= granted
+        await _grant_windows(session, freed)
         return len(rows)
 
     async def _still_ours(self, session: AsyncSession, returned: Mapping[WindowId, int]) -> dict[WindowId, int]:
@@ -195,7 +199,7 @@ class LeaseStore:
         for some in _in_order(returned):
             mine = (
                 QuotaLease.replica_id == self.replica_id,
-                tuple_(QuotaLease.quota_id, QuotaLease.start).in_(evened((w.quota_id, w.start) for w in some)),
+                tuple_(QuotaLease.quota_id, QuotaLease.start).in_(_listed(session, some)),
             )
             columns = (QuotaLease.quota_id, QuotaLease.start, QuotaLease.granted, QuotaLease.settled)
             rows = await session.execute(select(*columns).where(*mine))
@@ -223,7 +227,7 @@ class LeaseStore:
         statement = (
             select(QuotaWindow.quota_id, QuotaWindow.start, QuotaWindow.granted, Quota.cap, sharing)
             .outerjoin(Quota, Quota.id == QuotaWindow.quota_id)  # also what has no limit any more is locked in order
-            .where(tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_(evened((w.quota_id, w.start) for w in windows)))
+            .where(tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_(_listed(session, windows)))
             .order_by(QuotaWindow.quota_id, QuotaWindow.start)
             .with_for_update(of=QuotaWindow)
         )
@@ -236,18 +240,16 @@ class LeaseStore:
 
     async def _change(self, session: AsyncSession, amounts: Mapping[WindowId, int]) -> None:
         """Raise, or lower, what this replica has been granted. The windows are locked."""
-        await _add(session, QuotaWindow, "granted", _by_window(amounts))
-        new = {window: amount for window, amount in amounts.items() if amount > 0}
+        await _grant_windows(session, {_key(window): amount for window, amount in amounts.items()})
+        new = sorted(window for window, amount in amounts.items() if amount > 0)
         if new:
             leases = insert_into(session, QuotaLease).values(
                 granted=0, settled=0, expires_ms=self.now() + self._ttl_ms, state=LeaseState.LIVE
             )
             connection = await session.connection()
-            await connection.execute(leases.on_conflict_do_nothing(), [key for key, _ in self._by_lease(new)])
-        await _add(session, QuotaLease, "granted", self._by_lease(amounts))
-
-    def _by_lease(self, amounts: Mapping[WindowId, int]) -> list[Change]:
-        return [({**key, "replica_id": self.replica_id}, amount) for key, amount in _by_window(amounts)]
+            keys = [dict(zip(_LEASE, (*_key(window), self.replica_id), strict=True)) for window in new]
+            await connection.execute(leases.on_conflict_do_nothing(), keys)
+        await _grant_leases(session, {(*_key(window), self.replica_id): n for window, n in amounts.items()})
 
 
 async def have_room(session: AsyncSession, charges: Iterable[Charge]) -> bool:
@@ -271,31 +273,30 @@ async def book(session: AsyncSession, charges: Iterable[Charge]) -> None:
     if not amounts:
         return
     left = await _lock_leases(session, {window for window, _ in amounts})
-    settled: dict[WindowId, int] = defaultdict(int)
-    short: dict[WindowId, int] = defaultdict(int)
-    of_leases: list[Change] = []
-    short_leases: list[Change] = []
-    for (window, replica_id), amount in sorted(amounts.items()):
+    settled: dict[WindowKey, int] = defaultdict(int)
+    short: dict[WindowKey, int] = defaultdict(int)
+    of_leases: dict[LeaseKey, int] = {}
+    short_leases: dict[LeaseKey, int] = {}
+    for (window, replica_id), amount in amounts.items():
         if (window, replica_id) not in left:
             continue
-        key = {"quota_id": window.quota_id, "start": window.start, "replica_id": replica_id}
-        settled[window] += amount
-        of_leases.append((key, amount))
+        settled[_key(window)] += amount
+        of_leases[*_key(window), replica_id] = amount
         missing = amount - left[window, replica_id]
         if missing > 0:
-            short[window] += missing
-            short_leases.append((key, missing))
-    await _add(session, QuotaWindow, "granted", _by_window(short))
-    await _add(session, QuotaLease, "granted", short_leases)
-    await _add(session, QuotaWindow, "settled", _by_window(settled))
-    await _add(session, QuotaLease, "settled", of_leases)
+            short[_key(window)] += missing
+            short_leases[*_key(window), replica_id] = missing
+    await _grant_windows(session, short)
+    await _grant_leases(session, short_leases)
+    await _settle_windows(session, settled)
+    await _settle_leases(session, of_leases)
 
 
 async def _lock_leases(session: AsyncSession, windows: Iterable[WindowId]) -> dict[tuple[WindowId, str], int]:
     """What each lease on these windows has left; nobody changes windows or leases until the end."""
     found: dict[tuple[WindowId, str], int] = {}
     for some in _in_order(windows):
-        wanted = evened((window.quota_id, window.start) for window in some)
+        wanted = _listed(session, some)
         of_windows = tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_(wanted)
         order = QuotaWindow.quota_id, QuotaWindow.start
         await session.execute(select(QuotaWindow.quota_id).where(of_windows).order_by(*order).with_for_update())
@@ -308,26 +309,15 @@ async def _lock_leases(session: AsyncSession, windows: Iterable[WindowId]) -> di
     return found
 
 
-async def _add(session: AsyncSession, table: type[Base], column: str, changes: Sequence[Change]) -> None:
-    """Add to a column of the rows with these keys, by one statement prepared once."""
-    if not changes:
-        return
-    columns = table.__table__.c
-    keys = [columns[name] == bindparam(f"key_{name}") for name in changes[0][0]]
-    connection = await session.connection()
-    await connection.execute(
-        update(table.__table__).where(*keys).values({column: columns[column] + bindparam("amount")}),  # type: ignore[arg-type]
-        [{f"key_{name}": value for name, value in key.items()} | {"amount": amount} for key, amount in changes],
-    )
-
-
 def _in_order(windows: Iterable[WindowId]) -> list[list[WindowId]]:
     """So many at once as a statement bears, all in the order in which they are locked."""
     ordered = sorted(windows)
     return [ordered[first : first + WINDOWS_AT_ONCE] for first in range(0, len(ordered), WINDOWS_AT_ONCE)]
 
 
-def _by_window(amounts: Mapping[WindowId, int]) -> list[Change]:
-    return [
-        ({"quota_id": window.quota_id, "start": window.start}, amount) for window, amount in sorted(amounts.items())
-    ]
+def _key(window: WindowId) -> WindowKey:
+    return window.quota_id, window.start
+
+
+def _listed(session: AsyncSession, windows: Sequence[WindowId]) -> Select[Any]:
+    return listed(session, (QuotaWindow.quota_id, QuotaWindow.start), list(map(_key, windows)))

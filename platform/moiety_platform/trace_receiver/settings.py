@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, SecretStr
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from moiety_platform.config_file import read_config_section
 from moiety_platform.settings import SECTION as GATEWAY_SECTION
@@ -53,11 +53,5 @@ class TraceSettings(BaseSettings):
             shared = {name: value for name, value in gateways.items() if name in OF_GATEWAYS_TOO}
             document = shared | read_config_section(config, SECTION)
         given = {name: value for name, value in flags.items() if value is not None}
-        environment = _Environment().model_dump(exclude_unset=True)
+        environment = EnvSettingsSource(cls)()
         return cls(**{**document, **environment, **given})
-
-
-class _Environment(TraceSettings):
-    """The same, of which nothing need be set, to tell what the environment says."""
-
-    traces_token: SecretStr | None = None  # type: ignore[assignment]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.db.bulk import BulkInsert
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour
 from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.sums import Figures, sum_by_key
 
 COUNTS = 1_000_000  # an answer's counts are entered under its number, and under that plus multiples of this
 _KEYS = tuple(column.name for column in UsageHour.__table__.primary_key)
@@ -51,7 +51,7 @@ async def settle(session: AsyncSession, rows: Sequence[UsageRow]) -> set[str]:
         )
         for row in rows
     ]
-    return set(await _enter_new.returning(session, entries))
+    return set(await _enter_new(session, entries))
 
 
 async def metered_before(session: AsyncSession, request_id: str, sequence: int) -> tuple[int, int]:
@@ -85,17 +85,17 @@ async def correct(session: AsyncSession, kind: EntryKind, sequence: int, before:
 
 async def add_to_hours(session: AsyncSession, rows: Iterable[UsageRow], less: Iterable[UsageRow] = ()) -> None:
     """Add requests to the sums of their hours, and take others away. Sums are locked in order."""
-    sums: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0] * len(_SUMS))
-    for sign, row in [*((1, row) for row in rows), *((-1, row) for row in less)]:
-        hour = row.started_at.replace(minute=0, second=0, microsecond=0)
-        key = (hour, row.tenant_id, row.project_id, row.key_id, row.model, row.service_class)
-        total = sums[key]
-        for index, amount in enumerate(_amounts(row)):
-            total[index] += sign * amount
-    await _raise_hours(session, [(*key, *total) for key, total in sorted(sums.items())])
+    added = [(_key(row), _amounts(row)) for row in rows]
+    taken = [(_key(row), tuple(-amount for amount in _amounts(row))) for row in less]
+    await _raise_hours(session, sum_by_key(added + taken))
 
 
-def _amounts(row: UsageRow) -> tuple[float, ...]:
+def _key(row: UsageRow) -> tuple[Any, ...]:
+    hour = row.started_at.replace(minute=0, second=0, microsecond=0)
+    return hour, row.tenant_id, row.project_id, row.key_id, row.model, row.service_class
+
+
+def _amounts(row: UsageRow) -> Figures:
     """What a request adds to each sum, in the order of the columns."""
     return (
         1,

@@ -3,7 +3,6 @@ billed is the ledger's. Within the caller's transaction."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -17,6 +16,7 @@ from moiety_platform.errors import BadRequest
 from moiety_platform.usage.models import UsageMinute
 from moiety_platform.usage.queries import UsageFilter, find_names
 from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.sums import Figures, sum_by_key
 
 KEPT_HOURS = 6
 ROWS_AT_ONCE = 500
@@ -83,16 +83,15 @@ _raise_minutes = BulkInsert(UsageMinute, _raising)
 
 async def add_to_minutes(session: AsyncSession, rows: Iterable[UsageRow]) -> None:
     """Add requests to the sums of the minutes that they ended in. Sums are locked in order."""
-    sums: defaultdict[tuple[int, str, str], list[float]] = defaultdict(lambda: [0] * len(_SUMS))
-    for row in rows:
-        ended_s = row.started_at.timestamp() + row.duration_ms / 1000
-        total = sums[int(ended_s // 60), row.tenant_id, row.service_class]
-        for index, amount in enumerate(_amounts(row)):
-            total[index] += amount
-    await _raise_minutes(session, [(*key, *total) for key, total in sorted(sums.items())])
+    await _raise_minutes(session, sum_by_key((_key(row), _amounts(row)) for row in rows))
 
 
-def _amounts(row: UsageRow) -> tuple[float, ...]:
+def _key(row: UsageRow) -> tuple[int, str, str]:
+    ended_s = row.started_at.timestamp() + row.duration_ms / 1000
+    return int(ended_s // 60), row.tenant_id, row.service_class
+
+
+def _amounts(row: UsageRow) -> Figures:
     """What a request adds to each sum, in the order of the columns."""
     return (
         1,

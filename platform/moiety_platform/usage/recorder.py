@@ -38,7 +38,7 @@ from moiety_platform.usage.store import insert_rows, storable
 INTERVAL_S = 0.25
 BUSY_ROWS, BUSY_INTERVALS = 10, 2  # after a round of so many rows, the next begins after so many intervals
 MAX_PENDING = 10_000
-BATCH_ROWS = 500
+BATCH_ROWS = 1000
 MAX_BACKOFF_S = 5.0
 
 _log = structlog.get_logger(__name__)

@@ -1,0 +1,53 @@
+"""A release's objects in the order in which Helm brings them into a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import yaml
+
+CHART = Path(__file__).parents[1] / "moiety"
+HOOK, WEIGHT = "helm.sh/hook", "helm.sh/hook-weight"
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """`before` and `after` are hooks by weight; `objects` all the rest."""
+
+    before: Sequence[Object]
+    objects: Sequence[Object]
+    after: Sequence[Object]
+
+    def of_kind(self, kind: str) -> list[Object]:
+        """Those among all of them."""
+        return [one for one in (*self.before, *self.objects, *self.after) if one["kind"] == kind]
+
+
+def render(values: Mapping[str, Any], name: str, namespace: str, *, upgrade: bool = False) -> Release:
+    """Raises HelmError with the chart's own sentence for values that cannot work."""
+    with helm_python.Chart.load(CHART) as chart:
+        made = chart.render(dict(values), name=name, namespace=namespace, is_install=not upgrade, is_upgrade=upgrade)
+    documents = [one for path, text in made.items() if not path.endswith(".txt") for one in yaml.safe_load_all(text)]
+    found = [one for one in documents if one]
+    event = "upgrade" if upgrade else "install"
+    return Release(
+        before=_hooks(found, f"pre-{event}"),
+        objects=[one for one in found if HOOK not in _annotations(one)],
+        after=_hooks(found, f"post-{event}"),
+    )
+
+
+def _hooks(objects: Sequence[Object], event: str) -> list[Object]:
+    chosen = [one for one in objects if event in _annotations(one).get(HOOK, "").split(",")]
+    return sorted(chosen, key=lambda one: (int(_annotations(one).get(WEIGHT, 0)), one["kind"] == "Job"))
+
+
+def _annotations(one: Object) -> Mapping[str, str]:
+    found: Mapping[str, str] = one["metadata"].get("annotations") or {}
+    return found

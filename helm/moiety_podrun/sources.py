@@ -1,0 +1,54 @@
+"""What pods are given by name: ConfigMaps of the release, Secrets of the API, and claims as folders."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moiety_platform.cluster.fake_api import FakeSecretsApi
+from moiety_podrun.errors import Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """`config_maps` are those of the release that is being brought in."""
+
+    api: FakeSecretsApi
+    folder: Path
+    config_maps: Mapping[str, Mapping[str, Any]]
+
+    def config_map(self, name: str) -> Mapping[str, str]:
+        """Its entries. Raises Failed."""
+        if name not in self.config_maps:
+            raise Failed(f"a pod wants the ConfigMap {name}, which the release does not have")
+        found: Mapping[str, str] = self.config_maps[name]["data"]
+        return found
+
+    def secret(self, name: str) -> Mapping[str, bytes]:
+        """Its entries. Raises Failed."""
+        if name not in self.api.secrets:
+            raise Failed(f"a pod wants the Secret {name}, which is not there: give it as --secret {name}.ENTRY=VALUE")
+        return {key: base64.b64decode(value) for key, value in self.api.secrets[name]["data"].items()}
+
+    def claim(self, name: str) -> Path:
+        """The folder of a PersistentVolumeClaim; made if nobody has put anything there."""
+        path = self.folder / "claims" / name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def variables(self, container: Mapping[str, Any]) -> dict[str, str]:
+        """A container's environment. Raises Failed."""
+        found = {}
+        for one in container.get("env", ()):
+            if "valueFrom" in one:
+                wanted = one["valueFrom"]["secretKeyRef"]
+                entries = self.secret(wanted["name"])
+                if wanted["key"] not in entries:
+                    raise Failed(f"the Secret {wanted['name']} has no entry {wanted['key']}, which a pod wants")
+                found[one["name"]] = entries[wanted["key"]].decode()
+            else:
+                found[one["name"]] = str(one["value"])
+        return found

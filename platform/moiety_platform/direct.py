@@ -1,0 +1,47 @@
+"""The framework's application, past which the requests to engines go: each of their handlers is an ASGI application by
+itself, and to look for it, to make a request and a response around it would cost such a request more than its key does.
+Whatever else is asked of their paths goes the framework's way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar import Litestar
+from litestar.routes import HTTPRoute
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
+
+from moiety_platform.request_ids import add_request_id
+
+DIRECT = "direct"  # the name of such an ASGI application in the `opt` of its POST route
+
+
+class GatewayApp(Litestar):
+    """Routes with an ASGI application of their own get POST requests at once, and the answers the request's id."""
+
+    __slots__ = ("_direct",)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._direct: dict[str, ASGIApp] = {
+            route.path: handler.opt[DIRECT]
+            for route in self.routes
+            if isinstance(route, HTTPRoute)
+            for handler in route.route_handlers
+            if DIRECT in handler.opt
+        }
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        direct = self._direct.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if direct is None:
+            await super().__call__(scope, receive, send)
+        else:
+            await _answer(direct, scope, receive, send)
+
+
+async def _answer(direct: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    async def send_with_id(message: Message) -> None:
+        await add_request_id(message, scope)
+        await send(message)
+
+    await direct(scope, receive, send_with_id)

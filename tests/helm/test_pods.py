@@ -1,0 +1,203 @@
+"""The chart's pods run, from what it renders: installed, used, restarted under load, each in a network of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moiety_platform.supervisor.ports import claim_port
+
+EXAMPLE = Path(__file__).parents[2] / "helm" / "moiety" / "examples" / "kind.yaml"
+VALUES = """
+networkPolicies: {enabled: true}
+gateway: {replicas: 2, deregisterSeconds: 1, drainSeconds: 20}
+engines:
+  - {name: demo, replicas: 2, drainSeconds: 20, options: {scripted: true, scripted-step-ms: 20}}
+"""
+START_S = 150.0
+STREAMS_A_SECOND = 20
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(420),
+    pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="namespaces need Linux and its root user"),
+]
+
+
+@dataclass
+class Running:
+    """A release that runs. `url` leads to its gateways."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    url: str
+
+    def said(self) -> str:
+        return (self.folder / "said.log").read_text()
+
+    def wait_for(self, words: str) -> None:
+        until = time.monotonic() + START_S
+        while words not in self.said():
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < until, self.said()
+            time.sleep(0.2)
+
+    @property
+    def owner_key(self) -> str:
+        return (self.folder / "secrets" / "rel-moiety-owner" / "key").read_text()
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("pods")
+    values = folder / "values.yaml"
+    values.write_text(VALUES)
+    port = claim_port("127.0.0.1", 0, "--port")
+    command = [sys.executable, "-m", "moiety_podrun", "--name", "rel", "--folder", str(folder)]
+    command += ["--values", str(EXAMPLE), "--values", str(values), "--forward", f"{port}=rel-moiety"]
+    with (folder / "said.log").open("wb") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=_environment())
+        running = Running(process, folder, f"http://127.0.0.1:{port}")
+        try:
+            running.wait_for("everything is ready")
+            yield running
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=90) == 0
+
+
+def test_a_release_is_installed_and_a_rolling_restart_of_everything_costs_no_stream_and_no_token(
+    release: Running,
+) -> None:
+    streams, tenant, used = asyncio.run(_restart_under_load(release))
+    assert len(streams) > 200
+    assert [one for one in streams if one.failure] == []
+    assert [one for one in streams if one.text != one.expected] == [], "no token is missing and none comes twice"
+    assert used["requests"] == len(streams)
+    assert used["output_tokens"] == sum(one.usage["completion_tokens"] for one in streams)
+    assert used["prompt_tokens"] == sum(one.usage["prompt_tokens"] for one in streams)
+    assert tenant
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "port", "reached"),
+    [
+        ("gateway", "engine-demo", 5757, True),
+        ("gateway", "database", 5432, True),
+        ("dashboard", "engine-demo", 5757, False),
+        ("dashboard", "database", 5432, False),
+        ("engine-demo", "database", 5432, False),
+        ("traces", "engine-demo", 5757, False),
+    ],
+)
+def test_a_pod_reaches_what_it_is_meant_to_and_nothing_else(
+    source: str, target: str, port: int, reached: bool, release: Running
+) -> None:
+    """By a connection from inside one pod's network to another's address."""
+    pods = json.loads((release.folder / "pods.json").read_text())
+    address = next(one["address"] for one in pods if one["part"] == target)
+    inside = next(one["process"] for one in pods if one["part"] == source)
+    code = f"import socket; socket.create_connection(({address!r}, {port}), 3).close()"
+    done = subprocess.run(
+        ["nsenter", "--target", str(inside), "--net", sys.executable, "-c", code], capture_output=True, check=False
+    )
+    assert (done.returncode == 0) == reached, done.stderr.decode()
+
+
+@dataclass
+class Stream:
+    """One client's answer; the scripted engine repeats the prompt's own tokens."""
+
+    expected: str
+    text: str = ""
+    failure: str = ""
+    usage: dict[str, int] | None = None
+
+
+async def _restart_under_load(release: Running) -> tuple[list[Any], str, dict[str, int]]:
+    async with httpx.AsyncClient(base_url=release.url, timeout=60, trust_env=False) as client:
+        as_owner = {"Authorization": f"Bearer {release.owner_key}"}
+        tenant, key = await _make_tenant(client, as_owner)
+        stop = asyncio.Event()
+        load = asyncio.create_task(_load(client, key, stop))
+        await asyncio.sleep(2)
+        release.process.send_signal(signal.SIGHUP)
+        await asyncio.to_thread(release.wait_for, "everything was rolled out anew")
+        await asyncio.sleep(2)
+        stop.set()
+        streams = await load
+        used: dict[str, int] = {}
+        until = time.monotonic() + 20
+        while used.get("requests") != len(streams) and time.monotonic() < until:
+            answer = await client.get("/admin/v1/usage", params={"tenant_id": tenant}, headers=as_owner)
+            used = answer.json()["data"][0]["totals"]
+            await asyncio.sleep(0.5)
+    return streams, tenant, used
+
+
+async def _make_tenant(client: httpx.AsyncClient, as_owner: dict[str, str]) -> tuple[str, str]:
+    async def make(what: str, **fields: str) -> dict[str, Any]:
+        answer = await client.post(f"/admin/v1/{what}", json=fields, headers=as_owner)
+        assert answer.status_code == 201, answer.text
+        return dict(answer.json())
+
+    tenant = await make("tenants", name="acme")
+    project = await make("projects", tenant_id=tenant["id"], name="main")
+    return tenant["id"], (await make("keys", project_id=project["id"], name="load"))["secret"]
+
+
+async def _load(client: httpx.AsyncClient, key: str, stop: asyncio.Event) -> list[Stream]:
+    tasks = []
+    began = time.monotonic()
+    while not stop.is_set():
+        tasks.append(asyncio.create_task(_stream(client, key, len(tasks))))
+        await asyncio.sleep(max(0.0, began + len(tasks) / STREAMS_A_SECOND - time.monotonic()))
+    return await asyncio.gather(*tasks)
+
+
+async def _stream(client: httpx.AsyncClient, key: str, number: int) -> Stream:
+    tokens = 30 + number % 40
+    prompt = f"{number:06d}" * 20
+    stream = Stream(expected=prompt[:tokens])
+    body = {
+        "model": "scripted",
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    try:
+        async with client.stream(
+            "POST", "/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}
+        ) as answer:
+            if answer.status_code != httpx.codes.OK:
+                stream.failure = f"{answer.status_code} {(await answer.aread())[:200]!r}"
+                return stream
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    _take(stream, json.loads(line.removeprefix("data: ")))
+    except httpx.HTTPError as error:
+        stream.failure = repr(error)
+    return stream
+
+
+def _take(stream: Stream, chunk: dict[str, Any]) -> None:
+    stream.failure = str(chunk["error"]) if "error" in chunk else stream.failure
+    stream.text += "".join(choice["text"] for choice in chunk.get("choices", ()))
+    stream.usage = chunk.get("usage") or stream.usage
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
