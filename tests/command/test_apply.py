@@ -191,6 +191,25 @@ def test_a_key_whose_secret_was_lost_is_made_anew_and_the_lost_one_revoked(
     assert [one.status_code for one in asked] == [401, 200]
 
 
+def test_a_secret_that_holds_something_else_is_left_as_it_is(
+    apply: Callable[..., dict[str, Any]], cluster: FakeSecretsApi
+) -> None:
+    metadata = {"name": "owner", "resourceVersion": "1"}
+    cluster.secrets["owner"] = {"metadata": metadata, "data": {"key": base64.b64encode(b"the owner's").decode()}}
+    text = "tenants: [{name: greedy, projects: [{name: p, keys: [{name: k, keySecret: owner}]}]}]"
+    refused = apply(text, "--source", "greedy", ends_with=1)
+    assert "the Secret owner has an entry 'key' that is not this key's" in refused["said"]
+    assert key_in(cluster, "owner") == "the owner's"
+
+
+def test_what_the_gateway_refused_is_not_claimed(apply: Callable[..., dict[str, Any]], moiety: Moiety) -> None:
+    text = "tenants: [{name: late, service_class: platinum}]"
+    assert "choose one of" in apply(text, "--source", "late", ends_with=1)["said"]
+    moiety("tenant", "create", "late")
+    refused = apply(text.replace("platinum", "flex"), "--source", "late", ends_with=1)
+    assert "tenant late: made by hand" in refused["said"]
+
+
 def test_a_key_that_no_secret_took_does_not_count(
     apply: Callable[..., dict[str, Any]], cluster: FakeSecretsApi, moiety: Moiety
 ) -> None:

@@ -15,7 +15,7 @@ from moiety_platform.cli.apply.current import Current, Place
 from moiety_platform.cli.apply.key_secrets import KeySecrets
 from moiety_platform.cli.apply.plan import IDLE, Action, Step, identity
 from moiety_platform.cli.apply.spec import Wanted
-from moiety_platform.cli.errors import CommandError, NotAllowed, NotReachable
+from moiety_platform.cli.errors import CommandError, NotAllowed, NotReachable, Refused
 from moiety_platform.cluster.errors import ClusterError
 
 ONLY_NEW = {"If-None-Match": "*"}
@@ -64,7 +64,11 @@ class Hand:
     def _create(self, step: Step) -> None:
         one = _wanted(step)
         self._claim(one, None)
-        self._ids[one.place] = self._make(one)
+        try:
+            self._ids[one.place] = self._make(one)
+        except (Refused, ClusterError):
+            self._release(step)  # or what is made by hand under this name would pass for the file's
+            raise
         self._claim(one, self._ids[one.place])
 
     def _make(self, one: Wanted) -> str:

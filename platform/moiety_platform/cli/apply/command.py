@@ -6,12 +6,14 @@ import contextlib
 import os
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import typer
 
+from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.apply.carry_out import Hand, Outcome
 from moiety_platform.cli.apply.current import read_current
@@ -19,10 +21,11 @@ from moiety_platform.cli.apply.document import Document, read_document
 from moiety_platform.cli.apply.key_secrets import KeySecrets
 from moiety_platform.cli.apply.plan import IDLE, Action, Step, Terms, make_plan
 from moiety_platform.cli.apply.spec import read_wanted
-from moiety_platform.cli.errors import CommandError
+from moiety_platform.cli.errors import CommandError, Refused
 from moiety_platform.cli.gateway_client import answer
 from moiety_platform.cli.tables import show_json, show_rows, show_value
 from moiety_platform.cluster.secrets_api import ACCOUNT
+from moiety_platform.prices.terms import dollars
 
 PAUSE_S = 0.5
 COLUMNS = {"does": "does", "kind": "what", "name": "name", "field": "field", "before": "is", "after": "becomes",
@@ -53,7 +56,7 @@ def apply(
     wanted = read_wanted(document)
     wait_for_gateway(admin.client.http, wait_s)
     current = read_current(admin.client)
-    with KeySecrets(os.environ, account) as secrets:
+    with KeySecrets(os.environ, account, partial(is_revoked, admin.client)) as secrets:
         terms = Terms(source, prune, adopt, show_keys, secrets.look(wanted, current))
         steps = make_plan(wanted, current, terms)
         outcome = Outcome() if dry_run else Hand(admin.client, secrets, current, source).carry_out(steps)
@@ -66,6 +69,14 @@ def apply(
         _show(steps, outcome, dry_run=dry_run)
     if outcome.failed:
         raise CommandError("\n".join(_complaints(document, steps, outcome)))
+
+
+def is_revoked(client: AdminClient, key_id: str) -> bool:
+    """Whether there is such a key, and it counts no more."""
+    try:
+        return bool(client.get(f"/keys/{key_id}")["status"] == "revoked")
+    except Refused:
+        return False
 
 
 def wait_for_gateway(http: httpx.Client, wait_s: float) -> None:
@@ -95,13 +106,28 @@ def _rows(step: Step) -> list[dict[str, Any]]:
     """One a field that changes; names are said once."""
     head = {"does": str(step.action), "kind": step.kind, "name": step.name, "why": step.why}
     rows = [
-        {"does": "", "kind": "", "name": "", "why": "", "field": field, "before": before, "after": show_value(after)}
+        {
+            "does": "",
+            "kind": "",
+            "name": "",
+            "why": "",
+            "field": field,
+            "before": _shown(step, field, before),
+            "after": _shown(step, field, after),
+        }
         for field, (before, after) in step.changes.items()
         if not (step.action is Action.CREATE and field == "name")
     ]
     if not rows:
         return [{**head, "field": "", "before": "", "after": ""}]
     return [{**rows[0], **head}, *rows[1:]]
+
+
+def _shown(step: Step, field: str, value: Any) -> str:
+    """Whole, however small; money in dollars."""
+    if field == "cap" and isinstance(value, int) and ": money" in step.name:
+        return f"$ {dollars(value)}"
+    return f"{value:.6g}" if isinstance(value, float) else show_value(value)
 
 
 def _report(document: Document, steps: list[Step], outcome: Outcome, *, dry_run: bool) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def read_current(client: AdminClient) -> Current:
         name = scopes["tenant", row["id"]] = known.get(("tenant", row["id"]), row["name"])
         rows["tenant", name] = row
     for row in client.pages("/projects"):
-        own = f"{scopes['tenant', row['tenant_id']]}/{row['name']}"
+        own = f"{scopes.get(('tenant', row['tenant_id']), row['tenant_id'])}/{row['name']}"
         name = scopes["project", row["id"]] = known.get(("project", row["id"]), own)
         rows["project", name] = row
     for (kind, key_id), name in known.items():

@@ -3,7 +3,7 @@ cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +20,9 @@ from moiety_platform.cluster.secrets_api import SecretsApi
 class KeySecrets:
     """Owns the connection to the cluster, which is made when it is first needed."""
 
-    def __init__(self, environment: Mapping[str, str], account: Path) -> None:
-        self._environment, self._account = environment, account
+    def __init__(self, environment: Mapping[str, str], account: Path, is_revoked: Callable[[str], bool]) -> None:
+        """`is_revoked` says of a key, by its id, whether it is one of the gateway's that counts no more."""
+        self._environment, self._account, self._is_revoked = environment, account, is_revoked
         self._stack = ExitStack()
         self._connected: SecretsApi | None = None
 
@@ -41,18 +42,25 @@ class KeySecrets:
         for one in wanted:
             if one.key_secret is not None:
                 try:
-                    found[one.place] = self._has(one.key_secret, one, current.rows.get(one.place))
+                    found[one.place] = self._has(one.key_secret, one, current)
                 except ClusterError as exc:
                     found[one.place] = str(exc)
         return found
 
-    def _has(self, name: str, one: Wanted, row: Mapping[str, object] | None) -> bool:
+    def _has(self, name: str, one: Wanted, current: Current) -> bool | str:
+        row = current.rows.get(one.place)
         secret = self._api().read(name)
         text = "" if secret is None else secret.entries.get(KEY_ENTRY, b"").decode(errors="replace")
-        if one.kind != "key" or row is None:
-            return bool(text)
         key = parse_key(text)
-        return key is not None and key.key_id == row["id"]
+        is_ours = row is not None and (one.kind != "key" or (key is not None and key.key_id == row["id"]))
+        begun = row is None and one.place in current.claims  # and perhaps killed before its id was noted
+        is_stale = key is not None and self._is_revoked(key.key_id)  # of a key that was declared once
+        if text and not is_ours and not begun and not is_stale:
+            return (
+                f"the Secret {name} has an entry {KEY_ENTRY!r} that is not this {one.kind}'s, and was left as it is: "
+                "name another Secret as keySecret, or delete that entry to have it made anew"
+            )
+        return bool(text) and is_ours
 
     def _api(self) -> SecretsApi:
         if self._connected is None:

@@ -114,7 +114,9 @@ async def look_at_pepper(session: AsyncSession, settings: GatewaySettings, admin
     if text is not None and row is not None and not hashes_match(hash_key(text, pepper), row.secret_hash):
         advice = "put the pepper of the backup back: keys that were made with it work again"
         return wrong(AREA, "pepper_other", "the pepper is not the one that the stored keys were made with", advice)
-    return ok(AREA, "pepper", "fits" if row is not None else "is there; give --admin-key to have it tried")
+    return ok(
+        AREA, "pepper", "the pepper fits" if row is not None else "there is a pepper; give --admin-key to have it tried"
+    )
 
 
 async def look_at_owners(session: AsyncSession, clock: Clock) -> Finding:
@@ -126,7 +128,7 @@ async def look_at_owners(session: AsyncSession, clock: Clock) -> Finding:
         advice = "start a gateway with --first-keys and a file that is not there yet; in a cluster: "
         advice += "moiety cluster owner NAME --reissue"
         return wrong(AREA, "no_owner", "no owner's key works", advice)
-    return ok(AREA, "owners", f"{owners} owners' keys work")
+    return ok(AREA, "owners", f"working keys of owners: {owners}")
 
 
 async def look_at_books(session: AsyncSession, clock: Clock) -> AsyncIterator[Finding]:
