@@ -88,8 +88,8 @@ def _parts(patient: Patient, logs: list[Path]) -> Iterator[tuple[str, str]]:
         if patient.admin_key is not None:
             for name, path in OF_ADMIN.items():
                 yield name, _get(http, path, patient.admin_key)
-    for path in logs:
-        yield f"logs/{path.name}", _end_of(path)
+    for place in logs:
+        yield f"logs/{place.name}", _end_of(place)
 
 
 def _settings(settings: GatewaySettings) -> dict[str, Any]:

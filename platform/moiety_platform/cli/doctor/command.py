@@ -22,7 +22,7 @@ from moiety_platform.cli.gateway_client import DEFAULT_URL
 from moiety_platform.cli.settings_of import load_settings
 from moiety_platform.cli.tables import show_json
 from moiety_platform.clock import Clock, SystemClock
-from moiety_platform.engine_client.transport import CurveKeys
+from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.supervisor.data_dir import read_first_keys, read_url
 from moiety_platform.supervisor.errors import SupervisorError

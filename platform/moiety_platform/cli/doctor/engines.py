@@ -14,7 +14,7 @@ import zmq
 
 from moiety_platform.cli.doctor.finding import Finding, ok, wrong
 from moiety_platform.engine_addresses import ForeignAddress, is_foreign, is_name
-from moiety_platform.engine_client.transport import CurveKeys
+from moiety_platform.engine_client.curve import CurveKeys
 from moiety_wire.codec import decode_to_gateway, encode
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.messages import PROTOCOL_VERSION, Card, Hello
