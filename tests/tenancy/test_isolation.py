@@ -146,6 +146,9 @@ ASKS = [
     Ask("GET /webhooks", OPERATORS),
     Ask("POST /webhooks", OPERATORS_MAKE, body={"url": "https://example.com/{new}"}),
     Ask("DELETE /webhooks/{webhook_id}", OPERATORS),
+    Ask("GET /declarations", ALL_READERS),
+    Ask("PUT /declarations", OPERATORS, body={"kind": "tenant", "name": "{new}", "source": "s"}),
+    Ask("DELETE /declarations", OPERATORS_FIND_NONE, query={"kind": "tenant", "name": "{new}"}),
     Ask("GET /classes", EVERYBODY),
     Ask("GET /classes/{name}", EVERYBODY, path={"name": "flex"}),
     Ask("POST /classes", OPERATORS_MAKE, body={"name": "{new}", **CLASS}),
@@ -439,6 +442,7 @@ OF_ALL = (
     "/webhooks",
     "/audit/verification",
     "/simulations",
+    "/declarations",
 )  # what is of no one tenant
 
 

@@ -49,6 +49,8 @@ class Action(StrEnum):
     WRITE_WEBHOOKS = "webhooks.write"
     READ_TRACES = "traces.read"
     SIMULATE = "simulations.run"
+    READ_DECLARATIONS = "declarations.read"
+    WRITE_DECLARATIONS = "declarations.write"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
         Action.WRITE_WEBHOOKS: Rule(anyone=_OPERATORS),
         Action.READ_TRACES: Rule(anyone=_READERS, own=_OWN_READERS),
         Action.SIMULATE: Rule(anyone=_OPERATORS),
+        Action.READ_DECLARATIONS: Rule(anyone=_READERS),
+        Action.WRITE_DECLARATIONS: Rule(anyone=_OPERATORS),
     }
 )
 
