@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from moiety_engine.errors import EngineError, InvalidConfig
+from moiety_engine.planning.apart import Apart, compare
 from moiety_engine.planning.layouts import Candidate, Demand, evaluate, list_layouts
 from moiety_engine.planning.machines import GPUS, LINK_REACHED, LINKS, find_gpu, find_network
 from moiety_engine.planning.models import PRESETS, find_model
@@ -25,7 +27,7 @@ def plan_command(
         str, typer.Option(help=f"folder with config.json, hub id, or {', '.join(PRESETS)}; the demo model if empty")
     ] = "",
     gpus: Annotated[int, typer.Option(min=1, max=4096, help="in all; replicas share them")] = 8,
-    gpu: Annotated[str, typer.Option(help=", ".join(GPUS))] = "h200",
+    gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}, or cpu: this processor, measured first")] = "h200",
     link: Annotated[
         str, typer.Option(help=f"inside a host, across hosts: nvlink (the GPU's own), {', '.join(LINKS)}")
     ] = "nvlink,ib400",
@@ -41,6 +43,9 @@ def plan_command(
         float, typer.Option(min=0.05, max=1.0, help="mean load of the ranks with experts over the largest")
     ] = 0.9,
     gpu_hour_usd: Annotated[float, typer.Option(min=0.0, help="what a GPU costs an hour")] = 2.0,
+    prompts_elsewhere: Annotated[
+        bool, typer.Option("--prompts-elsewhere", help="other GPUs compute prompts: these only decode")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
     """Compute memory, speed and cost of a model on GPUs by layout, without any GPU, and advise one."""
@@ -55,8 +60,10 @@ def plan_command(
                 f"{served.spec.max_context_tokens}: ask for less"
             )
         demand = Demand(context, output, ttft_s, tpot_ms / 1000, gpu_hour_usd, max_batch_tokens, balancedness)
+        demand = replace(demand, prompts_elsewhere=prompts_elsewhere)
         layouts = list_layouts(gpus, served.spec)
         found = [evaluate(served, layout, gpus, machine, network, demand) for layout in layouts]
+        apart = compare(served, gpus, machine, network, demand)
     except EngineError as exc:
         console.print(f"[red]moiety plan:[/red] {exc}", highlight=False)
         raise typer.Exit(1) from exc
@@ -68,11 +75,12 @@ def plan_command(
         settings |= {"weights": "bf16" if served.form is None else served.form.name}
         report: dict[str, Any] = {"environment": describe_environment("numpy"), "settings": settings}
         report |= {name: None if one is None else as_dict(one) for name, one in advised.items()}
+        report["apart"] = None if apart is None else asdict(apart) | {"pays": apart.pays}
         typer.echo(json.dumps(report | {"layouts": [as_dict(one) for one in ranked]}))
         return
     out = Console()
     out.print(make_table(ranked))
-    for sentence in explain(ranked, advised):
+    for sentence in [*explain(ranked, advised), *explain_apart(apart)]:
         out.print(f"- {sentence}", highlight=False, soft_wrap=True)
 
 
@@ -90,12 +98,12 @@ def as_dict(one: Candidate) -> dict[str, Any]:
 
 
 def make_table(ranked: list[Candidate]) -> Table:
-    table = Table(title="layouts that keep the promise, the fastest first")
+    table = Table(title="layouts that keep the promise, the fastest first", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("tp", "dp", "ep", "pp", "×"):
         table.add_column(name, justify="right")
-    for name in ("weights\nGB a GPU", "requests\nat once", "TTFT\ns", "TPOT\nms", "tokens/s\na GPU", "$ a million"):
+    for name in ("weights\nGB/GPU", "requests\nat once", "TTFT\ns", "TPOT\nms", "tokens/s\na GPU", "$ for a\nmillion"):
         table.add_column(name, justify="right")
-    table.add_column("engine")
+    table.add_column("engine\nhas it")
     for one in [one for one in ranked if one.problem is None][:_NUM_SHOWN]:
         layout = one.layout
         table.add_row(
@@ -106,7 +114,7 @@ def make_table(ranked: list[Candidate]) -> Table:
             f"{1000 * one.tpot_s:.1f}",
             f"{one.tokens_per_s_per_gpu:,.0f}",
             f"{one.usd_per_million_tokens:.2f}",
-            "yes" if one.in_engine else "not yet",
+            "yes" if one.in_engine else "no",
         )
     return table
 
@@ -130,6 +138,20 @@ def explain(ranked: list[Candidate], advised: dict[str, Candidate | None]) -> li
     for problem, count in refused.most_common(4):
         sentences.append(f"{count} layouts will not do: {problem}.")
     return sentences
+
+
+def explain_apart(apart: Apart | None) -> list[str]:
+    """Whether attention and experts pay on GPUs of their own."""
+    if apart is None:
+        return []
+    if not apart.running:
+        return ["Attention and experts on GPUs of their own would not keep the promise."]
+    return [
+        f"Attention and experts on GPUs of their own {'would pay' if apart.pays else 'do not pay'}: decoding alone, "
+        f"{apart.attention_gpus} for attention and {apart.expert_gpus} for experts do "
+        f"{apart.tokens_per_s_per_gpu:,.0f} tokens/s a GPU with {apart.micro_batches} micro-batches, the best layout "
+        f"together {apart.together_tokens_per_s_per_gpu:,.0f}. The engine has neither yet."
+    ]
 
 
 def _kind_of(problem: str) -> str:

@@ -115,7 +115,7 @@ def _fill_memory(found: Candidate, served: Served, own: ModelSpec, machine: Mach
     found = replace(found, weight_bytes=weights, kv_bytes_per_token=served.kv_bytes_per_token(own))
     free = Memory(int(machine.memory_bytes) - weights, int(machine.memory_bytes))
     try:
-        kv_bytes = kv_budget_bytes(free, _activation_bytes(own, demand))
+        kv_bytes = kv_budget_bytes(free, activation_bytes(own, demand))
     except OutOfMemory:
         return replace(found, problem="the weights leave no memory")
     kv_tokens = kv_bytes // found.kv_bytes_per_token
@@ -141,7 +141,7 @@ def _fill_times(
     most = min(found.most_running // (layout.dp * found.replicas), MOST_SEQUENCES)
     if not demand.prompts_elsewhere:
         most = min(most, max(1, demand.max_batch_tokens * demand.output_tokens // demand.input_tokens))
-    running = _most_within(lambda count: decode(count).total_s <= demand.tpot_s, most)
+    running = most_within(lambda count: decode(count).total_s <= demand.tpot_s, most)
     times = decode(max(1, running))
     chunk = min(demand.input_tokens, demand.max_batch_tokens)
     prefill = step(Batch(prompt_rows=chunk, prompt_seen=demand.input_tokens / 2, finished_prompts=1))
@@ -192,14 +192,14 @@ def _has_kernels(served: Served, own: ModelSpec, machine: Machine) -> bool:
     return all(has_kernel(served, ffn, own.hidden_size, machine) for ffn in mixtures)
 
 
-def _activation_bytes(own: ModelSpec, demand: Demand) -> int:
+def activation_bytes(own: ModelSpec, demand: Demand) -> int:
     """At the largest step: the stream and what a layer makes of it, and each pair's hidden and output row."""
     mixtures = [layer.ffn for layer in own.layers if isinstance(layer.ffn, MoeSpec)]
     pairs = max((one.routing.top_k * (one.width + own.hidden_size) for one in mixtures), default=0)
     return int(demand.max_batch_tokens * 2 * (8 * own.hidden_size + pairs))
 
 
-def _most_within(holds: Callable[[int], bool], most: int) -> int:
+def most_within(holds: Callable[[int], bool], most: int) -> int:
     """The largest count up to `most` for which it holds, 0 if for none; what holds for one holds for all below it."""
     low, high = 0, max(0, most)
     while low < high:

@@ -1,4 +1,4 @@
-"""GPUs and the links between them, by data sheet, and what of it is reached. Pure data.
+"""GPUs and the links between them, by data sheet, and what of it is reached; or this processor, measured.
 
 Memory and arithmetic of an H200 are measured (`moiety_kernels.gpu.targets`); the other GPUs are taken to reach the same
 share of their data sheets as it does of its own.
@@ -6,10 +6,16 @@ share of their data sheets as it does of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from moiety_engine.errors import InvalidConfig
+from moiety_engine.memory import available_bytes
 from moiety_engine.simulator.devices import H200_QWEN3_30B_A3B
+from moiety_kernels.bench.clocks import clock_of
+from moiety_kernels.bench.speeds import measure_speeds
+from moiety_kernels.environment import cpu_name
 from moiety_kernels.gpu.targets import GFX942, H200, SM_80, SM_90, SM_100, DeviceModel, Target
 
 _MEMORY_REACHED = H200.memory_bytes_per_s / 4.8e12  # 0.90: copies measured against the data sheet's bandwidth
@@ -85,9 +91,11 @@ class Network:
 
 
 def find_gpu(name: str) -> Machine:
-    """Raises InvalidConfig."""
+    """By its name; "cpu" is this machine's processor, measured. Raises InvalidConfig."""
+    if name == "cpu":
+        return measure_processor()
     if name not in GPUS:
-        raise InvalidConfig(f"{name!r} is no known GPU; known: {', '.join(GPUS)}")
+        raise InvalidConfig(f"{name!r} is no known GPU; known: {', '.join(GPUS)}, and cpu, which is measured")
     return GPUS[name]
 
 
@@ -98,3 +106,18 @@ def find_network(names: str, machine: Machine, node_gpus: int) -> Network:
         known = ", ".join(("nvlink", *LINKS))
         raise InvalidConfig(f"--link {names!r} must be two of {known}: inside a host, and across, as in nvlink,ib400")
     return Network(LINKS[parts[0]], LINKS[parts[1]], node_gpus)
+
+
+def measure_processor() -> Machine:
+    """This machine's processor, measured for some seconds: reads, and products in bfloat16 or float32, whichever are
+    faster. Its memory is what is available."""
+    device = torch.device("cpu")
+    measured = measure_speeds(device, clock_of(device)).best
+    speeds = replace(  # whose tiles and fp8 are never asked for
+        H200,
+        name=cpu_name(),
+        memory_bytes_per_s=measured.memory_bytes_per_s,
+        flops_bf16=measured.flops_per_s,
+        flops_fp8=measured.flops_per_s,
+    )
+    return Machine(speeds, float(available_bytes()), "pcie5", tiled=False, reached=1.0)

@@ -87,7 +87,7 @@ def step_times(served: Served, own: ModelSpec, shape: Shape, machine: Machine, n
     """Of the busiest rank; `own` is what it has of all layers."""
     total = Times(overhead_s=machine.overhead_s)
     for layer, count in Counter(own.layers).items():
-        products = _products(served, own, layer, machine, batch.rows)
+        products = products_s(served, own, layer, machine, batch.rows)
         attention = attention_s(layer.attention, machine, batch, served.kv_itemsize)
         experts = sums = exchanges = 0.0
         row_bytes = own.hidden_size * _ITEM_BYTES
@@ -99,7 +99,7 @@ def step_times(served: Served, own: ModelSpec, shape: Shape, machine: Machine, n
         num_sums = 2 if shape.groups == 1 or not isinstance(layer.ffn, MoeSpec) else 1
         sums = num_sums * sum_s(batch.rows * row_bytes, shape.tp, network)
         total = _plus(total, Times(products, attention, experts, sums, exchanges), count)
-    head = _head(own, machine, batch.decoding + batch.finished_prompts)
+    head = head_s(own, machine, batch.decoding + batch.finished_prompts)
     embedded = sum_s(batch.rows * own.hidden_size * _ITEM_BYTES, shape.tp, network)
     handed_on = (shape.pp - 1) * send_s(batch.rows * own.hidden_size * _ITEM_BYTES, shape.ranks, network)
     return _plus(total, Times(products_s=head, sums_s=embedded, exchanges_s=handed_on), 1)
@@ -113,7 +113,7 @@ def _plus(total: Times, more: Times, count: int) -> Times:
 # ── one rank's products ──
 
 
-def _products(served: Served, own: ModelSpec, layer: LayerSpec, machine: Machine, rows: float) -> float:
+def products_s(served: Served, own: ModelSpec, layer: LayerSpec, machine: Machine, rows: float) -> float:
     """Of a layer, without those of routed experts."""
     weights = allocate(replace(own, layers=(layer,), vocab_size=1), device=torch.device("meta"), dtype=torch.bfloat16)
     (one,) = weights.layers
@@ -132,7 +132,7 @@ def _products(served: Served, own: ModelSpec, layer: LayerSpec, machine: Machine
     return launches + sum(product_s(tensor.shape, itemsize, machine, rows) for tensor, itemsize in sized)
 
 
-def _head(own: ModelSpec, machine: Machine, rows: float) -> float:
+def head_s(own: ModelSpec, machine: Machine, rows: float) -> float:
     return product_s((own.vocab_size, own.hidden_size), _ITEM_BYTES, machine, rows)
 
 
