@@ -120,4 +120,4 @@ def measure_processor() -> Machine:
         flops_bf16=measured.flops_per_s,
         flops_fp8=measured.flops_per_s,
     )
-    return Machine(speeds, float(available_bytes()), "pcie5", tiled=False, reached=1.0)
+    return Machine(speeds, float(available_bytes()), "pcie5", overhead_s=0.0, tiled=False, reached=1.0)

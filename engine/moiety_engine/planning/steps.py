@@ -62,7 +62,7 @@ class Times:
 
     @property
     def total_s(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return float(sum(getattr(self, field.name) for field in fields(self)))
 
 
 NO_TIME = Times()
