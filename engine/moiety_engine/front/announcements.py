@@ -46,6 +46,8 @@ def make_load(
         sleep=sleep,
         sleep_problem=sleep_problem,
         unsettled_replicas=unsettled_replicas,
+        drafted_tokens_total=load.drafted_tokens_total,
+        accepted_tokens_total=load.accepted_tokens_total,
     )
 
 
@@ -65,4 +67,5 @@ def make_card(model: str, engine_id: str, text: TextModel, hello: CoreHello) -> 
         dtype=hello.dtype,
         device=hello.device,
         embedding_width=hello.embedding_width,
+        follows_guides=hello.follows_guides,
     )

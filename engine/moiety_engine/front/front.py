@@ -269,6 +269,7 @@ class Front:
             max_num_logprobs=hello.max_num_logprobs,
             eos_token_ids=self.card.eos_token_ids,
             makes_embeddings=hello.embedding_width > 0,
+            follows_guides=hello.follows_guides,
         )
         for session in self._sessions.all():
             if session.wants_card:

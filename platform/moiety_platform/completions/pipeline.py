@@ -25,6 +25,7 @@ from moiety_platform.prices.cache import PriceCache
 from moiety_platform.routing.choose import are_extensible, card_of, cards_of, choose
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.traces.request_trace import Phase
+from moiety_wire.guides import Guide
 from moiety_wire.messages import Card, Stopping, Submit
 
 
@@ -111,7 +112,13 @@ class Pipeline:
             submit
             for number, (prompt_ids, max_tokens) in enumerate(zip(prompts, longest, strict=True))
             for submit in _submits(
-                common, generation, number, prompt_ids, max_tokens, text.shown_ids(generation.prompts[number])
+                common,
+                generation,
+                number,
+                prompt_ids,
+                max_tokens,
+                text.shown_ids(generation.prompts[number]),
+                generation.guide or text.guide_of_calls(generation.prompts[number]),
             )
         ]
         placement = Placement(self._replicas, generation.model, chosen.service, self._failover_wait_s)
@@ -214,6 +221,7 @@ def _submits(
     prompt_ids: list[int],
     max_tokens: int,
     shown_ids: tuple[int, ...],
+    guide: Guide | None,
 ) -> list[Submit]:
     """Of one prompt."""
     record, chosen, seed = common.record, common.chosen, generation.sampling.seed
@@ -250,6 +258,7 @@ def _submits(
             embed=generation.embed,
             sibling_tokens=sibling_tokens,
             gathers=common.gathers,
+            guide=guide,
         )
         for choice in range(generation.num_choices)
     ]

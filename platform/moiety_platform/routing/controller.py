@@ -77,6 +77,8 @@ class LoadView(msgspec.Struct, frozen=True):
     sleep: SleepState
     sleep_problem: str
     unsettled_replicas: list[str]
+    drafted_tokens_total: int
+    accepted_tokens_total: int
     classes: list[ClassLoadView]
 
     @classmethod
