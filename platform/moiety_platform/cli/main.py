@@ -47,6 +47,7 @@ SUMMARIES = {
     "dashboard": "Run the dashboard alone.",
     "simulate": "Run the real scheduler under virtual time, on a trace or on drawn arrivals.",
     "advise": "Say what one replica can carry, what to set, and how many replicas the traffic needs.",
+    "plan": "Compute memory, speed and cost of a model on GPUs by layout, and advise one.",
     "kernels": "Report what the GPU kernels take, and tune them for this GPU.",
     "demo": "Train and evaluate the bundled demo model, or print examples of its tasks.",
 }
@@ -76,6 +77,7 @@ ORDER = [
     "bench",
     "simulate",
     "advise",
+    "plan",
     "kernels",
     "demo",
 ]
