@@ -12,7 +12,7 @@ lock() { # name, then what uv takes
   shift
   echo "$name" >&2
   uv pip compile --output-file "helm/images/$name.lock" --generate-hashes --only-binary :all: --quiet --no-config \
-    --python-version 3.11 --python-platform x86_64-manylinux_2_28 --custom-compile-command 'make locks' "$@"
+    --python-version 3.11 --python-platform x86_64-manylinux_2_36 --custom-compile-command 'make locks' "$@"
 }
 
 lock build - "$@" <<<'hatchling>=1.27'
