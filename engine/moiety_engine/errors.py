@@ -3,7 +3,8 @@
 EngineError
 ├── InvalidConfig         a setting that cannot work, and what to set instead
 ├── CheckpointError       the checkpoint folder is missing, incomplete or not of a known family
-└── OutOfMemory           the KV cache does not fit in the memory that is there
+├── OutOfMemory           the KV cache does not fit in the memory that is there
+└── InvalidRequest        what a program asked of a model in its own process cannot be served
 """
 
 
@@ -20,4 +21,8 @@ class CheckpointError(EngineError):
 
 
 class OutOfMemory(EngineError):
+    pass
+
+
+class InvalidRequest(EngineError):
     pass

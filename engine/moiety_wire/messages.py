@@ -232,6 +232,7 @@ class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
     token: str  # the token's text; an incomplete code point shows as U+FFFD
     token_bytes: bytes
     logprob: float
+    token_id: int = -1  # -1: an engine of others, which does not tell
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

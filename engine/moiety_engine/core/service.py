@@ -33,18 +33,7 @@ def serve(link: FrontLink, config: EngineConfig) -> None:
     log = structlog.get_logger()
     loop = load_loop(config, progress=_Progress(link))
     loop.warm_up()
-    link.send(
-        CoreHello(
-            state=CoreState.READY,
-            family=loop.model.spec.family,
-            max_context_tokens=loop.max_context_tokens,
-            vocab_size=loop.model.spec.vocab_size,
-            max_num_logprobs=MAX_NUM_LOGPROBS,
-            dtype=str(loop.model.dtype).removeprefix("torch."),
-            device=str(loop.model.device),
-            embedding_width=loop.model.spec.hidden_size,
-        )
-    )
+    link.send(hello_of(loop))
     link.send(CoreStep([], [], loop.load()))
     gc.freeze()  # what is there now stays: collections need not look at it again in the middle of a step
     gc.enable()
@@ -57,7 +46,7 @@ def serve(link: FrontLink, config: EngineConfig) -> None:
             if isinstance(command, CoreRest):
                 link.send(_rest(loop, link, asleep=command.asleep))
                 continue
-            _obey(loop, command)
+            obey(loop, command)
         stepped = not loop.asleep and loop.step()
         outputs = loop.take_outputs()
         if outputs is not None:
@@ -68,7 +57,22 @@ def serve(link: FrontLink, config: EngineConfig) -> None:
         wait_ms = 0 if stepped else COMPANY_WAIT_MS if waits_for_company else IDLE_WAIT_MS
 
 
-def _obey(loop: EngineLoop, command: ToCore) -> None:
+def hello_of(loop: EngineLoop) -> CoreHello:
+    """What a front puts on the model's card."""
+    return CoreHello(
+        state=CoreState.READY,
+        family=loop.model.spec.family,
+        max_context_tokens=loop.max_context_tokens,
+        vocab_size=loop.model.spec.vocab_size,
+        max_num_logprobs=MAX_NUM_LOGPROBS,
+        dtype=str(loop.model.dtype).removeprefix("torch."),
+        device=str(loop.model.device),
+        embedding_width=loop.model.spec.hidden_size,
+    )
+
+
+def obey(loop: EngineLoop, command: ToCore) -> None:
+    """What concerns one request; rest and shutdown are the caller's."""
     match command:
         case CoreSubmit():
             loop.submit(command)

@@ -50,9 +50,8 @@ class TokenTable:
 
     def logprob(self, token_id: int, logprob: CoreLogprob) -> TokenLogprob:
         best = zip(logprob.top_ids, logprob.top_logprobs, strict=True)
-        return TokenLogprob(
-            *self.describe(token_id), logprob.logprob, [TopLogprob(*self.describe(best_id), lp) for best_id, lp in best]
-        )
+        top = [TopLogprob(*self.describe(best_id), lp, best_id) for best_id, lp in best]
+        return TokenLogprob(*self.describe(token_id), logprob.logprob, top)
 
 
 @dataclass(slots=True)

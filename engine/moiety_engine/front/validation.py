@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moiety_engine.messages import CoreSubmit
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import FailureCode, Sampling, Stopping, Submit
+from moiety_wire.messages import Card, FailureCode, Sampling, Stopping, Submit
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
@@ -23,6 +23,17 @@ class ModelLimits:
     max_num_logprobs: int
     eos_token_ids: tuple[int, ...]
     makes_embeddings: bool
+
+    @classmethod
+    def of(cls, card: Card) -> ModelLimits:
+        return cls(
+            model=card.model,
+            max_context_tokens=card.max_context_tokens,
+            vocab_size=card.vocab_size,
+            max_num_logprobs=card.max_num_logprobs,
+            eos_token_ids=card.eos_token_ids,
+            makes_embeddings=card.embedding_width > 0,
+        )
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Protocol
 
 from moiety_platform.completions.answer_types import ChatCompletion, TextCompletion
 from moiety_platform.completions.answers import AnswerHead, Choice, chat_answer, completion_answer
 from moiety_platform.completions.record import RequestRecord
-from moiety_platform.completions.run import Run
+from moiety_platform.completions.run import Run, Usage
 from moiety_platform.completions.schemas import ChatBody, CompletionBody, GenerationBody
+from moiety_platform.completions.text import ModelText
 from moiety_text.tools.deltas import Parts
+from moiety_text.tools.reader import CallReader
 from moiety_wire.messages import Finished
 
 INLINE_CHARS = 16 * 1024  # of answers that may call; more are read in a thread
+
+
+class EndedRun(Protocol):
+    """What an answer is made from, beside its choices: a gateway's run, or one without a gateway."""
+
+    text: ModelText
+    prompts: list[list[int]]
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    def new_readers(self) -> list[CallReader] | None: ...
+
+    def usage(self) -> Usage: ...
 
 
 async def collect(run: Run) -> list[Choice]:
@@ -29,7 +46,7 @@ async def collect(run: Run) -> list[Choice]:
     return choices
 
 
-async def parts_of(run: Run, choices: Sequence[Choice]) -> list[Parts]:
+async def parts_of(run: EndedRun, choices: Sequence[Choice]) -> list[Parts]:
     """The text and the calls of each choice, in their order. Long texts are read in a thread."""
     texts = ["".join(choice.text) for choice in choices]
     readers = run.new_readers()
@@ -46,7 +63,13 @@ async def whole_answer(
     body: GenerationBody, run: Run, record: RequestRecord, choices: Sequence[Choice]
 ) -> ChatCompletion | TextCompletion:
     """OpenAI's answer, of choices that were collected."""
-    head = head_of(run, record)
+    return await answer_of(body, run, head_of(run, record), choices)
+
+
+async def answer_of(
+    body: GenerationBody, run: EndedRun, head: AnswerHead, choices: Sequence[Choice]
+) -> ChatCompletion | TextCompletion:
+    """The same, whoever ran it."""
     if isinstance(body, ChatBody):
         parts = await parts_of(run, choices)
         return chat_answer(head, choices, parts, run.usage(), with_logprobs=bool(body.logprobs))
@@ -66,7 +89,7 @@ def head_of(run: Run, record: RequestRecord) -> AnswerHead:
     )
 
 
-async def echoes_of(body: CompletionBody, run: Run) -> Sequence[str]:
+async def echoes_of(body: CompletionBody, run: EndedRun) -> Sequence[str]:
     """The prompt's text for each choice if the request wants it, else empty strings."""
     if not body.echo:
         return [""] * run.num_sequences
