@@ -87,9 +87,9 @@ class LLM:
             config = msgspec.convert(fields, EngineConfig)
         except msgspec.ValidationError as exc:
             raise InvalidConfig(str(exc)) from exc
-        self._replica = InProcessReplica(config, on_load=on_load)
-        self.card = card = self._replica.card
-        self._tokenizer = self._replica.tokenizer
+        self.replica = InProcessReplica(config, on_load=on_load)
+        self.card = card = self.replica.card
+        self._tokenizer = self.replica.tokenizer
         template = ChatTemplate(card.chat_template, card.special_tokens) if card.chat_template else None
         self._conversations = (
             None if template is None else ConversationEncoder(self._tokenizer, card.tokenizer_json, template)
@@ -108,7 +108,7 @@ class LLM:
     def close(self) -> None:
         """Give the model's memory back. Nothing can be asked afterwards."""
         self._open.clear()
-        self._replica.close()
+        self.replica.close()
 
     # ── what is asked ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -178,7 +178,7 @@ class LLM:
         waiting = sorted(answers, key=_predicted_tokens)
         try:
             while waiting or any(answer.end is None for answer in answers):
-                room = FULL_BATCHES * self._replica.max_running - self._replica.num_open
+                room = FULL_BATCHES * self.replica.max_running - self.replica.num_open
                 some = [waiting.pop() for _ in range(min(max(room, 0), len(waiting)))]
                 for _, message in self._advance(some):
                     if isinstance(message, Failed):
@@ -192,7 +192,7 @@ class LLM:
         """Run the engine for a while. What comes is kept with its answer, whoever of us waits for that one."""
         self._open |= {answer.submit.request_id: answer for answer in fresh}
         found = []
-        for message in self._replica.advance((answer.submit for answer in fresh), at_most_s=at_most_s):
+        for message in self.replica.advance((answer.submit for answer in fresh), at_most_s=at_most_s):
             if isinstance(message, Tokens | Finished | Failed) and message.request_id in self._open:
                 answer = self._open[message.request_id]
                 answer.take(message)
@@ -205,7 +205,7 @@ class LLM:
         """Those that have not ended are wanted no more."""
         for answer in answers:
             if self._open.pop(answer.submit.request_id, None) is not None:
-                self._replica.abort(answer.submit.request_id)
+                self.replica.abort(answer.submit.request_id)
 
     def _answers(self, prompt_ids: list[int], params: SamplingParams, *, gathers: bool) -> list[_Answer]:
         if params.n < 1:
