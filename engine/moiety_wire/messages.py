@@ -105,6 +105,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     num_logprobs: int | None = None  # None: no logprobs; N: the chosen token's, and the N best
+    num_prompt_logprobs: int | None = None  # likewise of the prompt's tokens, which no cache is asked for then
 
 
 class Stopping(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -335,6 +336,7 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     detail: str = ""  # the stop string that matched; max_tokens, context, credit_refused; silent_gateway, draining
     embedding: bytes = b""  # of `Submit.embed`, unless aborted: a unit vector, little-endian float32
     steps: bytes = b""
+    prompt_logprobs: list[TokenLogprob] | None = None  # where asked for: of each of its tokens but the first
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Iterator
 from itertools import islice
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+import moiety_demo
 from moiety_engine import LLM, SamplingParams
 from moiety_engine.errors import EngineError, InvalidConfig, InvalidRequest
 from moiety_engine.model.transformer import Transformer
@@ -51,6 +55,25 @@ def test_logprobs_have_ids_and_the_greedy_token_is_the_likeliest(llm: LLM):
     for one in found.logprobs:
         assert max(one.top, key=lambda token: one.top[token]) == one.token_id
         assert one.top[one.token_id] == one.logprob <= 0
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_prompts_tokens_have_the_logprobs_that_transformers_gives_them(invariant: bool):
+    reference = AutoModelForCausalLM.from_pretrained(moiety_demo.checkpoint_path(), dtype=torch.float32)
+    drawn = random.Random(5)
+    prompts = [[drawn.randrange(200, 1800) for _ in range(length)] for length in (1, 2, 40, 97, 40)]
+    wanted = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, n=2, ignore_eos=True)
+    with LLM(dtype="float32", max_batch_tokens=16, batch_invariant=invariant, num_threads=1) as model:
+        model.generate(prompts, GREEDY)  # so that a cache has them
+        found = model.generate(prompts, wanted)
+    for ids, output in zip(prompts, found, strict=True):
+        assert output.prompt_logprobs is not None
+        assert [one.token_id for one in output.prompt_logprobs] == ids[1:]
+        with torch.inference_mode():
+            true_TV = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+        for row_V, one in zip(true_TV, output.prompt_logprobs, strict=False):
+            assert one.logprob == pytest.approx(float(row_V[one.token_id]), abs=2e-3)
+            assert sorted(one.top.values()) == pytest.approx(sorted(row_V.topk(2).values.tolist()), abs=2e-3)
 
 
 def test_a_stream_gives_the_same_text_and_one_that_is_left_ends(llm: LLM):

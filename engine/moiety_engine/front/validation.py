@@ -155,8 +155,12 @@ def _sampling_complaint(sampling: Sampling, limits: ModelLimits) -> str:
         return "repetition_penalty must be above 0"
     if sampling.top_k < 0:
         return f"top_k must be 0 (off) or more, not {sampling.top_k}"
-    if sampling.num_logprobs is not None and not 0 <= sampling.num_logprobs <= limits.max_num_logprobs:
-        return f"num_logprobs must be between 0 and {limits.max_num_logprobs}, not {sampling.num_logprobs}"
+    for name, count in (
+        ("num_logprobs", sampling.num_logprobs),
+        ("num_prompt_logprobs", sampling.num_prompt_logprobs),
+    ):
+        if count is not None and not 0 <= count <= limits.max_num_logprobs:
+            return f"{name} must be between 0 and {limits.max_num_logprobs}, not {count}"
     return _bias_complaint(sampling, limits)
 
 

@@ -17,7 +17,7 @@ import msgspec
 from moiety_engine.checkpoint import model_name, resolve_checkpoint
 from moiety_engine.config import EngineConfig
 from moiety_engine.errors import EngineError, InvalidConfig, InvalidRequest
-from moiety_engine.in_process.outputs import Completion, Output, Piece, scored
+from moiety_engine.in_process.outputs import Completion, Output, Piece, ScoredToken, scored
 from moiety_engine.in_process.replica import SLICE_S, InProcessReplica
 from moiety_engine.in_process.sampling_params import SamplingParams
 from moiety_text.chat import ChatTemplate
@@ -64,6 +64,10 @@ class _Answer:
         return Completion(
             self.index, text, self.token_ids, end.reason.value, end.detail, end.num_cached_tokens, logprobs
         )
+
+    def prompt_logprobs(self) -> list[ScoredToken] | None:
+        found = self.end.prompt_logprobs if isinstance(self.end, Finished) else None
+        return None if found is None else scored(self.submit.prompt_ids[1:], found)
 
 
 class LLM:
@@ -169,7 +173,7 @@ class LLM:
         every = [answer for group in answers for answer in group]
         self._answer_all(every)
         return [
-            Output(text, ids, [answer.completion() for answer in group])
+            Output(text, ids, [answer.completion() for answer in group], group[0].prompt_logprobs())
             for text, ids, group in zip(texts, prompts, answers, strict=True)
         ]
 
@@ -221,7 +225,7 @@ class LLM:
                     tenant_id=OWNER,
                     service=BATCH,
                     prompt_ids=prompt_ids,
-                    sampling=params.sampling(seed_of_choice(params.seed, index)),
+                    sampling=params.sampling(seed_of_choice(params.seed, index), is_first=index == 0),
                     stopping=params.stopping(max_tokens),
                     credit_tokens=max_tokens,
                     cache_salt=OWNER.encode(),

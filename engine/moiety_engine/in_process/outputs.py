@@ -31,11 +31,13 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """A prompt and its `n` answers. `prompt` is None where it was given as token ids."""
+    """A prompt and its `n` answers. `prompt` is None where it was given as token ids. `prompt_logprobs` are of each of
+    its tokens but the first, which nothing precedes."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     completions: list[Completion]
+    prompt_logprobs: list[ScoredToken] | None = None
 
     @property
     def text(self) -> str:

@@ -26,8 +26,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; N: the chosen token's, and the N likeliest
+    prompt_logprobs: int | None = None  # likewise of the prompt's tokens
 
-    def sampling(self, seed: int | None) -> Sampling:
+    def sampling(self, seed: int | None, *, is_first: bool) -> Sampling:
+        """Of one answer; the first is asked for the prompt's log-probabilities."""
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -39,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             logit_bias=self.logit_bias,
             seed=seed,
             num_logprobs=self.logprobs,
+            num_prompt_logprobs=self.prompt_logprobs if is_first else None,
         )
 
     def stopping(self, max_tokens: int) -> Stopping:

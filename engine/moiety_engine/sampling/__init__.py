@@ -1,5 +1,5 @@
 """From logits to tokens: penalties, filters, one reproducible draw a row, log-probabilities."""
 
-from moiety_engine.sampling.sampler import Drawn, Sampler
+from moiety_engine.sampling.sampler import Drawn, Logprobs, Sampler, logprobs_of
 
-__all__ = ["Drawn", "Sampler"]
+__all__ = ["Drawn", "Logprobs", "Sampler", "logprobs_of"]
