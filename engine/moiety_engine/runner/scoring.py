@@ -48,8 +48,8 @@ def score(model: Transformer, hidden_LD: Tensor, parts: list[Scored], staging: S
     """Queue it, some rows at a time."""
     token_L = staging.upload(np.array([token_id for part in parts for token_id in part.token_ids], dtype=np.int64))
     count = max(part.count for part in parts)
-    pieces = [
-        logprobs_of(model.logits(rows_LD), picked_L, count).download(staging)
-        for rows_LD, picked_L in zip(hidden_LD.split(ROWS_AT_ONCE), token_L.split(ROWS_AT_ONCE), strict=True)
-    ]
+    pieces = []
+    for begin in range(0, len(token_L), ROWS_AT_ONCE):
+        rows = slice(begin, begin + ROWS_AT_ONCE)
+        pieces.append(logprobs_of(model.logits(hidden_LD[rows]), token_L[rows], count).download(staging))
     return Scores(parts, pieces)

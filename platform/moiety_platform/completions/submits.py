@@ -9,7 +9,7 @@ from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.completions.generation import Generation
 from moiety_platform.completions.text import UNKNOWN_TOKEN, ModelText
 from moiety_platform.errors import BadRequest, ContextTooLong
-from moiety_wire.messages import Card, Stopping, Submit
+from moiety_wire.messages import Card, Sampling, Stopping, Submit
 from moiety_wire.seeds import seed_of_choice
 
 
@@ -39,6 +39,9 @@ def check_limits(generation: Generation, card: Card, max_sequences: int) -> None
             f"sequences; a request may have {max_sequences}. Split it into several",
             param="n",
         )
+    if generation.sampling.num_prompt_logprobs is not None and not card.extensible:
+        told = f"the engine of the model {card.model!r} scores no prompts; leave out 'echo' or 'logprobs'"
+        raise BadRequest(told, code="prompt_logprobs_not_supported", param="echo")
     num_logprobs = generation.sampling.num_logprobs
     if num_logprobs is not None and num_logprobs > card.max_num_logprobs:
         raise BadRequest(f"this model gives at most {card.max_num_logprobs} alternatives a token; ask for fewer")
@@ -82,7 +85,7 @@ def _submits(
     sibling_tokens: int,
 ) -> list[Submit]:
     """Of one prompt."""
-    chosen, seed = origin.chosen, generation.sampling.seed
+    chosen = origin.chosen
     stopping = Stopping(
         max_tokens=max_tokens,
         min_tokens=min(generation.min_tokens, max_tokens),
@@ -99,9 +102,7 @@ def _submits(
             tenant_id=origin.tenant_id,
             service=chosen.service,
             prompt_ids=prompt_ids,
-            sampling=msgspec.structs.replace(generation.sampling, seed=seed_of_choice(seed, choice))
-            if choice
-            else generation.sampling,
+            sampling=_sampling_of(generation.sampling, choice),
             stopping=stopping,
             credit_tokens=min(max_tokens, origin.credit_tokens),
             cache_salt=origin.cache_salt,
@@ -117,6 +118,13 @@ def _submits(
         )
         for choice in range(generation.num_choices)
     ]
+
+
+def _sampling_of(asked: Sampling, choice: int) -> Sampling:
+    """Of one answer: the first has the request's own seed, and alone scores the prompt."""
+    if choice == 0:
+        return asked
+    return msgspec.structs.replace(asked, seed=seed_of_choice(asked.seed, choice), num_prompt_logprobs=None)
 
 
 def _check_embedding(generation: Generation, card: Card) -> None:

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from moiety_platform.completions.answer_types import ChatCompletion, TextCompletion
-from moiety_platform.completions.answers import AnswerHead, Choice, chat_answer, completion_answer
+from moiety_platform.completions.answer_types import ChatCompletion, TextCompletion, TextLogprobs
+from moiety_platform.completions.answers import AnswerHead, Choice, chat_answer, completion_answer, completion_logprobs
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run, Usage
 from moiety_platform.completions.schemas import ChatBody, CompletionBody, GenerationBody
 from moiety_platform.completions.text import ModelText
+from moiety_platform.errors import EngineFailed
 from moiety_text.tools.deltas import Parts
 from moiety_text.tools.reader import CallReader
 from moiety_wire.messages import Finished
@@ -75,7 +76,10 @@ async def answer_of(
         return chat_answer(head, choices, parts, run.usage(), with_logprobs=bool(body.logprobs))
     assert isinstance(body, CompletionBody)
     echoes = await echoes_of(body, run)
-    return completion_answer(head, choices, run.usage(), echoes=echoes, with_logprobs=body.logprobs is not None)
+    echoed = await _echoed_logprobs(body, run, choices)
+    return completion_answer(
+        head, choices, run.usage(), echoes=echoes, echoed=echoed, with_logprobs=body.logprobs is not None
+    )
 
 
 def head_of(run: Run, record: RequestRecord) -> AnswerHead:
@@ -87,6 +91,25 @@ def head_of(run: Run, record: RequestRecord) -> AnswerHead:
         system_fingerprint=run.text.fingerprint,
         service_tier=record.served_tier,
     )
+
+
+async def _echoed_logprobs(
+    body: CompletionBody, run: EndedRun, choices: Sequence[Choice]
+) -> Sequence[TextLogprobs | None]:
+    """Of the prompt of each choice, if the request wants them. The first choice of a prompt has them for all. Raises
+    EngineFailed where an engine was lost with them."""
+    if not body.echo or body.logprobs is None:
+        return [None] * len(choices)
+    found: list[TextLogprobs | None] = []
+    num_choices = body.n or 1
+    for prompt, choice in zip(run.prompts, choices[::num_choices], strict=True):
+        scores = choice.end.prompt_logprobs
+        if scores is None:
+            raise EngineFailed("the engine was lost after it had scored the prompt; send the request again")
+        first = await run.text.decode(prompt[:1])
+        alone: TextLogprobs = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+        found += [completion_logprobs(scores, 0, alone)] * num_choices
+    return found
 
 
 async def echoes_of(body: CompletionBody, run: EndedRun) -> Sequence[str]:
