@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -19,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing import Any
 
 import httpx
 import msgspec
+from dashboard_pictures import picture_experts, take_pictures
 from sqlalchemy import select
 
 from moiety_platform.db.session import Database
@@ -39,8 +42,6 @@ from moiety_platform.usage.store import insert_rows
 HOUR_S = 3600
 BATCH = 400
 GATEWAY = "gateway-of-the-hour-before"
-VIEWPORT = {"width": 1440, "height": 900}
-THEMES = ("light", "dark")
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,13 @@ def poisson(rng: random.Random, mean: float) -> int:
     return number
 
 
+TASKS = {  # what the demo model was trained on, a kind of it a tenant
+    "acme": ("What is 17 + 25?", "What is 81 - 46?", "What is 7 times 8?"),
+    "globex": ("What is the capital of France?", "What is the capital of Peru?", "What is the capital of Japan?"),
+    "initech": ("Sort these numbers: 9 3 7 1", "Reverse the word stone", "How many letters are in winter?"),
+    "hooli": ("How many centimeters are 3 meters?", "Which is larger, 45 or 54?"),
+}
+
 PATIENCE = {"priority": 0.15, "standard": 1.0, "flex": 2.5, "batch": 4.0}
 PROMISED_MS = {"priority": 500.0, "standard": 2000.0, "flex": 600_000.0, "batch": 86_400_000.0}
 
@@ -225,13 +233,16 @@ def sums_of(rows: list[UsageRow]) -> Counter[WindowId]:
     return sums
 
 
-def send_live(url: str, made: list[Made], ended: threading.Event, seed: int) -> None:
-    """Requests of all tenants through the engine, some at a time, until it is enough."""
+def send_live(
+    url: str, made: list[Made], ended: threading.Event, seed: int, texts: Mapping[str, Sequence[str]]
+) -> None:
+    """Requests of all tenants, some at a time, until it is enough: of a tenant's own texts, or of words."""
     rng = random.Random(seed)
     with httpx.Client(base_url=url, timeout=60) as http:
         while not ended.is_set():
             one = rng.choices(made, [other.habit.per_s for other in made])[0]
-            text = " ".join(rng.choice(("weigh", "route", "expert", "share")) for _ in range(rng.randint(4, 60)))
+            words = " ".join(rng.choice(("weigh", "route", "expert", "share")) for _ in range(rng.randint(4, 60)))
+            text = rng.choice(texts.get(one.habit.name, (words,)))
             body = {"model": "moiety-demo", "messages": [{"role": "user", "content": text}],
                     "max_tokens": rng.randint(8, 120)}  # fmt: skip
             http.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {one.key}"})
@@ -248,86 +259,55 @@ def change_something(admin: Admin, made: list[Made]) -> None:
     admin("POST", f"/keys/{initech.key_id}/rotate", {"grace_s": 86_400})
 
 
-def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
-    """Every page, light and dark, as a laptop shows it."""
-    from playwright.sync_api import Page, sync_playwright
-
-    def settle(page: Page) -> None:
-        page.wait_for_timeout(2500)
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
-        for theme in THEMES:
-            page = browser.new_page(viewport=VIEWPORT, color_scheme=theme)
-            page.goto(dashboard)
-            page.get_by_label("Administrator's key").fill(admin_key)
-            page.screenshot(path=out / f"sign-in-{theme}.png")
-            page.get_by_role("button", name="Sign in").click()
-            page.get_by_text("Goodput, 5 min").wait_for()
-            for name in ("Overview", "Tenants", "SLA classes", "Engines", "Traces", "Quotas", "Audit"):
-                page.get_by_test_id("stSidebarNav").get_by_role("link", name=name, exact=True).click()
-                page.get_by_role("heading", name=name, exact=True).wait_for()
-                settle(page)
-                if name == "Audit":
-                    page.get_by_role("button", name="Verify the chain").click()
-                    settle(page)
-                if name == "Tenants":
-                    page.get_by_role("combobox", name="Look at one tenant").click()
-                    page.get_by_role("option", name="globex").click()
-                    settle(page)
-                    shoot(page, out / f"tenants-{theme}.png")
-                    for part in ("Limits", "Keys", "Settings"):
-                        page.get_by_role("radio", name=part, exact=True).click()
-                        settle(page)
-                        shoot(page, out / f"tenant-{part.lower()}-{theme}.png")
-                    continue
-                shoot(page, out / f"{name.lower().replace(' ', '-')}-{theme}.png")
-                if name == "Traces":
-                    page.get_by_label("At least, ms").fill("900")  # one that was long in the batch
-                    page.get_by_label("At least, ms").press("Enter")
-                    settle(page)
-                    page.locator(".dvn-scroller").first.click(position={"x": 320, "y": 55})
-                    page.get_by_text("Waterfall").wait_for()
-                    settle(page)
-                    shoot(page, out / f"trace-{theme}.png")
-            page.get_by_test_id("stSidebarNav").get_by_role("link", name="Playground").click()
-            page.get_by_role("textbox", name="Tenant's key").fill(key)
-            page.get_by_role("button", name="Send").click()
-            page.get_by_text("Whole answer").wait_for()
-            shoot(page, out / f"playground-{theme}.png")
-            page.close()
-        browser.close()
-
-
-def shoot(page: Any, path: Path) -> None:
-    """The whole of the page, however long it is."""
-    main = page.get_by_test_id("stMain")
-    height = main.evaluate("node => node.scrollHeight")
-    page.set_viewport_size({**VIEWPORT, "height": max(VIEWPORT["height"], int(height))})
-    page.wait_for_timeout(900)
-    page.screenshot(path=path)
-    page.set_viewport_size(VIEWPORT)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="Where the pictures go.")
     parser.add_argument("--live-s", type=float, default=45.0, help="How long requests are sent before the pictures.")
+    parser.add_argument("--experts-s", type=float, default=400.0, help="How long the demo model works before its own.")
+    parser.add_argument("--only-experts", action="store_true", help="Take no others.")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    if not options.only_experts:
+        with served("--scripted", engine=("--scripted-step-ms", "12")) as (url, dashboard, admin_key, data):
+            show(url, dashboard, admin_key, data, options)
+    with served() as (url, dashboard, admin_key, _):
+        made = make_tenants(Admin(url, admin_key))
+        with sending(url, made, TASKS):
+            time.sleep(options.experts_s)
+            picture_experts(dashboard, admin_key, options.out)
+    print(f"pictures are in {options.out}")
+
+
+@contextlib.contextmanager
+def served(*flags: str, engine: tuple[str, ...] = ()) -> Iterator[tuple[str, str, str, Path]]:
+    """A serve of its own: its address, the dashboard's, the administrator's key and the data directory."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder)
-        command = [sys.executable, "-m", "moiety_platform.cli", "serve", "--scripted", "--port", "0"]
-        command += ["--dashboard-port", "0", "--data-dir", folder]
+        command = [sys.executable, "-m", "moiety_platform.cli", "serve", *flags, "--port", "0"]
+        command += ["--dashboard-port", "0", "--data-dir", folder, "--", *engine]
         with (data / "serve.log").open("w") as log:
-            serve = subprocess.Popen([*command, "--", "--scripted-step-ms", "12"], stdout=log, stderr=subprocess.STDOUT)
+            serve = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             url, dashboard = addresses(data / "serve.log")
-            admin_key = json.loads((data / "keys.json").read_text())["admin_key"]
-            show(url, dashboard, admin_key, data, options)
+            yield url, dashboard, json.loads((data / "keys.json").read_text())["admin_key"], data
         finally:
             serve.terminate()
             serve.wait()
+
+
+@contextlib.contextmanager
+def sending(url: str, made: list[Made], texts: Mapping[str, Sequence[str]]) -> Iterator[None]:
+    """Requests of all tenants meanwhile."""
+    ended = threading.Event()
+    senders = [threading.Thread(target=send_live, args=(url, made, ended, seed, texts)) for seed in range(6)]
+    for sender in senders:
+        sender.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for sender in senders:
+            sender.join()
 
 
 def addresses(log: Path) -> tuple[str, str]:
@@ -348,18 +328,9 @@ def show(url: str, dashboard: str, admin_key: str, data: Path, options: argparse
     asyncio.run(store(f"sqlite:///{data / 'moiety.db'}", rows))
     print(f"{len(rows)} requests of the last hour are stored")
     change_something(admin, made)
-    ended = threading.Event()
-    senders = [threading.Thread(target=send_live, args=(url, made, ended, seed)) for seed in range(6)]
-    for sender in senders:
-        sender.start()
-    try:
+    with sending(url, made, {}):
         time.sleep(options.live_s)
         take_pictures(dashboard, admin_key, made[1].key, options.out)
-    finally:
-        ended.set()
-        for sender in senders:
-            sender.join()
-    print(f"pictures are in {options.out}")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ lm_eval runs from an environment of its own, which has torch and transformers be
     python -m venv .lm_eval && .lm_eval/bin/pip install 'lm_eval[api,hf]'
     python benchmarks/lm_eval_agreement.py --lm-eval .lm_eval/bin/lm_eval
 
-`sums` generates answers (exact match), `sums_choice` ranks given ones by their log-probabilities, which takes those of
-prompts' tokens (`echo` with `logprobs`). Everything is float32, so that scores can be the same to the last sample.
+`sums` generates answers to chats (exact match). `sums_choice` ranks given ones, without the chat template, by their
+log-probabilities, which takes those of prompts' tokens (`echo` with `logprobs`); a model that was trained on chats
+alone is not good at it, and need not be. Everything is float32, so that scores can be the same to the last sample.
 Nothing is downloaded.
 """
 
@@ -31,6 +32,9 @@ from moiety_platform.supervisor.ports import claim_port
 
 RESULTS = Path(__file__).parent / "results" / "lm_eval_agreement.json"
 MODEL = "moiety-demo"
+METRICS = {"sums": "exact_match", "sums_choice": "acc"}
+TASKS = tuple(METRICS)
+Run = dict[str, Any]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 TASK = """\
 task: {name}
@@ -59,7 +63,7 @@ CHOSEN = """\
 output_type: multiple_choice
 doc_to_choice: choices
 doc_to_target: label
-target_delimiter: ""
+target_delimiter: " "
 metric_list:
   - metric: acc
     aggregation: mean
@@ -129,8 +133,8 @@ def through_our_api(command: Path, work: Path) -> dict[str, dict[str, Any]]:
         wait(f"{url}/readyz", running, log)
         key = json.loads((work / "data" / "keys.json").read_text(encoding="utf-8"))["tenant_key"]
         for way, path, tasks in (
-            ("local-completions", "completions", "sums,sums_choice"),
-            ("local-chat-completions", "chat/completions", "sums"),
+            ("local-completions", "completions", TASKS),
+            ("local-chat-completions", "chat/completions", TASKS[:1]),
         ):
             given = f"model={MODEL},base_url={url}/v1/{path},num_concurrent=4,tokenizer_backend=huggingface"
             given += f",tokenizer={moiety_demo.checkpoint_path()}"
@@ -139,34 +143,46 @@ def through_our_api(command: Path, work: Path) -> dict[str, dict[str, Any]]:
     return runs
 
 
-def evaluate(command: Path, work: Path, way: str, tasks: str, arguments: Sequence[str], **more: str) -> dict[str, Any]:
-    """The score of each task, and of each of its samples."""
-    into = work / way
-    line = [command, "run", *arguments, "--tasks", tasks, "--include_path", work, "--apply_chat_template"]
-    line += ["--log_samples", "--output_path", into]
+def evaluate(command: Path, work: Path, way: str, tasks: Sequence[str], arguments: Sequence[str], **more: str) -> Run:
+    """The score of each task, and what came of each of its samples."""
+    found: Run = {}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | OFFLINE | more
-    command_line = [str(part) for part in line]
-    done = subprocess.run(command_line, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{way} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    found = json.loads(next(into.rglob("results_*.json")).read_text(encoding="utf-8"))
-    samples = {}
-    for task in tasks.split(","):
+    for task in tasks:
+        into = work / way / task
+        line = [command, "run", *arguments, "--tasks", task, "--include_path", work]
+        line += ["--log_samples", "--output_path", into, *(["--apply_chat_template"] if task == "sums" else [])]
+        done = subprocess.run(list(map(str, line)), env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{way} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        report = json.loads(next(into.rglob("results_*.json")).read_text(encoding="utf-8"))
         text = next(into.rglob(f"samples_{task}_*.jsonl")).read_text(encoding="utf-8")
-        told = sorted((json.loads(sample) for sample in text.splitlines()), key=lambda sample: sample["doc_id"])
-        samples[task] = [sample["exact_match" if task == "sums" else "acc"] for sample in told]
-    return {"results": found["results"], "samples": samples, "lm_eval": found.get("lm_eval_version")}
+        samples = sorted(map(json.loads, text.splitlines()), key=lambda sample: int(sample["doc_id"]))
+        found[task] = {"score": report["results"][task][f"{METRICS[task]},none"], "samples": samples}
+        found["lm_eval"] = report.get("lm_eval_version")
+    return found
 
 
-def compare(task: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    metric = "exact_match,none" if task == "sums" else "acc,none"
-    scores = {way: run["results"][task][metric] for way, run in runs.items()}
-    truth = runs["transformers"]["samples"][task]
-    differing = {
-        way: sum(ours != theirs for ours, theirs in zip(run["samples"][task], truth, strict=True))
+def compare(task: str, runs: dict[str, Run]) -> dict[str, Any]:
+    """`samples_that_differ` from those through transformers, by their score."""
+    scores = {way: run[task]["score"] for way, run in runs.items()}
+    truth = runs["transformers"][task]["samples"]
+    found: dict[str, Any] = {"scores": scores, "same_score": len(set(scores.values())) == 1}
+    found["samples_that_differ"] = {
+        way: sum(
+            one[METRICS[task]] != true[METRICS[task]] for one, true in zip(run[task]["samples"], truth, strict=True)
+        )
         for way, run in runs.items()
     }
-    return {"scores": scores, "samples_that_differ": differing, "same_score": len(set(scores.values())) == 1}
+    if task == "sums_choice":
+        found["largest_difference_of_a_logprob"] = {
+            way: max(map(_furthest, run[task]["samples"], truth)) for way, run in runs.items()
+        }
+    return found
+
+
+def _furthest(sample: dict[str, Any], truth: dict[str, Any]) -> float:
+    pairs = zip(sample["filtered_resps"], truth["filtered_resps"], strict=True)
+    return max(abs(float(ours[0]) - float(theirs[0])) for ours, theirs in pairs)
 
 
 if __name__ == "__main__":

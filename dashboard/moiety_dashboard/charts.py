@@ -3,13 +3,17 @@ page."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import altair as alt
+import numpy as np
 import pandas as pd
+
+from moiety_dashboard import colours
 
 HEIGHT = 190
 PLOT_WIDTH = 430  # pixels that a chart's bars take, about
@@ -94,6 +98,72 @@ def _over_time(
     return _styled(chart)
 
 
+def load_map(cells: pd.DataFrame, num_layers: int) -> alt.Chart:
+    """Layers × experts, coloured by how many times the mean of the layer an expert has: an even load is one colour,
+    however much or little there is of it."""
+    experts = cells["expert"].max() + 1
+    every = max(1, 2 ** math.ceil(math.log2(max(1, experts / 32))))
+    shown = cells.assign(log_times=np.log2(cells["times_mean"].clip(lower=0.01)))
+    scale = alt.Scale(
+        domain=[-2, 0, 2], range=[colours.LESS, colours.EVEN, colours.MORE_THAN], clamp=True, interpolate="rgb"
+    )
+    times = alt.Legend(
+        title="× mean of the layer",
+        orient="top",
+        direction="horizontal",
+        gradientLength=220,
+        gradientThickness=9,
+        values=[-2, -1, 0, 1, 2],
+        labelExpr="datum.value < -1 ? '¼ or less' : datum.value > 1 ? '4 or more' : format(pow(2, datum.value), '~g')",
+    )
+    chart = (
+        alt.Chart(shown, mark=alt.MarkDef(type="rect"))
+        .encode(
+            x=alt.X(
+                "expert:O",
+                title="expert",
+                axis=alt.Axis(values=list(range(0, experts, every)), labelAngle=0, ticks=False, domain=False),
+                scale=alt.Scale(paddingInner=0.08 if experts <= 64 else 0),
+            ),
+            y=alt.Y(
+                "layer:O",
+                title="layer",
+                axis=alt.Axis(labelOverlap=True, ticks=False, domain=False),
+                scale=alt.Scale(paddingInner=0.08 if num_layers <= 24 else 0),
+            ),
+            color=alt.Color("log_times:Q", scale=scale, legend=times),
+            tooltip=[
+                alt.Tooltip("layer:O", title="layer"),
+                alt.Tooltip("expert:O", title="expert"),
+                alt.Tooltip("tokens:Q", title="tokens", format=",d"),
+                alt.Tooltip("times_mean:Q", title="× mean of the layer", format=".2f"),
+            ],
+        )
+        .properties(height=110 + num_layers * (26 if num_layers <= 12 else 18 if num_layers <= 32 else 11))
+    )
+    return _styled(chart)
+
+
+def ranked(frame: pd.DataFrame, name: str, column: str, share: str) -> alt.Chart:
+    """A bar a line, the longest first, with its share written beside it."""
+    order = list(frame[name])
+    y = alt.Y(
+        f"{name}:N",
+        sort=order,
+        title=None,
+        axis=alt.Axis(ticks=False, domain=False, labelLimit=150, labelOverlap=False),
+    )
+    base = alt.Chart(frame).encode(y=y, x=alt.X(f"{column}:Q", title=column, axis=alt.Axis(format="~s", tickCount=4)))
+    tooltip = [
+        alt.Tooltip(f"{name}:N"),
+        alt.Tooltip(f"{column}:Q", format=",d"),
+        alt.Tooltip(f"{share}:Q", format=".1%"),
+    ]
+    bars = base.mark_bar(color=colours.TENANTS[0], size=14).encode(tooltip=tooltip)
+    labels = base.mark_text(align="left", dx=5, color=colours.CALM).encode(text=alt.Text(f"{share}:Q", format=".1%"))
+    return _styled((bars + labels).properties(height=max(HEIGHT, 26 * len(order) + 60)))
+
+
 def is_share(figure: Figure) -> bool:
     return figure.number.endswith("%")
 
@@ -123,7 +193,7 @@ def utc_moment(moment: datetime) -> alt.DateTime:
     )
 
 
-def _styled(chart: alt.Chart) -> alt.Chart:
+def _styled(chart: alt.Chart | alt.LayerChart) -> alt.Chart:
     styled: alt.Chart = (
         chart.configure_view(stroke=None)
         .configure_axisY(titleFontSize=11, titleFontWeight="normal", domain=False, ticks=False)

@@ -9,6 +9,7 @@ ApiError
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,6 +85,12 @@ class AdminClient:
         given = {name: value for name, value in parameters.items() if value is not None}
         query = self._command(path, {"limit": PAGE_LIMIT, **given})
         return Answer(rows, query, truncated=cursor is not None)
+
+    def ask(self, path: str, body: Mapping[str, Any]) -> Answer:
+        """The decoded answer of a POST that changes nothing. Raises ApiError."""
+        url, data = shlex.quote(f"{self.url}{ADMIN}{path}"), shlex.quote(json.dumps(body))
+        query = f'curl -s {url} -H "Authorization: Bearer $MOIETY_ADMIN_KEY" \\\n  --json {data}'
+        return Answer(self._decode(self._send("POST", path, json=body), path), query)
 
     def change(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, if_match: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from moiety_engine.errors import CheckpointError
 
 NEEDED_FILES = ("*.json", "*.safetensors", "*.jinja")
 UNNEEDED_FILES = ("original/*", "consolidated*", "onnx/*")
+MOST_HEADER_BYTES = 100 << 20  # of a safetensors file, as its format says
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -24,6 +26,19 @@ def resolve_checkpoint(model: str) -> Path:
     if not _HUB_ID.fullmatch(model):
         raise CheckpointError(f"{model} is neither a folder nor a hub id such as 'organisation/model'")
     return _existing(_download(model), model)
+
+
+def fingerprint(folder: Path) -> str:
+    """Two copies of a checkpoint have the same: that of config.json, of which tensors there are, and of the sizes of
+    the files."""
+    digest = hashlib.sha256()
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors.index.json")]):
+        digest.update(path.name.encode() + path.read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(min(MOST_HEADER_BYTES, int.from_bytes(file.read(8), "little"))))
+    return digest.hexdigest()
 
 
 def model_name(model: str) -> str:

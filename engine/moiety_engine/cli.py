@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import zmq
 
 from moiety_engine.checkpoint import model_name, resolve_checkpoint
 from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap, PolicyName
+from moiety_engine.distribution.layout import layout_of
+from moiety_engine.distribution.meeting import meeting_from, require_ranks
 from moiety_engine.errors import CheckpointError, InvalidConfig
 from moiety_engine.front import options
 from moiety_engine.front.core_link import CoreLink, ProcessCore
@@ -72,6 +75,11 @@ def engine(
     batch_timeout_ms: options.BatchTimeoutMsOption = 50.0,
     overlap: options.OverlapOption = Overlap.AUTO,
     cuda_graphs: options.CudaGraphsOption = True,
+    tp: options.TpOption = 1,
+    dp_attention: options.DpAttentionOption = 1,
+    ep: options.EpOption = 1,
+    pp: options.PpOption = 1,
+    join_timeout_s: options.JoinTimeoutOption = 60.0,
     drain_timeout: options.DrainTimeoutOption = 30.0,
     core_silence_s: options.CoreSilenceOption = CORE_SILENCE_S,
     traced_steps_per_s: options.TracedStepsOption = 20.0,
@@ -83,7 +91,8 @@ def engine(
 
     Prints one line of JSON when it can serve; logs go to standard error. SIGTERM and Ctrl-C finish the open requests
     first. Ends with 0 after that, 2 for wrong options or a bad checkpoint, 1 if it cannot listen, 70 if the core died
-    or hung while serving, 71 if the core could not start.
+    or hung while serving, 71 if the core could not start. A rank that a launcher started beside the first one ends with
+    0 when that does, 4 if it could not start, 5 if another rank was lost.
     """
     configure_logs()
     kv_bytes = parse_size(kv_memory_bytes) if kv_memory_bytes else None
@@ -130,8 +139,14 @@ def engine(
                 load_format=load_format,
                 overlap=overlap,
                 cuda_graphs=cuda_graphs,
+                tp=tp,
+                dp_attention=dp_attention,
+                ep=ep,
+                pp=pp,
+                join_timeout_s=join_timeout_s,
                 traced_steps_per_s=traced_steps_per_s,
             )
+            _follow_if_launched_so(config)
             text, make_core = _text_and_process(folder, config, settings)
         ending = run_front(settings, text, make_core, say=_say)
     except (CheckpointError, InvalidConfig, TextError) as exc:
@@ -165,6 +180,18 @@ def _text_and_process(folder: Path, config: EngineConfig, settings: FrontSetting
         return ProcessCore(context, CORE_MODULE, config, listen=settings.listen, silence_s=silence_s)
 
     return read_text_model(folder), make
+
+
+def _follow_if_launched_so(config: EngineConfig) -> None:
+    """Where a launcher started several ranks, all with the same command, only the first has a front."""
+    layout, meeting = layout_of(config), meeting_from(os.environ)
+    if meeting is None:
+        return
+    require_ranks(layout, meeting)
+    if meeting.rank:
+        from moiety_engine.core.following import follow_until_end  # noqa: PLC0415 - imports torch
+
+        raise typer.Exit(follow_until_end(config, meeting))
 
 
 def _checked(usage_journal: Path | None) -> Path | None:

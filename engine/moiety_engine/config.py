@@ -89,6 +89,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     traced_steps_per_s: float = 20.0  # looked at closely, for the traces of requests; 0 for none
     batch_timeout_ms: float = 50.0  # `dynamic`: how long the first request waits for company
     static_batch_size: int = 8  # `static`, `dynamic` and `padded`: the size of a batch
+    tp: int = 1  # ranks that share the heads and columns of each layer; see `moiety_engine.distribution.layout`
+    dp_attention: int = 1  # groups of such ranks, each with sequences of its own
+    ep: int = 1  # parts that the experts are divided into
+    pp: int = 1  # stages of layers, one after the other
+    join_timeout_s: float = 60.0  # how long ranks wait for each other at the start
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:

@@ -11,17 +11,23 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+import msgspec
 import torch
 
+from moiety_engine.assembly import assemble, telling
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
-from moiety_engine.config import Batching, EngineConfig, Overlap, PolicyName
+from moiety_engine.config import Batching, EngineConfig, PolicyName
+from moiety_engine.distribution.crew import Crew
+from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.messages import CoreFailure, CoreLoad, CoreOutput, CoreStep, CoreSubmit
-from moiety_engine.model.loading import load_model
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.moe.tenants import TenantSlots
+from moiety_engine.moe.watch import ExpertWatch
+from moiety_engine.runner.orders import ComeBack, Leave, Orders, Release
+from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.resident import Resident, free_cached_memory
 from moiety_engine.runner.runner import Flight
 from moiety_engine.runner.sizes import sizes_for
@@ -29,6 +35,7 @@ from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.scheduler import Limits, Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.steps.tracer import StepTracer
+from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import FailureCode, FinishReason
 
 MAX_NUM_LOGPROBS = 20
@@ -37,12 +44,25 @@ MAX_NUM_LOGPROBS = 20
 class EngineLoop:
     """One model on one device. Not thread-safe: one thread submits and steps."""
 
-    def __init__(self, model: Transformer, config: EngineConfig, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        config: EngineConfig,
+        *,
+        clock_ns: Callable[[], int] = time.time_ns,
+        crew: Crew | None = None,
+        local_ranks: int = 1,
+    ) -> None:
+        """`crew`: the other ranks that the model is on, `local_ranks` of them with this one on this host."""
         self.model = model
         self.config = config
         self._clock_ns = clock_ns
-        self.sizes = sizes = sizes_for(model, config)
-        self._resident: Resident | None = Resident(model, sizes)
+        self.overlaps = steps_overlap(model, config)
+        self._orders = Orders(crew, overlaps=self.overlaps)
+        self.sizes = sizes = sizes_for(model, config, self._orders, local_ranks)
+        self._tenants = None if model.experts is None else TenantSlots()
+        self._resident: Resident | None = Resident(model, sizes, self._orders, self._tenants)
+        self._experts = self._watch_experts()
         host = HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None
         pool = BlockPool(sizes.num_blocks)
         apart = model.arithmetic.invariant
@@ -50,8 +70,6 @@ class EngineLoop:
         limits = Limits(sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms)
         policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
         self.scheduler = Scheduler(ledger, limits, STRATEGIES[config.batching], policy)
-        on_cuda = model.device.type == "cuda"
-        self.overlaps = on_cuda if config.overlap is Overlap.AUTO else config.overlap is Overlap.ON
         self._flight: Flight | None = None  # launched, and not collected
         self._outputs: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
@@ -73,7 +91,8 @@ class EngineLoop:
         return self.sizes.max_context_tokens
 
     def submit(self, submit: CoreSubmit) -> None:
-        """Queue a request; one that cannot be served comes back as a failure with the next step."""
+        """Queue a request; one that cannot be served comes back as a failure with the next step. What it may write ends
+        where the context does: beyond that there may be no block for it, and it would wait for one for ever."""
         self._requests_total += 1
         num_prompt = len(submit.prompt_ids)
         longest = self.max_context_tokens - (0 if submit.embed else 1)
@@ -81,6 +100,9 @@ class EngineLoop:
             message = f"the prompt has {num_prompt} tokens; it must have 1 to {longest}"
             self._failures.append(CoreFailure(submit.key, FailureCode.CONTEXT_LENGTH_EXCEEDED, message))
             return
+        room = self.max_context_tokens - num_prompt
+        if not submit.embed and submit.max_tokens > room:
+            submit = msgspec.structs.replace(submit, max_tokens=room, min_tokens=min(submit.min_tokens, room))
         seed = submit.sampling.seed
         self.scheduler.add(submit, seed=secrets.randbits(63) if seed is None else seed, now_ns=self._clock_ns())
 
@@ -95,11 +117,15 @@ class EngineLoop:
     def step(self) -> bool:
         """Plan a step and launch it; then take in the result of the step before, where steps overlap, or else of this
         one. False: there was nothing to do."""
-        resident = self._awake()
+        with self._orders.explaining():
+            return self._step(self._awake())
+
+    def _step(self, resident: Resident) -> bool:
         plan = self.scheduler.plan(self._clock_ns())
-        if resident.host_kv is not None:
-            resident.host_kv.run(plan.swap_out, plan.swap_in)
+        resident.copy_blocks(plan)
         launched = resident.runner.launch(plan) if plan.chunks else None
+        if self._experts is not None:
+            self._experts.look(self._clock_ns() / 1e9, resident.runner.staging)
         if not self.overlaps:
             self._collect(resident, launched)
             return launched is not None
@@ -108,6 +134,17 @@ class EngineLoop:
         if launched is not None:
             self.scheduler.launched(plan)
         return launched is not None or before is not None
+
+    def expert_load(self, ask: AskExperts) -> ExpertLoad:
+        """What the experts had to do, as of a few seconds ago."""
+        now_s = self._clock_ns() / 1e9
+        if self._experts is None:
+            return ExpertLoad(ask.ask_id, int(now_s), int(now_s))
+        return self._experts.load(ask, now_s)
+
+    def take_expert_balance(self) -> ExpertBalance | None:
+        """How evenly experts were used, a few times a minute, if there is anything new to tell."""
+        return None if self._experts is None else self._experts.take_balance(self._clock_ns() / 1e9)
 
     def warm_up(self) -> None:
         """See that the first request does not pay for what is done once. Only before the first request."""
@@ -127,6 +164,10 @@ class EngineLoop:
         resident = self._awake()
         self._collect(resident, self._flight)
         self._flight = None
+        if self._experts is not None:
+            self._experts.finish(self._clock_ns() / 1e9, resident.runner.staging)
+        self._orders.give(Release())
+        self._orders.give(Leave())
         freed = self.model.leave(on_progress) + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
         self.scheduler.kv.forget()
         self._resident = None
@@ -140,17 +181,24 @@ class EngineLoop:
         problem = ""
         try:
             if self.model.away:
+                self._orders.give(ComeBack())
                 self.model.come_back(on_progress)
-            self._resident = Resident(self.model, self.sizes)
+            self._resident = Resident(self.model, self.sizes, self._orders, self._tenants)
             self.warm_up()
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
             problem = str(exc)
         if problem:  # only now does nobody hold what had been made, as the error did
             self._resident = None
             if not self.model.away:
+                self._orders.give(Release())
+                self._orders.give(Leave())
                 self.model.leave(on_progress)
             free_cached_memory(self.model.device)
             raise OutOfMemory(problem)
+
+    def close(self) -> None:
+        """End the other ranks, if there are any. The loop is not used any more."""
+        self._orders.close()
 
     def take_outputs(self) -> CoreStep | None:
         """What happened since the last call, if anything."""
@@ -186,6 +234,12 @@ class EngineLoop:
             overshot_tokens_total=scheduler.overshot_tokens_total,
         )
 
+    def _watch_experts(self) -> ExpertWatch | None:
+        counter = self.model.expert_counter
+        if self.model.experts is None or counter is None or self._tenants is None:
+            return None
+        return ExpertWatch(self.model.experts, counter, self._tenants, self._clock_ns() / 1e9)
+
     def _awake(self) -> Resident:
         assert self._resident is not None, "a replica that sleeps has nothing to run"
         return self._resident
@@ -207,22 +261,15 @@ class EngineLoop:
 def load_loop(
     config: EngineConfig,
     *,
+    meeting: Meeting | None = None,
     progress: Callable[[int, int], None] | None = None,
     clock_ns: Callable[[], int] = time.time_ns,
 ) -> EngineLoop:
-    """Load the checkpoint folder that the configuration names and make a loop of it. `progress(done, total)` in bytes.
+    """Load the checkpoint folder that the configuration names and make a loop of it, as rank 0 if there are several.
+    `meeting`: what a launcher said of the others, who are started here without one. `progress(done, total)` in bytes.
     Raises EngineError with what to do."""
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    model = load_model(
-        Path(config.model),
-        device=device,
-        dtype=config.dtype,
-        kv_dtype=config.kv_dtype,
-        quantization=config.quantization,
-        moe_kernel=config.moe_kernel,
-        batch_invariant=config.batch_invariant,
-        num_threads=config.num_threads,
-        load_format=config.load_format,
-        progress=progress,
-    )
-    return EngineLoop(model, config, clock_ns=clock_ns)
+    assembled = assemble(config, meeting, progress)
+    with telling(assembled.crew):
+        return EngineLoop(
+            assembled.model, config, clock_ns=clock_ns, crew=assembled.crew, local_ranks=assembled.local_ranks
+        )

@@ -11,6 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from moiety_wire.classes import ServiceClass
+from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling, Step
 
 
@@ -22,7 +23,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     service: ServiceClass
     prompt_ids: list[int]
     sampling: Sampling
-    max_tokens: int  # output tokens, already clipped to the context
+    max_tokens: int  # output tokens; those beyond the context are not made
     min_tokens: int
     stop_token_ids: list[int]  # end-of-sequence ids included unless ignore_eos
     credit_tokens: int
@@ -60,7 +61,7 @@ class CoreRest(msgspec.Struct, frozen=True, tag="rest"):
     asleep: bool
 
 
-ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreRest
+ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreRest | AskExperts
 
 
 class CoreLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -194,4 +195,4 @@ class CoreRested(msgspec.Struct, frozen=True, tag="rested"):
     problem: str = ""
 
 
-ToFront = CoreHello | CoreStep | CoreRested
+ToFront = CoreHello | CoreStep | CoreRested | ExpertLoad | ExpertBalance

@@ -77,6 +77,10 @@ class Mark:
     def __init__(self, event: Any) -> None:
         self._event = event
 
+    @property
+    def is_passed(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
     def wait(self) -> None:
         """Until it has been passed; other threads may run meanwhile."""
         if self._event is not None:

@@ -31,8 +31,9 @@ from enum import StrEnum
 import msgspec
 
 from moiety_wire.classes import ServiceClass
+from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 HEARTBEAT_INTERVAL_S = 0.5
 SILENCE_LIMIT_S = 5.0
 
@@ -193,7 +194,7 @@ class Rest(msgspec.Struct, frozen=True, tag="rest"):
     asleep: bool
 
 
-ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled | Rest
+ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled | Rest | AskExperts
 
 # ── to the gateway ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -415,4 +416,4 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     unsettled_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled
 
 
-ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled
+ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled | ExpertLoad | ExpertBalance

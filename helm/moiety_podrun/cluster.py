@@ -42,7 +42,8 @@ class Cluster:
         for service in release.of_kind("Service"):
             await self.services.add(service)
         workloads = [one for one in release.objects if one["kind"] in ("Deployment", "StatefulSet")]
-        await asyncio.gather(*map(self._roll_out, workloads))
+        groups = [one for one in release.objects if one["kind"] == "LeaderWorkerSet"]
+        await asyncio.gather(*map(self._roll_out, workloads), *map(self._roll_out_groups, groups))
         for hook in release.after:
             await self._run_hook(hook)
 
@@ -81,6 +82,32 @@ class Cluster:
                 await pods[number].until_ready(START_S)
                 await asyncio.sleep(spec.get("minReadySeconds", 0))
 
+    async def _roll_out_groups(self, workload: Object) -> None:
+        """Replace a LeaderWorkerSet's groups one after the other: all pods of one go, then all come."""
+        name, spec = workload["metadata"]["name"], workload["spec"]
+        for number in range(spec["replicas"]):
+            pods = self._sets.setdefault((workload["kind"], f"{name}-{number}"), [])
+            await asyncio.gather(*(pod.stop() for pod in pods))
+            pods[:] = self._start_group(name, number, spec["leaderWorkerTemplate"])
+            await pods[0].until_ready(START_S)
+
+    def _start_group(self, name: str, number: int, terms: Object) -> list[Pod]:
+        leader = f"{name}-{number}"
+        pods = []
+        for index in range(terms["size"]):
+            variables = {
+                "LWS_LEADER_ADDRESS": leader,
+                "LWS_GROUP_SIZE": str(terms["size"]),
+                "LWS_WORKER_INDEX": str(index),
+            }
+            template = terms["workerTemplate" if index else "leaderTemplate"]
+            called = f"{leader}-{index}" if index else leader
+            pods.append(self._new_pod(called, template, {}, unique=False, variables=variables))
+        self.services.name_pod(leader, pods[0].peer.address)
+        for pod in pods:
+            pod.start()
+        return pods
+
     def _start(self, workload: Object, number: int) -> Pod:
         name, spec = workload["metadata"]["name"], workload["spec"]
         of_a_set = workload["kind"] == "StatefulSet"
@@ -92,11 +119,19 @@ class Cluster:
         pod.start()
         return pod
 
-    def _new_pod(self, name: str, template: Object, claims: Mapping[str, Path], *, unique: bool = True) -> Pod:
+    def _new_pod(
+        self,
+        name: str,
+        template: Object,
+        claims: Mapping[str, Path],
+        *,
+        unique: bool = True,
+        variables: Mapping[str, str] | None = None,
+    ) -> Pod:
         if unique:
             self._serial += 1
             name = f"{name}-{self._serial:x}"
-        return Pod(name, template, claims, self._network, self._sources, self._names, self._changed)
+        return Pod(name, template, claims, self._network, self._sources, self._names, self._changed, variables)
 
     def _changed(self) -> None:
         self.services.tell_names()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from moiety_podrun.images import image
+from moiety_podrun.images import PROGRAMS, image
 
 LAUNCH = Path(__file__).with_name("launch.py")
 ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -51,7 +52,8 @@ class Container:
 
     def start(self) -> None:
         """Run the entry point with the arguments of the manifest."""
-        self._process = self._run([*self._image.entry_point, *map(str, self._spec.get("args", ()))], self.log)
+        words = [_filled(word, self._variables) for word in map(str, self._spec.get("args", ()))]
+        self._process = self._run([*self._entry_point(), *words], self.log)
 
     async def ended(self) -> int:
         """Wait for the process; its exit code."""
@@ -98,6 +100,10 @@ class Container:
         if "sleep" in hook:
             await asyncio.sleep(hook["sleep"]["seconds"])
 
+    def _entry_point(self) -> Sequence[str]:
+        command = self._spec.get("command")
+        return self._image.entry_point if command is None else [*PROGRAMS.get(command[0], command[:1]), *command[1:]]
+
     async def _answers(self, terms: Mapping[str, Any], limit: int) -> bool:
         if "httpGet" in terms:
             wanted = terms["httpGet"]
@@ -141,6 +147,11 @@ class Container:
                 [*inside, sys.executable, str(LAUNCH), str(spec)],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
+
+
+def _filled(word: str, variables: Mapping[str, str]) -> str:
+    """With $(NAME) replaced where there is such a variable, as Kubernetes does."""
+    return re.sub(r"\$\((\w+)\)", lambda found: variables.get(found[1], found[0]), word)
 
 
 async def _end(process: subprocess.Popen[bytes]) -> int:

@@ -16,6 +16,9 @@ OURS = ("moiety-gateway", "moiety-engine", "moiety-dashboard")
 POSTGRES = "postgres"
 
 
+PROGRAMS = {"torchrun": (sys.executable, "-m", "torch.distributed.run")}  # that an image has beside its entry point
+
+
 @dataclass(frozen=True, slots=True)
 class Image:
     """`needed`: folders of the machine that the command is made of."""

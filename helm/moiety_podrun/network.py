@@ -17,6 +17,7 @@ from moiety_podrun.policies import Peer, Policy, allows
 ROUTER = "10.78.0.1"  # of the node itself, from where probes come
 PODS = "10.77.0.0/16"
 GATEWAY = "169.254.1.1"  # of every pod, at the router's end of its wire
+NO_PORT = 1  # of no pod: who may reach it may reach all
 ALLOWED, REFUSED = "100", "200"  # priorities of rules
 
 
@@ -80,6 +81,11 @@ class Network:
     def _apply(self) -> None:
         wanted: set[tuple[str, ...]] = set()
         for source, target in permutations(self._peers.values(), 2):
+            if allows(self._policies, source, target, NO_PORT):
+                wanted |= {
+                    ("from", source.address, "to", target.address),
+                    ("from", target.address, "to", source.address),
+                }
             for port in target.ports.values():
                 if allows(self._policies, source, target, port):
                     there = ("from", source.address, "to", target.address, "ipproto", "tcp", "dport", str(port))

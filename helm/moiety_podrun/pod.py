@@ -34,6 +34,7 @@ class Pod:
         sources: Sources,
         names: Path,
         on_change: Callable[[], None],
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.labels = name, template["metadata"]["labels"]
         self.ready = False
@@ -52,7 +53,7 @@ class Pod:
         is_told = self._spec["automountServiceAccountToken"]
         account = sources.api.folder if is_told else None
         place = Place(name, self.peer.address, self.folder, names, volumes, user, group, account)
-        extra = sources.api.environment if is_told else {}
+        extra = {**(variables or {}), **(sources.api.environment if is_told else {})}
         self._containers, self._first = (
             [Container(one, place, extra | sources.variables(one)) for one in self._spec.get(key, ())]
             for key in ("containers", "initContainers")

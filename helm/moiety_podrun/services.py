@@ -24,8 +24,14 @@ class Services:
         self._turn = itertools.count()
         self._known: dict[str, Mapping[str, Any]] = {}
         self._addresses: dict[str, str] = {}
+        self._pod_names: dict[str, str] = {}
         self._servers: list[asyncio.Server] = []
         names.mkdir(parents=True, exist_ok=True)
+        self.tell_names()
+
+    def name_pod(self, name: str, address: str) -> None:
+        """A name for one pod, whether it is ready or not, as the leader of a group has one."""
+        self._pod_names[name] = address
         self.tell_names()
 
     async def add(self, service: Mapping[str, Any]) -> None:
@@ -42,7 +48,7 @@ class Services:
 
     def tell_names(self) -> None:
         """Write the table of names anew, whole or not at all."""
-        lines = ["127.0.0.1 localhost"]
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self._pod_names.items())]
         for name in self._known:
             own = self._addresses.get(name)
             for address in [own] if own else [pod.peer.address for pod in self.ready(name)]:

@@ -33,6 +33,7 @@ from moiety_platform.direct import GatewayApp
 from moiety_platform.embeddings.controller import embedding_route
 from moiety_platform.engine_metrics import EngineCollector
 from moiety_platform.errors import PlatformError
+from moiety_platform.expert_metrics import ExpertCollector
 from moiety_platform.health import health_routes
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error, answer_unexpected_error
 from moiety_platform.idempotency.keeper import IdempotencyKeeper
@@ -87,6 +88,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
     """The gateway's application over running services; with a pipeline of its own if none is given."""
     pipeline = pipeline or create_pipeline(settings, services)
     services.metrics.registry.register(EngineCollector(services.replicas.states))
+    services.metrics.registry.register(ExpertCollector(services.replicas.states))
     limits: dict[str, int] = {"max_body_bytes": settings.max_body_bytes, "max_json_depth": settings.max_json_depth}
     shape = ShapeLimits.of(settings)
     exchange = ExchangeServices(

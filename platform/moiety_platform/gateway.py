@@ -35,9 +35,12 @@ from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import Database
 from moiety_platform.engine_addresses import ForeignAddress, is_foreign, is_name
 from moiety_platform.engine_client.base import EngineClient
+from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.foreign.client import ForeignEngineClient
-from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
+from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.erasure.controller import erasure_routes
+from moiety_platform.experts.controller import expert_routes
+from moiety_platform.experts.service import ExpertService
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.listening import BACKLOG, bind
@@ -207,7 +210,8 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         stack.push_async_callback(alerts.stop)
         await stack.enter_async_context(_keep_up(settings, process_id, database, UpkeepMetrics(metrics.registry)))
         _send_metrics(stack, settings, metrics, process_id)
-        more = [*engine_routes(replicas), *webhook_routes(reach, pepper), *erasure_routes(traces=traces)]
+        more = [*engine_routes(replicas), *expert_routes(ExpertService(replicas, clock))]
+        more += [*webhook_routes(reach, pepper), *erasure_routes(traces=traces)]
         parts = (database, authenticator, classes, prices, quotas, pepper, clock)
         admin = admin_router(*parts, oidc=oidc, traces=traces, more=more)
         yield Services(

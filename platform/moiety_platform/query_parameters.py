@@ -49,6 +49,13 @@ def parse_whole(text: str, param: str) -> int:
     return int(text)
 
 
+def parse_text(text: str | None, param: str) -> str | None:
+    """What a Filter gives. Raises BadRequest."""
+    if text is not None and not (text.isprintable() and len(text) <= MAX_FILTER_LENGTH):
+        raise BadRequest(f"'{param}' must have at most {MAX_FILTER_LENGTH} printable characters.", param=param)
+    return text
+
+
 def parse_moment(text: str | None, param: str) -> datetime | None:
     """Raises BadRequest."""
     if text is None:

@@ -21,7 +21,7 @@ from moiety_dashboard import settings as dashboard_settings
 SCRIPT = Path(dashboard_settings.__file__).parent / "app.py"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DEADLINE_S = 60
-PAGES = ("Overview", "Tenants", "SLA classes", "Engines", "Traces", "Quotas", "Playground", "Audit")
+PAGES = ("Overview", "Tenants", "SLA classes", "Engines", "Experts", "Traces", "Quotas", "Playground", "Audit")
 FOR_OPERATORS = {"Engines"}
 
 needs_browser = pytest.mark.skipif(
@@ -192,6 +192,9 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     look_at_the_trace_of_globex(browser)
     browser.go("Overview")
     browser.see("1 in 1 h")
+
+    browser.go("Experts")
+    browser.see("has no experts")  # the scripted engine computes nothing; tests/system looks at a model that has some
 
     browser.go("Tenants")
     page.get_by_role("radio", name="Limits").click()

@@ -26,6 +26,7 @@ from moiety_engine.messages import (
     ToFront,
 )
 from moiety_wire.classes import STANDARD
+from moiety_wire.experts import ExpertBalance
 from moiety_wire.messages import FinishReason, Sampling
 
 DEADLINE_MS = 60_000
@@ -60,6 +61,13 @@ class Front:
             message = self.receive()
             if isinstance(message, CoreHello) and message.state is not CoreState.LOADING:
                 return message
+
+    def beat(self) -> CoreStep:
+        """The next step or sign of life, whatever it says of experts beside."""
+        while isinstance(message := self.receive(), ExpertBalance):
+            pass
+        assert isinstance(message, CoreStep)
+        return message
 
     def step(self) -> CoreStep:
         while True:
@@ -120,17 +128,15 @@ def test_the_core_tells_its_load_while_prompts_bring_no_output_and_while_it_is_i
     front: Front = start(str(checkpoint), max_batch_tokens=1, max_running=1)  # type: ignore[operator]
     front.hello()
     front.send(_submit(1, num_prompt=500))  # as many steps, the last of which brings the first output
-    while (beat := front.receive()).load.num_running == 0:  # type: ignore[union-attr]
-        assert isinstance(beat, CoreStep)
-    assert isinstance(beat, CoreStep)
+    while (beat := front.beat()).load.num_running == 0:
+        pass
     assert (beat.outputs, beat.failures) == ([], [])
     assert 0 < beat.load.steps_total < 500
     front.send(CoreAbort(1, FinishReason.ABORT))
     while (step := front.step()).outputs[0].finish is None:
         pass
     for _ in range(3):
-        idle = front.receive()
-        assert isinstance(idle, CoreStep)
+        idle = front.beat()
         assert (idle.outputs, idle.load.num_running, idle.load.kv_blocks_used) == ([], 0, 0)
         assert idle.load.steps_total == step.load.steps_total
 
@@ -171,8 +177,7 @@ def test_the_core_sleeps_and_wakes_when_told_and_answers_the_same_with_steps_tha
         answers.append([token for step in front.steps_to_the_end() for token in step.outputs[0].token_ids])
         front.send(CoreRest(asleep=True))
         assert front.rested() == CoreRested(asleep=True)
-        idle = front.receive()
-        assert isinstance(idle, CoreStep)  # it is alive
+        idle = front.beat()  # it is alive
         assert idle.load.kv_blocks_cached == 0
         front.send(CoreRest(asleep=False))
         assert front.rested() == CoreRested(asleep=False)

@@ -182,6 +182,20 @@ def test_a_prompt_that_does_not_fit_is_refused_with_both_lengths(loops: Any) -> 
     assert "31" in step.failures[0].message
 
 
+def test_who_may_write_more_than_the_cache_holds_ends_where_it_does_and_holds_nobody_up(loops: Any) -> None:
+    loop = loops.make(block_size=8, kv_memory_bytes=6 * BLOCK_BYTES_8)
+    assert loop.max_context_tokens == 48
+    greedy = [make_submit(key, prompt_of(20 + key, key), max_tokens=100) for key in range(3)]
+    short = make_submit(9, prompt_of(30, 9), max_tokens=4)
+    results = run_all(loop, [*greedy, short], on_step=lambda _: assert_goes_on(loop))
+    assert {key: len(results[key].token_ids) for key in range(3)} == {0: 28, 1: 27, 2: 26}
+    assert results[9].finish is not None
+
+
+def assert_goes_on(loop: EngineLoop) -> None:
+    assert loop.steps_total < 1000, "nobody waits for ever"
+
+
 def test_logprobs_come_with_each_token(loops: Any) -> None:
     result = run_all(loops.make(), [make_submit(0, prompt_of(9, 0), num_logprobs=2, max_tokens=5)])[0]
     assert len(result.logprobs) == 5

@@ -22,6 +22,7 @@ from moiety_engine.model.families import read_spec
 from moiety_engine.model.residence import named_tensors, require_fit, weight_bytes
 from moiety_engine.offline import run_all
 from moiety_engine.runner.memory import kv_budget_bytes
+from moiety_engine.runner.orders import Orders
 from moiety_engine.runner.profiling import largest_step
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling, SleepState
@@ -167,6 +168,6 @@ def test_the_step_that_memory_is_measured_with_is_the_largest_that_may_come(
         return hidden(batch, kv)
 
     monkeypatch.setattr(loops.model, "hidden", note)
-    kv_bytes = largest_step(loops.model, block_size=8, max_batch_tokens=700, max_running=5, max_context=512)
+    kv_bytes = largest_step(loops.model, Orders(), block_size=8, max_batch_tokens=700, max_running=5, max_context=512)
     assert seen == [(700, 2), (5, 5)]
     assert kv_bytes >= 702 // 8 * loops.model.kv_bytes_per_block(8)

@@ -21,6 +21,7 @@ from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_wire.classes import STANDARD
 from moiety_wire.codec import decode_to_gateway, encode
+from moiety_wire.experts import ExpertBalance, ExpertLoad
 from moiety_wire.messages import (
     Accepted,
     Card,
@@ -106,6 +107,8 @@ class Gateway:
         self.answers: dict[str, Answer] = {}
         self.loads: list[Load] = []
         self.cards: list[Card] = []
+        self.expert_loads: list[ExpertLoad] = []
+        self.balances: list[ExpertBalance] = []
         self._received: deque[ToGateway] = deque()
 
     async def send(self, *messages: ToEngine) -> None:
@@ -120,6 +123,10 @@ class Gateway:
             self.cards.append(message)
         elif isinstance(message, Load):
             self.loads.append(message)
+        elif isinstance(message, ExpertLoad):
+            self.expert_loads.append(message)
+        elif isinstance(message, ExpertBalance):
+            self.balances.append(message)
         elif isinstance(message, Unsettled):
             pass
         else:

@@ -34,6 +34,8 @@ from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.erasure.controller import erasure_routes
+from moiety_platform.experts.controller import expert_routes
+from moiety_platform.experts.service import ExpertService
 from moiety_platform.gateway import GatewayServer
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
@@ -284,7 +286,12 @@ async def run_gateway(
                     quotas,
                     PEPPER,
                     clock,
-                    more=[*engine_routes(replicas), *webhook_routes(Reach(), PEPPER), *erasure_routes()],
+                    more=[
+                        *engine_routes(replicas),
+                        *expert_routes(ExpertService(replicas, clock)),
+                        *webhook_routes(Reach(), PEPPER),
+                        *erasure_routes(),
+                    ],
                 )
             ],
             batches=batches,

@@ -19,6 +19,7 @@ import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.trace_store.models import SpanRecord
+from moiety_wire.experts import ExpertLoad, TenantTokens, pack_counts
 
 HOOKS = Path(__file__).with_name("openapi_hooks.py")
 EXAMPLES = os.environ.get("MOIETY_OPENAPI_EXAMPLES")
@@ -48,6 +49,7 @@ async def test_the_api_is_what_its_document_says(start_gateway, tool_card, tmp_p
     engine = FakeEngineClient(
         msgspec.structs.replace(tool_card("hermes"), model="tiny", embedding_width=8), call_a_tool
     )
+    engine.expert_loads[None] = ExpertLoad(1, 0, 0, (0,), 2, 1, pack_counts([3, 1]), [], [TenantTokens("t", 4)])
     idle = {
         "batch_concurrency": 0,
         "max_open_batches_per_tenant": 10_000,

@@ -12,14 +12,16 @@ import msgspec
 import pytest
 import zmq
 
-from moiety_engine.front.front import MAX_MESSAGE_BYTES, Front
+from moiety_engine.front.front import Front
+from moiety_engine.front.router import MAX_MESSAGE_BYTES
 from moiety_engine.front.settings import FrontSettings
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.script import Verdict as ScriptedVerdict
 from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_platform.clock import ManualClock, SystemClock
-from moiety_platform.engine_client.transport import CurveKeys, ZmqEngineClient
+from moiety_platform.engine_client.curve import CurveKeys
+from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.errors import BadRequest, EngineFailed, Overloaded, Unavailable
 from moiety_wire.classes import BATCH, FLEX, STANDARD
 from moiety_wire.codec import decode_to_engine, encode

@@ -27,6 +27,14 @@ def value_sets() -> dict[str, Values]:
     return found
 
 
+def pod_templates(one: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of a workload's pods; none, of what is no workload."""
+    spec = one.get("spec", {})
+    if one["kind"] == "LeaderWorkerSet":
+        return [spec["leaderWorkerTemplate"][f"{role}Template"] for role in ("leader", "worker")]
+    return [spec["template"]] if one["kind"] in ("Deployment", "StatefulSet", "Job") else []
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that takes `objects` runs once for each set of values."""
     if "objects" in metafunc.fixturenames:

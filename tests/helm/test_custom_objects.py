@@ -1,11 +1,15 @@
-"""The objects that Kubernetes itself does not know have the fields of their published references: Gateway API v1, and
-the Prometheus operator's monitoring.coreos.com/v1. Here stand those fields that the chart uses."""
+"""The objects that Kubernetes itself does not know have the fields of their published references: Gateway API v1, the
+Prometheus operator's monitoring.coreos.com/v1, KEDA's v1alpha1, LeaderWorkerSet v1. Here stand those fields that the
+chart uses."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+import kubernetes_validate
 from pydantic import BaseModel, ConfigDict, Field
+
+from .conftest import pod_templates
 
 
 class Strict(BaseModel):
@@ -83,7 +87,121 @@ class ServiceMonitor(Strict):
     spec: MonitorSpec
 
 
-KINDS: dict[str, type[Strict]] = {"HTTPRoute": HttpRoute, "ServiceMonitor": ServiceMonitor}
+class PodMonitorSpec(Strict):
+    selector: LabelSelector
+    pod_metrics_endpoints: list[Endpoint] = Field(alias="podMetricsEndpoints")
+
+
+class PodMonitor(Strict):
+    api_version: Literal["monitoring.coreos.com/v1"] = Field(alias="apiVersion")
+    kind: Literal["PodMonitor"]
+    metadata: Metadata
+    spec: PodMonitorSpec
+
+
+class Rule(Strict):
+    expr: str
+    record: str | None = None
+    alert: str | None = None
+    lasting: str | None = Field(default=None, alias="for")
+    labels: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict)
+
+
+class RuleGroup(Strict):
+    name: str
+    interval: str | None = None
+    rules: list[Rule] = Field(min_length=1)
+
+
+class RuleSpec(Strict):
+    groups: list[RuleGroup] = Field(min_length=1)
+
+
+class PrometheusRule(Strict):
+    api_version: Literal["monitoring.coreos.com/v1"] = Field(alias="apiVersion")
+    kind: Literal["PrometheusRule"]
+    metadata: Metadata
+    spec: RuleSpec
+
+
+class ScaleTarget(Strict):
+    api_version: Literal["apps/v1", "leaderworkerset.x-k8s.io/v1"] = Field(alias="apiVersion")
+    kind: Literal["StatefulSet", "Deployment", "LeaderWorkerSet"]
+    name: str
+
+
+class QueryTerms(Strict):
+    """KEDA takes all of a trigger's terms as text."""
+
+    server_address: str = Field(alias="serverAddress", pattern="^https?://")
+    query: str
+    threshold: str = Field(pattern=r"^[0-9.]+$")
+    ignore_null_values: Literal["true", "false"] = Field(alias="ignoreNullValues")
+
+
+class Trigger(Strict):
+    type: Literal["prometheus"]
+    name: str
+    metric_type: Literal["Value", "AverageValue"] = Field(alias="metricType")
+    metadata: QueryTerms
+
+
+class ScaledSpec(Strict):
+    scale_target_ref: ScaleTarget = Field(alias="scaleTargetRef")
+    min_replica_count: int = Field(alias="minReplicaCount", ge=1)
+    max_replica_count: int = Field(alias="maxReplicaCount", ge=1)
+    polling_interval: int = Field(alias="pollingInterval", ge=1)
+    advanced: dict[Literal["horizontalPodAutoscalerConfig"], dict[Literal["behavior"], dict[str, Any]]]
+    triggers: list[Trigger] = Field(min_length=1)
+
+
+class ScaledObject(Strict):
+    api_version: Literal["keda.sh/v1alpha1"] = Field(alias="apiVersion")
+    kind: Literal["ScaledObject"]
+    metadata: Metadata
+    spec: ScaledSpec
+
+
+class RollingUpdate(Strict):
+    max_unavailable: int = Field(alias="maxUnavailable")
+    max_surge: int = Field(alias="maxSurge")
+
+
+class Rollout(Strict):
+    type: Literal["RollingUpdate"]
+    rolling_update_configuration: RollingUpdate = Field(alias="rollingUpdateConfiguration")
+
+
+class LeaderWorkerTemplate(Strict):
+    size: int = Field(ge=2)
+    restart_policy: Literal["RecreateGroupOnPodRestart", "None"] = Field(alias="restartPolicy")
+    leader_template: dict[str, Any] = Field(alias="leaderTemplate")
+    worker_template: dict[str, Any] = Field(alias="workerTemplate")
+
+
+class GroupSpec(Strict):
+    replicas: int | None = None
+    startup_policy: Literal["LeaderCreated", "LeaderReady"] = Field(alias="startupPolicy")
+    rollout_strategy: Rollout = Field(alias="rolloutStrategy")
+    leader_worker_template: LeaderWorkerTemplate = Field(alias="leaderWorkerTemplate")
+
+
+class LeaderWorkerSet(Strict):
+    api_version: Literal["leaderworkerset.x-k8s.io/v1"] = Field(alias="apiVersion")
+    kind: Literal["LeaderWorkerSet"]
+    metadata: Metadata
+    spec: GroupSpec
+
+
+KINDS: dict[str, type[Strict]] = {
+    "HTTPRoute": HttpRoute,
+    "LeaderWorkerSet": LeaderWorkerSet,
+    "PodMonitor": PodMonitor,
+    "PrometheusRule": PrometheusRule,
+    "ScaledObject": ScaledObject,
+    "ServiceMonitor": ServiceMonitor,
+}
 
 
 def test_every_object_has_the_fields_of_its_reference(all_objects: list[dict[str, Any]]) -> None:
@@ -92,3 +210,12 @@ def test_every_object_has_the_fields_of_its_reference(all_objects: list[dict[str
             assert one["kind"] in KINDS, "write down the fields of its reference above"
         if one["kind"] in KINDS:
             KINDS[one["kind"]].model_validate(one)
+
+
+def test_the_pods_of_groups_are_pods_of_kubernetes(all_objects: list[dict[str, Any]]) -> None:
+    groups = [one for one in all_objects if one["kind"] == "LeaderWorkerSet"]
+    assert groups
+    for template in (template for one in groups for template in pod_templates(one)):
+        metadata = {"name": "pod", **template["metadata"]}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+        kubernetes_validate.validate(pod, "1.34", strict=True)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from .conftest import pod_templates
+
 SECRET = re.compile(r"(?i)password|token|secret|pepper|api_?key")
 MAY_ASK_THE_CLUSTER = {"rel-moiety-secrets", "rel-moiety-owner", "tokens-secrets", "tokens-owner"}
 
@@ -78,7 +80,7 @@ def test_every_pod_is_refused_all_traffic_but_what_a_policy_allows(objects: list
     policies = [one["spec"] for one in objects if one["kind"] == "NetworkPolicy"]
     if not policies:
         return  # they are off
-    labels = [one["spec"]["template"]["metadata"]["labels"] for one in objects if "template" in one.get("spec", {})]
+    labels = [template["metadata"]["labels"] for one in objects for template in pod_templates(one)]
     for one in labels:
         chosen = [spec for spec in policies if spec["podSelector"]["matchLabels"].items() <= one.items()]
         assert any("ingress" not in spec and "egress" not in spec for spec in chosen), one
@@ -88,15 +90,14 @@ def test_every_pod_is_refused_all_traffic_but_what_a_policy_allows(objects: list
 def test_only_gateways_reach_engines(objects: list[dict[str, Any]]) -> None:
     for one in objects:
         if one["kind"] == "NetworkPolicy" and one["metadata"]["name"].endswith("-engine"):
-            (rule,) = one["spec"]["ingress"]
-            (peer,) = rule["from"]
+            rules = {port["port"]: rule["from"] for rule in one["spec"]["ingress"] for port in rule["ports"]}
+            assert rules.keys() == {"engine", "metrics"}
+            (peer,) = rules["engine"]
             assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
 
 
 def _pods(objects: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for one in objects:
-        if one["kind"] in ("Deployment", "StatefulSet", "Job"):
-            yield one["metadata"]["name"], one["spec"]["template"]["spec"]
+    return ((one["metadata"]["name"], template["spec"]) for one in objects for template in pod_templates(one))
 
 
 def _containers(pod: dict[str, Any]) -> list[dict[str, Any]]:

@@ -99,3 +99,19 @@ def test_biases_of_another_shape_are_refused() -> None:
     inputs, biases = a_layer(3, 32, 48)
     with pytest.raises(KernelInputError, match=r"gate_up_bias has shape \(5, 32\)"):
         experts(*inputs, gate_up_bias_E2F=biases["down_bias_ED"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("held", [range(0, 2), range(2, 5)], ids=lambda held: f"{len(held)} of 5")
+def test_experts_that_are_elsewhere_add_nothing(held: range, dtype: torch.dtype) -> None:
+    (x, weight, expert, gate_up, down), biases = a_layer(37, 64, 48, dtype)
+    here = (expert >= held.start) & (expert < held.stop)
+    own = [gate_up[held.start : held.stop], down[held.start : held.stop]]
+    own_biases = {name: bias[held.start : held.stop].contiguous() for name, bias in biases.items()}
+    local = torch.where(here, expert - held.start, -1)
+    others_muted = experts_reference(x, weight * here, expert, gate_up, down, **biases)
+    assert not here.all()
+    for one in (experts, experts_reference, *([grouped.experts] if dtype is torch.bfloat16 else [])):
+        assert close(one(x, weight, local, *own, **own_biases).float(), others_muted.float(), 0.02)
+    nothing = experts(x, weight, torch.full_like(expert, -1), *own, **own_biases)
+    assert not nothing.any()

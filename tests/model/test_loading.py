@@ -222,20 +222,6 @@ def test_what_a_configuration_says_is_read() -> None:
         spec_from_config(config | {"model_type": "glm4_moe", "first_k_dense_replace": 0, "n_group": 3})
 
 
-def test_expert_use_is_counted_when_asked_for(mixture: Any, make_driver: Any, make_sequence: Any) -> None:
-    driver = make_driver(mixture.folder)
-    driver.prefill(make_sequence(PROMPT), 10)
-    counter = driver.model.expert_counter
-    assert counter.take().sum() == 0
-    counter.enabled = True
-    driver.prefill(make_sequence(PROMPT), 10)
-    driver.prefill(make_sequence(PROMPT[:4]), 1)
-    counts = counter.take()
-    assert counts.shape == (3, 8)
-    assert counts.sum(dim=1).tolist() == [2 * (len(PROMPT) + 4)] * 3
-    assert counter.take().sum() == 0
-
-
 @pytest.mark.parametrize("kernel", ["triton", "reference"])
 def test_experts_are_computed_by_what_was_asked_for(
     kernel: str, mixture: Any, make_driver: Any, make_sequence: Any

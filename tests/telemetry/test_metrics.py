@@ -19,11 +19,13 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "moiety"
 ROW = re.compile(r"\| `(\w+)` \| (\w+) \| ([^|]+) \| ([^|]+) \| (.+) \|")
 PROCESSES = {"gateway": "## The gateway", "engine": "## The engine", "trace store": "## The trace store"}
-# what no request of a well-behaved test brings about: their labels are known from the list alone
+# what no request of a well-behaved test brings about, nor an engine without a model: the list alone knows their labels
 RARE = {
     "moiety_failovers_total", "moiety_spans_dropped_total", "moiety_upkeep_rows_total", "moiety_upkeep_failures_total",
     "moiety_engine_class_rejected_total", "moiety_engine_class_preempted_total",
     "moiety_core_class_rejected_total", "moiety_core_class_preempted_total",
+    "moiety_expert_picks_total", "moiety_expert_balancedness", "moiety_expert_layer_balancedness",
+    "moiety_expert_active", "moiety_expert_load_ratio",
 }  # fmt: skip
 OF_TARGETS = {"instance"}  # the label that Prometheus itself gives to what it reads
 GRAFANA = {"$__rate_interval": "5m", "$model": ".*", "$service_class": ".*", "$engine": ".*"}

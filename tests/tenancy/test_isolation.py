@@ -32,6 +32,8 @@ from moiety_platform.completions.limits import DEFAULT_SHAPE
 from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.db.session import Database
 from moiety_platform.erasure.controller import erasure_routes
+from moiety_platform.experts.controller import expert_routes
+from moiety_platform.experts.service import ExpertService
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.metrics import Metrics
@@ -133,6 +135,8 @@ ASKS = [
     Ask("GET /audit", "200 200   403 403   200 200   403 403   200 200", query={"object_id": "{project_id}"}),
     Ask("GET /audit/verification", "200 200   403 403   403 403   403 403   403 403"),
     Ask("GET /engines", ALL_READERS),
+    Ask("GET /experts", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
+    Ask("POST /experts/plan", "404 404   404 404   403 403   404 404   403 403", body={"model": "none"}),
     Ask("GET /traces", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
     Ask("GET /traces/{trace_id}", OWN_ONLY),
     Ask("POST /engines/{engine_id}/sleep", OPERATORS_FIND_NONE, path={"engine_id": "none"}),
@@ -260,7 +264,8 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
     quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
     usage, metrics, tracing = UsageRecorder(database, folder), Metrics(), Tracing()
     replicas, settings = Replicas([]), GatewaySettings()
-    handlers = [*engine_routes(replicas), *webhook_routes(Reach(), PEPPER), *erasure_routes(), *more]
+    experts = expert_routes(ExpertService(replicas, clock))
+    handlers = [*engine_routes(replicas), *experts, *webhook_routes(Reach(), PEPPER), *erasure_routes(), *more]
     router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=handlers)
     services = Services(
         authenticator=authenticator,
@@ -433,6 +438,7 @@ async def test_lists_hold_only_the_own_tenants_objects_whatever_is_asked(world: 
         "cursor": first.json()["next_cursor"], "after": "0", "limit": "500", "role": "viewer", "outcome": "stop",
         "group_by": "tenant,project,key,model", "since": "2020-01-01T00:00:00Z", "until": "2030-01-01T00:00:00Z",
         "service_class": "standard", "step": "5", "before": "1000", "lease_state": "live",
+        "minutes": "5", "engine_id": "none",
         "request_id": world.b.request_id, "reason": "rate", "min_ms": "0", "max_ms": "9",
     }  # fmt: skip
     for route, names in filters_of(world.app):

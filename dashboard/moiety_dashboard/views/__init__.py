@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moiety_dashboard.page import Page
-from moiety_dashboard.views import audit, classes, engines, overview, playground, quotas
+from moiety_dashboard.views import audit, classes, engines, experts, overview, playground, quotas
 from moiety_dashboard.views.tenants import page as tenants
 from moiety_dashboard.views.traces import page as traces
 
@@ -27,6 +27,7 @@ PAGES = (
     View("Tenants", ":material/groups:", "tenants", tenants.draw),
     View("SLA classes", ":material/speed:", "classes", classes.draw),
     View("Engines", ":material/memory:", "engines", engines.draw, "engines.read"),
+    View("Experts", ":material/grid_on:", "experts", experts.draw, "experts.read"),
     View("Traces", ":material/account_tree:", "traces", traces.draw, "traces.read"),
     View("Quotas", ":material/data_usage:", "quotas", quotas.draw),
     View("Playground", ":material/chat:", "playground", playground.draw),

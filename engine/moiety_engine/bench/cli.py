@@ -43,6 +43,10 @@ def bench_engine(
         Overlap, typer.Option(help="launch a step while the last one runs; auto: on a GPU")
     ] = Overlap.AUTO,
     cuda_graphs: Annotated[bool, typer.Option(help="replay decode steps, on a GPU")] = True,
+    tp: Annotated[int, typer.Option(min=1, help="ranks that share heads and columns")] = 1,
+    dp_attention: Annotated[int, typer.Option(min=1, help="groups of such ranks, with sequences of their own")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="parts of the experts, over those ranks")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="stages of layers")] = 1,
     calibrate: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="instead, measure steps of many shapes for moiety simulate"),
@@ -80,6 +84,10 @@ def bench_engine(
             load_format=load_format,
             overlap=overlap,
             cuda_graphs=cuda_graphs,
+            tp=tp,
+            dp_attention=dp_attention,
+            ep=ep,
+            pp=pp,
         )
         with Progress(console=console, disable=not console.is_terminal) as progress:
             loading = progress.add_task("loading", total=None)

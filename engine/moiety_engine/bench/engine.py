@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -34,6 +35,13 @@ def measure(
     """Load the model, run all requests at once, and report. `ready_s` counts from the start of this process.
     `on_load` gets bytes read and bytes in all, `on_done` the number of requests that have ended."""
     loop = load_loop(config, progress=on_load)
+    with contextlib.closing(loop):
+        return _measure(loop, config, lengths, seed, on_done)
+
+
+def _measure(
+    loop: EngineLoop, config: EngineConfig, lengths: list[Lengths], seed: int, on_done: Callable[[int], None]
+) -> dict[str, Any]:
     loop.warm_up()
     ready_s = time.time() - psutil.Process().create_time()
     rng = random.Random(seed)
@@ -80,6 +88,7 @@ def _settings(loop: EngineLoop, config: EngineConfig, lengths: list[Lengths], ou
         "load_format": str(config.load_format),
         "overlap": loop.overlaps,
         "cuda_graphs": loop.replays,
+        "ranks": {"tp": config.tp, "dp_attention": config.dp_attention, "ep": config.ep, "pp": config.pp},
     }
 
 

@@ -18,6 +18,7 @@ import zmq
 from moiety_engine.config import EngineConfig
 from moiety_engine.core.link import FrontLink
 from moiety_engine.core.service import serve
+from moiety_engine.distribution.meeting import meeting_from
 from moiety_engine.errors import EngineError
 from moiety_engine.logs import configure_logs
 
@@ -25,7 +26,8 @@ LOST_FRONT = 3  # exit code
 REFUSED = 4
 
 
-def _end_with_front() -> None:
+def end_with_front() -> None:
+    """Wait until standard input closes, and end the process."""
     while os.read(0, 4096):  # unbuffered: a thread inside sys.stdin would abort the interpreter's exit
         pass
     os._exit(LOST_FRONT)  # the step thread may be deep in a kernel: nothing to save, nobody to tell
@@ -41,10 +43,10 @@ def main() -> int:
     if not line:
         return LOST_FRONT
     config = msgspec.json.decode(line, type=EngineConfig)
-    threading.Thread(target=_end_with_front, name="life-line", daemon=True).start()
+    threading.Thread(target=end_with_front, name="life-line", daemon=True).start()
     with zmq.Context() as context, FrontLink(context, address) as link:
         try:
-            serve(link, config)
+            serve(link, config, meeting_from(os.environ))
         except EngineError as exc:
             log.error("core_refused", reason=str(exc))
             link.send_refusal(str(exc))

@@ -9,6 +9,7 @@ import structlog
 
 from moiety_engine.config import Batching, EngineConfig
 from moiety_engine.core.link import IDLE_WAIT_MS, FrontLink
+from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.loop import MAX_NUM_LOGPROBS, EngineLoop, load_loop
 from moiety_engine.messages import (
@@ -23,15 +24,24 @@ from moiety_engine.messages import (
     CoreSubmit,
     ToCore,
 )
+from moiety_wire.experts import AskExperts
 
 COMPANY_WAIT_MS = 2  # the dynamic strategy: a request waits for company, and time alone may end that
 PROGRESS_INTERVAL_S = 0.2
 
 
-def serve(link: FrontLink, config: EngineConfig) -> None:
-    """Runs until the front says shutdown. Raises EngineError where the model cannot be loaded."""
+def serve(link: FrontLink, config: EngineConfig, meeting: Meeting | None = None) -> None:
+    """Runs until the front says shutdown. `meeting`: what a launcher said of other ranks. Raises EngineError where the
+    model cannot be loaded."""
+    loop = load_loop(config, meeting=meeting, progress=_Progress(link))
+    try:
+        _serve(link, loop, config)
+    finally:
+        loop.close()
+
+
+def _serve(link: FrontLink, loop: EngineLoop, config: EngineConfig) -> None:
     log = structlog.get_logger()
-    loop = load_loop(config, progress=_Progress(link))
     loop.warm_up()
     link.send(hello_of(loop))
     link.send(CoreStep([], [], loop.load()))
@@ -46,6 +56,9 @@ def serve(link: FrontLink, config: EngineConfig) -> None:
             if isinstance(command, CoreRest):
                 link.send(_rest(loop, link, asleep=command.asleep))
                 continue
+            if isinstance(command, AskExperts):
+                link.send(loop.expert_load(command))
+                continue
             obey(loop, command)
         stepped = not loop.asleep and loop.step()
         outputs = loop.take_outputs()
@@ -53,6 +66,9 @@ def serve(link: FrontLink, config: EngineConfig) -> None:
             link.send(outputs)
         else:
             link.beat(loop.load)
+        balance = loop.take_expert_balance()
+        if balance is not None:
+            link.send(balance)
         waits_for_company = config.batching is Batching.DYNAMIC and loop.scheduler.num_waiting
         wait_ms = 0 if stepped else COMPANY_WAIT_MS if waits_for_company else IDLE_WAIT_MS
 

@@ -19,9 +19,11 @@ import zmq
 from moiety_engine.front.announcements import make_card, make_load
 from moiety_engine.front.core_link import CoreLink
 from moiety_engine.front.desk import RequestDesk
+from moiety_engine.front.experts import ExpertDesk
 from moiety_engine.front.meter import Meter
 from moiety_engine.front.metrics import FrontStats
 from moiety_engine.front.rest import RestKeeper
+from moiety_engine.front.router import make_router
 from moiety_engine.front.sessions import GatewaySession, Sessions
 from moiety_engine.front.settings import FrontSettings
 from moiety_engine.front.unsettled_log import FLUSH_S, UnsettledLog
@@ -33,6 +35,7 @@ from moiety_text.folder import TextModel
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.codec import decode_to_engine
 from moiety_wire.errors import UndecodableMessage
+from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -52,7 +55,6 @@ from moiety_wire.messages import (
 
 log = structlog.get_logger()
 
-MAX_MESSAGE_BYTES = 64 * 2**20
 OUTBOX_RETRY_S = 0.005
 ABORT_GRACE_S = 5.0
 LINGER_MS = 2000
@@ -90,13 +92,14 @@ class Front:
         self._core = core
         self._clock = clock
         self._started_s = clock()
-        self._socket = _router(context, settings)
+        self._socket = make_router(context, settings)
         self._sessions = Sessions(self._socket, max_outbox_messages=settings.max_outbox_messages)
         self._journal = UsageJournal(settings.usage_journal, engine_id) if settings.usage_journal else None
         self._unsettled = unsettled
         self._meter = Meter(clock, self._journal, unsettled)
         tokenizer = Tokenizer.from_json(text.tokenizer_json)
         self._desk = RequestDesk(tokenizer, self._post, self._meter)
+        self._experts = ExpertDesk(self._post)
         self._rest = RestKeeper()
         self._sleep = SleepState.AWAKE  # as gateways were told
         self._num_tellings = 0
@@ -205,6 +208,8 @@ class Front:
             case Rest():
                 log.info("engine_rest_asked", asleep=message.asleep, num_open=self.num_open)
                 self._rest.ask(asleep=message.asleep)
+            case AskExperts():
+                self._experts.ask(session, message)
             case Settled():
                 self._meter.settle(message.replica_id, message.request_ids)
             case Heartbeat():
@@ -225,6 +230,7 @@ class Front:
         self._post(session, card)
         self._sessions.flush()  # alone in its frame, so that a gateway of another release can read which this one is
         self._send_load(session)
+        self._experts.greet(session)
 
     # ── from the core ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -233,6 +239,10 @@ class Front:
             case CoreStep():
                 self._load = message.load
                 self._desk.take_step(message)
+            case ExpertLoad():
+                self._experts.answer(message)
+            case ExpertBalance():
+                self._experts.tell(self._sessions.all(), message)
             case CoreRested():
                 log.info("core_rested", asleep=message.asleep, problem=message.problem)
                 self._rest.done(message)
@@ -271,7 +281,7 @@ class Front:
             self._desk.abort_session(session)
         commands = self._desk.take_commands()
         if self.card is not None:
-            commands += self._keep_rest()
+            commands += [*self._keep_rest(), *self._experts.take_asks()]
         if commands:
             self._core.send(commands)
         if self._reader is not None:
@@ -373,16 +383,3 @@ class Front:
     def _end(self, ending: Ending) -> None:
         if not self._ended.done():
             self._ended.set_result(ending)
-
-
-def _router(context: zmq.Context[zmq.Socket[bytes]], settings: FrontSettings) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a gateway whose connection broke comes back under its identity
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    socket.setsockopt(zmq.SNDHWM, settings.send_high_water)
-    socket.setsockopt(zmq.LINGER, 0)
-    if settings.curve_secret_key is not None:
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, settings.curve_secret_key)
-    return socket

@@ -12,6 +12,7 @@ from moiety_engine.config import MAX_TRACED_PER_S, Batching, LoadFormat, MoeKern
 
 LISTENING = "Where it listens"
 MEMORY = "Batching and memory"
+RANKS = "Over several devices"
 TESTING = "Without a model"
 
 
@@ -131,6 +132,48 @@ LoadFormatOption = Annotated[
     typer.Option(
         envvar="MOIETY_ENGINE_LOAD_FORMAT",
         help="Where weights come from; dummy: drawn at random, so that config.json and the tokenizer are enough.",
+    ),
+]
+TpOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_TP",
+        min=1,
+        rich_help_panel=RANKS,
+        help="Ranks that share the heads and columns of each layer. Ranks = pp × dp-attention × tp.",
+    ),
+]
+DpAttentionOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_DP_ATTENTION",
+        min=1,
+        rich_help_panel=RANKS,
+        help="Groups of such ranks, each with sequences of its own, that share the experts.",
+    ),
+]
+EpOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_EP",
+        min=1,
+        rich_help_panel=RANKS,
+        help="Parts that the experts are divided into, over those same ranks; divides dp-attention × tp.",
+    ),
+]
+PpOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_PP", min=1, rich_help_panel=RANKS, help="Stages of layers, one after the other."
+    ),
+]
+JoinTimeoutOption = Annotated[
+    float,
+    typer.Option(
+        envvar="MOIETY_ENGINE_JOIN_TIMEOUT_S",
+        min=1,
+        rich_help_panel=RANKS,
+        help="Seconds that ranks wait for each other at the start.",
     ),
 ]
 OverlapOption = Annotated[

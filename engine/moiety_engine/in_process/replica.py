@@ -84,7 +84,9 @@ class InProcessReplica:
     def close(self) -> None:
         if self._loop is None:
             return
-        device, self._loop = self._loop.model.device, None
+        device = self._loop.model.device
+        self._loop.close()
+        self._loop = None
         free_cached_memory(device)
 
     def _running(self) -> EngineLoop:

@@ -27,6 +27,7 @@ class Batch:
     num_decode: int  # sequences 0 … num_decode - 1 have exactly one query token
     max_context: int  # Python ints, so that nothing waits for the device
     max_query: int
+    owner_T: Tensor | None = None  # int64, whose token it is: a slot of moe.tenants. None: nobody counts experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,13 @@ import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moiety_engine.distribution.layout import ONLY_SEAT, Seat
 from moiety_engine.model.as_stored import AsStored
 from moiety_engine.model.errors import WeightsError
 from moiety_engine.model.fewer_bits import FewerBits, products_among
 from moiety_engine.model.names import ignorable, placements
 from moiety_engine.model.narrow import sources
+from moiety_engine.model.shares import own_places, own_spec, whole_places
 from moiety_engine.model.weights import ModelWeights, allocate
 
 if TYPE_CHECKING:
@@ -42,10 +44,11 @@ def load(
     device: torch.device,
     dtype: torch.dtype,
     form: WeightFormat | None = None,
+    seat: Seat = ONLY_SEAT,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
     """Read the checkpoint's safetensors, memory-mapped, into freshly allocated weights, those of products in few bits
-    if a `form` says so.
+    if a `form` says so. Of a model over several ranks, what the rank in this `seat` has of it, and nothing else.
 
     `progress` is called with (bytes read, bytes in all). Raises WeightsError, naming the tensors, when one is missing,
     unexpected or of another shape.
@@ -56,14 +59,16 @@ def load(
     as_stored = form is not None and form.is_stored_as(spec.weight_format)
     # bfloat16 holds what mxfp4 does, and float8 that is kept is not filled in here
     exactly = dtype if form is None or (as_stored and form.floating) else torch.float32
-    weights = allocate(spec, device=filled_on, dtype=dtype, product_dtype=exactly)
+    own = own_spec(spec, seat)
+    weights = allocate(own, device=filled_on, dtype=dtype, product_dtype=exactly)
     shard_of = tensor_files(folder)
     found = sources(set(shard_of), spec.weight_format)
-    wanted = placements(spec, weights, set(found))
-    _complain("lacks", sorted(wanted.keys() - found.keys()), folder)
-    parts_on_disk = {part for name in wanted for part in found[name].names}
+    wholes = placements(spec, weights, set(found)) if own is spec else whole_places(spec, set(found))
+    _complain("lacks", sorted(wholes.keys() - found.keys()), folder)
+    parts_on_disk = {part for name in wholes for part in found[name].names}
     _complain("lacks", sorted(parts_on_disk - shard_of.keys()), folder)
-    _complain("has unexpected", sorted(n for n in found.keys() - wanted.keys() if not ignorable(n, spec)), folder)
+    _complain("has unexpected", sorted(n for n in found.keys() - wholes.keys() if not ignorable(n, spec)), folder)
+    wanted = wholes if own is spec else own_places(own, weights, seat, seat.layers_of(len(spec.layers)).start, wholes)
     fewer_bits = None if form is None else _fewer_bits(spec, weights, wanted, found, form, device)
     starting_at = {found[name].names[0]: name for name in wanted}
     done = 0

@@ -90,7 +90,7 @@ class DecodePrograms:
         if kv is not self._cache:
             self._cache, self._recorded = kv, {}
         known = self._recorded.get(batch.num_decode)
-        if known is None or batch.block_table_SB.shape[1] > known.batch.block_table_SB.shape[1]:
+        if known is None or not _has_room(known.batch, batch):
             return self._record(x_TD, batch, kv)
         known.x_TD.copy_(x_TD)
         _refill(known.batch, batch)
@@ -106,6 +106,7 @@ class DecodePrograms:
             slots_T=batch.slots_T.clone(),
             query_start_S1=batch.query_start_S1.clone(),
             context_len_S=batch.context_len_S.clone(),
+            owner_T=None if batch.owner_T is None else batch.owner_T.clone(),
             block_table_SB=torch.zeros(sequences, wide, dtype=torch.int32),
             max_context=wide * kv.block_size,
         )
@@ -118,13 +119,24 @@ class DecodePrograms:
                 recorded = _Recorded(Program(jobs), own_x_TD, own, output_TD, watch.tensors)
                 self._recorded[sequences] = recorded
                 return output_TD
+            if own.owner_T is not None:
+                own.owner_T.zero_()  # its experts are counted: the second time they are nobody's
         self._recordable = False
         return output_TD
+
+
+def _has_room(own: Batch, batch: Batch) -> bool:
+    """Whether what was recorded on the one reads all of the other."""
+    if batch.owner_T is not None and own.owner_T is None:
+        return False
+    return batch.block_table_SB.shape[1] <= own.block_table_SB.shape[1]
 
 
 def _refill(own: Batch, batch: Batch) -> None:
     own.positions_T.copy_(batch.positions_T)
     own.slots_T.copy_(batch.slots_T)
+    if own.owner_T is not None:
+        own.owner_T.copy_(batch.owner_T) if batch.owner_T is not None else own.owner_T.zero_()  # nobody's
     own.query_start_S1.copy_(batch.query_start_S1)
     own.context_len_S.copy_(batch.context_len_S)
     own.block_table_SB[:, : batch.block_table_SB.shape[1]].copy_(batch.block_table_SB)

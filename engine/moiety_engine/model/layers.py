@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from moiety_engine.model.rotary import RotaryTable
     from moiety_engine.model.spec import AttentionSpec, DenseSpec, SharedSpec
     from moiety_engine.model.weights import SharedWeights
-    from moiety_engine.moe.load import ExpertCounter
 
 
 class Attention(Protocol):
@@ -140,10 +139,9 @@ class SharedExperts:
 class MixtureOfExperts:
     """Router, then the chosen experts of each token, weighted and summed; then the shared ones, if there are any."""
 
-    def __init__(
-        self, spec: MoeSpec, weights: MoeWeights, layer: int, counter: ExpertCounter, arithmetic: Arithmetic
-    ) -> None:
-        self._spec, self._weights, self._layer, self._counter = spec, weights, layer, counter
+    def __init__(self, spec: MoeSpec, weights: MoeWeights, chosen: list[Tensor], arithmetic: Arithmetic) -> None:
+        """`chosen` is handed the experts of each token, expert_TK, pass by pass."""
+        self._spec, self._weights, self._chosen = spec, weights, chosen
         self._arithmetic = arithmetic
         self._shared = (
             SharedExperts(spec.shared, weights.shared, arithmetic) if spec.shared and weights.shared else None
@@ -156,11 +154,11 @@ class MixtureOfExperts:
         routed_by_TD = x_TD.float() if widen else x_TD
         logits_TE = linear(routed_by_TD, weights.router_ED, weights.router_bias_E, invariant=invariant)
         weight_TK, expert_TK = route(logits_TE, spec.routing, weights.selection_bias_E)
-        self._counter.add(self._layer, expert_TK)
+        self._chosen.append(expert_TK)
         routed_TD = experts(
             x_TD,
             weight_TK,
-            expert_TK,
+            self._here(expert_TK),
             weights.gate_up_E2FD,
             weights.down_EDF,
             activation=spec.activation,
@@ -170,6 +168,14 @@ class MixtureOfExperts:
             invariant=invariant,
         )
         return routed_TD if self._shared is None else self._shared.added_to(routed_TD, x_TD)
+
+    def _here(self, expert_TK: Tensor) -> Tensor:
+        """The choices by the places of experts among those that are held here, -1 for the others."""
+        held = self._spec.held
+        if held is None or len(held) == self._spec.routing.num_experts:
+            return expert_TK
+        is_held_TK = (expert_TK >= held.start) & (expert_TK < held.stop)
+        return torch.where(is_held_TK, expert_TK - held.start, -1)
 
 
 def attention(
@@ -190,13 +196,12 @@ def attention(
 def feed_forward(
     spec: DenseSpec | MoeSpec,
     weights: DenseWeights | MoeWeights,
-    layer: int,
-    counter: ExpertCounter,
+    chosen: list[Tensor],
     arithmetic: Arithmetic,
 ) -> FeedForward:
-    """The feed-forward that the spec describes."""
+    """The feed-forward that the spec describes; one with experts appends its choices to `chosen`."""
     if isinstance(spec, MoeSpec):
         assert isinstance(weights, MoeWeights)
-        return MixtureOfExperts(spec, weights, layer, counter, arithmetic)
+        return MixtureOfExperts(spec, weights, chosen, arithmetic)
     assert isinstance(weights, DenseWeights)
     return DenseFeedForward(spec, weights, arithmetic)

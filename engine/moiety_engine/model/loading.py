@@ -8,6 +8,7 @@ import structlog
 import torch
 
 from moiety_engine.config import LoadFormat
+from moiety_engine.distribution.group import ALONE, Ranks
 from moiety_engine.memory import device_memory
 from moiety_engine.model.arithmetic import Arithmetic, cannot_be_invariant
 from moiety_engine.model.checkpoint import load
@@ -16,6 +17,7 @@ from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in, takes_products
 from moiety_engine.model.residence import require_fit, weight_bytes
+from moiety_engine.model.shares import own_spec
 from moiety_engine.model.spec import LatentAttentionSpec
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weights import allocate
@@ -48,6 +50,7 @@ def load_model(
     batch_invariant: bool = False,
     num_threads: int | None = None,
     load_format: LoadFormat = LoadFormat.AUTO,
+    ranks: Ranks = ALONE,
     progress: Callable[[int, int], None] | None = None,
 ) -> Transformer:
     """Read the checkpoint in `folder` and return the model on `device` ("cpu", "cuda", "cuda:1"). With dummy weights
@@ -58,7 +61,8 @@ def load_model(
     products are kept, "none" or one of FORMATS; "auto": as the checkpoint has them. `kv_dtype` is "auto", the
     activations', or, on a GPU only, "fp8" or "int8". `moe_kernel` computes the experts; "auto" takes the fastest. With
     `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the threads of the
-    process. `progress` is called with (bytes read, bytes in all). Raises ModelError, and OutOfMemory with the figures.
+    process. Of several `ranks` this one reads its share only. `progress` is called with (bytes read, bytes in all).
+    Raises ModelError, and OutOfMemory with the figures.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -70,23 +74,35 @@ def load_model(
     where = torch.device(device)
     nothing_stored = load_format is LoadFormat.DUMMY and quantization == "auto"
     wanted = None if nothing_stored else _form(quantization, spec)
-    form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, asked=quantization != "auto")
+    own = own_spec(spec, ranks.seat)
+    form = _on_device(wanted, own, where, DTYPES[dtype], moe_kernel, asked=quantization != "auto")
+    if form is not None and own is not spec:
+        _check_divided(form, spec)
     cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where)
-    num_bytes = weight_bytes(spec, DTYPES[dtype]) if form is None else bytes_in(form, spec, DTYPES[dtype])
+    num_bytes = weight_bytes(own, DTYPES[dtype]) if form is None else bytes_in(form, own, DTYPES[dtype])
     _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
     if batch_invariant:
-        reason = cannot_be_invariant(spec, where, DTYPES[dtype], form, moe_kernel)
+        reason = cannot_be_invariant(own, where, DTYPES[dtype], form, moe_kernel)
         if reason is not None:
             raise UnsupportedModelError(f"--batch-invariant cannot be had: {reason}")
     require_fit(num_bytes, device_memory(where), where)
     if load_format is LoadFormat.DUMMY:
         if form is not None:
             raise UnsupportedModelError("random weights are not quantized; leave out --load-format or --quantization")
-        weights = allocate(spec, device=where, dtype=DTYPES[dtype])
+        weights = allocate(own, device=where, dtype=DTYPES[dtype])
         fill_at_random(weights)
     else:
-        weights = load(folder, spec, device=where, dtype=DTYPES[dtype], form=form, progress=progress)
-    return Transformer(spec, weights, kv_dtype=cached_in, arithmetic=Arithmetic(moe_kernel, batch_invariant))
+        weights = load(folder, spec, device=where, dtype=DTYPES[dtype], form=form, seat=ranks.seat, progress=progress)
+    arithmetic = Arithmetic(moe_kernel, batch_invariant)
+    return Transformer(spec, weights, kv_dtype=cached_in, arithmetic=arithmetic, ranks=ranks)
+
+
+def _check_divided(form: WeightFormat, spec: ModelSpec) -> None:
+    if form.is_float8 and form.is_stored_as(spec.weight_format):
+        raise UnsupportedModelError(
+            "products that a checkpoint has in float8 cannot be divided among ranks as they are: --quantization none "
+            "widens them, and int8 rounds them anew"
+        )
 
 
 def _check_moe_kernel(

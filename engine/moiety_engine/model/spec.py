@@ -154,7 +154,8 @@ class SharedSpec:
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
     """Routed gated experts. `bias`: of the experts' products; `router_bias`: added to the logits; `selection_bias`:
-    added only for choosing; `exact_router`: the router's weights and the logits are float32."""
+    added only for choosing; `exact_router`: the router's weights and the logits are float32. `held`: the experts whose
+    weights are here, if the others are on other ranks."""
 
     width: int
     routing: RoutingSpec
@@ -164,6 +165,12 @@ class MoeSpec:
     selection_bias: bool = False
     exact_router: bool = False
     shared: SharedSpec | None = None
+    held: range | None = None
+
+    @property
+    def num_held(self) -> int:
+        """Experts whose weights are here."""
+        return self.routing.num_experts if self.held is None else len(self.held)
 
 
 @dataclass(frozen=True, slots=True)

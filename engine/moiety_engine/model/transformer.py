@@ -6,26 +6,31 @@ T tokens of the step, D model width, L rows whose results are wanted, V vocabula
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from moiety_engine.distribution.group import ALONE, Ranks
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
 from moiety_engine.model.layers import attention, feed_forward
 from moiety_engine.model.norms import make_norm
-from moiety_engine.model.residence import Residence
+from moiety_engine.model.residence import Residence, named_tensors
 from moiety_engine.model.rotary import RotaryTable
+from moiety_engine.model.shares import own_spec
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
-from moiety_engine.model.weights import ModelWeights
+from moiety_engine.model.vocabulary import Vocabulary
+from moiety_engine.model.weights import ModelWeights, MoeWeights
 from moiety_engine.moe.load import ExpertCounter
-from moiety_kernels.linear import linear
+from moiety_engine.moe.shape import ExpertShape
+from moiety_engine.moe.tenants import NUM_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from moiety_engine.distribution.group import Group
+    from moiety_engine.distribution.layout import Seat
     from moiety_engine.model.decode_programs import DecodePrograms
     from moiety_engine.model.weights import NormWeights
 
@@ -34,7 +39,8 @@ _SCALE_BYTES = 4  # of a key or a value in int8
 
 
 class Transformer:
-    """One decoder with its weights. `expert_counter` counts expert use once enabled."""
+    """One decoder with its weights. `expert_counter` counts the experts of tokens whose batch says whose they are; None
+    where there are no experts."""
 
     def __init__(
         self,
@@ -43,39 +49,48 @@ class Transformer:
         *,
         kv_dtype: torch.dtype | None = None,
         arithmetic: Arithmetic = _PLAIN,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`kv_dtype`: of the cache; None for the activations' own."""
+        """`kv_dtype`: of the cache; None for the activations' own. `weights`: those of the spec, or what a rank of
+        several has of them."""
         self.spec = spec
+        self.ranks = ranks
         self.arithmetic = arithmetic
+        self._own = own = own_spec(spec, ranks.seat)
         self.device = weights.embedding_VD.device
         self.dtype = weights.embedding_VD.dtype
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         self.kv_dtype = kv_dtype or self.activation_dtype
-        experts = (layer.ffn.routing.num_experts for layer in spec.layers if isinstance(layer.ffn, MoeSpec))
-        self.expert_counter = ExpertCounter(spec.moe_layers, max(experts, default=0), self.device)
-        rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in spec.layers}
+        self.experts = _expert_shape(own, weights, ranks.seat, ranks.seat.layers_of(len(spec.layers)).start)
+        self.expert_counter = None if self.experts is None else ExpertCounter(self.experts, NUM_SLOTS, self.device)
+        self._chosen: list[Tensor] = []  # experts of the running pass, layer by layer
+        rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in own.layers}
         self._weights = weights
+        self._vocabulary = Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
         self._residence = Residence(weights)
         on_cpu_alone = self.device.type == "cpu" and self.kv_dtype is torch.float32  # no torch in any layer
-        self._programs = _decode_programs(self._layers) if on_cpu_alone else None
+        recordable = on_cpu_alone and ranks.everyone.size == 1
+        self._programs = _decode_programs(lambda *step: self._layers(*step)[1]) if recordable else None
         self._attentions = [
-            self._normed(
-                attention(one, w.attention, rotaries[one.rope], spec.norm.eps, arithmetic), w.attention_post_norm
+            self._whole(
+                attention(one, w.attention, rotaries[one.rope], spec.norm.eps, arithmetic),
+                ranks.tensor,
+                w.attention_post_norm,
             )
-            for one, w in zip((layer.attention for layer in spec.layers), weights.layers, strict=True)
+            for one, w in zip((layer.attention for layer in own.layers), weights.layers, strict=True)
         ]
         self._norms = [
             (make_norm(spec.norm, w.attention_norm), make_norm(spec.norm, w.ffn_norm)) for w in weights.layers
         ]
         self._final_norm = make_norm(spec.norm, weights.final_norm)
         self._ffns = [
-            self._normed(feed_forward(one.ffn, w.ffn, index, self.expert_counter, arithmetic), w.ffn_post_norm)
-            for index, (one, w) in enumerate(zip(spec.layers, weights.layers, strict=True))
+            self._whole(feed_forward(one.ffn, w.ffn, self._chosen, arithmetic), ranks.tensor, w.ffn_post_norm)
+            for one, w in zip(own.layers, weights.layers, strict=True)
         ]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        """Bytes that one block of `block_size` tokens takes over all layers."""
-        layers = [layer.attention for layer in self.spec.layers]
+        """Bytes that one block of `block_size` tokens takes over all layers, on each rank."""
+        layers = [layer.attention for layer in self._own.layers]
         num_bytes = sum(one.cached_values for one in layers) * self.kv_dtype.itemsize
         if self.kv_dtype is torch.int8:
             num_bytes += sum(2 * one.num_kv_heads for one in layers if isinstance(one, AttentionSpec)) * _SCALE_BYTES
@@ -94,7 +109,7 @@ class Transformer:
             return LayerCache(both[0], both[1], scales[0], scales[1])
 
         empty = partial(torch.empty, dtype=self.kv_dtype, device=self.device)
-        return KvCache(tuple(layer(one.attention) for one in self.spec.layers), num_blocks, block_size)
+        return KvCache(tuple(layer(one.attention) for one in self._own.layers), num_blocks, block_size)
 
     @property
     def away(self) -> bool:
@@ -118,33 +133,47 @@ class Transformer:
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the rows that are
-        wanted."""
-        x_TD = functional.embedding(batch.token_ids_T, self._weights.embedding_VD).to(self.activation_dtype)
-        x_TD = _times(self.spec.embedding_multiplier, x_TD)
+        wanted; in another stage than the first and the last something else."""
+        pipeline = self.ranks.pipeline
+        if pipeline.is_first:
+            x_TD = self._vocabulary.embed(batch.token_ids_T, self.activation_dtype)
+            x_TD = _times(self.spec.embedding_multiplier, x_TD)
+        else:
+            rows = len(batch.token_ids_T), self.spec.hidden_size
+            x_TD = pipeline.receive(torch.empty(rows, dtype=self.activation_dtype, device=self.device))
         programs = self._programs
-        if programs is not None and programs.takes(batch) and not self.expert_counter.enabled:
+        if programs is not None and programs.takes(batch):
             normed_TD = programs.run(x_TD, batch, kv)
         else:
-            normed_TD = self._layers(x_TD, batch, kv)
-        return normed_TD.index_select(0, batch.wanted_rows_L)
+            x_TD, normed_TD = self._layers(x_TD, batch, kv)
+            pipeline.pass_on(x_TD)
+        return pipeline.bring_home(normed_TD.index_select(0, batch.wanted_rows_L))
 
     @torch.inference_mode()
     def logits(self, hidden_LD: Tensor) -> Tensor:
-        """logits_LV, float32, of hidden states after the final norm."""
-        head_VD, bias_V = self._weights.head_VD, self._weights.head_bias_V
-        logits_LV = linear(hidden_LD, head_VD, bias_V, invariant=self.arithmetic.invariant).float()
+        """logits_LV, float32, of hidden states after the final norm; on another rank than the first some of them,
+        or none."""
+        if not self.ranks.pipeline.is_first:
+            return hidden_LD[:, :0].float()
+        logits_LV = self._vocabulary.logits(hidden_LD)
         logits_LV, cap = _times(self.spec.logits_multiplier, logits_LV), self.spec.logit_softcap
         return logits_LV if cap is None else cap * torch.tanh(logits_LV / cap)
 
-    def _normed(self, half: Callable[..., Tensor], weights: NormWeights | None) -> Callable[..., Tensor]:
-        """Half a layer with the norm that may follow it."""
-        if weights is None:
-            return half
-        norm = make_norm(self.spec.norm, weights)
-        return lambda *args: norm(half(*args))
+    def _whole(self, half: Callable[..., Tensor], group: Group, weights: NormWeights | None) -> Callable[..., Tensor]:
+        """Half a layer, summed over the ranks that compute it, with the norm that may follow it."""
 
-    def _layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
-        """All layers and the final norm."""
+        def summed(*args: Any) -> Tensor:
+            return group.sum(half(*args))
+
+        if weights is None:
+            return half if group.size == 1 else summed
+        norm = make_norm(self.spec.norm, weights)
+        return lambda *args: norm(summed(*args))
+
+    def _layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> tuple[Tensor, Tensor]:
+        """What all layers, of this rank's stage, make of x, and its final norm; the experts that they chose are
+        counted."""
+        self._chosen.clear()
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [attention_norm for attention_norm, _ in self._norms[1:]] + [self._final_norm]
         share = self.spec.residual_multiplier
@@ -153,11 +182,32 @@ class Transformer:
         ):
             x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attend(normed_TD, batch, cache)))
             x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, feed(normed_TD)))
-        return normed_TD
+        if self.expert_counter is not None and batch.owner_T is not None:
+            self.expert_counter.count(self._chosen, batch.owner_T)
+        return x_TD, normed_TD
 
 
 def _times(factor: float, values: Tensor) -> Tensor:
     return values if factor == 1.0 else values * factor
+
+
+def _expert_shape(own: ModelSpec, weights: ModelWeights, seat: Seat, first_layer: int) -> ExpertShape | None:
+    """What a rank can count: of the layers of its stage all choices, whichever ranks have the experts. None where no
+    layer has any; those that have some have the same."""
+    if not own.moe_layers:
+        return None
+    index = own.moe_layers[0]
+    ffn, tensors = own.layers[index].ffn, weights.layers[index].ffn
+    assert isinstance(ffn, MoeSpec) and isinstance(tensors, MoeWeights)
+    routing, num_held = ffn.routing, ffn.routing.num_experts if ffn.held is None else len(ffn.held)
+    held_bytes = sum(tensor.nbytes for _, tensor in named_tensors((tensors.gate_up_E2FD, tensors.down_EDF)))
+    return ExpertShape(
+        layers=tuple(first_layer + layer for layer in own.moe_layers),
+        num_experts=routing.num_experts,
+        top_k=routing.top_k,
+        expert_bytes=held_bytes // num_held * seat.expert_cuts,
+        num_groups=routing.num_groups,
+    )
 
 
 def _decode_programs(layers: Callable[[Tensor, Batch, KvCache], Tensor]) -> DecodePrograms:

@@ -226,14 +226,14 @@ class _Allocator:
         return SharedWeights(self.dense(s.dense), self.matrix(1, self.spec.hidden_size) if s.gated else None)
 
     def experts(self, f: MoeSpec) -> MoeWeights:
-        experts, size = f.routing.num_experts, self.spec.hidden_size
+        experts, held, size = f.routing.num_experts, f.num_held, self.spec.hidden_size
         return MoeWeights(
             router_ED=self.vector(experts, size) if f.exact_router else self.matrix(experts, size),
-            gate_up_E2FD=self.product(experts, 2 * f.width, size),
-            down_EDF=self.product(experts, size, f.width),
+            gate_up_E2FD=self.product(held, 2 * f.width, size),
+            down_EDF=self.product(held, size, f.width),
             router_bias_E=self.vector(experts) if f.router_bias else None,
             selection_bias_E=self.vector(experts) if f.selection_bias else None,
-            gate_up_bias_E2F=self.vector(experts, 2 * f.width) if f.bias else None,
-            down_bias_ED=self.vector(experts, size) if f.bias else None,
+            gate_up_bias_E2F=self.vector(held, 2 * f.width) if f.bias else None,
+            down_bias_ED=self.vector(held, size) if f.bias else None,
             shared=None if f.shared is None else self.shared(f.shared),
         )

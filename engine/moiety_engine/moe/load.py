@@ -1,27 +1,44 @@
-"""Counting how many tokens went to each expert of each layer. M layers with experts, E experts, T tokens, K a token."""
+"""Counting which experts the tokens of a step went to, and whose tokens they were.
+
+T tokens of a step, K experts a token, L layers with experts, E experts, S slots of tenants (`moe.tenants`).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from moiety_engine.moe.shape import ExpertShape
+from moiety_kernels.expert_count import count_picks
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What was counted: picks, and how many experts of a layer were picked at all in a step, summed over the steps."""
+
+    picks_SLE: Tensor  # int64; NOBODY's are of no meaning
+    active_L: Tensor  # int64
+
 
 class ExpertCounter:
-    """Owns the counts since the last `take`. Off until `enabled` is set, and then costs one small operation a layer."""
+    """Owns the counts since the last `take`, in tensors whose addresses stay: what is replayed adds to them too."""
 
-    def __init__(self, moe_layers: tuple[int, ...], num_experts: int, device: torch.device) -> None:
-        self.enabled = False
-        self._row_of_layer = {layer: row for row, layer in enumerate(moe_layers)}
-        self._counts_ME = torch.zeros(len(moe_layers), num_experts, dtype=torch.int64, device=device)
+    def __init__(self, shape: ExpertShape, num_slots: int, device: torch.device) -> None:
+        num_layers = len(shape.layers)
+        self._picks_SLE = torch.zeros(num_slots, num_layers, shape.num_experts, dtype=torch.int64, device=device)
+        self._active_L = torch.zeros(num_layers, dtype=torch.int64, device=device)
 
-    def add(self, layer: int, expert_TK: Tensor) -> None:
-        """Count one layer's choices; `layer` is the model's layer index."""
-        if self.enabled:
-            row_E = self._counts_ME[self._row_of_layer[layer]]
-            chosen_R = expert_TK.flatten().long()
-            row_E.index_add_(0, chosen_R, torch.ones_like(chosen_R))  # where a count by bins would wait for the device
+    def count(self, chosen: Sequence[Tensor], owner_T: Tensor) -> None:
+        """One pass: expert_TK of each layer, int32, and the slot of each token, int64."""
+        count_picks(chosen, owner_T, self._picks_SLE, self._active_L)
 
-    def take(self) -> Tensor:
-        """The counts so far, int64 [moe layers, experts]; counting starts over."""
-        counts_ME, self._counts_ME = self._counts_ME, torch.zeros_like(self._counts_ME)
-        return counts_ME
+    def take(self, download: Callable[[Tensor], Tensor]) -> Counts:
+        """The counts so far, copied from the device by `download`; counting starts over."""
+        taken = (self._picks_SLE, self._active_L)
+        counts = Counts(*(one.clone() if one.is_cpu else download(one) for one in taken))
+        for one in taken:
+            one.zero_()
+        return counts

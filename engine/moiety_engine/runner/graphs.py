@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moiety_engine.model.batch import Batch, KvCache
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.moe.tenants import NOBODY
 from moiety_engine.runner.inputs import HostBatch, put_pending
 from moiety_engine.staging import Staging
 
@@ -55,6 +56,7 @@ def padded(host: HostBatch, num_sequences: int, scratch_block: int, block_size: 
         token_ids_T=longer(host.token_ids_T, 0),
         positions_T=longer(host.positions_T, 0),
         slots_T=longer(host.slots_T, scratch_block * block_size),
+        owner_T=longer(host.owner_T, NOBODY),
         query_start_S1=np.arange(num_sequences + 1, dtype=np.int32),
         context_len_S=longer(host.context_len_S, 1),
         block_table_SB=table_SB,
@@ -107,7 +109,7 @@ class DecodeGraphs:
 
     def takes(self, host: HostBatch) -> bool:
         """Whether a graph was captured for this step."""
-        return host.decodes_only and self._key(host) in self._captured and not self._model.expert_counter.enabled
+        return host.decodes_only and self._key(host) in self._captured
 
     @torch.inference_mode()
     def run(self, host: HostBatch, sampled_L: Tensor | None) -> Tensor:
@@ -120,6 +122,8 @@ class DecodeGraphs:
         put_pending(own.token_ids_T, whole, sampled_L, self._staging)
         into(own.positions_T, whole.positions_T)
         into(own.slots_T, whole.slots_T)
+        if own.owner_T is not None:
+            into(own.owner_T, whole.owner_T)
         into(own.context_len_S, whole.context_len_S)
         into(own.block_table_SB[:, : whole.block_table_SB.shape[1]], whole.block_table_SB)
         captured.graph.replay()
@@ -141,6 +145,7 @@ class DecodeGraphs:
             token_ids_T=whole.token_ids_T[:size],
             positions_T=whole.positions_T[:size],
             slots_T=whole.slots_T[:size],
+            owner_T=None if whole.owner_T is None else whole.owner_T[:size],
             query_start_S1=whole.query_start_S1[: size + 1],
             context_len_S=whole.context_len_S[:size],
             block_table_SB=whole.block_table_SB[:size],
@@ -184,4 +189,5 @@ def _static_inputs(rows: int, width: int, scratch_block: int, kv: KvCache, model
         num_decode=rows,
         max_context=1,
         max_query=1,
+        owner_T=None if model.expert_counter is None else full(rows, value=NOBODY, dtype=torch.int64),
     )

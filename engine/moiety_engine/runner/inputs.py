@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moiety_engine.model.batch import Batch
+from moiety_engine.moe.tenants import NOBODY, TenantSlots
 from moiety_engine.runner.tables import BlockTables
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.sequence import PENDING, Sequence
@@ -27,6 +28,7 @@ class HostBatch:
     token_ids_T: np.ndarray
     positions_T: np.ndarray
     slots_T: np.ndarray
+    owner_T: np.ndarray
     query_start_S1: np.ndarray
     context_len_S: np.ndarray
     block_table_SB: np.ndarray
@@ -70,7 +72,7 @@ class _Parts:
 class BatchBuilder:
     """Builds batches; pad rows take token 0 and the positions after their sequence's. With `answers_apart` every token
     of an answer attends as a decode does, also when it is computed once more after a preemption, and every token of a
-    prompt as a chunk's does: the two ways round differently."""
+    prompt as a chunk's does: the two ways round differently. With `tenants` the batches say whose each token is."""
 
     def __init__(
         self,
@@ -79,10 +81,12 @@ class BatchBuilder:
         staging: Staging | None = None,
         *,
         answers_apart: bool = False,
+        tenants: TenantSlots | None = None,
     ) -> None:
         self._parts = _answers_apart if answers_apart else _chunks
         self._block_size = block_size
         self._staging = staging or Staging(device)
+        self._tenants = tenants
         self._tables = BlockTables()
 
     def build(self, plan: Plan, sampled_L: Tensor | None = None) -> Batch:
@@ -118,6 +122,7 @@ class BatchBuilder:
             token_ids_T=token_ids,
             positions_T=positions,
             slots_T=tables[sequence_T, in_block].astype(np.int64) * self._block_size + offset,
+            owner_T=self._owners(parts, lengths, starts),
             query_start_S1=starts,
             context_len_S=contexts,
             block_table_SB=tables,
@@ -146,7 +151,21 @@ class BatchBuilder:
             num_decode=host.num_decode,
             max_context=host.max_context,
             max_query=host.max_query,
+            owner_T=None if self._tenants is None else upload(host.owner_T),
         )
+
+    def _owners(self, parts: _Parts, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """The slot of each row's tenant; pads are nobody's."""
+        if self._tenants is None:
+            return np.full(starts[-1], NOBODY, dtype=np.int64)
+        slots = self._tenants.slots_of([sequence.tenant for sequence in parts.sequences], parts.num_tokens)
+        owner_T = np.array(slots, dtype=np.int64)
+        if len(owner_T) < starts[-1]:
+            owner_T = np.repeat(owner_T, lengths)
+        if any(parts.num_pads):
+            for end, num_pad in zip(starts[1:], parts.num_pads, strict=True):
+                owner_T[end - num_pad : end] = NOBODY
+        return owner_T
 
 
 def put_pending(token_ids_T: Tensor, host: HostBatch, sampled_L: Tensor | None, staging: Staging) -> None:

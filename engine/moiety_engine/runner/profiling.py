@@ -7,6 +7,7 @@ import torch
 from moiety_engine.memory import Memory, device_memory
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.runner.orders import Allocate, Orders, Release
 from moiety_engine.runner.runner import Runner
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.sequence import Sequence
@@ -17,7 +18,13 @@ _GREEDIEST = Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, presen
 
 
 def measure(
-    model: Transformer, *, block_size: int, max_batch_tokens: int, max_running: int, max_context: int
+    model: Transformer,
+    orders: Orders,
+    *,
+    block_size: int,
+    max_batch_tokens: int,
+    max_running: int,
+    max_context: int,
 ) -> tuple[Memory, int]:
     """(memory that is free beside the weights, bytes that a step takes at its peak). On a CUDA device."""
     free = device_memory(model.device)
@@ -25,6 +32,7 @@ def measure(
     torch.cuda.reset_peak_memory_stats(model.device)
     kv_bytes = largest_step(
         model,
+        orders,
         block_size=block_size,
         max_batch_tokens=max_batch_tokens,
         max_running=max_running,
@@ -36,7 +44,13 @@ def measure(
 
 
 def largest_step(
-    model: Transformer, *, block_size: int, max_batch_tokens: int, max_running: int, max_context: int
+    model: Transformer,
+    orders: Orders,
+    *,
+    block_size: int,
+    max_batch_tokens: int,
+    max_running: int,
+    max_context: int,
 ) -> int:
     """Run a step of as many prompt tokens as a step may have, then one of as many decodes, over a cache that is
     allocated for it and given up; all rows want the costliest sampling. Returns the cache's bytes."""
@@ -49,13 +63,15 @@ def largest_step(
         sequence.blocks = list(range(num_blocks, num_blocks + count))
         num_blocks += count
         sequences.append(sequence)
-    runner = Runner(model, model.allocate_kv(num_blocks, block_size))
+    orders.give(Allocate(num_blocks, block_size, 0))
+    runner = Runner(model, model.allocate_kv(num_blocks, block_size), orders)
     runner.collect(runner.launch(Plan([Chunk(s, len(s.tokens), samples=True) for s in sequences], 0, sum(lengths), [])))
     many = [sequences[i % len(sequences)] for i in range(max_running)]  # what they compute does not matter
     for sequence in sequences:
         sequence.num_computed = len(sequence.tokens)
         sequence.tokens.append(0)
     runner.collect(runner.launch(Plan([Chunk(s, 1, samples=True) for s in many], max_running, max_running, [])))
+    orders.give(Release())
     return num_blocks * model.kv_bytes_per_block(block_size)
 
 

@@ -11,7 +11,9 @@ import torch
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.graphs import DecodeGraphs
+from moiety_engine.runner.orders import Allocate, Orders
 from moiety_engine.runner.runner import Runner
 from moiety_engine.runner.sizes import Sizes
 from moiety_engine.runner.swap import HostKv
@@ -27,9 +29,10 @@ log = structlog.get_logger()
 class Resident:
     """Used by the step loop's thread only. Raises OutOfMemory, with what to do, where the device has no room."""
 
-    def __init__(self, model: Transformer, sizes: Sizes) -> None:
-        self._model, self._sizes = model, sizes
+    def __init__(self, model: Transformer, sizes: Sizes, orders: Orders, tenants: TenantSlots | None = None) -> None:
+        self._model, self._sizes, self._orders = model, sizes, orders
         scratch = int(sizes.graphs)  # a block that no sequence gets
+        orders.give(Allocate(sizes.num_blocks + scratch, sizes.block_size, sizes.num_host_blocks))
         try:
             self.kv = model.allocate_kv(sizes.num_blocks + scratch, sizes.block_size)
         except RuntimeError as exc:  # which is what torch raises on a CPU
@@ -44,7 +47,13 @@ class Resident:
             raise OutOfMemory(
                 f"the host has no room for {sizes.num_host_blocks} blocks of its tier: lower --host-kv-memory-bytes"
             ) from exc
-        self.runner = Runner(model, self.kv)
+        self.runner = Runner(model, self.kv, orders, tenants)
+
+    def copy_blocks(self, plan: Plan) -> None:
+        """What the plan has copied between the cache and the host tier before it runs."""
+        if self.host_kv is not None:
+            self._orders.swap(plan.swap_out, plan.swap_in)
+            self.host_kv.run(plan.swap_out, plan.swap_in)
 
     def warm_up(self) -> SwapCost:
         """Run a prefill and a decode that no request asked for, so that the first request does not pay for compiling

@@ -16,9 +16,11 @@ from torch import Tensor
 from moiety_engine.messages import CoreLogprob, CoreScores
 from moiety_engine.model.batch import KvCache
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.embeddings import as_bytes, unit_vectors
 from moiety_engine.runner.graphs import DecodeGraphs
 from moiety_engine.runner.inputs import BatchBuilder, sampled, scored
+from moiety_engine.runner.orders import Orders
 from moiety_engine.runner.scoring import Scores, score
 from moiety_engine.sampling import Drawn, Sampler
 from moiety_engine.scheduling.plan import Plan
@@ -50,11 +52,12 @@ class Results:
 class Runner:
     """Owns the ways to and from the device, and what the newest step samples. Used by the step loop's thread only."""
 
-    def __init__(self, model: Transformer, kv: KvCache) -> None:
-        self._model, self._kv = model, kv
+    def __init__(self, model: Transformer, kv: KvCache, orders: Orders, tenants: TenantSlots | None = None) -> None:
+        """`tenants` tells apart whose tokens experts are counted for; None where none are."""
+        self._model, self._kv, self._orders = model, kv, orders
         self.staging = Staging(model.device)
         apart = model.arithmetic.invariant
-        self._builder = BatchBuilder(kv.block_size, model.device, self.staging, answers_apart=apart)
+        self._builder = BatchBuilder(kv.block_size, model.device, self.staging, answers_apart=apart, tenants=tenants)
         self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
         self._sampled_L: Tensor | None = None
         self.graphs: DecodeGraphs | None = None
@@ -64,13 +67,15 @@ class Runner:
         """Queue the step. A token that is pending in its sequences is one that the step launched before it samples."""
         self.staging.turn()
         host, before_L = self._builder.arrange(plan), self._sampled_L
+        rows = [chunk.sequence for chunk in sampled(plan)]
+        self._orders.step(host, len(rows))
         if self.graphs is not None and self.graphs.takes(host):
             hidden_LD = self.graphs.run(host, before_L)
         else:
             hidden_LD = self._model.hidden(self._builder.upload(host, before_L), self._kv)
-        rows = [chunk.sequence for chunk in sampled(plan)]
         drawn = self._sampler.sample(self._model.logits(hidden_LD[: len(rows)]), rows, before_L)
         self._sampled_L = drawn.token_L
+        self._orders.tell_tokens(drawn.token_L)
         unit_ED, scores, end = None, None, len(hidden_LD) - host.num_scored
         if end > len(rows):
             unit_ED = self.staging.download(unit_vectors(hidden_LD[len(rows) : end]))

@@ -48,8 +48,13 @@ def score(model: Transformer, hidden_LD: Tensor, parts: list[Scored], staging: S
     """Queue it, some rows at a time."""
     token_L = staging.upload(np.array([token_id for part in parts for token_id in part.token_ids], dtype=np.int64))
     count = max(part.count for part in parts)
-    pieces = []
-    for begin in range(0, len(token_L), ROWS_AT_ONCE):
-        rows = slice(begin, begin + ROWS_AT_ONCE)
-        pieces.append(logprobs_of(model.logits(hidden_LD[rows]), token_L[rows], count).download(staging))
+    pieces = [
+        logprobs_of(model.logits(rows_LD), picked_L, count).download(staging)
+        for rows_LD, picked_L in zip(in_turns(hidden_LD), in_turns(token_L), strict=True)
+    ]
     return Scores(parts, pieces)
+
+
+def in_turns(rows: Tensor) -> list[Tensor]:
+    """The rows that every rank takes at the same time."""
+    return [rows[begin : begin + ROWS_AT_ONCE] for begin in range(0, len(rows), ROWS_AT_ONCE)]

@@ -9,6 +9,7 @@ from moiety_engine.errors import InvalidConfig
 from moiety_engine.memory import available_bytes
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.runner.memory import CPU_FRACTION, kv_budget_bytes, num_host_blocks, num_kv_blocks
+from moiety_engine.runner.orders import Orders
 from moiety_engine.runner.profiling import measure
 
 
@@ -23,9 +24,9 @@ class Sizes:
     graphs: bool  # decode steps are captured and replayed
 
 
-def sizes_for(model: Transformer, config: EngineConfig) -> Sizes:
-    """What the configuration leaves open is chosen; a GPU's memory is measured with the largest step. Raises
-    InvalidConfig and OutOfMemory."""
+def sizes_for(model: Transformer, config: EngineConfig, orders: Orders, local_ranks: int = 1) -> Sizes:
+    """What the configuration leaves open is chosen; a GPU's memory is measured with the largest step, a host's shared
+    with its other ranks. Raises InvalidConfig and OutOfMemory."""
     on_cuda = model.device.type == "cuda"
     block_size = config.block_size or (16 if on_cuda else 4)  # on a CPU small blocks cost next to nothing
     max_batch_tokens = config.max_batch_tokens or max(8192 if on_cuda else 512, config.max_running or 0)
@@ -41,6 +42,7 @@ def sizes_for(model: Transformer, config: EngineConfig) -> Sizes:
         budget = kv_budget_bytes(
             *measure(
                 model,
+                orders,
                 block_size=block_size,
                 max_batch_tokens=max_batch_tokens,
                 max_running=max_running,
@@ -48,7 +50,7 @@ def sizes_for(model: Transformer, config: EngineConfig) -> Sizes:
             )
         )
     elif budget is None:
-        budget = int(available_bytes() * CPU_FRACTION)
+        budget = int(available_bytes() * CPU_FRACTION) // local_ranks
     block_bytes = model.kv_bytes_per_block(block_size)
     num_blocks = num_kv_blocks(
         budget_bytes=budget,
@@ -62,8 +64,8 @@ def sizes_for(model: Transformer, config: EngineConfig) -> Sizes:
         wanted_bytes=config.host_kv_memory_bytes,
         kv_bytes=num_blocks * block_bytes,
         block_bytes=block_bytes,
-        host_bytes=available_bytes(),
+        host_bytes=available_bytes() // local_ranks,
     )
     context = min(context, num_blocks * block_size)
-    graphs = on_cuda and config.cuda_graphs
+    graphs = on_cuda and config.cuda_graphs and model.ranks.everyone.size == 1  # a graph waits for no other rank
     return Sizes(block_size, max_batch_tokens, max_running, context, num_blocks, num_host, graphs)

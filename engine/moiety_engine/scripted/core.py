@@ -55,8 +55,8 @@ def _serve(link: FrontLink, engine: ScriptedEngine) -> int:
         engine.obey(commands)
         if any(isinstance(command, CoreShutdown) for command in commands):
             return 0
-        for rested in engine.take_rested():
-            link.send(rested)
+        for answer in engine.take_answers():
+            link.send(answer)
         if not engine.has_work:
             link.beat(engine.load)
             continue

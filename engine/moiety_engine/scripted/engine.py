@@ -29,11 +29,13 @@ from moiety_engine.messages import (
     CoreStep,
     CoreSubmit,
     ToCore,
+    ToFront,
     TracedStep,
 )
 from moiety_engine.scripted.request import ClassCounters, ScriptedRequest
 from moiety_engine.scripted.script import Script, Verdict
 from moiety_engine.steps.sampler import StepSampler
+from moiety_wire.experts import AskExperts, ExpertLoad
 from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Step
 
 
@@ -50,7 +52,7 @@ class ScriptedEngine:
         self._admissions: list[CoreAdmission] = []
         self._ended: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
-        self._rested: list[CoreRested] = []
+        self._answers: list[ToFront] = []
         self._blocks_used = 0
         self._counters = {"steps": 0, "prompt": 0, "output": 0, "requests": 0}
         self._classes: defaultdict[str, ClassCounters] = defaultdict(ClassCounters)
@@ -82,14 +84,17 @@ class ScriptedEngine:
                     if request is not None:
                         self._ended.append(CoreOutput(command.key, [], None, self._end(request, command.reason, "")))
                 case CoreRest():
-                    self._rested.append(CoreRested(command.asleep))
+                    self._answers.append(CoreRested(command.asleep))
+                case AskExperts():
+                    now_s = self._clock_ns() // 10**9
+                    self._answers.append(ExpertLoad(command.ask_id, now_s, now_s))
                 case CoreShutdown():
                     pass
 
-    def take_rested(self) -> list[CoreRested]:
-        """What it says to having been told to sleep or wake, which it does at once."""
-        rested, self._rested = self._rested, []
-        return rested
+    def take_answers(self) -> list[ToFront]:
+        """What it says to having been told to sleep or wake, which it does at once, and of its experts: it has none."""
+        answers, self._answers = self._answers, []
+        return answers
 
     @property
     def has_work(self) -> bool:

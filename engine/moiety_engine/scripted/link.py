@@ -28,8 +28,8 @@ class ScriptedCore:
         self.engine.obey(commands)
         if any(isinstance(command, CoreShutdown) for command in commands):
             self._events = None
-        for rested in self.engine.take_rested():
-            asyncio.get_running_loop().call_soon(self._tell, rested)
+        for answer in self.engine.take_answers():
+            asyncio.get_running_loop().call_soon(self._tell, answer)
         self._step_soon()
         if not self._step_is_due:
             asyncio.get_running_loop().call_soon(self._tell_load)

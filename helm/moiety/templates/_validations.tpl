@@ -57,8 +57,21 @@
 {{- if and (eq .kind "vllm") (not (or $model.hub $model.claim $model.image)) -}}
 {{- fail (printf "pool %s is of vLLM, which cannot serve the demo model: set model.hub, model.claim or model.image" .name) -}}
 {{- end -}}
+{{- $ranks := mul .nodes (max 1 (int .gpus)) -}}
+{{- if and (gt (int .nodes) 1) (ne (int $ranks) (int (mul (.options.tp | default 1) (.options.pp | default 1)))) -}}
+{{- fail (printf "pool %s has %d ranks, one for each GPU of each of its nodes: set options.tp and options.pp so that their product is that" .name (int $ranks)) -}}
+{{- end -}}
+{{- if and (gt (int .nodes) 1) (or (eq .kind "vllm") .stateSize .model.hubCacheSize) -}}
+{{- fail (printf "pool %s is spread over nodes, which is for engines of ours without volumes of each pod: leave kind, stateSize and model.hubCacheSize as they are, or set nodes=1" .name) -}}
+{{- end -}}
+{{- if and .autoscaling.enabled (not $model.name) -}}
+{{- fail (printf "pool %s is scaled by the load of its model: set model.name to the name that its metrics have" .name) -}}
+{{- end -}}
+{{- if and .autoscaling.enabled (gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas)) -}}
+{{- fail (printf "pool %s has more autoscaling.minReplicas than autoscaling.maxReplicas: raise the latter" .name) -}}
+{{- end -}}
 {{- range $option, $_ := .options -}}
-{{- if has $option (list "listen" "model" "name" "drain-timeout" "curve-key-file" "unsettled-usage" "host" "port" "served-model-name") -}}
+{{- if has $option (list "listen" "metrics-listen" "model" "name" "drain-timeout" "curve-key-file" "unsettled-usage" "host" "port" "served-model-name") -}}
 {{- fail (printf "pool %s sets the option %s, which the chart sets itself: use model, drainSeconds or stateSize" $.name $option) -}}
 {{- end -}}
 {{- end -}}

@@ -90,7 +90,8 @@ def experts(
     invariant: bool = False,
     config: TileConfig | None = None,
 ) -> Tensor:
-    """Σ_k weight · expert(x) for each token; the same bits every time. Never waits for the device.
+    """Σ_k weight · expert(x) for each token; the same bits every time. Never waits for the device. A negative number is
+    of an expert that is elsewhere, and adds nothing.
 
     Weights of int8 or float8_e4m3fn have scales, contiguous and float32: of rows, [E, N], or of blocks of 128 × 128,
     [E, N, K ÷ 128], where the rows of a block, counted from the first of gate and of up, have the same. Those of `four`
@@ -121,7 +122,7 @@ def experts(
     else:
         inner_RF = up(x_TD, groups, top_k, *gate_up, activation, config)
         weighted = down(inner_RF, groups, weight_TK, *downwards, config)
-    return combine(weighted, top_k)
+    return combine(weighted, expert_TK)
 
 
 @functools.lru_cache(maxsize=4096)

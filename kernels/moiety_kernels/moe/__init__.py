@@ -37,7 +37,8 @@ def experts(
     invariant: bool = False,
 ) -> Tensor:
     """Σ_k weight · expert(x) for each token; deterministic, no capacity limit, no dropped token. Of the rows of
-    w_gate_up the first half are the gate's, the second the up's; so are the biases', which are float32.
+    w_gate_up the first half are the gate's, the second the up's; so are the biases', which are float32. A negative
+    number in `expert` is of an expert that is elsewhere: it costs nothing here, and adds nothing.
 
     `kernel` is who computes it: "auto" takes the fastest that takes these tensors; another that does not is an error.
     With `invariant`, a token's bits do not depend on what other tokens are there; on a GPU only Triton's can do that.

@@ -41,6 +41,7 @@ _LAYOUT = struct.Struct("30q2d6q")
 _SILU, _GELU_TANH, _CLIPPED = range(3)
 _KINDS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "clipped": _CLIPPED}
 _COMBINE_BLOCK = 16  # tokens a task
+ELSEWHERE = -1  # the place of a pair whose expert is not here
 _MAX_CHUNK = (UNPACKED_AT - TEMP_AT) // (2 * 4 * ROW_BLOCK) // 16 * 16
 
 # arguments
@@ -91,8 +92,8 @@ def experts(
     down_bias_ED: Tensor | None,
     onto_TD: Tensor | None = None,
 ) -> Tensor:
-    """Σ_k weight · expert(x) for each token; without experts the first one once, without weights unweighted. `onto` is
-    added to and returned, if it is given."""
+    """Σ_k weight · expert(x) for each token; without experts the first one once, without weights unweighted. A negative
+    number is of an expert that is elsewhere. `onto` is added to and returned, if it is given."""
     tokens, top_k = (x_TD.shape[0], 1) if expert_TK is None else expert_TK.shape
     num_experts, width, hidden = w_down_EDF.shape
     rows = tokens * top_k
@@ -167,7 +168,8 @@ def _group(args: int) -> int:
         store_i64(starts, e, 0)
     for pair in range(rows):
         e = load_i32(chosen, pair) if chosen else 0
-        store_i64(starts, e + 1, load_i64(starts, e + 1) + 1)
+        if e >= 0:
+            store_i64(starts, e + 1, load_i64(starts, e + 1) + 1)
     num_items = 0
     for e in range(experts):
         count, first = load_i64(starts, e + 1), load_i64(starts, e)
@@ -181,6 +183,9 @@ def _group(args: int) -> int:
     inner, inner_rows, hidden = load_i64(args, INNER), load_i64(args, INNER_ROWS), load_i64(args, HIDDEN)
     for pair in range(rows):
         e = load_i32(chosen, pair) if chosen else 0
+        if e < 0:
+            store_i64(place, pair, ELSEWHERE)
+            continue
         row = load_i64(starts, e)
         store_i64(starts, e, row + 1)
         store_i64(place, pair, row)
@@ -266,5 +271,7 @@ def _combine_task(args: int, task: int, scratch: int) -> None:
             for i in range(width):
                 store_f32(out, i, 0.0)
         for pair in range(t * top_k, (t + 1) * top_k):
+            if load_i64(place, pair) == ELSEWHERE:
+                continue
             row = load_i64(args, RESULT) + 4 * width * load_i64(place, pair)
             add_scaled_row(out, row, width, load_f32(weights, pair) if weights else 1.0, out)

@@ -44,10 +44,11 @@ def experts(
     gate_up_bias_E2F: Tensor | None = None,
     down_bias_ED: Tensor | None = None,
 ) -> Tensor:
-    """Σ_k weight · expert(x) for each token, summed in the order of k, so that the result is deterministic."""
+    """Σ_k weight · expert(x) for each token, summed in the order of k, so that the result is deterministic. A negative
+    number is of an expert that is elsewhere, and adds nothing."""
     num_tokens, top_k = expert_TK.shape
     order_R, counts_E = group_by_expert(expert_TK, w_down_EDF.shape[0])
-    y_RD = x_TD.new_empty(num_tokens * top_k, x_TD.shape[1])
+    y_RD = x_TD.new_zeros(num_tokens * top_k, x_TD.shape[1])
     start = 0
     for expert, count in enumerate(counts_E.tolist()):
         if count:

@@ -20,8 +20,8 @@ class Groups:
     its first row, and its last tile ends with starts_E1[expert + 1]. Tiles are in the order of experts, then of rows.
     """
 
-    order_R: Tensor  # the pairs t · K + k expert by expert, in token order within one
-    starts_E1: Tensor  # expert e owns the rows starts[e] … starts[e + 1]; the last is R
+    order_R: Tensor  # the pairs t · K + k expert by expert, in token order within one; beyond those of experts anything
+    starts_E1: Tensor  # expert e owns the rows starts[e] … starts[e + 1]; the last is R, less the pairs of none
     tiles_N2: Tensor  # (expert, first row); beyond the number of tiles (-1, -1)
     num_tiles_1: Tensor
     tile_rows: int

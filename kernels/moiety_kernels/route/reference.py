@@ -60,9 +60,10 @@ def _sparse_mixer(logits_TE: Tensor, spec: RoutingSpec) -> tuple[Tensor, Tensor]
 
 def group_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """(order_R, counts_E), both int64: order_R lists the token–expert pairs t · K + k expert by expert, in token order
-    within an expert; counts_E says how many pairs each expert has."""
+    within an expert, and at last those of a negative id; counts_E says how many pairs each expert has."""
     pairs_R = expert_TK.flatten().long()
-    return torch.argsort(pairs_R, stable=True), torch.bincount(pairs_R, minlength=num_experts)
+    pairs_R = torch.where(pairs_R < 0, num_experts, pairs_R)
+    return torch.argsort(pairs_R, stable=True), torch.bincount(pairs_R, minlength=num_experts + 1)[:num_experts]
 
 
 def group(expert_TK: Tensor, num_experts: int, tile_rows: int) -> Groups:

@@ -42,6 +42,8 @@ class Action(StrEnum):
     WRITE_PRICES = "prices.write"
     READ_ENGINES = "engines.read"
     REST_ENGINES = "engines.rest"
+    READ_EXPERTS = "experts.read"
+    PLAN_EXPERTS = "experts.plan"
     ERASE_KEPT_ANSWERS = "kept_answers.erase"
     READ_WEBHOOKS = "webhooks.read"
     WRITE_WEBHOOKS = "webhooks.write"
@@ -87,6 +89,8 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
         Action.WRITE_PRICES: Rule(anyone=_OPERATORS),
         Action.READ_ENGINES: Rule(anyone=_READERS),
         Action.REST_ENGINES: Rule(anyone=_OPERATORS),
+        Action.READ_EXPERTS: Rule(anyone=_READERS, own=_OWN_READERS),
+        Action.PLAN_EXPERTS: Rule(anyone=_READERS),
         Action.ERASE_KEPT_ANSWERS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
         Action.READ_WEBHOOKS: Rule(anyone=_OPERATORS),  # an address may have a secret of its receiver in it
         Action.WRITE_WEBHOOKS: Rule(anyone=_OPERATORS),

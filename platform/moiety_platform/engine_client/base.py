@@ -10,6 +10,7 @@ import msgspec
 
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import EngineStream
+from moiety_wire.experts import ExpertBalance, ExpertLoad
 from moiety_wire.messages import Card, ClassLoad, Load, SleepState, Submit
 
 Connection = tuple[str, int]  # an engine's address, and the number of the connection to it
@@ -31,6 +32,7 @@ class EngineState(msgspec.Struct, frozen=True):
     load_age_s: float | None = None
     num_connections: int = 0
     connected_for_s: float = 0.0  # to this very process, without a break
+    balance: ExpertBalance | None = None  # of its experts, as last told
 
     @property
     def connection(self) -> Connection:
@@ -93,6 +95,11 @@ class EngineClient(Protocol):
     def rest(self, *, asleep: bool) -> None:
         """Tell the engine to sleep once its open requests have ended, or to wake. How far it is its loads will say.
         Raises Unavailable when it is not there, Conflict where this kind of engine cannot sleep."""
+        ...
+
+    async def expert_load(self, minutes: int, tenant_id: str | None) -> ExpertLoad | None:
+        """What its experts had to do in the last minutes, 0 for since its start, for that tenant or for all; None where
+        this kind of engine does not tell. Raises Unavailable when it is not there or does not answer."""
         ...
 
     async def start(self) -> None: ...

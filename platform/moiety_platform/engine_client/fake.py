@@ -17,6 +17,7 @@ from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
 from moiety_platform.errors import EngineFailed, Unavailable
 from moiety_text.stop import StopFinder
+from moiety_wire.experts import ExpertBalance, ExpertLoad
 from moiety_wire.messages import (
     Abort,
     Accepted,
@@ -106,6 +107,8 @@ class FakeEngineClient:
         self._vector = vector
         self.class_loads: list[ClassLoad] = []
         self.load_age_s: float | None = 0.0
+        self.expert_loads: dict[str | None, ExpertLoad] = {}  # by tenant, None for all of them
+        self.balance: ExpertBalance | None = None
         self.submits: list[Submit] = []
         self.settled_ids: list[str] = []
         self._clock = clock or SystemClock()
@@ -134,6 +137,7 @@ class FakeEngineClient:
             len(self._running),
             self.load_age_s,
             self._num_connections,
+            balance=self.balance,
         )
 
     def watch(self, on_change: Callable[[], None]) -> None:
@@ -147,6 +151,11 @@ class FakeEngineClient:
         if not self._alive:
             raise Unavailable(f"the engine at {self.address} is not there; try again shortly", retry_after_s=1)
         self._sleep = SleepState.ASLEEP if asleep else SleepState.AWAKE
+
+    async def expert_load(self, minutes: int, tenant_id: str | None) -> ExpertLoad | None:
+        if not self._alive:
+            raise Unavailable(f"the engine at {self.address} is not there; try again shortly", retry_after_s=1)
+        return self.expert_loads.get(tenant_id)
 
     async def start(self) -> None:
         self._alive = True

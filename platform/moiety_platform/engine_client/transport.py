@@ -12,7 +12,6 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import structlog
 import zmq
@@ -20,11 +19,14 @@ from zmq.utils.monitor import parse_monitor_message
 
 from moiety_platform.clock import Clock
 from moiety_platform.engine_client.base import EngineState
+from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.inbox import Inbox
+from moiety_platform.engine_client.questions import Questions
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
 from moiety_platform.errors import EngineFailed, Unavailable
 from moiety_wire.codec import decode_to_gateway, encode, encode_in_frames
 from moiety_wire.errors import UndecodableMessage
+from moiety_wire.experts import ExpertBalance, ExpertLoad
 from moiety_wire.messages import (
     HEARTBEAT_INTERVAL_S,
     PROTOCOL_VERSION,
@@ -51,15 +53,6 @@ MAX_SETTLED = 200_000  # that are remembered for an engine that is away
 OnUnsettled = Callable[[Sequence[Metered], Callable[[str, list[str]], None]], None]
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CurveKeys:
-    """Z85 keys that encrypt and authenticate the link."""
-
-    server_public: bytes
-    client_public: bytes
-    client_secret: bytes
 
 
 class ZmqEngineClient:
@@ -97,11 +90,9 @@ class ZmqEngineClient:
 
     @property
     def state(self) -> EngineState:
-        session = self._session
+        session, count = self._session, self._num_connections
         if session is None or session.card is None:
-            return EngineState(
-                self._address, False, self._reason, self._last_card, None, 0, num_connections=self._num_connections
-            )
+            return EngineState(self._address, False, self._reason, self._last_card, None, 0, num_connections=count)
         return EngineState(
             self._address,
             not session.refusal,
@@ -110,8 +101,9 @@ class ZmqEngineClient:
             session.load,
             len(session.streams),
             self._clock.monotonic() - session.load_at_s,
-            self._num_connections,
+            count,
             self._clock.monotonic() - session.since_s,
+            session.balance,
         )
 
     def watch(self, on_change: Callable[[], None]) -> None:
@@ -125,6 +117,12 @@ class ZmqEngineClient:
         if session is None or not self.state.healthy:
             raise Unavailable(f"the engine at {self._address} is not there; try again shortly", retry_after_s=1)
         session.send(Rest(asleep))
+
+    async def expert_load(self, minutes: int, tenant_id: str | None) -> ExpertLoad:
+        session = self._session
+        if session is None or not self.state.healthy:
+            raise Unavailable(f"the engine at {self._address} is not there; try again shortly", retry_after_s=1)
+        return await session.questions.ask(minutes, tenant_id)
 
     async def start(self) -> None:
         self._keeper = asyncio.create_task(self._keep_connected(), name=f"engine link {self._address}")
@@ -228,6 +226,8 @@ class _Session:
         self.streams: dict[str, EngineStream] = {}
         self.card: Card | None = None
         self.load: Load | None = None
+        self.balance: ExpertBalance | None = None
+        self.questions = Questions(self.send)
         self.load_at_s = clock.monotonic()
         self.since_s = clock.monotonic()  # the card came
         self.refusal = ""
@@ -300,6 +300,7 @@ class _Session:
         """Fail what still runs and free the sockets."""
         for stream in list(self.streams.values()):
             stream.fail(error)
+        self.questions.close()
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_reader(self._monitor.fileno())
         self._socket.disable_monitor()
@@ -357,6 +358,10 @@ class _Session:
             self._take_card(message)
         elif isinstance(message, Unsettled):
             self._on_unsettled(message)
+        elif isinstance(message, ExpertLoad):
+            self.questions.take(message)
+        elif isinstance(message, ExpertBalance):
+            self.balance = message
         elif isinstance(message, Load):
             self.load, self.load_at_s = message, self._heard_at_s
             if self.card is not None and message.engine_id != self.card.engine_id:

@@ -61,6 +61,9 @@ class Replicas:
         for client in idle.values():
             await client.close()
 
+    def clients(self) -> list[EngineClient]:
+        return list(self._clients.values())
+
     def states(self) -> list[EngineState]:
         return [client.state for client in self._clients.values()]
 

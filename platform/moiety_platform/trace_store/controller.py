@@ -15,7 +15,7 @@ from moiety_platform.clock import Clock
 from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest
-from moiety_platform.query_parameters import Cursor, Filter, Since, Until, parse_moment
+from moiety_platform.query_parameters import Cursor, Filter, Since, Until, parse_moment, parse_text
 from moiety_platform.tenants.checks import check_moment
 from moiety_platform.trace_store.queries import (
     DEFAULT_SPAN,
@@ -23,7 +23,6 @@ from moiety_platform.trace_store.queries import (
     TraceFilter,
     find_traces,
     parse_ms,
-    parse_text,
     read_trace,
     reading,
 )

@@ -17,7 +17,6 @@ from moiety_platform.db.failures import RETRY_AFTER_S, UNMIGRATED
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, NotFound, Unavailable
-from moiety_platform.query_parameters import MAX_FILTER_LENGTH
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.trace_store.schemas import LinkedSpan, SpanView, TraceDetail, TracePage, TraceView
 
@@ -54,13 +53,6 @@ class TraceFilter:
         if self.max_ms is not None:
             found.append(table.duration_ms < self.max_ms)
         return found
-
-
-def parse_text(text: str | None, param: str) -> str | None:
-    """Raises BadRequest."""
-    if text is not None and not (text.isprintable() and len(text) <= MAX_FILTER_LENGTH):
-        raise BadRequest(f"'{param}' must have at most {MAX_FILTER_LENGTH} printable characters.", param=param)
-    return text
 
 
 def parse_ms(text: str | None, param: str) -> float | None:

@@ -25,7 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import BadRequest
-from moiety_platform.query_parameters import MAX_FILTER_LENGTH, parse_moment
+from moiety_platform.query_parameters import parse_moment, parse_text
 from moiety_platform.tenants.checks import check_moment
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.usage.models import UsageHour, UsageMinute, UsageRecord
@@ -85,8 +85,7 @@ def parse_filter(now: datetime, since: str | None, until: str | None, **equal: s
     """A filter from what a client gave; the last 24 hours if no time is given. Raises BadRequest."""
     begin, until_then = _moment(since, "since"), _moment(until, "until")
     for name, value in equal.items():
-        if value is not None and not (value.isprintable() and len(value) <= MAX_FILTER_LENGTH):
-            raise BadRequest(f"'{name}' must have at most {MAX_FILTER_LENGTH} printable characters.", param=name)
+        parse_text(value, name)
     end = until_then or now + timedelta(seconds=1)
     start = begin or max(end, EARLIEST + DEFAULT_SPAN) - DEFAULT_SPAN
     if start >= end:

@@ -15,6 +15,7 @@ from moiety_kernels.grouped_gemm import kernel, reference, tiles
 from moiety_kernels.grouped_gemm.kernels import down, four_bits, rounding, rows, up
 from moiety_kernels.moe import GELU_TANH, SILU, Activation
 from moiety_kernels.moe import experts as moe_experts
+from moiety_kernels.moe.reference import experts as experts_reference
 from moiety_kernels.quantization import INT4, INT8, MXFP4, dequantize, quantize
 from moiety_kernels.quantization.weight import GPU_PACK
 from moiety_kernels.route import group
@@ -146,7 +147,8 @@ def check_rows(kernels: Any, case: Case) -> None:
 
 def check_combine(kernels: Any, device: str) -> None:
     weighted = torch.randn(15, 1100, device=device)
-    torch.testing.assert_close(kernels.combine(weighted, 5), reference.combine(weighted, 5), rtol=1e-6, atol=1e-6)
+    expert = torch.zeros(len(weighted) // 5, 5, dtype=torch.int32, device=device)
+    torch.testing.assert_close(kernels.combine(weighted, expert), reference.combine(weighted, 5), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +254,18 @@ def test_addresses_go_beyond_32_bits(device: str) -> None:
 
 def test_tokens_parts_are_summed_in_their_order(device: str) -> None:
     check_combine(down, device)
+
+
+@pytest.mark.parametrize("config", [tiles.ROWS, tiles.HOPPER[1]], ids=lambda config: config.name)
+def test_experts_that_are_elsewhere_add_nothing(config: Any, device: str) -> None:
+    case = Case((30, 0, 0), 40, 24, biases=True, device=device)
+    expert = torch.randint(-1, 3, (30, 2), dtype=torch.int32, device=device)
+    weight = torch.rand(30, 2, device=device)
+    biases = {"gate_up_bias_E2F": case.gate_up_bias, "down_bias_ED": case.down_bias}
+    ours = kernel.experts(case.x, weight, expert, case.gate_up, case.down, **biases, config=config)
+    theirs = experts_reference(case.x, weight, expert, case.gate_up, case.down, **biases)
+    assert (expert < 0).any()
+    torch.testing.assert_close(ours, theirs, **case.tolerance)
 
 
 @pytest.mark.parametrize("config", [tiles.ROWS, tiles.HOPPER[1], tiles.HOPPER[4]], ids=lambda config: config.name)

@@ -94,13 +94,14 @@ def down(
     return weighted_RD
 
 
-def combine(weighted_RD: Tensor, top_k: int) -> Tensor:
-    """[T, D]: the sum of each token's rows, in the order of its choices."""
-    rows, width = weighted_RD.shape
-    tokens = rows // top_k
+def combine(weighted_RD: Tensor, expert_TK: Tensor) -> Tensor:
+    """[T, D]: the sum of each token's rows, in the order of its choices; those of a negative expert are not there."""
+    (tokens, top_k), width = expert_TK.shape, weighted_RD.shape[1]
     out_TD = torch.empty(tokens, width, dtype=weighted_RD.dtype, device=weighted_RD.device)
     block = min(_COMBINE_BLOCK, triton.next_power_of_2(width))
-    _combine[(tokens, triton.cdiv(width, block))](weighted_RD, out_TD, width, TOP_K=top_k, BLOCK=block, num_warps=4)
+    _combine[(tokens, triton.cdiv(width, block))](
+        weighted_RD, expert_TK, out_TD, width, TOP_K=top_k, BLOCK=block, num_warps=4
+    )
     return out_TD
 
 
@@ -184,12 +185,13 @@ def _down(
 
 
 @triton.jit
-def _combine(p_rows, p_out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(p_rows, p_expert, p_out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     i_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_column = i_column < width
     p_row = p_rows + token * TOP_K * width + i_column
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(TOP_K):
-        total += tl.load(p_row + k * width, mask=m_column, other=0.0).to(tl.float32)
+        m_here = m_column & (tl.load(p_expert + token * TOP_K + k) >= 0)
+        total += tl.load(p_row + k * width, mask=m_here, other=0.0).to(tl.float32)
     tl.store(p_out + token * width + i_column, total.to(p_out.dtype.element_ty), mask=m_column)

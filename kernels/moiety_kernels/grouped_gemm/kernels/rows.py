@@ -110,6 +110,8 @@ def _up_rows(
     i_column = tl.program_id(0) % num_blocks * BN + tl.arange(0, BN)
     m_column = i_column < hidden
     expert = tl.load(p_expert + pair)
+    if expert < 0:  # elsewhere
+        return
     p_x += (pair // top_k).to(tl.int64) * x_stride
     p_w += expert.to(tl.int64) * expert_stride
     i_k = tl.arange(0, BK)
@@ -154,20 +156,21 @@ def _down_rows(
     for step in tl.range(0, top_k * steps, num_stages=STAGES):
         pair = token * top_k + step // steps
         k = step % steps * BK
-        m_k = k + i_k < hidden
         expert = tl.load(p_expert + pair).to(tl.int64)
+        m_k = (k + i_k < hidden) & (expert >= 0)  # elsewhere
         share = tl.load(p_weight + pair)
         inner = tl.load(p_inner + pair.to(tl.int64) * hidden + k + i_k, mask=m_k, other=0.0).to(tl.float32)
         m_w = m_column[:, None] & m_k[None, :]
         weights = tl.load(p_column + expert * expert_stride + k, mask=m_w, other=0)
         parts = weights.to(tl.float32) * (inner * share)[None, :]
         if SCALES == "row":
-            parts *= tl.load(p_scale + expert * width + i_column, mask=m_column, other=0.0)[:, None]
+            parts *= tl.load(p_scale + expert * width + i_column, mask=m_column & (expert >= 0), other=0.0)[:, None]
         sums += parts
     if BIAS:
         for k in range(top_k):
             pair = token * top_k + k
-            p_row = p_bias + tl.load(p_expert + pair).to(tl.int64) * width
-            biases += tl.load(p_weight + pair) * tl.load(p_row + i_column, mask=m_column, other=0.0)
+            expert = tl.load(p_expert + pair).to(tl.int64)
+            bias = tl.load(p_bias + expert * width + i_column, mask=m_column & (expert >= 0), other=0.0)
+            biases += tl.load(p_weight + pair) * bias
     total = (tl.sum(sums, axis=1) + biases).to(p_out.dtype.element_ty)
     tl.store(p_out + token.to(tl.int64) * width + i_column, total, mask=m_column)

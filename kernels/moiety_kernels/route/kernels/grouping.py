@@ -29,7 +29,7 @@ def fits(expert_TK: Tensor, num_experts: int) -> bool:
 def group(
     expert_TK: Tensor, num_experts: int, tile_rows: int, *, few_pairs: int = _FEW_PAIRS, block: int = _BLOCK
 ) -> Groups:
-    """The pairs grouped by expert; every id must be in 0 … num_experts - 1."""
+    """The pairs grouped by expert; those of a negative id are of none, and their places at the end undefined."""
     pairs = expert_TK.numel()
     groups = _empty_groups(expert_TK, num_experts, tile_rows)
     tensors = groups.order_R, groups.starts_E1, groups.tiles_N2, groups.num_tiles_1
@@ -79,8 +79,8 @@ def _group_few(
     counts = tl.zeros([BINS], tl.int32)
     for first in range(0, num_pairs, CHUNK):
         i_pair = first + tl.arange(0, CHUNK)
-        m_pair = i_pair < num_pairs
-        counts += tl.histogram(tl.load(p_expert + i_pair, mask=m_pair, other=0), BINS, mask=m_pair)
+        expert_here = tl.load(p_expert + i_pair, mask=i_pair < num_pairs, other=-1)
+        counts += tl.histogram(tl.maximum(expert_here, 0), BINS, mask=expert_here >= 0)
     _write_tiles(counts, expert, p_starts, p_tiles, p_num_tiles, num_pairs, most_tiles, E, BINS, TILE_ROWS)
     place = tl.sum(tl.where(tl.arange(0, BINS) < expert, counts, 0), axis=0)
     for first in range(0, num_pairs, CHUNK):
@@ -95,8 +95,8 @@ def _group_few(
 def _count_blocks(p_expert, p_counts, num_pairs, BINS: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     i_pair = block * BLOCK + tl.arange(0, BLOCK)
-    m_pair = i_pair < num_pairs
-    counts = tl.histogram(tl.load(p_expert + i_pair, mask=m_pair, other=0), BINS, mask=m_pair)
+    expert = tl.load(p_expert + i_pair, mask=i_pair < num_pairs, other=-1)
+    counts = tl.histogram(tl.maximum(expert, 0), BINS, mask=expert >= 0)
     tl.store(p_counts + block.to(tl.int64) * BINS + tl.arange(0, BINS), counts)
 
 
@@ -135,7 +135,8 @@ def _group_blocks(
     else:
         i_here = tl.arange(0, BLOCK)
         i_pair = block * BLOCK + i_here
-        expert = tl.load(p_expert + i_pair, mask=i_pair < num_pairs, other=BINS)
+        expert = tl.load(p_expert + i_pair, mask=i_pair < num_pairs, other=-1)
+        expert = tl.where(expert < 0, BINS, expert)
         key = tl.sort(expert * BLOCK + i_here)  # distinct, so that equal experts stay in order
         expert = key // BLOCK
         here = tl.load(p_counts + block.to(tl.int64) * BINS + i_bin)
@@ -171,7 +172,7 @@ def _write_tiles(
         tl.store(p_tile + 1, row + i_tile * TILE_ROWS, mask=i_tile < count)
     if expert == 0:
         tl.store(p_starts + i_bin, tl.cumsum(counts, axis=0) - counts, mask=i_bin < E)
-        tl.store(p_starts + E, num_pairs)
+        tl.store(p_starts + E, tl.sum(counts, axis=0))
         _write_unused(p_tiles, p_num_tiles, tl.sum(tiles, axis=0), most_tiles)
 
 

@@ -120,6 +120,9 @@ class ForeignEngineClient:
             f"the server at {self.address} is not an engine of ours and cannot be told to sleep; stop it there"
         )
 
+    async def expert_load(self, minutes: int, tenant_id: str | None) -> None:
+        """Such a server tells nothing of its experts."""
+
     async def start(self) -> None:
         self._watcher = asyncio.create_task(self._keep_watch(), name=f"engine watch {self.address}")
 

@@ -1,0 +1,88 @@
+"""Pictures of the dashboard's pages, light and dark, as a laptop shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VIEWPORT = {"width": 1440, "height": 900}
+THEMES = ("light", "dark")
+
+
+def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
+    """Every page, light and dark, as a laptop shows it."""
+    from playwright.sync_api import Page, sync_playwright
+
+    def settle(page: Page) -> None:
+        page.wait_for_timeout(2500)
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        for theme in THEMES:
+            page = browser.new_page(viewport=VIEWPORT, color_scheme=theme)
+            page.goto(dashboard)
+            page.get_by_label("Administrator's key").fill(admin_key)
+            page.screenshot(path=out / f"sign-in-{theme}.png")
+            page.get_by_role("button", name="Sign in").click()
+            page.get_by_text("Goodput, 5 min").wait_for()
+            for name in ("Overview", "Tenants", "SLA classes", "Engines", "Traces", "Quotas", "Audit"):
+                page.get_by_test_id("stSidebarNav").get_by_role("link", name=name, exact=True).click()
+                page.get_by_role("heading", name=name, exact=True).wait_for()
+                settle(page)
+                if name == "Audit":
+                    page.get_by_role("button", name="Verify the chain").click()
+                    settle(page)
+                if name == "Tenants":
+                    page.get_by_role("combobox", name="Look at one tenant").click()
+                    page.get_by_role("option", name="globex").click()
+                    settle(page)
+                    shoot(page, out / f"tenants-{theme}.png")
+                    for part in ("Limits", "Keys", "Settings"):
+                        page.get_by_role("radio", name=part, exact=True).click()
+                        settle(page)
+                        shoot(page, out / f"tenant-{part.lower()}-{theme}.png")
+                    continue
+                shoot(page, out / f"{name.lower().replace(' ', '-')}-{theme}.png")
+                if name == "Traces":
+                    page.get_by_label("At least, ms").fill("900")  # one that was long in the batch
+                    page.get_by_label("At least, ms").press("Enter")
+                    settle(page)
+                    page.locator(".dvn-scroller").first.click(position={"x": 320, "y": 55})
+                    page.get_by_text("Waterfall").wait_for()
+                    settle(page)
+                    shoot(page, out / f"trace-{theme}.png")
+            page.get_by_test_id("stSidebarNav").get_by_role("link", name="Playground").click()
+            page.get_by_role("textbox", name="Tenant's key").fill(key)
+            page.get_by_role("button", name="Send").click()
+            page.get_by_text("Whole answer").wait_for()
+            shoot(page, out / f"playground-{theme}.png")
+            page.close()
+        browser.close()
+
+
+def picture_experts(dashboard: str, admin_key: str, out: Path) -> None:
+    """The page of experts, which only a model has."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        for theme in THEMES:
+            page = browser.new_page(viewport=VIEWPORT, color_scheme=theme)
+            page.goto(f"{dashboard}/experts")
+            page.get_by_label("Administrator's key").fill(admin_key)
+            page.get_by_role("button", name="Sign in").click()
+            page.get_by_test_id("stVegaLiteChart").nth(2).wait_for()
+            page.wait_for_timeout(2500)
+            shoot(page, out / f"experts-{theme}.png")
+            page.close()
+        browser.close()
+
+
+def shoot(page: Any, path: Path) -> None:
+    """The whole of the page, however long it is."""
+    main = page.get_by_test_id("stMain")
+    height = main.evaluate("node => node.scrollHeight")
+    page.set_viewport_size({**VIEWPORT, "height": max(VIEWPORT["height"], int(height))})
+    page.wait_for_timeout(900)
+    page.screenshot(path=path)
+    page.set_viewport_size(VIEWPORT)

@@ -1,0 +1,199 @@
+"""Experts: where tokens go, how evenly, and whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from moiety_dashboard import charts, colours, panels, session
+from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.figures import NOTHING, percent, short
+from moiety_dashboard.frames import experts as frames
+from moiety_dashboard.page import Page
+from moiety_dashboard.panels import Tile
+
+WINDOWS = {"5 min": 5, "15 min": 15, "1 h": 60, "since start": 0}
+EVERYBODY = "all tenants"
+DENSE = "has no experts, so there is nothing to balance. Serve a mixture of experts to see its load here."
+NO_LOAD = (
+    "No token has gone through the experts in this time. Send a request on the Playground page, or with the `curl` of "
+    "`moiety serve`; counts come here within a few seconds."
+)
+
+
+def draw(page: Page) -> None:
+    page.live(draw_live, slower=2)
+    if session.may("experts.plan"):
+        with page.asking() as client:
+            draw_plan(client)
+
+
+def draw_live(client: AdminClient) -> None:
+    panels.head("Experts", "Where tokens go, how evenly, and whose they are")
+    row = st.container(horizontal=True, vertical_alignment="bottom")
+    label = row.segmented_control(
+        "Window", list(WINDOWS), default="15 min", key="experts window", label_visibility="collapsed"
+    )
+    window = label or "15 min"
+    tenant_id = choose_tenant(client, row)
+    answer = client.get("/experts", minutes=WINDOWS[window], tenant_id=tenant_id)
+    model = choose_model(answer.data["data"], row)
+    if model is None:
+        return
+    if not model["tokens"]:
+        st.info(NO_LOAD, icon=":material/grid_on:")
+        return
+    draw_model(model, answer, window)
+
+
+def choose_tenant(client: AdminClient, row: Any) -> str | None:
+    """One tenant's id, or None for all; who belongs to one has no choice."""
+    if session.is_of_one_tenant():
+        return None
+    tenants = {one["name"]: one["id"] for one in client.list("/tenants").data}
+    names = [EVERYBODY, *sorted(tenants)]
+    chosen = row.selectbox("Tokens of", names, key="experts tenant", width=220, label_visibility="collapsed")
+    return tenants.get(chosen)
+
+
+def choose_model(models: list[dict[str, Any]], row: Any) -> Mapping[str, Any] | None:
+    """The model to look at; says what to do where there is none with experts."""
+    mixtures = {one["model"]: one for one in frames.models_with_experts(models)}
+    if mixtures:
+        if len(mixtures) == 1:
+            return next(iter(mixtures.values()))
+        return mixtures[row.selectbox("Model", list(mixtures), key="experts model", label_visibility="collapsed")]
+    for one in models:
+        st.info(f"`{one['model']}` {DENSE}", icon=":material/grid_off:")
+    if not models:
+        st.info(
+            "No engine that could tell of its experts is connected. Start one with `moiety engine`, or see the Engines "
+            "page for why there is none. Servers of others tell nothing of theirs.",
+            icon=":material/grid_off:",
+        )
+    return None
+
+
+def draw_model(model: Mapping[str, Any], answer: Answer, window: str) -> None:
+    cells = frames.cells(model)
+    panels.tiles(tiles(model, cells))
+    if frames.is_thin(model):
+        mean = model["tokens"] * model["experts_per_token"] / model["num_experts"]
+        st.caption(
+            f":material/info: Few tokens so far, {mean:.0f} an expert and layer: chance alone makes an even load look "
+            "uneven. Choose a longer window, or wait."
+        )
+    times = f"tokens ÷ mean of the layer, {window}"
+    with panels.panel(f"Load of {model['model']} by layer and expert", times, [answer], key="experts", frame=cells):
+        st.altair_chart(charts.load_map(cells, len(model["layers"])), width="stretch", key="expert map")
+    left, right = st.columns(2)
+    with left:
+        draw_over_time(model, answer)
+    with right:
+        draw_tenants(model, answer, window)
+    draw_layers(model, answer, window)
+
+
+def draw_plan(client: AdminClient) -> None:
+    """What replicas over ranks would make of the load of the last hour. It stands outside of what is drawn anew by
+    itself, since one plans with numbers of one's own."""
+    loaded = [one["model"] for one in client.get("/experts").data["data"] if one["tokens"]]
+    if not loaded:
+        return
+    st.subheader("What if the experts were placed otherwise", anchor=False)
+    st.caption(
+        "Ranks with experts in their order, beside a plan that puts busy ones in several places. Nothing is changed."
+    )
+    row = st.container(horizontal=True, vertical_alignment="bottom")
+    model = row.selectbox("Model", loaded, key="plan model", width=220)
+    nodes = row.number_input("Nodes", 1, 64, 1, key="plan nodes", width=130)
+    ranks = row.number_input("Ranks a node", 1, 64, 4, key="plan ranks", width=130)
+    more = row.number_input("Redundant experts", 0, 4096, 4, key="plan redundant", width=160)
+    body = {"model": model, "nodes": nodes, "ranks_per_node": ranks, "redundant_experts": more}
+    answer = client.ask("/experts/plan", body)
+    plan, frame = answer.data, frames.plan_frame(answer.data)
+    panels.tiles(plan_tiles(plan, frame))
+    column = st.column_config
+    share: dict[str, Any] = {"min_value": 0.0, "max_value": 1.0, "format": "percent"}
+    columns = {
+        "layer": column.NumberColumn("Layer", width=70),
+        "before": column.ProgressColumn("Before", **share),
+        "after": column.ProgressColumn("After", **share),
+        "replicas": column.TextColumn("Experts in several places", width=420, help="Expert × in how many slots"),
+    }
+    with panels.panel("Plan by layer", "by the load of the last hour", [answer], key="plan", frame=frame):
+        panels.table(frame, columns, "", max_rows=12)
+
+
+def plan_tiles(plan: Mapping[str, Any], frame: pd.DataFrame) -> list[Tile]:
+    before, after = (percent(plan[f"balancedness_{when}"]) for when in ("before", "after"))
+    where = f"in each of {len(plan['layers'])} layers, {plan['ranks']} ranks"
+    return [
+        Tile("Balancedness of ranks", after, f"{before} in their order", "Mean load of ranks ÷ the largest."),
+        Tile("Slots a rank", f"{plan['slots_per_rank']}", where),
+        Tile("Experts in several places", f"{frame['replicated'].sum():,}", "over all layers"),
+        Tile("To load", f"{short(plan['moved_bytes'])}B", f"{plan['moved_experts']:,} experts new to their rank"),
+    ]
+
+
+def tiles(model: Mapping[str, Any], cells: pd.DataFrame) -> list[Tile]:
+    hot, unused = frames.hottest(cells), int((cells["tokens"] == 0).sum())
+    active = model["active_experts_by_layer"]
+    found = [
+        Tile("Balancedness", percent(model["balancedness"]), "mean load ÷ largest",
+             "Over all layers and engines. 100 %: all experts of a layer get the same; a step waits for the busiest."),
+        Tile("Tokens", short(model["tokens"]), f"× {model['experts_per_token']} experts a layer"),
+        Tile("Busiest expert", NOTHING if hot is None else f"{hot['times_mean']:.1f}× mean",
+             "" if hot is None else f"expert {hot['expert']:.0f} of layer {hot['layer']:.0f}"),
+        Tile("Not used", f"{unused:,}", f"of {len(cells):,} experts in all layers"),
+    ]  # fmt: skip
+    if active:
+        mean = sum(active) / len(active)
+        found.append(Tile("Active a step", f"{mean:.1f}", f"of {model['num_experts']} experts a layer, last hour",
+                          "How many experts' weights a step reads in a layer, on average."))  # fmt: skip
+    if model["engine_ids"]:
+        silent = f"{model['num_silent']} did not answer" if model["num_silent"] else "all have answered"
+        found.append(Tile("Replicas", f"{len(model['engine_ids'])}", f"engines, added up; {silent}"))
+    return found
+
+
+def draw_over_time(model: Mapping[str, Any], answer: Answer) -> None:
+    frame = frames.evenness_frame(model)
+    inks = {frames.ALL: colours.TENANTS[0], frames.MOST: colours.GOOD, frames.LEAST: colours.BAD}
+    with panels.panel("Balancedness", "minute by minute, an hour at most", [answer], key="evenness", frame=frame):
+        figure = charts.Figure("balancedness", "mean load ÷ largest", ".1%")
+        panels.draw(
+            lambda: charts.lines(frame, figure, "series", inks, span_of(frame)), frame, NO_LOAD, "evenness chart"
+        )
+
+
+def span_of(frame: pd.DataFrame) -> charts.Span:
+    """From the first minute to now, a quarter of an hour at least."""
+    now = datetime.now(UTC)
+    first = min(frame["slot"].min().to_pydatetime(), now - timedelta(minutes=15))
+    return charts.Span(first, now, timedelta(minutes=1))
+
+
+def draw_tenants(model: Mapping[str, Any], answer: Answer, window: str) -> None:
+    frame = frames.tenants_frame(model)
+    with panels.panel("Tokens by tenant", f"through the experts, {window}", [answer], key="load", frame=frame):
+        panels.draw(lambda: charts.ranked(frame, "tenant", "tokens", "share"), frame, NO_LOAD, "load chart")
+
+
+def draw_layers(model: Mapping[str, Any], answer: Answer, window: str) -> None:
+    column = st.column_config
+    columns = {
+        "layer": column.NumberColumn("Layer", width=70),
+        "balancedness": column.ProgressColumn("Balancedness", min_value=0.0, max_value=1.0, format="percent"),
+        "busiest": column.NumberColumn("Busiest expert", help="Its number, from 0"),
+        "times_mean": column.NumberColumn("Its load", format="%.2f× mean"),
+        "unused": column.NumberColumn("Not used", help="Experts that no token went to"),
+        "active": column.NumberColumn("Active a step", format="%.1f", help="Experts that a step used, last hour"),
+    }
+    frame = frames.layers_frame(model)
+    with panels.panel("Layers", f"those with experts, {window}", [answer], key="layers", frame=frame):
+        panels.table(frame, columns, NO_LOAD, max_rows=12)

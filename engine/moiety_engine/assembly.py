@@ -1,0 +1,176 @@
+"""From a configuration to a model that is loaded: on one rank, or each rank's share on each of several.
+
+Whoever calls `assemble` is rank 0, or alone; whoever calls `follow` is another rank, and does what rank 0 says until
+the group ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import psutil
+import torch
+
+from moiety_engine.checkpoint import fingerprint
+from moiety_engine.distribution.crew import join
+from moiety_engine.distribution.group import ALONE
+from moiety_engine.distribution.joining import open_store
+from moiety_engine.distribution.layout import layout_of
+from moiety_engine.distribution.lifeline import Loaded
+from moiety_engine.distribution.meeting import Meeting, require_ranks
+from moiety_engine.distribution.spawning import Children
+from moiety_engine.errors import EngineError, InvalidConfig
+from moiety_engine.model.loading import load_model
+from moiety_engine.runner.follower import Follower
+from moiety_engine.runner.overlap import steps_overlap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch._C._distributed_c10d import TCPStore
+
+    from moiety_engine.config import EngineConfig
+    from moiety_engine.distribution.crew import Crew
+    from moiety_engine.distribution.group import Ranks
+    from moiety_engine.model.transformer import Transformer
+
+_OF_ONE_RANK = ("model", "name", "num_threads", "join_timeout_s")  # settings in which ranks may differ
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A model on its ranks. `crew` is None where there is one only."""
+
+    model: Transformer
+    crew: Crew | None
+    local_ranks: int  # on this host
+
+
+def assemble(
+    config: EngineConfig, meeting: Meeting | None, progress: Callable[[int, int], None] | None = None
+) -> Assembled:
+    """The model, loaded on all ranks. `meeting`: what a launcher said; without one, other ranks are started here.
+    Raises EngineError, which the other ranks are told."""
+    layout = layout_of(config)
+    if meeting is None and layout.num_ranks == 1:
+        return Assembled(_load(config, Meeting(0, 1), ALONE, progress), None, 1)
+    crew, meeting = _spawn(config) if meeting is None else (_join(config, meeting), meeting)
+    lifeline = crew.lifeline
+
+    def watched(done: int, total: int) -> None:
+        lifeline.check()
+        if progress is not None:
+            progress(done, total)
+
+    with telling(crew):
+        model = _load(config, meeting, crew.ranks, watched)
+        lifeline.wait_loaded()
+    lifeline.guard()
+    return Assembled(model, crew, meeting.local_num_ranks)
+
+
+def follow(config: EngineConfig, meeting: Meeting) -> None:
+    """Be another rank than the first. Returns when the group has ended in order. Raises EngineError, which the others
+    are told."""
+    crew = _join(config, meeting)
+    crew.lifeline.guard()
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains, and then all end
+        signal.signal(number, signal.SIG_IGN)
+    with telling(crew):
+        model = _load(config, meeting, crew.ranks, None)
+        follower = Follower(model, crew, overlaps=steps_overlap(model, config))
+        crew.lifeline.tell(Loaded())
+        with crew.explaining():
+            follower.run()
+    crew.close()
+
+
+@contextlib.contextmanager
+def telling(crew: Crew | None) -> Iterator[None]:
+    """What is raised within ends the group, and the others are told why."""
+    try:
+        yield
+    except EngineError as exc:
+        if crew is not None:
+            crew.abandon(str(exc))
+        raise
+
+
+def _spawn(config: EngineConfig) -> tuple[Crew, Meeting]:
+    """Start the other ranks on this host, and meet them."""
+    num_ranks = layout_of(config).num_ranks
+    own = Meeting(0, num_ranks, local_num_ranks=num_ranks)
+    _device(config, own)
+    store = open_store(own, config.join_timeout_s)
+    places = [replace(own, rank=rank, local_rank=rank, port=store.port) for rank in range(1, num_ranks)]
+    children = Children([msgspec.json.encode((config, place)) for place in places])
+    try:
+        crew = _join(config, own, store=store, check=children.check)
+    except BaseException:
+        children.kill()
+        raise
+    crew.children = children
+    return crew, own
+
+
+def _join(
+    config: EngineConfig,
+    meeting: Meeting,
+    store: TCPStore | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Crew:
+    layout = layout_of(config)
+    require_ranks(layout, meeting)
+    named = {name: str(getattr(config, name)) for name in config.__struct_fields__ if name not in _OF_ONE_RANK}
+    device = torch.device(_device(config, meeting))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return join(
+        layout,
+        meeting,
+        settings=named | {"torch": str(torch.__version__)},
+        checkpoint=fingerprint(Path(config.model)),
+        device_type=device.type,
+        timeout_s=config.join_timeout_s,
+        store=store,
+        check=check,
+    )
+
+
+def _load(
+    config: EngineConfig, meeting: Meeting, ranks: Ranks, progress: Callable[[int, int], None] | None
+) -> Transformer:
+    num_threads = config.num_threads
+    if num_threads is None and meeting.local_num_ranks > 1:
+        num_threads = max(1, (psutil.cpu_count(logical=False) or 1) // meeting.local_num_ranks)
+    return load_model(
+        Path(config.model),
+        device=_device(config, meeting),
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        quantization=config.quantization,
+        moe_kernel=config.moe_kernel,
+        batch_invariant=config.batch_invariant,
+        num_threads=num_threads,
+        load_format=config.load_format,
+        ranks=ranks,
+        progress=progress,
+    )
+
+
+def _device(config: EngineConfig, meeting: Meeting) -> str:
+    """Raises InvalidConfig where a host has fewer GPUs than ranks."""
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    if device == "cpu" or meeting.num_ranks == 1:
+        return device
+    if meeting.local_num_ranks > torch.cuda.device_count():
+        raise InvalidConfig(
+            f"{meeting.local_num_ranks} ranks on this host need as many GPUs, and it has {torch.cuda.device_count()}: "
+            "choose fewer ranks, start some on other hosts with torchrun, or take --device cpu"
+        )
+    return f"cuda:{meeting.local_rank}"

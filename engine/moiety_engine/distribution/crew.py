@@ -1,0 +1,100 @@
+"""The ranks of one model once they have met: their groups on one device mesh, rank 0's channel to the others, and the
+lifelines. Owns what is to be given up at the end."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from moiety_engine.distribution.channel import Channel
+from moiety_engine.distribution.group import Group, Pipeline, Ranks
+from moiety_engine.distribution.joining import LONGEST_WAIT, meet, open_store
+from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.distribution.lifeline import SILENCE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from moiety_engine.distribution.lifeline import Lifeline
+    from moiety_engine.distribution.meeting import Meeting
+    from moiety_engine.distribution.spawning import Children
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # control goes over processors in both cases
+
+
+@dataclass(slots=True)
+class Crew:
+    """One rank's view."""
+
+    ranks: Ranks
+    channel: Channel
+    lifeline: Lifeline
+    store: Store  # rank 0's is the one that the others use
+    children: Children | None = field(default=None)
+
+    def close(self) -> None:
+        """The group ends in order; on rank 0 after the others have been told to stop."""
+        self.lifeline.close()
+        dist.destroy_process_group()
+        if self.children is not None:
+            self.children.wait()
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """What fails within may be a collective that has lost a rank: its lifeline ends this process, and says why."""
+        try:
+            yield
+        except RuntimeError:
+            time.sleep(SILENCE_S + 1)
+            raise
+
+    def abandon(self, reason: str) -> None:
+        """This rank cannot go on: the others are told why."""
+        self.lifeline.fail(reason)
+        dist.destroy_process_group()
+        if self.children is not None:
+            self.children.wait()
+
+
+def join(
+    layout: Layout,
+    meeting: Meeting,
+    *,
+    settings: dict[str, str],
+    checkpoint: str,
+    device_type: str,
+    timeout_s: float,
+    store: Store | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Crew:
+    """Meet the others and make the groups. `store`: the one that rank 0 has already opened. Raises
+    RanksError."""
+    store = store or open_store(meeting, timeout_s)
+    lifeline = meet(meeting, store, settings, checkpoint, timeout_s=timeout_s, check=check)
+    dist.init_process_group(
+        BACKENDS[device_type],
+        store=PrefixStore(f"torch/{meeting.attempt}", store),
+        rank=meeting.rank,
+        world_size=meeting.num_ranks,
+        timeout=LONGEST_WAIT,
+    )
+    mesh = DeviceMesh(
+        device_type,
+        torch.arange(layout.num_ranks).view(layout.pp, layout.dp, layout.tp),
+        mesh_dim_names=("pp", "dp", "tp"),
+    )
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    tensor = Group(mesh.get_group("tp")) if layout.tp > 1 else Group()
+    seat = Seat(layout, meeting.rank)
+    column = range(meeting.rank % layout.stage_size, layout.num_ranks, layout.stage_size)
+    pipeline = Pipeline(column, seat.pp_rank)
+    ranks = Ranks(seat, tensor, pipeline, Group(everyone))
+    return Crew(ranks, Channel(everyone), lifeline, store)

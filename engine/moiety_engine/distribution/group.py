@@ -1,0 +1,94 @@
+"""The ways of a rank to the others that share a computation with it. A group of one computes nothing and waits for
+nobody, so whoever uses a group need not ask how large it is.
+
+L rows, C columns of each rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from moiety_engine.distribution.layout import ONLY_SEAT, Seat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+class Group:
+    """Some ranks in order. All of them must call the same methods in the same order."""
+
+    def __init__(self, handle: dist.ProcessGroup | None = None) -> None:
+        self._handle = handle
+        self.size = 1 if handle is None else handle.size()
+        self.rank = 0 if handle is None else handle.rank()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, on each of them, bit by bit the same; x may be overwritten."""
+        if self._handle is not None:
+            x = x.contiguous()
+            dist.all_reduce(x, group=self._handle)
+        return x
+
+    def gather_columns(self, x_LC: Tensor) -> Tensor:
+        """All ranks' columns side by side, [L, size · C], on the first rank; on the others x itself."""
+        if self._handle is None:
+            return x_LC
+        x_LC = x_LC.contiguous()
+        parts = [torch.empty_like(x_LC) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(x_LC, parts, group=self._handle, group_dst=0)
+        return x_LC if parts is None else torch.cat(parts, dim=1)
+
+    def copy_first(self, x: Tensor) -> Tensor:
+        """What the first rank has, on each of them; the others' x, of the same shape, is overwritten."""
+        if self._handle is not None:
+            dist.broadcast(x, group=self._handle, group_src=0)
+        return x
+
+
+class Pipeline:
+    """The ranks that have one stage of layers each, one after the other; the first one has the vocabulary too. A
+    pipeline of one passes nothing on."""
+
+    def __init__(self, ranks: Sequence[int] = (0,), stage: int = 0) -> None:
+        """`ranks`: all of it, in order; this is the one at `stage`."""
+        self._ranks, self._stage = ranks, stage
+        self.is_first = stage == 0
+        self._is_last = stage == len(ranks) - 1
+
+    def receive(self, x: Tensor) -> Tensor:
+        """What the stage before gives, in x, which has its shape."""
+        dist.recv(x, self._ranks[self._stage - 1])
+        return x
+
+    def pass_on(self, x: Tensor) -> None:
+        """To the stage after, if there is one."""
+        if not self._is_last:
+            dist.send(x.contiguous(), self._ranks[self._stage + 1])
+
+    def bring_home(self, x: Tensor) -> Tensor:
+        """What the last stage has, on the first; x has its shape everywhere."""
+        if len(self._ranks) > 1 and x.numel():
+            if self._is_last:
+                dist.send(x.contiguous(), self._ranks[0])
+            elif self.is_first:
+                dist.recv(x, self._ranks[-1])
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Where a rank sits, and whom it computes with."""
+
+    seat: Seat = ONLY_SEAT
+    tensor: Group = field(default_factory=Group)  # those that share attention and dense feed-forwards
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    everyone: Group = field(default_factory=Group)
+
+
+ALONE = Ranks()

@@ -1,0 +1,59 @@
+"""Where the ranks of a model meet. A launcher, torchrun or DeepSpeed's, starts all of them and says so in the
+environment; else rank 0 has started the others itself. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moiety_engine.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moiety_engine.distribution.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """One rank's view of where all meet. `store_runs`: the launcher has it, so that rank 0 does not start it."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int = 0
+    local_num_ranks: int = 1  # on this host
+    host: str = "127.0.0.1"
+    port: int = 0
+    store_runs: bool = False
+    attempt: int = 0  # of a launcher that starts the ranks again
+
+
+def meeting_from(environ: Mapping[str, str]) -> Meeting | None:
+    """What a launcher says; None where there is none, or it started one process only. Raises InvalidConfig."""
+    if environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    try:
+        return Meeting(
+            rank=int(environ["RANK"]),
+            num_ranks=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ.get("LOCAL_RANK", "0")),
+            local_num_ranks=int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or "1"),
+            host=environ["MASTER_ADDR"],
+            port=int(environ["MASTER_PORT"]),
+            store_runs=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+    except (KeyError, ValueError) as exc:
+        raise InvalidConfig(
+            f"WORLD_SIZE says that a launcher started {environ['WORLD_SIZE']} ranks, but RANK, MASTER_ADDR and "
+            f"MASTER_PORT are not all there ({exc}): start with torchrun or deepspeed, or unset WORLD_SIZE"
+        ) from exc
+
+
+def require_ranks(layout: Layout, meeting: Meeting) -> None:
+    """Raises InvalidConfig where a launcher started another number of ranks than the layout has."""
+    if layout.num_ranks != meeting.num_ranks:
+        raise InvalidConfig(
+            f"--pp {layout.pp} × --dp-attention {layout.dp} × --tp {layout.tp} make {layout.num_ranks} ranks, and "
+            f"{meeting.num_ranks} were started: change the options or the launcher's number of processes"
+        )

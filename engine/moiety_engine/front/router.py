@@ -1,0 +1,23 @@
+"""The socket that gateways connect to."""
+
+from __future__ import annotations
+
+import zmq
+
+from moiety_engine.front.settings import FrontSettings
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+
+
+def make_router(context: zmq.Context[zmq.Socket[bytes]], settings: FrontSettings) -> zmq.Socket[bytes]:
+    """Not bound yet. Raises zmq.ZMQError for a CURVE key that is none."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a gateway whose connection broke comes back under its identity
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.SNDHWM, settings.send_high_water)
+    socket.setsockopt(zmq.LINGER, 0)
+    if settings.curve_secret_key is not None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, settings.curve_secret_key)
+    return socket

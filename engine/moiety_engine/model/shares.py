@@ -1,0 +1,181 @@
+"""What one rank of several has of a model: its own spec, narrower than the whole one, and the parts of a checkpoint's
+tensors that fill its own weights.
+
+A rank has some heads of attention, some columns of each feed-forward and of the vocabulary, and some experts, or pieces
+of them. Its weights are those of its own spec, so nothing that computes with them knows of other ranks. Where to cut a
+tensor follows from its whole shape and the shape of the rank's own part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.model.names import placements
+from moiety_engine.model.names.place import Place, Shares
+from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelSpec, MoeSpec
+from moiety_engine.model.weights import ModelWeights, allocate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from moiety_engine.distribution.layout import Seat
+    from moiety_engine.model.spec import DenseSpec
+
+_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
+_LAYER = re.compile(r"\blayers\.(-?\d+)\.")
+_OF_EXPERTS = re.compile(r"\bexperts\.|\b(?:input|output)_linear\.")
+_HALVES = re.compile(r"\b(?:experts\.gate_up_proj|input_linear\.weight)$")  # rows of gates, then as many of ups
+_ADDED_ONCE = ("o_proj.bias", "down_proj.bias", "down_proj_bias")  # to what all ranks' parts sum up to
+
+
+def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
+    """What of the model the rank has. Raises InvalidConfig where it cannot be divided so."""
+    if seat.layout.num_ranks == 1:
+        return spec
+    tp = seat.layout.tp
+    if tp * tp > spec.vocab_size:
+        raise InvalidConfig(f"a vocabulary of {spec.vocab_size} is too small for --tp {tp}")
+    if seat.layout.ep > 1 and not spec.moe_layers:
+        raise InvalidConfig(f"a {spec.family} model has no experts that --ep could divide: leave it out")
+    if seat.layout.pp > len(spec.layers):
+        raise InvalidConfig(f"--pp {seat.layout.pp} is more than the model's {len(spec.layers)} layers")
+    layers = tuple(_own_layer(spec.layers[index], seat) for index in seat.layers_of(len(spec.layers)))
+    return replace(spec, vocab_size=0 if seat.pp_rank else -(-spec.vocab_size // tp), layers=layers)
+
+
+def own_places(
+    own: ModelSpec, weights: ModelWeights, seat: Seat, first_layer: int, wholes: Mapping[str, Place | Shares]
+) -> dict[str, Place | Shares]:
+    """Name on disk → where the rank's part of the tensor goes; of what has no place all is on other ranks. `weights`
+    are those of the `own` spec, whose layers begin at `first_layer` of all; `wholes` are the places of whole tensors.
+    """
+    cut: dict[str, Place | Shares] = {}
+    present = {_of_layer(name, -first_layer) for name in wholes}
+    for own_name, place in placements(own, weights, present).items():
+        name = _of_layer(_of_expert(own, own_name), first_layer)
+        cut[name] = _cut(name, place, wholes[name].shape, seat)
+    return cut
+
+
+def whole_places(spec: ModelSpec, present: set[str]) -> dict[str, Place | Shares]:
+    """All names that a checkpoint of the model has, with the shapes of the whole tensors; nothing can be filled."""
+    nowhere = allocate(spec, device=torch.device("meta"), dtype=torch.bfloat16)
+    return placements(spec, nowhere, present)
+
+
+# ── the rank's own spec ──
+
+
+def _own_layer(layer: LayerSpec, seat: Seat) -> LayerSpec:
+    attention = _own_attention(layer.attention, seat.layout.tp)
+    ffn = _own_mixture(layer.ffn, seat) if isinstance(layer.ffn, MoeSpec) else _own_dense(layer.ffn, seat)
+    return replace(layer, attention=attention, ffn=ffn)
+
+
+def _own_attention(attention: AttentionSpec | LatentAttentionSpec, tp: int) -> AttentionSpec | LatentAttentionSpec:
+    heads = _part(attention.num_heads, tp, "query heads", "--tp")
+    if isinstance(attention, LatentAttentionSpec):
+        return replace(attention, num_heads=heads)
+    if attention.qk_norm == "full" and tp > 1:
+        raise InvalidConfig(
+            "this model normalises the queries of all heads at once, so its heads cannot be divided: leave out --tp, "
+            "and divide its experts with --dp-attention and --ep"
+        )
+    num_kv = attention.num_kv_heads
+    if num_kv % tp and tp % num_kv:
+        raise InvalidConfig(
+            f"--tp {tp} and the model's {num_kv} key-value heads do not go together: one must divide the other"
+        )
+    return replace(attention, num_heads=heads, num_kv_heads=max(1, num_kv // tp))
+
+
+def _own_dense(dense: DenseSpec, seat: Seat) -> DenseSpec:
+    return replace(dense, width=_part(dense.width, seat.layout.tp, "columns of a feed-forward", "--tp"))
+
+
+def _own_mixture(mixture: MoeSpec, seat: Seat) -> MoeSpec:
+    shared = mixture.shared
+    num_held = _part(mixture.routing.num_experts, seat.layout.ep, "experts", "--ep")
+    return replace(
+        mixture,
+        width=_part(mixture.width, seat.expert_cuts, "columns of an expert", "dp-attention × tp ÷ ep ="),
+        held=range(seat.ep_rank * num_held, (seat.ep_rank + 1) * num_held),
+        shared=None if shared is None else replace(shared, dense=_own_dense(shared.dense, seat)),
+    )
+
+
+def _part(number: int, parts: int, what: str, option: str) -> int:
+    if number % parts:
+        raise InvalidConfig(f"the model's {number} {what} cannot be divided by {option} {parts}: choose a divisor")
+    return number // parts
+
+
+def _of_layer(name: str, further: int) -> str:
+    """The name of the same thing so many layers further."""
+    return _LAYER.sub(lambda found: f"layers.{int(found[1]) + further}.", name)
+
+
+def _of_expert(own: ModelSpec, name: str) -> str:
+    """What is called so on this rank, on disk: there each expert has a number among all."""
+    expert, layer = _EXPERT.search(name), _LAYER.search(name)
+    if expert is None or layer is None:
+        return name
+    ffn = own.layers[int(layer[1])].ffn
+    assert isinstance(ffn, MoeSpec) and ffn.held is not None
+    return f"{name[: expert.start(1)]}{ffn.held[int(expert[1])]}{name[expert.end(1) :]}"
+
+
+# ── the rank's parts of tensors ──
+
+
+def _cut(name: str, place: Place | Shares, whole: tuple[int, ...], seat: Seat) -> Place | Shares:
+    """The place takes the rank's part of a tensor that has the shape `whole`."""
+    of_experts = _OF_EXPERTS.search(name) is not None
+    index = seat.cut_rank if of_experts else seat.tp_rank
+    if name.endswith(_ADDED_ONCE) and index:
+        return _taking(place, whole, lambda source: torch.zeros(place.shape))
+    if place.shape == whole:
+        return place
+    parts = seat.expert_cuts if of_experts else seat.layout.tp
+    single = _EXPERT.search(name) is not None
+    ranges: list[slice] = []
+    for dim, (own, full) in enumerate(zip(place.shape, whole, strict=True)):
+        if of_experts and dim == 0 and not single:
+            ranges.append(_range(full, own, seat.ep_rank, seat.layout.ep))
+        else:
+            ranges.append(_range(full, own, index, parts))
+    if _HALVES.search(name) and place.shape[1] != whole[1]:
+        return _taking(place, whole, lambda source: _both_halves(source, ranges[0], place.shape[1] // 2, index))
+    if isinstance(place, Place) and ranges[0].stop > whole[0]:  # the last ranks' parts of a vocabulary are smaller
+        num_rows = max(0, whole[0] - ranges[0].start)
+        place = replace(place, view=place.view[:num_rows])
+    return _taking(place, whole, lambda source: source[tuple(ranges)])
+
+
+def _range(full: int, own: int, index: int, parts: int) -> slice:
+    """The rank's part of a dimension. Parts are of one size, and where there are more ranks than parts some have the
+    same."""
+    start = index * own if own * (parts - 1) < full else index * full // parts // own * own
+    return slice(start, start + own) if own != full else slice(0, full)
+
+
+def _both_halves(source: Tensor, experts: slice, width: int, index: int) -> Tensor:
+    gate, up = source[experts].chunk(2, dim=1)
+    columns = slice(index * width, (index + 1) * width)
+    return torch.cat((gate[:, columns], up[:, columns]), dim=1)
+
+
+def _taking(place: Place | Shares, whole: tuple[int, ...], part: Callable[[Tensor], Tensor]) -> Place | Shares:
+    """The place, of a tensor of which it wants a part."""
+    if isinstance(place, Shares):
+        divide = place.divide
+        return Shares(place.views, whole, lambda source: divide(part(source)))
+    arrange = place.arrange
+    return Place(place.view, whole, part if arrange is None else lambda source: arrange(part(source)))

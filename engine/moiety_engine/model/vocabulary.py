@@ -1,0 +1,44 @@
+"""From tokens to the residual stream, and from hidden states to logits: the two products with the vocabulary, which
+may be divided among ranks.
+
+T tokens, D model width, L rows whose logits are wanted, V vocabulary, C of it on each rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from moiety_kernels.linear import linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moiety_engine.distribution.group import Group
+    from moiety_engine.model.arithmetic import Arithmetic
+    from moiety_engine.model.weights import ModelWeights
+
+
+class Vocabulary:
+    """Each rank has as many rows; where they do not come out even the last ones stand for no token."""
+
+    def __init__(self, size: int, weights: ModelWeights, group: Group, arithmetic: Arithmetic) -> None:
+        self._size, self._weights, self._group = size, weights, group
+        self._invariant = arithmetic.invariant
+
+    def embed(self, token_ids_T: Tensor, dtype: torch.dtype) -> Tensor:
+        """Each token's row, [T, D]."""
+        rows_CD = self._weights.embedding_VD
+        if self._group.size == 1:
+            return functional.embedding(token_ids_T, rows_CD).to(dtype)
+        local_T = token_ids_T - self._group.rank * rows_CD.shape[0]
+        here_T = (local_T >= 0) & (local_T < rows_CD.shape[0])
+        x_TD = functional.embedding(torch.where(here_T, local_T, 0), rows_CD).to(dtype)
+        return self._group.sum(torch.where(here_T.unsqueeze(1), x_TD, 0))
+
+    def logits(self, hidden_LD: Tensor) -> Tensor:
+        """[L, V], float32, on the first rank; on the others what they have of it."""
+        own_LC = linear(hidden_LD, self._weights.head_VD, self._weights.head_bias_V, invariant=self._invariant).float()
+        return self._group.gather_columns(own_LC)[:, : self._size]

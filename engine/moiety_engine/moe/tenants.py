@@ -1,0 +1,71 @@
+"""Whose tokens are counted apart: the tenants with the most tokens have a slot each, the others one together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moiety_wire.experts import OTHER_TENANTS
+
+NOBODY, OTHERS = 0, 1  # slots; NOBODY's are rows that no request asked for
+NUM_SLOTS = 18
+MAX_KNOWN = 4096  # tenants whose tokens are known, so that the most busy can be found
+KEPT_A_TURN = 0.9  # of what a tenant weighs, so that who was busy once gives way
+
+
+class TenantSlots:
+    """Owns who has which slot. Used by the step loop's thread only."""
+
+    def __init__(self, num_slots: int = NUM_SLOTS) -> None:
+        self._num_slots = num_slots
+        self._slot_of: dict[str, int] = {"": NOBODY, OTHER_TENANTS: OTHERS}
+        self._weight_of: dict[str, float] = {}
+        self._steps = 0
+
+    def slots_of(self, tenants: Sequence[str], num_tokens: Sequence[int]) -> list[int]:
+        """The slot of each part of a step, which is a tenant's and has so many tokens; a free one for who is new. A
+        tenant without a name is nobody."""
+        known, weight_of = self._slot_of, self._weight_of
+        slots = [known.get(tenant_id, -1) for tenant_id in tenants]
+        if -1 in slots:
+            for part, (tenant_id, count) in enumerate(zip(tenants, num_tokens, strict=True)):
+                if slots[part] < 0:
+                    slots[part] = known[tenant_id] if tenant_id in known else self._take(tenant_id)
+                if slots[part] == OTHERS and (tenant_id in weight_of or len(weight_of) < MAX_KNOWN):
+                    weight_of[tenant_id] = weight_of.get(tenant_id, 0.0) + count
+        self._steps += any(slots)
+        return slots
+
+    def weigh(self, tokens_of: Mapping[str, int]) -> None:
+        """How many tokens were counted of those that have a slot."""
+        for tenant_id, tokens in tokens_of.items():
+            self._weight_of[tenant_id] = self._weight_of.get(tenant_id, 0.0) + tokens
+
+    def names(self) -> dict[int, str]:
+        """Whose each slot is, but for nobody's."""
+        return {slot: tenant_id for tenant_id, slot in self._slot_of.items() if slot != NOBODY}
+
+    def take_steps(self) -> int:
+        """How many steps had somebody's tokens since the last call."""
+        steps, self._steps = self._steps, 0
+        return steps
+
+    def turn(self) -> None:
+        """Give the slots to the busiest. Only where nothing is counted that has not been taken."""
+        weights = dict.fromkeys((one for one, slot in self._slot_of.items() if slot > OTHERS), 0.0)
+        weights |= {one: weight * KEPT_A_TURN for one, weight in self._weight_of.items() if weight >= 1}
+        weights.pop(OTHER_TENANTS, None)
+        busiest = sorted(weights, key=lambda one: (-weights[one], one))[: self._num_slots - 2]
+        staying = {one: self._slot_of[one] for one in busiest if self._slot_of.get(one, OTHERS) > OTHERS}
+        free = sorted(set(range(OTHERS + 1, self._num_slots)) - set(staying.values()), reverse=True)
+        joining = {one: free.pop() for one in busiest if one not in staying}
+        self._weight_of = weights
+        self._slot_of = {"": NOBODY, OTHER_TENANTS: OTHERS} | staying | joining
+
+    def _take(self, tenant_id: str) -> int:
+        """A free slot for a tenant that is new, or the others'."""
+        taken = len(self._slot_of)
+        if taken == self._num_slots:
+            return OTHERS
+        slot = min(set(range(self._num_slots)) - set(self._slot_of.values()))
+        self._slot_of[tenant_id] = slot
+        return slot

@@ -1,0 +1,101 @@
+{{/* Of (list root pool role): the pods of our own engines. `all`: one has all ranks; `leader` has the first, and is what
+gateways talk to; `worker` has others, whose end ends the group. */}}
+{{- define "moiety.enginePod" -}}
+{{- $root := index . 0 -}}
+{{- $pool := index . 1 -}}
+{{- $role := index . 2 -}}
+serviceAccountName: {{ include "moiety.fullname" $root }}-engine
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- include "moiety.pullSecrets" $root | nindent 0 }}
+{{- with $pool.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+securityContext:
+  {{- include "moiety.podSecurity" $root | nindent 2 }}
+terminationGracePeriodSeconds: {{ add $pool.drainSeconds 30 }}
+{{- include "moiety.placement" (list $root $pool (printf "engine-%s" $pool.name)) | nindent 0 }}
+containers:
+  - name: engine
+    {{- include "moiety.from" (list $root "engine") | nindent 4 }}
+    {{- if eq $role "all" }}
+    args:
+      - engine
+    {{- else }}
+    command: [torchrun]
+    args:
+      - --nnodes=$(LWS_GROUP_SIZE)
+      - --node-rank=$(LWS_WORKER_INDEX)
+      - --nproc-per-node={{ max 1 (int $pool.gpus) }}
+      - --master-addr=$(LWS_LEADER_ADDRESS)
+      - --master-port=29500
+      - -m
+      - moiety_platform.cli
+      - engine
+      - --join-timeout-s={{ $pool.startSeconds }}
+    {{- end }}
+      - --listen=tcp://0.0.0.0:5757
+      - --metrics-listen=0.0.0.0:9400
+      {{- with include "moiety.modelPath" (list $root $pool) }}
+      - --model={{ . }}
+      {{- end }}
+      {{- with $pool.model.name }}
+      - --name={{ . }}
+      {{- end }}
+      - --device={{ ternary "cuda" "cpu" (gt (int $pool.gpus) 0) }}
+      - --drain-timeout={{ $pool.drainSeconds }}
+      - --curve-key-file=/etc/moiety/curve/key
+      - --unsettled-usage=/var/lib/moiety/unsettled.usage
+      {{- include "moiety.options" (list $root $pool) | nindent 6 }}
+    env:
+      {{- if ne $role "all" }}
+      - {name: GLOO_SOCKET_IFNAME, value: eth0}
+      - {name: NCCL_SOCKET_IFNAME, value: eth0}
+      {{- end }}
+      - {name: NUMBA_CACHE_DIR, value: /tmp/numba}
+      - {name: TRITON_CACHE_DIR, value: /tmp/triton}
+      {{- include "moiety.hubVariables" (list $root $pool) | nindent 6 }}
+      {{- with $pool.extraEnv }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
+    ports:
+      - {name: engine, containerPort: 5757}
+      - {name: metrics, containerPort: 9400}
+    {{- if ne $role "worker" }}
+    startupProbe:
+      tcpSocket: {port: engine}
+      periodSeconds: 5
+      failureThreshold: {{ div (add $pool.startSeconds 4) 5 }}
+    readinessProbe:
+      tcpSocket: {port: engine}
+      periodSeconds: 5
+    livenessProbe:
+      tcpSocket: {port: engine}
+      periodSeconds: 20
+      failureThreshold: 3
+    {{- end }}
+    resources:
+      {{- include "moiety.poolResources" (list $root $pool) | nindent 6 }}
+    volumeMounts:
+      - {name: curve, mountPath: /etc/moiety/curve, readOnly: true}
+      - {name: state, mountPath: /var/lib/moiety}
+      - {name: shared-memory, mountPath: /dev/shm}
+      - {name: scratch, mountPath: /tmp}
+      {{- include "moiety.modelMount" (list $root $pool) | nindent 6 }}
+volumes:
+  - name: curve
+    secret:
+      secretName: {{ include "moiety.secret" $root }}
+      defaultMode: 0440
+      items:
+        - {key: curve-engine-secret, path: key}
+  - name: shared-memory
+    emptyDir: {medium: Memory, sizeLimit: {{ $pool.sharedMemory }}}
+  - name: scratch
+    emptyDir: {}
+  {{- if not $pool.stateSize }}
+  - name: state
+    emptyDir: {sizeLimit: 1Gi}
+  {{- end }}
+  {{- include "moiety.modelVolume" (list $root $pool) | nindent 2 }}
+{{- end -}}

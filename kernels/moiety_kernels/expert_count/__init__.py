@@ -1,0 +1,27 @@
+"""Counting the experts that a pass picked, by whose token it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from moiety_kernels.asked_for import when_asked
+from moiety_kernels.checks import require_shape
+from moiety_kernels.expert_count import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_cpu = when_asked(__name__, "cpu")
+
+
+def count_picks(chosen: Sequence[Tensor], owner_T: Tensor, picks_SLE: Tensor, active_L: Tensor) -> None:
+    """Add to the counts, int64, what a pass picked: `chosen` has expert_TK, int32, of each layer, owner_T the slot of
+    each token. What tokens of slot 0 picked does not count as active, and what is counted of it has no meaning."""
+    require_shape("owner", owner_T, (chosen[0].shape[0],))
+    require_shape("picks", picks_SLE, (-1, len(chosen), -1))
+    require_shape("active", active_L, (len(chosen),))
+    if picks_SLE.is_cpu and _cpu().fits(chosen, owner_T, picks_SLE):
+        _cpu().count_picks(chosen, owner_T, picks_SLE, active_L)
+        return
+    reference.count_picks(chosen, owner_T, picks_SLE, active_L)

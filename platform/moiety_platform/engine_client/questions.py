@@ -1,0 +1,47 @@
+"""Questions to an engine and their answers, over one connection. Knows nothing of what is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from moiety_platform.errors import Unavailable
+from moiety_wire.experts import AskExperts, ExpertLoad
+
+ANSWER_WAIT_S = 3.0  # longer than most steps: an engine answers between two
+
+
+class Questions:
+    """Owns those that are open."""
+
+    def __init__(self, send: Callable[[AskExperts], None]) -> None:
+        self._send = send
+        self._open: dict[int, asyncio.Future[ExpertLoad]] = {}
+        self._num_asked = 0
+
+    async def ask(self, minutes: int, tenant_id: str | None) -> ExpertLoad:
+        """Raises Unavailable where no answer comes in time."""
+        self._num_asked += 1
+        ask_id = self._num_asked
+        answer: asyncio.Future[ExpertLoad] = asyncio.get_running_loop().create_future()
+        self._open[ask_id] = answer
+        self._send(AskExperts(ask_id, minutes, tenant_id))
+        try:
+            async with asyncio.timeout(ANSWER_WAIT_S):
+                return await answer
+        except TimeoutError as exc:
+            raise Unavailable("the engine does not answer; try again shortly", retry_after_s=1) from exc
+        finally:
+            del self._open[ask_id]
+
+    def take(self, load: ExpertLoad) -> None:
+        """One that comes too late is dropped."""
+        answer = self._open.get(load.ask_id)
+        if answer is not None and not answer.done():
+            answer.set_result(load)
+
+    def close(self) -> None:
+        """Nothing is answered any more."""
+        for answer in self._open.values():
+            if not answer.done():
+                answer.set_exception(Unavailable("the engine is gone; try again shortly", retry_after_s=1))

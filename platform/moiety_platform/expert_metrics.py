@@ -1,0 +1,62 @@
+"""How evenly engines use their experts, for Prometheus: read from what they said last when they are scraped.
+
+Labels are bounded: engines, a model's layers, four quantiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moiety_platform.engine_client.base import EngineState
+from moiety_wire.experts import QUANTILES, ExpertBalance, unpack_shares
+
+_LAYER = ("engine", "layer")
+
+
+class ExpertCollector(Collector):
+    """Of all engines that `states` tells of; those whose model has no experts have none of these."""
+
+    def __init__(self, states: Callable[[], Sequence[EngineState]]) -> None:
+        self._states = states
+
+    def collect(self) -> Iterator[Metric]:
+        told = [(state.address, state.balance) for state in self._states() if state.balance is not None]
+        picks = CounterMetricFamily(
+            "moiety_expert_picks", "Tokens that layers sent to experts, since the engine's start.", labels=("engine",)
+        )
+        balance = GaugeMetricFamily(
+            "moiety_expert_balancedness",
+            "Mean load of the experts ÷ the largest, over all layers, of the last 5 minutes; 1 is even.",
+            labels=("engine",),
+        )
+        for address, one in told:
+            picks.add_metric((address,), one.picks_total)
+            balance.add_metric((address,), one.balancedness)
+        yield from (picks, balance, *self._by_layer(told))
+
+    def _by_layer(self, told: Sequence[tuple[str, ExpertBalance]]) -> Iterator[Metric]:
+        evenness = GaugeMetricFamily(
+            "moiety_expert_layer_balancedness",
+            "Mean load of a layer's experts ÷ the largest, of the last 5 minutes.",
+            labels=_LAYER,
+        )
+        active = GaugeMetricFamily(
+            "moiety_expert_active", "Experts of a layer that a step used, mean of the last 5 minutes.", labels=_LAYER
+        )
+        load = GaugeMetricFamily(
+            "moiety_expert_load_ratio",
+            "Load at a quantile of a layer's experts ÷ their mean, of the last 5 minutes.",
+            labels=(*_LAYER, "quantile"),
+        )
+        for address, one in told:
+            quantiles = iter(unpack_shares(one.quantiles_LQ))
+            rows = zip(one.layers, unpack_shares(one.balancedness_L), unpack_shares(one.active_L), strict=True)
+            for layer, even, used in rows:
+                evenness.add_metric((address, str(layer)), even)
+                active.add_metric((address, str(layer)), used)
+                for quantile in QUANTILES:
+                    load.add_metric((address, str(layer), f"{quantile:g}"), next(quantiles))
+        yield from (evenness, active, load)

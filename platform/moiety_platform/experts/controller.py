@@ -1,0 +1,105 @@
+"""`/admin/v1/experts`: the load of experts. The door is the admin router's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Annotated
+
+from litestar import get, post
+from litestar.di import NamedDependency
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import JSONBody
+from sqlalchemy import select
+
+from moiety_platform.access.caller import Caller
+from moiety_platform.access.table import Action, needs
+from moiety_platform.db.session import Database
+from moiety_platform.errors import BadRequest, NotFound
+from moiety_platform.experts.plan import PlanRequest, PlanView, what_if
+from moiety_platform.experts.schemas import ExpertReport, ExpertView
+from moiety_platform.experts.service import ExpertService
+from moiety_platform.openapi.described import fails
+from moiety_platform.query_parameters import Filter, parse_text, parse_whole, whole
+from moiety_platform.tenants.models import Tenant
+
+MAX_MINUTES = 60
+
+Minutes = Annotated[
+    str | None,
+    whole("How far back; 0 for all since the engines' start, an hour if not given.", 0, MAX_MINUTES),
+]
+
+
+def expert_routes(experts: ExpertService) -> list[HTTPRouteHandler]:
+    """The handlers, for the admin router to take in."""
+    planning = asyncio.Lock()  # a plan takes a processor for a while: one at a time
+
+    @get("/experts", name="get_experts", tags=["experts"], opt=needs(Action.READ_EXPERTS))
+    async def get_experts(
+        caller: NamedDependency[Caller],
+        database: NamedDependency[Database],
+        minutes: Minutes = None,
+        tenant_id: Filter = None,
+        model: Filter = None,
+        engine_id: Filter = None,
+    ) -> ExpertReport:
+        """How many tokens went to each expert of each layer, of all tenants or of one, and how evenly. The counts are
+        a few seconds old. Engines of a model are added up unless one is named."""
+        window = parse_minutes(minutes)
+        given = {"tenant_id": tenant_id, "model": model, "engine_id": engine_id}
+        for name, value in given.items():
+            parse_text(value, name)
+        if caller.tenant_id is not None and (engine_id is not None or tenant_id not in (None, caller.tenant_id)):
+            return ExpertReport(window, [])  # what is not theirs does not exist for them
+        loads = await experts.loads(window, tenant_id if caller.tenant_id is None else caller.tenant_id, engine_id)
+        sums = [
+            (name, one, total)
+            for name, one in loads.items()
+            if model in (None, name) and (total := one.sum()) is not None
+        ]
+        names = await names_of(database, {tenant for _, _, total in sums for tenant in total.tokens_of})
+        hides = caller.tenant_id is not None
+        return ExpertReport(
+            window,
+            [
+                ExpertView.of(name, *(([], 0) if hides else (one.engine_ids, one.num_silent)), total, names)
+                for name, one, total in sums
+            ],
+        )
+
+    @post(
+        "/experts/plan",
+        status_code=200,
+        name="plan_experts",
+        tags=["experts"],
+        opt=needs(Action.PLAN_EXPERTS) | fails(404),
+    )
+    async def plan_experts(data: JSONBody[PlanRequest]) -> PlanView:
+        """What a placement of replicas over ranks would make of the load of a model's experts. Changes nothing."""
+        loads = await experts.loads(data.minutes, None)
+        total = loads[data.model].sum() if data.model in loads else None
+        if total is None or not total.tokens:
+            raise NotFound(
+                f"there is no load of experts of {data.model!r} in these minutes; GET /admin/v1/experts lists the "
+                "models, and a load comes with requests"
+            )
+        async with planning:
+            return await asyncio.to_thread(what_if, total, data)
+
+    return [get_experts, plan_experts]
+
+
+def parse_minutes(text: str | None) -> int:
+    """Raises BadRequest."""
+    minutes = MAX_MINUTES if text is None else parse_whole(text, "minutes")
+    if not 0 <= minutes <= MAX_MINUTES:
+        raise BadRequest(f"'minutes' must be from 0 to {MAX_MINUTES}; 0 is since the engines' start.", param="minutes")
+    return minutes
+
+
+async def names_of(database: Database, tenant_ids: Iterable[str]) -> dict[str, str]:
+    """The names of tenants by their ids."""
+    wanted = select(Tenant.id, Tenant.name).where(Tenant.id.in_(sorted(tenant_ids)))
+    async with database.read() as session:
+        return {row.id: row.name for row in await session.execute(wanted)}

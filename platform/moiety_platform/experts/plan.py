@@ -1,0 +1,95 @@
+"""What a placement of the experts would make of their load. Pure, over `moiety_placement`.
+
+Before: each rank holds as many experts as every other, in their order. After: the plan, with some experts in several
+places.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from moiety_placement.matching import keep_in_place, moves
+from moiety_placement.placement import EMPTY, Floats, Placement, balancedness, rank_loads
+from moiety_placement.planning import plan
+from moiety_platform.experts.sums import LoadSum
+
+MAX_NODES, MAX_RANKS_PER_NODE, MAX_REDUNDANT, MAX_MINUTES = 64, 64, 4096, 60
+
+
+class PlanRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to plan for. A layer has a slot for each expert and `redundant_experts` more, rounded up so that all ranks
+    have the same; `minutes` is the load to plan by, 0 for all since the engines' start."""
+
+    model: Annotated[str, msgspec.Meta(max_length=256)]
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = 1
+    ranks_per_node: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS_PER_NODE)] = 8
+    redundant_experts: Annotated[int, msgspec.Meta(ge=0, le=MAX_REDUNDANT)] = 0
+    minutes: Annotated[int, msgspec.Meta(ge=0, le=MAX_MINUTES)] = MAX_MINUTES
+
+
+class PlanView(msgspec.Struct, frozen=True):
+    """What the plan would change. Balancedness is that of ranks: their mean load ÷ the largest, 1 being even.
+    `replicas` has a row a layer and a column an expert: in how many slots it is. `moved_bytes` are the weights that
+    ranks would have to load that they do not hold before, `slots_per_rank` the experts of a layer that a rank has room
+    for."""
+
+    model: str
+    layers: list[int]
+    ranks: int
+    nodes: int
+    slots_per_rank: int
+    tokens: int
+    balancedness_before: float
+    balancedness_after: float
+    by_layer_before: list[float]
+    by_layer_after: list[float]
+    replicas: list[list[int]]
+    moved_experts: int
+    moved_bytes: int
+
+
+def what_if(load: LoadSum, wanted: PlanRequest) -> PlanView:
+    """The plan for this load, beside what there is without one."""
+    picks_LE = np.array(load.picks_by_layer, dtype=np.float64)
+    num_experts = load.first.num_experts
+    ranks = wanted.nodes * wanted.ranks_per_node
+    slots = -(-(num_experts + wanted.redundant_experts) // ranks) * ranks
+    before = _in_order(len(picks_LE), num_experts, ranks, slots)
+    groups = load.first.num_groups
+    planned = plan(picks_LE, num_replicas=slots, num_groups=groups, num_nodes=wanted.nodes, num_ranks=ranks)
+    after = keep_in_place(planned, before)
+    moved = int(moves(before, after).sum())
+    return PlanView(
+        model=wanted.model,
+        layers=list(load.first.layers),
+        ranks=ranks,
+        nodes=wanted.nodes,
+        slots_per_rank=slots // ranks,
+        tokens=load.tokens,
+        balancedness_before=round(balancedness(before, picks_LE), 4),
+        balancedness_after=round(balancedness(after, picks_LE), 4),
+        by_layer_before=_by_layer(before, picks_LE),
+        by_layer_after=_by_layer(after, picks_LE),
+        replicas=after.counts_LE.tolist(),
+        moved_experts=moved,
+        moved_bytes=moved * load.first.expert_bytes,
+    )
+
+
+def _in_order(num_layers: int, num_experts: int, ranks: int, slots: int) -> Placement:
+    """Experts by their numbers, as many a rank as on every other; the slots that are left are empty."""
+    row_GS = np.full((ranks, slots // ranks), EMPTY)
+    each = -(-num_experts // ranks)
+    experts = np.arange(num_experts)
+    row_GS[experts // each, experts % each] = experts
+    return Placement.of([row_GS.ravel()] * num_layers, num_experts=num_experts, num_ranks=ranks)
+
+
+def _by_layer(placement: Placement, picks_LE: Floats) -> list[float]:
+    loads_LG = rank_loads(placement, picks_LE)
+    largest_L = np.maximum(loads_LG.max(axis=1), 1)
+    found: list[float] = (loads_LG.mean(axis=1) / largest_L).round(4).tolist()
+    return found

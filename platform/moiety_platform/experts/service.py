@@ -1,0 +1,68 @@
+"""Asking the engines. What they said is kept for a moment, so that they answer no more often however many look."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from moiety_platform.clock import Clock
+from moiety_platform.engine_client.base import EngineClient
+from moiety_platform.errors import Unavailable
+from moiety_platform.experts.sums import LoadSum, sum_loads
+from moiety_platform.routing.replicas import Replicas
+from moiety_wire.experts import ExpertLoad
+
+KEPT_S = 2.0  # engines count anew every so often
+
+Question = tuple[str, int, str | None]  # an engine's id, minutes, and a tenant
+
+
+@dataclass(slots=True)
+class ModelLoad:
+    """What the engines of a model said; `num_silent` of them said nothing."""
+
+    engine_ids: list[str] = field(default_factory=list)
+    num_silent: int = 0
+    loads: list[ExpertLoad] = field(default_factory=list)
+
+    def sum(self) -> LoadSum | None:
+        return sum_loads(self.loads)
+
+
+class ExpertService:
+    """Owns what was said last. One event loop."""
+
+    def __init__(self, replicas: Replicas, clock: Clock) -> None:
+        self._replicas, self._clock = replicas, clock
+        self._said: dict[Question, tuple[float, ExpertLoad]] = {}
+
+    async def loads(self, minutes: int, tenant_id: str | None, engine_id: str | None = None) -> dict[str, ModelLoad]:
+        """By model, in the order of their names; engines that cannot tell are left out."""
+        cards = [(client, client.state.card) for client in self._replicas.clients()]
+        asked = [(client, card) for client, card in cards if card and engine_id in (None, card.engine_id)]
+        asking = (self._ask(client, card.engine_id, minutes, tenant_id) for client, card in asked)
+        answers = await asyncio.gather(*asking)
+        found: defaultdict[str, ModelLoad] = defaultdict(ModelLoad)
+        for (_, card), answer in zip(asked, answers, strict=True):
+            if isinstance(answer, Unavailable):
+                found[card.model].num_silent += 1
+            elif answer is not None:
+                found[card.model].engine_ids.append(card.engine_id)
+                found[card.model].loads.append(answer)
+        return dict(sorted(found.items()))
+
+    async def _ask(
+        self, client: EngineClient, engine_id: str, minutes: int, tenant_id: str | None
+    ) -> ExpertLoad | Unavailable | None:
+        question, now_s = (engine_id, minutes, tenant_id), self._clock.monotonic()
+        self._said = {one: said for one, said in self._said.items() if now_s - said[0] < KEPT_S}
+        if question in self._said:
+            return self._said[question][1]
+        try:
+            answer = await client.expert_load(minutes, tenant_id)
+        except Unavailable as exc:
+            return exc
+        if answer is not None:
+            self._said[question] = now_s, answer
+        return answer

@@ -1,0 +1,60 @@
+"""Experts' load as frames and a map, from answers written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moiety_dashboard import charts
+from moiety_dashboard.frames import experts
+
+
+def model_load(picks: list[list[int]], **changed: Any) -> dict[str, Any]:
+    usual = {
+        "model": "m", "layers": [1, 3], "num_experts": 4, "experts_per_token": 2, "picks": picks, "tokens": 20,
+        "balancedness_by_layer": [1.0, 0.25], "active_experts_by_layer": [2.5, 1.0], "minutes": [], "tenants": [],
+    }  # fmt: skip
+    return usual | changed
+
+
+def test_an_even_layer_is_one_colour_whatever_its_load_and_an_uneven_one_is_not() -> None:
+    even = experts.cells(model_load([[10, 10, 10, 10], [3000, 3000, 3000, 3000]]))
+    assert set(even["times_mean"]) == {1.0}
+    cells = experts.cells(model_load([[10, 10, 10, 10], [40, 0, 0, 0]]))
+    assert cells[cells["layer"] == 3]["times_mean"].tolist() == [4, 0, 0, 0]
+    assert experts.hottest(cells) == {"layer": 3, "expert": 0, "tokens": 40, "times_mean": 4}
+    encoded = charts.load_map(cells, 2).to_dict()["encoding"]["color"]["scale"]
+    assert encoded["domain"] == [-2, 0, 2]  # a quarter of the mean, the mean, four times the mean: never the data's own
+    nothing = experts.cells(model_load([[0] * 4, [0] * 4]))
+    assert nothing["times_mean"].isna().all()
+    assert experts.hottest(nothing) is None
+
+
+def test_layers_minutes_and_tenants_of_a_model_are_told_as_they_are() -> None:
+    minute = {"at": "2026-01-01T12:00:00Z", "balancedness": 0.4, "balancedness_by_layer": [0.9, None, 0.2]}
+    model = model_load(
+        [[10, 10, 10, 10], [40, 0, 0, 0]],
+        minutes=[minute, minute | {"balancedness_by_layer": [None, None]}],
+        tenants=[
+            {"tenant_id": "a", "tenant_name": "acme", "tokens": 15},
+            {"tenant_id": None, "tenant_name": None, "tokens": 5},
+        ],
+    )
+    layers = experts.layers_frame(model)
+    assert layers["unused"].tolist() == [0, 3]
+    assert layers["times_mean"].tolist() == [1, 4]
+    assert experts.tenants_frame(model).to_dict("list") == {
+        "tenant": ["acme", "all others"], "tokens": [15, 5], "share": [0.75, 0.25],
+    }  # fmt: skip
+    told = experts.evenness_frame(model)
+    assert dict(zip(told["series"], told["balancedness"], strict=True)) == {
+        experts.ALL: 0.4, experts.MOST: 0.9, experts.LEAST: 0.2,
+    }  # fmt: skip
+    assert experts.is_thin(model)
+    assert not experts.is_thin(model | {"tokens": 200})
+
+
+def test_a_plan_names_the_experts_that_are_in_several_places_the_most_first() -> None:
+    plan = {"layers": [3], "by_layer_before": [0.5], "by_layer_after": [1.0], "replicas": [[1, 2, 3, 1]]}
+    assert experts.plan_frame(plan).iloc[0].to_dict() == {
+        "layer": 3, "before": 0.5, "after": 1.0, "replicated": 2, "replicas": "2 ×3, 1 ×2",
+    }  # fmt: skip

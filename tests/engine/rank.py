@@ -1,0 +1,103 @@
+"""Ranks of the tests' own: `python rank.py IN,OUT …` is one process for each pair of pipes, which serves one group
+after the other, so that the ranks of many tests import torch once.
+
+A line in is (configuration, where to meet, requests). Rank 0 answers with a line of what came of the requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+
+import msgspec
+
+from moiety_engine.assembly import follow
+from moiety_engine.config import EngineConfig
+from moiety_engine.distribution.meeting import Meeting
+from moiety_engine.errors import EngineError
+from moiety_engine.logs import configure_logs
+from moiety_engine.loop import load_loop
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.model.residence import named_tensors
+from moiety_engine.offline import run_all
+
+
+class Work(msgspec.Struct):
+    config: EngineConfig
+    meeting: Meeting | None
+    waves: list[list[CoreSubmit]]  # one after the other
+    naps: bool = False  # between waves
+    again: bool = False  # and again, until it is ended
+
+
+class Answer(msgspec.Struct):
+    """`best` are the two best logits' log-probabilities of each token; all by request."""
+
+    error: str = ""
+    token_ids: dict[int, list[int]] = {}
+    best: dict[int, list[list[float]]] = {}
+    num_recomputed: int = 0
+    num_cached: int = 0
+    num_swapped: int = 0
+    weight_bytes: int = 0
+
+
+def work_through(work: Work) -> Answer:
+    answer = Answer()
+    loop = load_loop(work.config, meeting=work.meeting)
+    loop.warm_up()
+    storages = {tensor.untyped_storage() for _, tensor in named_tensors(loop.model._weights)}
+    answer.weight_bytes = sum(storage.nbytes() for storage in storages)
+    for wave in itertools.cycle(work.waves) if work.again else work.waves:
+        for key, result in run_all(loop, wave).items():
+            assert result.finish is not None
+            answer.token_ids[key] = result.token_ids
+            answer.best[key] = [one.top_logprobs for one in result.logprobs]
+            answer.num_recomputed += result.finish.num_recomputed_tokens
+            answer.num_cached += result.finish.num_cached_tokens
+        if work.naps:
+            loop.sleep()
+            loop.wake()
+    answer.num_swapped = loop.load().swapped_in_blocks_total
+    loop.close()
+    return answer
+
+
+def serve(lines: int, answers: int) -> None:
+    with os.fdopen(lines, "rb") as file, os.fdopen(answers, "wb") as out:
+        for line in file:
+            work = msgspec.json.decode(line, type=Work)
+            answer = Answer()
+            try:
+                if work.meeting is None or work.meeting.rank == 0:
+                    answer = work_through(work)
+                else:
+                    follow(work.config, work.meeting)
+            except EngineError as exc:
+                answer = Answer(error=str(exc))
+            out.write(msgspec.json.encode(answer) + b"\n")
+            out.flush()
+
+
+def main() -> None:
+    configure_logs()
+    pipes = [tuple(map(int, pair.split(","))) for pair in sys.argv[1:]]
+    for index in range(len(pipes)):
+        if os.fork() == 0:
+            for other in pipes[:index] + pipes[index + 1 :]:
+                os.close(other[0])
+                os.close(other[1])
+            serve(*pipes[index])
+            os._exit(0)
+    for pair in pipes:
+        os.close(pair[0])
+        os.close(pair[1])
+    while pipes:
+        pid, status = os.wait()
+        sys.stdout.write(f"{pid} {os.waitstatus_to_exitcode(status)}\n")
+        pipes.pop()
+
+
+if __name__ == "__main__":
+    main()

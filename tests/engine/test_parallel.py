@@ -1,0 +1,293 @@
+"""Over several ranks, real processes on gloo, a model says what it says on one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from moiety_engine.config import EngineConfig
+from moiety_engine.distribution.layout import Seat, layout_of
+from moiety_engine.distribution.lifeline import LOST_RANK, SILENCE_S
+from moiety_engine.distribution.meeting import Meeting
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.model.families import read_spec
+from moiety_engine.model.shares import own_spec
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import Sampling
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 385,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 64}
+    | {"intermediate_size": 128, "mlp_only_layers": [1], "num_hidden_layers": 3, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "deepseek_v3": {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
+    | {"v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 256}
+    | {"intermediate_size": 96, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 16}
+    | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
+}
+NEAR = 1e-4  # between the two best logits: which one wins may hang on the order of a sum
+BLOCK_SIZE, NUM_BLOCKS = 4, 20  # the longest request takes 14 of them
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A random checkpoint of each family; DeepSeek's routes all tokens to the first two experts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folders = {}
+    for family, more in FAMILIES.items():
+        torch.manual_seed(len(family))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SMALL | more)))
+        with torch.no_grad():
+            for name, value in (*model.named_parameters(), *model.named_buffers()):
+                if name.endswith("e_score_correction_bias"):
+                    value.copy_(torch.tensor([50.0, 50, 0, 0, 0, 0, 0, 0]))
+                elif name.endswith(("bias", "sinks")):
+                    value.normal_(std=0.2)
+        folders[family] = tmp_path_factory.mktemp(family)
+        model.save_pretrained(folders[family])
+    return folders
+
+
+class RankProcesses:
+    """Ranks that wait for work, children of one process that has imported all they need."""
+
+    def __init__(self, count: int) -> None:
+        ins, outs = [os.pipe() for _ in range(count)], [os.pipe() for _ in range(count)]
+        theirs = [(read, write) for (read, _), (_, write) in zip(ins, outs, strict=True)]
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("rank.py")), *(f"{read},{write}" for read, write in theirs)],
+            pass_fds=[end for pair in theirs for end in pair],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for end in (end for pair in theirs for end in pair):
+            os.close(end)
+        self._lines = [os.fdopen(write, "wb") for _, write in ins]
+        self._answers = [os.fdopen(read, "rb") for read, _ in outs]
+
+    def start(self, *ranks: tuple[EngineConfig, Meeting | None], **work: Any) -> None:
+        for file, (config, meeting) in zip(self._lines, ranks, strict=False):
+            file.write(msgspec.json.encode({"config": config, "meeting": meeting, "waves": []} | work) + b"\n")
+            file.flush()
+
+    def work(self, *ranks: tuple[EngineConfig, Meeting | None], **work: Any) -> list[Any]:
+        """Each rank's answer, the first one being rank 0's."""
+        self.start(*ranks, **work)
+        lines = [file.readline() for file, _ in zip(self._answers, ranks, strict=False)]
+        assert all(lines), "a rank has ended: its log says why"
+        return [msgspec.convert(msgspec.json.decode(line), dict[str, Any], strict=False) for line in lines]
+
+    def pids(self) -> list[int]:
+        return [child.pid for child in psutil.Process(self._process.pid).children()]
+
+    def end(self) -> tuple[str, str]:
+        """What the processes ended with, and what they said."""
+        for file in self._lines:
+            with contextlib.suppress(BrokenPipeError):
+                file.close()
+        said, logged = self._process.communicate(timeout=60)
+        for file in self._answers:
+            file.close()
+        return said.decode(), logged.decode()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankProcesses]:
+    started = RankProcesses(4)
+    yield started
+    started.end()
+
+
+def settings_of(folder: Path, **settings: Any) -> EngineConfig:
+    """So little memory that requests are preempted."""
+    tight: dict[str, Any] = {"block_size": BLOCK_SIZE, "max_batch_tokens": 24, "max_running": 8, "policy": "fcfs"}
+    given = {"model": str(folder), "name": "tiny", "device": "cpu", "dtype": "float32"} | tight | settings
+    config = EngineConfig(**given)
+    own = own_spec(read_spec(folder), Seat(layout_of(config)))
+    block_bytes = 4 * BLOCK_SIZE * sum(layer.attention.cached_values for layer in own.layers)
+    memory = {"kv_memory_bytes": NUM_BLOCKS * block_bytes, "host_kv_memory_bytes": config.host_kv_memory_bytes or 0}
+    return msgspec.structs.replace(config, **memory)
+
+
+def ranks_of(config: EngineConfig, host: str = "127.0.0.1") -> list[tuple[EngineConfig, Meeting | None]]:
+    """The configuration for each rank, with a place to meet that is free."""
+    num_ranks = layout_of(config).num_ranks
+    if num_ranks == 1:
+        return [(config, None)]
+    with socket.create_server((host, 0)) as server:
+        port = server.getsockname()[1]
+    return [(config, Meeting(rank, num_ranks, host=host, port=port)) for rank in range(num_ranks)]
+
+
+def requests() -> list[list[CoreSubmit]]:
+    """Two waves of requests with common beginnings, some greedy and some with a seed."""
+
+    def one(key: int) -> CoreSubmit:
+        prompt = [3 + (i * 7 + (key % 2) * 5) % 380 for i in range(9)]
+        prompt += [5 + (key * 31 + i) % 370 for i in range(4 * key)]
+        sampled = Sampling(temperature=0.8, top_p=0.9, seed=key, num_logprobs=2)
+        sampling = sampled if key % 3 == 2 else Sampling(temperature=0.0, num_logprobs=2)
+        return CoreSubmit(key, "t", STANDARD, prompt, sampling, 10, 0, [], 10, b"s", 0)
+
+    return [[one(key) for key in range(6)], [one(key + 2) for key in range(6, 10)]]
+
+
+def assert_same(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Token by token, until two logits are so near each other that either may win."""
+    assert not theirs["error"] and not ours["error"], theirs["error"] + ours["error"]
+    assert theirs["token_ids"].keys() == ours["token_ids"].keys() != set()
+    for key, expected in theirs["token_ids"].items():
+        for place, (wanted, found) in enumerate(zip(expected, ours["token_ids"][key], strict=True)):
+            if wanted != found:
+                best, second = theirs["best"][key][place]
+                assert best - second < NEAR, f"request {key}, token {place}: {found} and not {wanted}"
+                break
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What one rank says, by family and settings."""
+
+    processes: RankProcesses
+    folders: dict[str, Path]
+    known: dict[str, dict[str, Any]]
+
+    def says(self, family: str, **settings: Any) -> dict[str, Any]:
+        name = f"{family} {settings}"
+        if name not in self.known:
+            config = settings_of(self.folders[family], **settings)
+            (self.known[name],) = self.processes.work(*ranks_of(config), waves=requests())
+        return self.known[name]
+
+
+@pytest.fixture(scope="module")
+def alone(processes: RankProcesses, folders: dict[str, Path]) -> Alone:
+    return Alone(processes, folders, {})
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 4}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_tensor_and_expert_parallel_say_what_one_rank_says(
+    processes: RankProcesses, alone: Alone, family: str, layout: dict[str, int]
+) -> None:
+    expected = alone.says(family)
+    ours, *others = processes.work(*ranks_of(settings_of(alone.folders[family], **layout)), waves=requests())
+    assert_same(expected, ours)
+    assert not any(other["error"] for other in others)
+    assert expected["num_cached"] > 0 and ours["num_cached"] > 0
+    assert expected["num_recomputed"] > 0 and ours["num_recomputed"] > 0
+    num_ranks = len(others) + 1
+    shares = 1.5 if "pp" in layout else num_ranks / 1.1  # a first stage has the vocabulary, and a layer more
+    assert ours["weight_bytes"] <= expected["weight_bytes"] / shares
+
+
+@pytest.mark.parametrize("layout", [{"tp": 4, "ep": 2}, {"tp": 2, "ep": 2, "pp": 2}], ids=str)
+def test_each_kind_of_parallel_goes_with_the_others(
+    processes: RankProcesses, alone: Alone, layout: dict[str, int]
+) -> None:
+    ours, *_ = processes.work(*ranks_of(settings_of(alone.folders["qwen3_moe"], **layout)), waves=requests())
+    assert_same(alone.says("qwen3_moe"), ours)
+
+
+def test_parallel_steps_that_overlap_swap_and_sleep_say_the_same(processes: RankProcesses, alone: Alone) -> None:
+    more = {"overlap": "on", "host_kv_memory_bytes": 1 << 20}
+    config = settings_of(alone.folders["qwen3_moe"], tp=2, ep=2, **more)
+    ours, _ = processes.work(*ranks_of(config), waves=requests(), naps=True)
+    assert_same(alone.says("qwen3_moe"), ours)
+    assert ours["num_swapped"] > 0
+
+
+def test_parallel_ranks_in_few_bits_say_nearly_the_same(processes: RankProcesses, alone: Alone) -> None:
+    config = settings_of(alone.folders["qwen3_moe"], tp=2, ep=2, quantization="int8")
+    ours, other = processes.work(*ranks_of(config), waves=requests())
+    assert not ours["error"] and not other["error"]
+    expected = alone.says("qwen3_moe", quantization="int8")
+    first = [tokens[0] == ours["token_ids"][key][0] for key, tokens in expected["token_ids"].items()]
+    assert sum(first) >= 0.7 * len(first)
+    assert ours["weight_bytes"] < 0.6 * expected["weight_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "words"),
+    [
+        ("mixtral", {}, "another checkpoint"),
+        ("qwen3_moe", {"max_running": 7}, "max_running is 7 there and 8"),
+    ],
+)
+def test_parallel_ranks_that_do_not_belong_together_all_say_so(
+    processes: RankProcesses, folders: dict[str, Path], family: str, settings: dict[str, Any], words: str
+) -> None:
+    first, (_, meeting) = ranks_of(settings_of(folders["qwen3_moe"], tp=2))
+    other = settings_of(folders[family], tp=2, **settings)
+    if family == "mixtral":
+        other = msgspec.structs.replace(other, kv_memory_bytes=first[0].kv_memory_bytes)
+    for answer in processes.work(first, (other, meeting)):
+        assert words in answer["error"]
+
+
+def test_a_parallel_rank_that_does_not_come_is_named(processes: RankProcesses, folders: dict[str, Path]) -> None:
+    first, second, third, _ = ranks_of(settings_of(folders["qwen3_moe"], tp=4, join_timeout_s=3))
+    for answer in processes.work(first, second, third):
+        assert "of 4 ranks these did not come in time: 3" in answer["error"]
+
+
+def test_a_parallel_launch_of_another_number_of_ranks_is_refused(
+    processes: RankProcesses, folders: dict[str, Path]
+) -> None:
+    (config, meeting), _ = ranks_of(settings_of(folders["qwen3_moe"], tp=2))
+    assert meeting is not None
+    (answer,) = processes.work((config, replace(meeting, num_ranks=3)))
+    assert "make 2 ranks, and 3 were started" in answer["error"]
+
+
+def wait_for(what: Callable[[], Any]) -> Any:
+    end_s = time.monotonic() + 120
+    while not (found := what()):
+        assert time.monotonic() < end_s, "not within two minutes"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_parallel_rank_ends_the_group_within_seconds(folders: dict[str, Path], number: int) -> None:
+    pair = RankProcesses(2)
+    config = settings_of(folders["qwen3_moe"], tp=2)
+    pair.start(*ranks_of(config), waves=requests()[:1], again=True)
+    first, second = wait_for(lambda: len(pair.pids()) == 2 and pair.pids())
+    wait_for(lambda: sum(one.status == "ESTABLISHED" for one in psutil.Process(second).net_connections()) >= 3)
+    time.sleep(1)  # the model is loaded, and steps run
+    os.kill(second, number)
+    lost_s = time.monotonic()
+    while psutil.pid_exists(first) and psutil.Process(first).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() - lost_s < SILENCE_S + 1, "the group goes on without one of its ranks"
+        time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(second, signal.SIGKILL)
+    ended, logged = pair.end()
+    assert f"{first} {LOST_RANK}" in ended
+    assert "rank_lost" in logged
+    assert ("said nothing" if number == signal.SIGSTOP else "is lost") in logged

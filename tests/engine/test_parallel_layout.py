@@ -1,0 +1,65 @@
+"""Numbers of ranks that cannot go together are refused, with what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moiety_engine.config import EngineConfig
+from moiety_engine.distribution.layout import Layout, Seat, layout_of
+from moiety_engine.distribution.meeting import meeting_from
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.model.families import read_spec
+from moiety_engine.model.shares import own_spec
+
+LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"ep": 2}, "--ep 2 does not divide the 1 ranks"),
+        ({"tp": 0}, "must each be at least 1"),
+        ({"tp": 2, "batch_invariant": True}, "--batch-invariant cannot be had over several ranks"),
+        ({"dp_attention": 2}, "--dp-attention is not there yet"),
+    ],
+)
+def test_parallel_settings_that_cannot_be_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidConfig, match=words):
+        layout_of(EngineConfig(model="m", name="n", **settings))
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout(tp=3), "4 query heads cannot be divided by --tp 3"),
+        (Layout(tp=32), "too small for --tp 32"),
+        (Layout(tp=16, ep=16), "4 query heads cannot be divided by --tp 16"),
+        (Layout(pp=3), "--pp 3 is more than the model's 2 layers"),
+    ],
+    ids=str,
+)
+def test_a_model_that_parallel_ranks_cannot_divide_is_refused(checkpoint: Path, layout: Layout, words: str) -> None:
+    with pytest.raises(InvalidConfig, match=words):
+        own_spec(read_spec(checkpoint), Seat(layout))
+
+
+def test_every_layer_and_expert_is_on_some_parallel_rank_and_the_first_stage_has_the_most_layers() -> None:
+    layout = Layout(tp=4, ep=2, pp=3)
+    seats = [Seat(layout, rank) for rank in range(layout.num_ranks)]
+    layers = [seat.layers_of(7) for seat in seats[:: layout.stage_size]]
+    assert [index for some in layers for index in some] == list(range(7))
+    assert max(map(len, layers)) == len(layers[0])
+    pieces = {(seat.pp_rank, seat.ep_rank, seat.cut_rank) for seat in seats}
+    assert pieces == {(stage, part, piece) for stage in range(3) for part in range(2) for piece in range(2)}
+
+
+def test_what_a_launcher_says_of_parallel_ranks_is_understood_or_refused() -> None:
+    found = meeting_from(LAUNCHED)
+    assert found is not None
+    assert (found.rank, found.num_ranks, found.local_rank, found.host, found.port) == (2, 4, 1, "10.0.0.1", 29500)
+    assert meeting_from({}) is meeting_from({"WORLD_SIZE": "1", "RANK": "0"}) is None
+    with pytest.raises(InvalidConfig, match="start with torchrun or deepspeed, or unset WORLD_SIZE"):
+        meeting_from({"WORLD_SIZE": "2"})
