@@ -118,9 +118,7 @@ def write_tasks(work: Path, samples: int, seed: int) -> None:
 def through_transformers(command: Path, work: Path) -> dict[str, dict[str, Any]]:
     checkpoint = moiety_demo.checkpoint_path()
     arguments = ["--model", "hf", "--model_args", f"pretrained={checkpoint},dtype=float32", "--device", "cpu"]
-    return {
-        "transformers": evaluate(command, work, "transformers", "sums,sums_choice", [*arguments, "--batch_size", "1"])
-    }
+    return {"transformers": evaluate(command, work, "transformers", TASKS, [*arguments, "--batch_size", "1"])}
 
 
 def through_our_api(command: Path, work: Path) -> dict[str, dict[str, Any]]:

@@ -6,6 +6,7 @@ import gc
 import random
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -57,13 +58,13 @@ def test_logprobs_have_ids_and_the_greedy_token_is_the_likeliest(llm: LLM):
         assert one.top[one.token_id] == one.logprob <= 0
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-def test_a_prompts_tokens_have_the_logprobs_that_transformers_gives_them(invariant: bool):
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}, {"tp": 2}], ids=str)
+def test_a_prompts_tokens_have_the_logprobs_that_transformers_gives_them(options: dict[str, Any]):
     reference = AutoModelForCausalLM.from_pretrained(moiety_demo.checkpoint_path(), dtype=torch.float32)
     drawn = random.Random(5)
     prompts = [[drawn.randrange(200, 1800) for _ in range(length)] for length in (1, 2, 40, 97, 40)]
     wanted = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, n=2, ignore_eos=True)
-    with LLM(dtype="float32", max_batch_tokens=16, batch_invariant=invariant, num_threads=1) as model:
+    with LLM(dtype="float32", max_batch_tokens=16, num_threads=1, **options) as model:
         model.generate(prompts, GREEDY)  # so that a cache has them
         found = model.generate(prompts, wanted)
     for ids, output in zip(prompts, found, strict=True):
