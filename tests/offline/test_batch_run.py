@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,25 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "moiety_platform.cli", "batch", "run", *map(str, arguments)]
 
 
+def run_on_terminal(line: list[str]) -> tuple[subprocess.CompletedProcess[bytes], str]:
+    """With standard error on a terminal: the second is all that was drawn there."""
+    terminal, end = pty.openpty()
+    drawn: list[bytes] = []
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):  # of a terminal that nobody has open any more
+            while piece := os.read(terminal, 4096):
+                drawn.append(piece)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    done = subprocess.run(line, stdout=subprocess.PIPE, stderr=end, timeout=DEADLINE_S, check=False)
+    os.close(end)
+    watcher.join()
+    os.close(terminal)
+    return done, b"".join(drawn).decode()
+
+
 def never() -> Any:
     raise AssertionError("there is nothing to load a model for")
 
@@ -59,13 +80,7 @@ def test_lines_of_every_endpoint_are_answered_in_openais_shape_with_a_bar_on_a_t
         chat("long", "a b " * 5000, max_tokens=4),
     ]
     file, output = write(tmp_path / "asked.jsonl", sums + others), tmp_path / "out.jsonl"
-    terminal, end = pty.openpty()
-    done = subprocess.run(
-        command(file, "--output", output, "--json"), stdout=subprocess.PIPE, stderr=end, timeout=DEADLINE_S, check=False
-    )
-    os.close(end)
-    drawn = os.read(terminal, 1 << 20).decode()
-    os.close(terminal)
+    done, drawn = run_on_terminal(command(file, "--output", output, "--json"))
     assert done.returncode == 0, drawn
     assert "18/18" in drawn
     report = json.loads(done.stdout)
