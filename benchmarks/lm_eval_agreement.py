@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         write_tasks(work, options.samples, options.seed)
-        runs = through_transformers(options.lm_eval, work) | through_our_api(options.lm_eval, work)
+        with ThreadPoolExecutor() as pool:
+            truth = pool.submit(through_transformers, options.lm_eval, work)
+            runs = through_our_api(options.lm_eval, work) | truth.result()
     pairs = {
         "sums": ("transformers", "local-completions", "local-chat-completions"),
         "sums_choice": ("transformers", "local-completions"),
     }
     report = {
-        "environment": describe_environment() | {"lm_eval": runs["transformers"]["lm_eval"]},
+        "environment": describe_environment() | {"lm_eval": runs["transformers"]["sums"]["lm_eval"]},
         "settings": {"samples": options.samples, "seed": options.seed, "dtype": "float32"},
         "tasks": {task: compare(task, {way: runs[way] for way in ways}) for task, ways in pairs.items()},
     }
@@ -143,9 +146,9 @@ def through_our_api(command: Path, work: Path) -> dict[str, dict[str, Any]]:
 
 def evaluate(command: Path, work: Path, way: str, tasks: Sequence[str], arguments: Sequence[str], **more: str) -> Run:
     """The score of each task, and what came of each of its samples."""
-    found: Run = {}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | OFFLINE | more
-    for task in tasks:
+
+    def run(task: str) -> tuple[str, Any]:
         into = work / way / task
         line = [command, "run", *arguments, "--tasks", task, "--include_path", work]
         line += ["--log_samples", "--output_path", into, *(["--apply_chat_template"] if task == "sums" else [])]
@@ -155,9 +158,11 @@ def evaluate(command: Path, work: Path, way: str, tasks: Sequence[str], argument
         report = json.loads(next(into.rglob("results_*.json")).read_text(encoding="utf-8"))
         text = next(into.rglob(f"samples_{task}_*.jsonl")).read_text(encoding="utf-8")
         samples = sorted(map(json.loads, text.splitlines()), key=lambda sample: int(sample["doc_id"]))
-        found[task] = {"score": report["results"][task][f"{METRICS[task]},none"], "samples": samples}
-        found["lm_eval"] = report.get("lm_eval_version")
-    return found
+        score = report["results"][task][f"{METRICS[task]},none"]
+        return task, {"score": score, "samples": samples, "lm_eval": report.get("lm_eval_version")}
+
+    with ThreadPoolExecutor() as pool:
+        return dict(pool.map(run, tasks))
 
 
 def compare(task: str, runs: dict[str, Run]) -> dict[str, Any]:
