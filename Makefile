@@ -7,9 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --prefer-binary --constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
+RELEASE := $(VENV)/release
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test bench bench-gpu fmt clean
+.PHONY: help serve test bench bench-gpu images locks sbom audit fmt clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -31,6 +32,18 @@ bench: $(VENV)/.serve ## measure the engine's throughput on the demo model (or A
 
 bench-gpu: ## check and measure the kernels on the GPU of this machine, in under 8 minutes
 	@exec $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benchmarks/bench_gpu.py $(ARGS)
+
+images: ## build the images with docker or podman (IMAGES="gateway …", TORCH=cpu, REGISTRY=…/)
+	@helm/images/build.sh
+
+locks: $(RELEASE)/.made ## lock what the images install to versions and hashes (ARGS=--upgrade for the newest)
+	@PATH="$(CURDIR)/$(RELEASE)/bin:$$PATH" helm/images/lock.sh $(ARGS)
+
+sbom: $(RELEASE)/.made ## write each image's bill of materials into dist/
+	@PATH="$(CURDIR)/$(RELEASE)/bin:$$PATH" helm/images/sbom.sh
+
+audit: $(RELEASE)/.made ## look for known vulnerabilities in what the images install, and lint the Dockerfile
+	@PATH="$(CURDIR)/$(RELEASE)/bin:$$PATH" helm/images/audit.sh
 
 fmt: $(VENV)/.dev ## format the code and mend what lint can mend
 	@$(BIN)/ruff check --fix .
@@ -57,3 +70,9 @@ $(VENV)/.dev: $(VENV)/.made $(INPUTS)
 	@echo 'installing Moiety and its tests into $(VENV); this takes a few minutes the first time …'
 	@$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.serve
+
+$(RELEASE)/.made: $(VENV)/.made helm/images/tools.txt
+	@echo 'installing what releases are made with into $(RELEASE) …'
+	@$(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python -m pip --disable-pip-version-check install -qq --requirement helm/images/tools.txt
+	@touch $@

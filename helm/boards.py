@@ -162,6 +162,8 @@ def decisions() -> list[list[Panel]]:
     relegated = of_class("moiety_engine_class_relegated_total")
     boosted = of_class("moiety_engine_class_boosted_total")
     recomputed = of_class("moiety_engine_class_recomputed_tokens_total")
+    drafted, accepted = (of_engine(f"moiety_engine_{name}_tokens_total") for name in ("drafted", "accepted"))
+    wrong_guesses = f"{drafted} - {accepted}"
     return [
         [
             Panel("Preemptions", "ops", [(f"sum by (service_class, reason) ({by_reason})",
@@ -173,8 +175,9 @@ def decisions() -> list[list[Panel]]:
                   "Late beyond repair and put behind; waited too long and put before."),
             Panel("Tokens computed for nothing", "short",
                   [(f"sum by (service_class) ({recomputed})", "{{service_class}} recomputed"),
-                   (of_engine("moiety_engine_overshot_tokens_total"), "{{engine}} overshot")],
-                  "Again after preemptions; for requests that had ended. Per second."),
+                   (of_engine("moiety_engine_overshot_tokens_total"), "{{engine}} overshot"),
+                   (wrong_guesses, "{{engine}} wrong guesses")],
+                  "Again after preemptions; for requests that had ended; guessed, and not come true. Per second."),
         ],
         [
             Panel("Predicted time to first token", "s",

@@ -15,9 +15,9 @@ MOST_HEADER_BYTES = 100 << 20  # of a safetensors file, as its format says
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def resolve_checkpoint(model: str) -> Path:
-    """The folder of a checkpoint: `model` as a path or as a hub id, which is downloaded if it is not in the cache;
-    "" is the bundled demo model. Raises CheckpointError."""
+def resolve_checkpoint(model: str, needed: tuple[str, ...] = NEEDED_FILES) -> Path:
+    """The folder of a checkpoint: `model` as a path or as a hub id, of which the files that are `needed` are downloaded
+    if they are not in the cache; "" is the bundled demo model. Raises CheckpointError."""
     if not model:
         return _existing(moiety_demo.checkpoint_path(), "the bundled demo model")
     folder = Path(model).expanduser()
@@ -25,7 +25,7 @@ def resolve_checkpoint(model: str) -> Path:
         return _existing(folder, model)
     if not _HUB_ID.fullmatch(model):
         raise CheckpointError(f"{model} is neither a folder nor a hub id such as 'organisation/model'")
-    return _existing(_download(model), model)
+    return _existing(_download(model, needed), model)
 
 
 def fingerprint(folder: Path) -> str:
@@ -52,14 +52,14 @@ def _existing(folder: Path, what: str) -> Path:
     return folder.resolve()
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, needed: tuple[str, ...]) -> Path:
     # Optional and slow to import: only hub ids need it.
     import httpx  # noqa: PLC0415
     from huggingface_hub import snapshot_download  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
-        found = snapshot_download(hub_id, allow_patterns=list(NEEDED_FILES), ignore_patterns=list(UNNEEDED_FILES))
+        found = snapshot_download(hub_id, allow_patterns=list(needed), ignore_patterns=list(UNNEEDED_FILES))
     except LocalEntryNotFoundError as exc:
         raise CheckpointError(
             f"{hub_id} is neither a folder here nor in the hub's cache, and the hub cannot be reached; go online once, "

@@ -12,7 +12,7 @@ import typer
 import zmq
 
 from moiety_engine.checkpoint import model_name, resolve_checkpoint
-from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap, PolicyName
+from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap, PolicyName, Speculate
 from moiety_engine.distribution.layout import layout_of
 from moiety_engine.distribution.meeting import meeting_from, require_ranks
 from moiety_engine.errors import CheckpointError, InvalidConfig
@@ -74,6 +74,8 @@ def engine(
     static_batch_size: options.StaticBatchSizeOption = 8,
     batch_timeout_ms: options.BatchTimeoutMsOption = 50.0,
     overlap: options.OverlapOption = Overlap.AUTO,
+    speculate: options.SpeculateOption = Speculate.OFF,
+    speculate_tokens: options.SpeculateTokensOption = 7,
     cuda_graphs: options.CudaGraphsOption = True,
     tp: options.TpOption = 1,
     dp_attention: options.DpAttentionOption = 1,
@@ -138,6 +140,8 @@ def engine(
                 static_batch_size=static_batch_size,
                 load_format=load_format,
                 overlap=overlap,
+                speculate=speculate,
+                speculate_tokens=speculate_tokens,
                 cuda_graphs=cuda_graphs,
                 tp=tp,
                 dp_attention=dp_attention,

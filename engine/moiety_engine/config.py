@@ -46,6 +46,13 @@ class Overlap(StrEnum):
     OFF = "off"
 
 
+class Speculate(StrEnum):
+    """What drafts tokens that a step verifies; see `moiety_engine.scheduling.speculation`."""
+
+    OFF = "off"
+    NGRAM = "ngram"  # what followed the newest words when the text said them before
+
+
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
@@ -85,6 +92,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     load_format: LoadFormat = LoadFormat.AUTO
     overlap: Overlap = Overlap.AUTO
+    speculate: Speculate = Speculate.OFF
+    speculate_tokens: int = 7  # the longest draft; with the token before it 8 rows, as processors like them
     cuda_graphs: bool = True  # replay decode steps on a GPU
     traced_steps_per_s: float = 20.0  # looked at closely, for the traces of requests; 0 for none
     batch_timeout_ms: float = 50.0  # `dynamic`: how long the first request waits for company
@@ -114,6 +123,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "max_context_tokens": self.max_context_tokens,
             "num_threads": self.num_threads,
             "static_batch_size": self.static_batch_size,
+            "speculate_tokens": self.speculate_tokens,
         }
         for name, value in positive.items():
             if value is not None and value <= 0:
@@ -121,6 +131,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.host_kv_memory_bytes is not None and self.host_kv_memory_bytes < 0:
             raise InvalidConfig(
                 f"host_kv_memory_bytes must be 0 (no host tier) or more, not {self.host_kv_memory_bytes}"
+            )
+        if self.speculate is not Speculate.OFF and self.batching is Batching.PADDED:
+            raise InvalidConfig(
+                "the padded strategy computes every row as long as the longest, without drafts: choose "
+                "another --batching, or --speculate off"
             )
         if not 0 <= self.traced_steps_per_s <= MAX_TRACED_PER_S:
             raise InvalidConfig(f"traced_steps_per_s must lie between 0 and {MAX_TRACED_PER_S}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import torch
@@ -18,11 +19,14 @@ import torch
 from moiety_engine.assembly import assemble, telling
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
-from moiety_engine.config import Batching, EngineConfig, PolicyName
+from moiety_engine.config import Batching, EngineConfig, PolicyName, Speculate
 from moiety_engine.distribution.crew import Crew
 from moiety_engine.distribution.meeting import Meeting
-from moiety_engine.errors import OutOfMemory
-from moiety_engine.messages import CoreFailure, CoreLoad, CoreOutput, CoreStep, CoreSubmit
+from moiety_engine.errors import OutOfMemory, RanksError
+from moiety_engine.guiding.follower import Follower
+from moiety_engine.guiding.library import Library, Reading
+from moiety_engine.guiding.lobby import Lobby
+from moiety_engine.messages import CoreFailure, CoreFinish, CoreLoad, CoreOutput, CoreStep, CoreSubmit
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.moe.watch import ExpertWatch
@@ -32,7 +36,8 @@ from moiety_engine.runner.resident import Resident, free_cached_memory
 from moiety_engine.runner.runner import Flight
 from moiety_engine.runner.sizes import sizes_for
 from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.scheduler import Limits, Scheduler
+from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.steps.tracer import StepTracer
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
@@ -52,16 +57,19 @@ class EngineLoop:
         clock_ns: Callable[[], int] = time.time_ns,
         crew: Crew | None = None,
         local_ranks: int = 1,
+        library: Library | str = "it was made without a tokenizer",
     ) -> None:
-        """`crew`: the other ranks that the model is on, `local_ranks` of them with this one on this host."""
+        """`crew`: the other ranks that the model is on, `local_ranks` of them with this one on this host. `library`: of
+        guides for answers, or why there is none."""
         self.model = model
         self.config = config
         self._clock_ns = clock_ns
         self.overlaps = steps_overlap(model, config)
         self._orders = Orders(crew, overlaps=self.overlaps)
         self.sizes = sizes = sizes_for(model, config, self._orders, local_ranks)
+        self._lobby = Lobby(library)
         self._tenants = None if model.experts is None else TenantSlots()
-        self._resident: Resident | None = Resident(model, sizes, self._orders, self._tenants)
+        self._resident: Resident | None = self._move_in()
         self._experts = self._watch_experts()
         host = HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None
         pool = BlockPool(sizes.num_blocks)
@@ -69,7 +77,9 @@ class EngineLoop:
         ledger = KvLedger(pool, sizes.block_size, prefix_caching=config.prefix_caching, host=host, answers_apart=apart)
         limits = Limits(sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms)
         policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
-        self.scheduler = Scheduler(ledger, limits, STRATEGIES[config.batching], policy)
+        draft_tokens = 0 if config.speculate is Speculate.OFF else config.speculate_tokens
+        strategy = STRATEGIES[config.batching]
+        self.scheduler = Scheduler(ledger, limits, strategy, policy, draft_tokens=draft_tokens)
         self._flight: Flight | None = None  # launched, and not collected
         self._outputs: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
@@ -103,16 +113,34 @@ class EngineLoop:
         room = self.max_context_tokens - num_prompt
         if not submit.embed and submit.max_tokens > room:
             submit = msgspec.structs.replace(submit, max_tokens=room, min_tokens=min(submit.min_tokens, room))
-        seed = submit.sampling.seed
-        self.scheduler.add(submit, seed=secrets.randbits(63) if seed is None else seed, now_ns=self._clock_ns())
+        if submit.guide is not None:
+            self._lobby.enter(submit)
+        else:
+            self._queue(submit, None)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool) -> None:
         """Raise a request's credit (a total)."""
-        self._emit(self.scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns()))
+        if not self._lobby.extend(key, credit_tokens, last=last):
+            self._emit(self.scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns()))
 
     def abort(self, key: int, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request before the next step; its blocks are free when this returns."""
-        self._emit(self.scheduler.abort(key, reason, now_ns=self._clock_ns()))
+        guest = self._lobby.leave(key)
+        if guest is not None:
+            num_resumed = len(guest.resumed_ids or ())
+            ended = CoreFinish(reason, "", 0, num_resumed, 0, 0, self._clock_ns(), guest.service.name, [], 0)
+            self._emit(CoreOutput(key, [], None, ended))
+        else:
+            self._emit(self.scheduler.abort(key, reason, now_ns=self._clock_ns()))
+
+    @property
+    def follows_guides(self) -> bool:
+        return self._lobby.is_open
+
+    @property
+    def waits_for_guides(self) -> bool:
+        """Whether a request waits for its guide to be compiled, which ends by itself."""
+        return not self._lobby.is_empty
 
     def step(self) -> bool:
         """Plan a step and launch it; then take in the result of the step before, where steps overlap, or else of this
@@ -121,9 +149,12 @@ class EngineLoop:
             return self._step(self._awake())
 
     def _step(self, resident: Resident) -> bool:
+        self._take_from_lobby()
         plan = self.scheduler.plan(self._clock_ns())
         resident.copy_blocks(plan)
         launched = resident.runner.launch(plan) if plan.chunks else None
+        if launched is not None:
+            self._end_astray(launched)
         if self._experts is not None:
             self._experts.look(self._clock_ns() / 1e9, resident.runner.staging)
         if not self.overlaps:
@@ -149,6 +180,8 @@ class EngineLoop:
     def warm_up(self) -> None:
         """See that the first request does not pay for what is done once. Only before the first request."""
         self.scheduler.swap_costs(self._awake().warm_up())
+        if self.scheduler.speculator is not None:
+            self.scheduler.speculator.costs.measured(self._awake().time_decodes(self._clock_ns))
 
     # ── asleep ──
 
@@ -166,9 +199,8 @@ class EngineLoop:
         self._flight = None
         if self._experts is not None:
             self._experts.finish(self._clock_ns() / 1e9, resident.runner.staging)
+        freed = self._leave(on_progress) + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
         self._orders.give(Release())
-        self._orders.give(Leave())
-        freed = self.model.leave(on_progress) + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
         self.scheduler.kv.forget()
         self._resident = None
         del resident
@@ -180,21 +212,36 @@ class EngineLoop:
         assert self._resident is None, "a replica that is awake was woken"
         problem = ""
         try:
-            if self.model.away:
-                self._orders.give(ComeBack())
-                self.model.come_back(on_progress)
-            self._resident = Resident(self.model, self.sizes, self._orders, self._tenants)
+            self._come_back(on_progress)
+            self._resident = self._move_in()
             self.warm_up()
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
             problem = str(exc)
         if problem:  # only now does nobody hold what had been made, as the error did
             self._resident = None
-            if not self.model.away:
-                self._orders.give(Release())
-                self._orders.give(Leave())
-                self.model.leave(on_progress)
+            self._orders.give(Release())
+            with self._orders.together(Leave()):
+                if not self.model.away:
+                    self.model.leave(on_progress)
             free_cached_memory(self.model.device)
             raise OutOfMemory(problem)
+
+    def _leave(self, on_progress: Callable[[], None]) -> int:
+        """The weights of all ranks, or none. Raises OutOfMemory, and RanksError where not even that can be had."""
+        try:
+            with self._orders.together(Leave()):
+                return self.model.leave(on_progress)
+        except OutOfMemory:
+            try:
+                self._come_back(on_progress)
+            except OutOfMemory as exc:
+                raise RanksError(f"some ranks have put their weights away, and cannot take them back: {exc}") from exc
+            raise
+
+    def _come_back(self, on_progress: Callable[[], None]) -> None:
+        with self._orders.together(ComeBack()):
+            if self.model.away:
+                self.model.come_back(on_progress)
 
     def close(self) -> None:
         """End the other ranks, if there are any. The loop is not used any more."""
@@ -232,7 +279,39 @@ class EngineLoop:
             swapped_in_blocks_total=scheduler.kv.swapped_in_total,
             classes=scheduler.class_loads(),
             overshot_tokens_total=scheduler.overshot_tokens_total,
+            drafted_tokens_total=scheduler.drafted_tokens_total,
+            accepted_tokens_total=scheduler.accepted_tokens_total,
+            max_batch_tokens=scheduler.limits.max_batch_tokens,
+            max_running=scheduler.limits.max_running,
+            step_costs=scheduler.step_time.costs(),
         )
+
+    def _queue(self, submit: CoreSubmit, guide: Follower | None) -> None:
+        seed = submit.sampling.seed
+        seed = secrets.randbits(63) if seed is None else seed
+        self.scheduler.add(submit, seed=seed, now_ns=self._clock_ns(), guide=guide)
+
+    def _take_from_lobby(self) -> None:
+        """Whose guides are there queue now; who cannot be served is told with this step."""
+        if self._lobby.is_empty:
+            return
+        for ready in self._lobby.take_ready():
+            self._queue(ready.submit, ready.follower)
+            if ready.credit_tokens != ready.submit.credit_tokens or ready.credit_last:
+                self.extend(ready.submit.key, ready.credit_tokens, last=ready.credit_last)
+        self._failures += self._lobby.take_refused()
+
+    def _end_astray(self, flight: Flight) -> None:
+        """Requests whose guides cannot be followed any further: what the step samples for them is thrown away."""
+        for key, problem in flight.astray:
+            ended = self.scheduler.abort(key, FinishReason.ABORT, now_ns=self._clock_ns())
+            if ended is not None and ended.finish is not None:
+                num_output = ended.finish.num_output_tokens
+                self._failures.append(CoreFailure(key, FailureCode.GUIDE_REFUSED, problem, num_output))
+
+    def _move_in(self) -> Resident:
+        num_mask_words = self._lobby.num_words
+        return Resident(self.model, self.sizes, self._orders, self._tenants, num_mask_words=num_mask_words)
 
     def _watch_experts(self) -> ExpertWatch | None:
         counter = self.model.expert_counter
@@ -268,8 +347,10 @@ def load_loop(
     """Load the checkpoint folder that the configuration names and make a loop of it, as rank 0 if there are several.
     `meeting`: what a launcher said of the others, who are started here without one. `progress(done, total)` in bytes.
     Raises EngineError with what to do."""
+    library = Reading(Path(config.model))
     assembled = assemble(config, meeting, progress)
-    with telling(assembled.crew):
-        return EngineLoop(
-            assembled.model, config, clock_ns=clock_ns, crew=assembled.crew, local_ranks=assembled.local_ranks
-        )
+    crew, local_ranks = assembled.crew, assembled.local_ranks
+    with telling(crew):
+        found = library.result()
+        model = assembled.model
+        return EngineLoop(model, config, clock_ns=clock_ns, crew=crew, local_ranks=local_ranks, library=found)

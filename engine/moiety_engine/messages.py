@@ -12,7 +12,8 @@ import msgspec
 
 from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
-from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling, Step
+from moiety_wire.guides import Guide
+from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling, Step, StepCosts
 
 
 class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
@@ -35,6 +36,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     resumed_ids: list[int] | None = None  # output of another engine, which had admitted it; fewer than max_tokens
     embed: bool = False  # ends with its prefill; `max_tokens` is 0
     sibling_tokens: int = 0  # prompt tokens beside its own that the promise allows time for
+    guide: Guide | None = None  # what its answer must be
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -100,6 +102,8 @@ class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
     events: list[CoreEvent]
     num_recomputed_tokens: int
     embedding: bytes = b""  # a unit vector, little-endian float32
+    num_drafted_tokens: int = 0  # guessed and computed
+    num_accepted_tokens: int = 0  # of them, those that came true
 
 
 class CoreScores(msgspec.Struct, frozen=True, array_like=True):
@@ -151,6 +155,11 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
     swapped_in_blocks_total: int = 0
     classes: list[ClassLoad] = []
     overshot_tokens_total: int = 0  # computed for requests that had ended by then; nobody pays for them
+    drafted_tokens_total: int = 0
+    accepted_tokens_total: int = 0
+    max_batch_tokens: int = 0
+    max_running: int = 0
+    step_costs: StepCosts | None = None
 
 
 class CoreState(StrEnum):
@@ -171,6 +180,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     dtype: str = ""
     device: str = ""
     embedding_width: int = 0  # 0: this core makes no embeddings
+    follows_guides: bool = False
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):

@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import Any
 
 from moiety_engine.cache.prefix import block_hash, root_hash
+from moiety_engine.guiding.follower import Follower
 from moiety_engine.messages import CoreEvent, CoreSubmit
 from moiety_wire.messages import EventKind, Reason
 
@@ -57,10 +58,14 @@ class Sequence:
         "first_deadline_s",
         "first_token_unix_ns",
         "ghost",
+        "guide",
+        "history",
         "host_blocks",
         "next_due_s",
+        "num_accepted",
         "num_cached",
         "num_computed",
+        "num_drafted",
         "num_overtaken",
         "num_padded",
         "num_preemptions",
@@ -88,10 +93,18 @@ class Sequence:
     )
 
     def __init__(
-        self, submit: CoreSubmit, *, order: int, seed: int, queued_unix_ns: int = 0, answer_apart: bool = False
+        self,
+        submit: CoreSubmit,
+        *,
+        order: int,
+        seed: int,
+        queued_unix_ns: int = 0,
+        answer_apart: bool = False,
+        guide: Follower | None = None,
     ) -> None:
         """`answer_apart`: the hashes of its answer's blocks are not those of a prompt with the same tokens."""
         self.submit = submit
+        self.guide = guide  # where its answer stands in what it must be; it goes by `tokens` alone
         self.order = order  # place in the queue, kept through preemption
         self.seed = seed
         self.queued_unix_ns = queued_unix_ns  # by this process's clock; the gateway's may differ
@@ -114,6 +127,8 @@ class Sequence:
         self.num_overtaken = 0  # joins of others since it first found no blocks at the head of the queue
         self.num_recomputed = 0  # tokens whose KV was computed more than once
         self.peak_computed = 0  # the most tokens whose KV was there at any time
+        self.num_drafted = self.num_accepted = 0  # tokens guessed and computed; of them, those that came true
+        self.history: Any = None  # what was guessed for it, of a scheduler that drafts
         self.pending_row = -1  # of the pending token in what the running step samples; -1 if none is pending
         self.place = Place.WAITING
         self.entry = 0  # raised when it enters or leaves a policy's queue: older entries are void; odd while queued
@@ -130,9 +145,7 @@ class Sequence:
         self.account: Any = None  # its tenant's, of a policy that keeps accounts
         self.bucket = 0  # the policy's
         self.charged_tokens = 0.0  # what its tenant was charged ahead of service
-        self.scheduled_unix_ns = 0
-        self.first_token_unix_ns = 0
-        self.finished_unix_ns = 0
+        self.scheduled_unix_ns = self.first_token_unix_ns = self.finished_unix_ns = 0
         # The padded strategy only: the length that its batch pads prompts to, the positions it reserves, and whether
         # the sequence has ended but its row is still computed because the batch has not.
         self.num_padded = 0
@@ -163,6 +176,11 @@ class Sequence:
     def num_known(self) -> int:
         """Tokens that are known, all but a pending one."""
         return len(self.tokens) - (self.pending_row >= 0)
+
+    @property
+    def known_output(self) -> list[int]:
+        """Output tokens, but for a pending one."""
+        return self.tokens[self.num_prompt : self.num_known]
 
     @property
     def has_credit(self) -> bool:

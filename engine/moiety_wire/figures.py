@@ -23,6 +23,8 @@ COUNTERS = (
     ("swapped_out_blocks", "Blocks moved to the host-memory tier."),
     ("swapped_in_blocks", "Blocks moved back from it."),
     ("overshot_tokens", "Tokens computed for requests that had ended by then; nobody pays for them."),
+    ("drafted_tokens", "Tokens guessed and computed, of speculative decoding; nobody pays for a guess."),
+    ("accepted_tokens", "Of these, tokens that came true."),
 )
 CLASS_GAUGES = (  # the field, what it is called as a metric, and what it means
     ("num_waiting", "num_waiting", "Requests of the class that wait."),

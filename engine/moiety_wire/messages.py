@@ -32,6 +32,7 @@ import msgspec
 
 from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
+from moiety_wire.guides import Guide
 
 PROTOCOL_VERSION = 5
 HEARTBEAT_INTERVAL_S = 0.5
@@ -50,6 +51,7 @@ class FailureCode(StrEnum):
     UNKNOWN_MODEL = "unknown_model"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     INVALID_REQUEST = "invalid_request"
+    GUIDE_REFUSED = "guide_refused"  # what the answer is to be cannot be followed
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     ENGINE_FAILED = "engine_failed"
@@ -161,6 +163,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     gathers: bool = False  # nobody reads along: after the first, tokens may come some at a time
     sibling_tokens: int = 0  # of the client's other prompts in the same request, for which its promise allows time too
     shown_ids: tuple[int, ...] = ()  # special tokens that have a text in this answer: those that mark calls of tools
+    guide: Guide | None = None  # what the answer must be
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
@@ -218,6 +221,7 @@ class Card(msgspec.Struct, frozen=True, tag="card"):
     protocol_version: int = PROTOCOL_VERSION
     embedding_width: int = 0  # numbers of a vector; 0 where the engine makes none
     extensible: bool = True  # False: credit cannot be raised, nor does it remember what ended requests used
+    follows_guides: bool = False
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):
@@ -336,6 +340,8 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     num_recomputed_tokens: int = 0  # computed again after preemptions; metered, not billed
     detail: str = ""  # the stop string that matched; max_tokens, context, credit_refused; silent_gateway, draining
     embedding: bytes = b""  # of `Submit.embed`, unless aborted: a unit vector, little-endian float32
+    num_drafted_tokens: int = 0  # guessed and computed; nobody pays for a guess
+    num_accepted_tokens: int = 0  # of them, those that came true
     steps: bytes = b""
     prompt_logprobs: list[TokenLogprob] | None = None  # where asked for: of each of its tokens but the first
 
@@ -386,6 +392,17 @@ class ClassLoad(msgspec.Struct, frozen=True, array_like=True):
     recomputed_tokens_total: int
 
 
+class StepCosts(msgspec.Struct, frozen=True):
+    """How long an engine's steps take, as it has learned: seconds of each step, and more for what is in it."""
+
+    step_s: float
+    row_s: float
+    bends: tuple[tuple[int, float], ...]  # beyond so many rows, so much more each
+    context_token_s: float  # whose KV decoding rows read
+    pair_s: float  # of a prompt token and a token that it attends to
+    relative_error: float  # of its predictions
+
+
 class Load(msgspec.Struct, frozen=True, tag="load"):
     """The engine's state and its counters since start (monotonic)."""
 
@@ -414,6 +431,11 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     sleep: SleepState = SleepState.AWAKE
     sleep_problem: str = ""  # why it did not fall asleep, or wake, when it was last told to
     unsettled_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled
+    drafted_tokens_total: int = 0
+    accepted_tokens_total: int = 0
+    max_batch_tokens: int = 0  # of a step; 0 where that is not known
+    max_running: int = 0
+    step_costs: StepCosts | None = None  # None until it has learned them
 
 
 ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled | ExpertLoad | ExpertBalance

@@ -27,6 +27,9 @@ from typing import ClassVar
 
 from moiety_wire.messages import Reason
 
+FORM_NOT_SUPPORTED = "form_not_supported"  # the code of what an answer should be and cannot be made to be
+NO_FORMS = "the engine of {model!r} cannot hold an answer to a form; leave the form out, or use another model"
+
 
 class PlatformError(Exception):
     """Root. `code` is stable and machine-readable; `param` names the offending field of the request, if one does."""

@@ -66,7 +66,7 @@ def health_routes(replicas: Replicas, metrics: Metrics, store: StoreReadiness | 
     async def scrape() -> Response[bytes]:
         """Metrics in Prometheus' form."""
         if store is not None:
-            await store.why_not_ready()  # a metric tells it, also where nobody asks /readyz
+            await store.why_not_ready()  # so that the first scrape tells it
         return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     return [healthz, readyz, head_healthz, head_readyz, scrape]

@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, Setting
 
 from moiety_platform.config_file import read_config_section
 from moiety_platform.engine_addresses import identity
+from moiety_wire.guides import MAX_GUIDE_BYTES
 
 SECTION = "gateway"
 MIN_DAYS_OF_USAGE = 62  # so that what is told late, of a month that is just over, finds what it belongs to
@@ -65,6 +66,7 @@ class GatewaySettings(BaseSettings):
     max_stop_chars: int = Field(default=1024, ge=1, le=4096)  # of each stop string
     max_tools: int = Field(default=128, ge=1, le=1024)
     max_tool_schema_bytes: int = Field(default=65_536, ge=256)  # of each tool's parameters, as JSON
+    max_guide_bytes: int = Field(default=65_536, ge=256, le=MAX_GUIDE_BYTES)  # of a schema, expression or grammar
     max_header_bytes: int = Field(default=32 * 1024, ge=4096)  # of a request's line and headers
     max_headers: int = Field(default=100, ge=16)
     header_timeout_s: float = Field(default=15, gt=0)  # until they are there
@@ -94,6 +96,8 @@ class GatewaySettings(BaseSettings):
     responses_max_per_tenant: int = Field(default=10_000, ge=0, le=100_000)  # beyond: 429; 0: none are kept
     responses_max_bytes_per_tenant: int = Field(default=256 * 1024 * 1024, ge=0)  # beyond: 429
 
+    simulation_limit_s: float = Field(default=300, gt=0)  # how long one may take
+    simulation_niceness: int = Field(default=10, ge=0, le=19)  # how far it gives way to what is served
     upkeep_interval_s: float = Field(default=60, gt=0)  # how often what is past its time is deleted
     keep_files_days: int = Field(default=30, ge=0, le=3_650)  # for which no end was asked; 0: until they are deleted
     keep_batches_days: int = Field(default=30, ge=2, le=3_650)  # from their making, and as long as their files

@@ -39,7 +39,7 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         ready = "1 once the database has all tables and columns that this program knows; 0: a migration is behind."
-        yield GaugeMetricFamily("moiety_store_ready", ready, self._store.is_ready)
+        yield GaugeMetricFamily("moiety_store_ready", ready, self._store.look())
         yield GaugeMetricFamily("moiety_open_requests", "Requests that have not ended.", self._requests.num_open)
         yield from self._ledger()
         yield from self._leases()

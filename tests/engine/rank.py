@@ -6,20 +6,25 @@ A line in is (configuration, where to meet, requests). Rank 0 answers with a lin
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from unittest.mock import patch
 
 import msgspec
 
 from moiety_engine.assembly import follow
 from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.meeting import Meeting
-from moiety_engine.errors import EngineError
+from moiety_engine.errors import EngineError, OutOfMemory
 from moiety_engine.logs import configure_logs
-from moiety_engine.loop import load_loop
+from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.model.residence import named_tensors
+from moiety_engine.model import residence
+from moiety_engine.model.residence import Residence, named_tensors
 from moiety_engine.offline import run_all
 
 
@@ -29,6 +34,7 @@ class Work(msgspec.Struct):
     waves: list[list[CoreSubmit]]  # one after the other
     naps: bool = False  # between waves
     again: bool = False  # and again, until it is ended
+    lacks: str = ""  # room on rank 1 for what a nap moves: `host`, `device`; or on all ranks, for the `cache`
 
 
 class Answer(msgspec.Struct):
@@ -41,6 +47,52 @@ class Answer(msgspec.Struct):
     num_cached: int = 0
     num_swapped: int = 0
     weight_bytes: int = 0
+    refusals: list[str] = []
+
+
+def refusal(do: Callable[[], object]) -> str:
+    try:
+        do()
+    except OutOfMemory as exc:
+        return str(exc)
+    return ""
+
+
+def nap(loop: EngineLoop, lacks: str) -> str:
+    """Sleep and wake; what was said where there was no room."""
+    said = refusal(loop.sleep) if lacks == "host" else ""
+    assert not loop.asleep
+    if lacks == "host":
+        return said
+    loop.sleep()
+    fitting = loop.sizes
+    if lacks == "cache":
+        loop.sizes = replace(fitting, num_blocks=1 << 50)
+    if lacks:
+        said = refusal(loop.wake)
+        assert loop.asleep
+    loop.sizes = fitting
+    loop.wake()
+    return said
+
+
+@contextlib.contextmanager
+def lacking(what: str) -> Iterator[None]:
+    """On another rank than the first. A device has room at every second try."""
+    whole = Residence.come_back
+    tries = itertools.count()
+
+    def come_back(self: Residence, on_progress: Callable[[], None]) -> None:
+        if next(tries) % 2 == 0:
+            raise OutOfMemory("there is no room")
+        whole(self, on_progress)
+
+    with contextlib.ExitStack() as stack:
+        if what == "host":
+            stack.enter_context(patch.object(residence, "available_bytes", lambda: 0))
+        if what == "device":
+            stack.enter_context(patch.object(Residence, "come_back", come_back))
+        yield
 
 
 def work_through(work: Work) -> Answer:
@@ -57,8 +109,7 @@ def work_through(work: Work) -> Answer:
             answer.num_recomputed += result.finish.num_recomputed_tokens
             answer.num_cached += result.finish.num_cached_tokens
         if work.naps:
-            loop.sleep()
-            loop.wake()
+            answer.refusals.append(nap(loop, work.lacks))
     answer.num_swapped = loop.load().swapped_in_blocks_total
     loop.close()
     return answer
@@ -73,7 +124,8 @@ def serve(lines: int, answers: int) -> None:
                 if work.meeting is None or work.meeting.rank == 0:
                     answer = work_through(work)
                 else:
-                    follow(work.config, work.meeting)
+                    with lacking(work.lacks):
+                        follow(work.config, work.meeting)
             except EngineError as exc:
                 answer = Answer(error=str(exc))
             out.write(msgspec.json.encode(answer) + b"\n")

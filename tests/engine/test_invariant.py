@@ -23,8 +23,9 @@ from moiety_engine.model.loading import load_model
 from moiety_engine.offline import run_all
 from moiety_engine.runner.inputs import BatchBuilder
 from moiety_engine.scheduling.kv import KvLedger
+from moiety_engine.scheduling.limits import Limits
 from moiety_engine.scheduling.plan import Chunk, Plan
-from moiety_engine.scheduling.scheduler import Limits, Scheduler
+from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD

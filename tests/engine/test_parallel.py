@@ -221,6 +221,18 @@ def test_parallel_steps_that_overlap_swap_and_sleep_say_the_same(processes: Rank
     assert ours["num_swapped"] > 0
 
 
+@pytest.mark.parametrize("lacks", ["host", "device", "cache"])
+def test_parallel_ranks_of_which_one_has_no_room_to_sleep_or_wake_go_on_together(
+    processes: RankProcesses, alone: Alone, lacks: str
+) -> None:
+    config = settings_of(alone.folders["qwen3_moe"], tp=2, ep=2, host_kv_memory_bytes=1 << 20)
+    ours, other = processes.work(*ranks_of(config), waves=requests(), naps=True, lacks=lacks)
+    assert_same(alone.says("qwen3_moe"), ours)
+    assert not other["error"]
+    first, *_ = ours["refusals"]
+    assert ("does not fit" if lacks == "cache" else "another rank") in first
+
+
 def test_parallel_ranks_in_few_bits_say_nearly_the_same(processes: RankProcesses, alone: Alone) -> None:
     config = settings_of(alone.folders["qwen3_moe"], tp=2, ep=2, quantization="int8")
     ours, other = processes.work(*ranks_of(config), waves=requests())

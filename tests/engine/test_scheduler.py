@@ -10,7 +10,8 @@ from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.config import Batching
 from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_engine.scheduling.kv import KvLedger
-from moiety_engine.scheduling.scheduler import Limits, Scheduler
+from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling

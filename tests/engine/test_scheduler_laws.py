@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import msgspec
 import pytest
@@ -29,11 +30,12 @@ from moiety_engine.cache.host import HostTier
 from moiety_engine.config import Batching
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.kv import KvLedger
+from moiety_engine.scheduling.limits import Limits
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.policies.accounts import OUTPUT_WEIGHT
 from moiety_engine.scheduling.policies.moiety import Moiety
 from moiety_engine.scheduling.room import SwapCost
-from moiety_engine.scheduling.scheduler import Limits, Scheduler
+from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.steptime import StepTimeModel
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.sequence import PENDING, Place, Sequence
@@ -68,6 +70,7 @@ class Client:
     refused: Reason | None = None
     aborted: bool = False
     last_credit: bool = False
+    repeats: int = 0  # its words come again after so many; 0: never
 
     def __repr__(self) -> str:
         return f"request {self.submit.key}"
@@ -77,7 +80,11 @@ class Client:
         return self.finish is not None or self.refused is not None
 
     def says(self, position: int) -> int:
-        return EOS if position == self.answer - 1 and self.answer < self.submit.max_tokens else 100 + position
+        if position == self.answer - 1 and self.answer < self.submit.max_tokens:
+            return EOS
+        if self.repeats == 0 or position % 7 == 6:  # also what repeats itself surprises now and then
+            return 100 + position
+        return 200 + position % self.repeats
 
 
 def make_scheduler(
@@ -88,6 +95,7 @@ def make_scheduler(
     max_running: int,
     max_waiting: int = 12,
     batching: Batching = Batching.CONTINUOUS,
+    draft_tokens: int = 0,
 ) -> Scheduler:
     host = HostTier(host_blocks) if host_blocks else None
     ledger = KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=True, host=host)
@@ -98,6 +106,7 @@ def make_scheduler(
         policy,
         step_time=StepTimeModel((0.01, 0.05, 0.0, 0.0, 0.001, 0.001)),
         swap=SwapCost(1e-5),
+        draft_tokens=draft_tokens,
     )
 
 
@@ -133,6 +142,7 @@ class Replica:
         self.clients: dict[int, Client] = {}
         self._device: dict[tuple[int, int], object] = {}  # (block, offset) → the text up to the token that is there
         self._host: dict[tuple[int, int], object] = {}
+        self.num_drafted = 0
 
     def add(self, client: Client) -> None:
         self.clients[client.submit.key] = client
@@ -193,6 +203,8 @@ class Replica:
         """Read the KV of what is computed, write that of the chunk; the next token, if the chunk samples."""
         sequence = chunk.sequence
         tokens = self._tokens(sequence)
+        assert chunk.sequence not in self.scheduler.places.verifying, "planned while its draft runs"
+        tokens = [*tokens, *chunk.draft]
         texts = [(sequence.submit.cache_salt, tuple(tokens[: i + 1])) for i in range(len(tokens))]
         end = sequence.num_computed + chunk.num_tokens
         for i, text in enumerate(texts[:end]):
@@ -204,9 +216,16 @@ class Replica:
             self._device[sequence.blocks[i // BLOCK_SIZE], i % BLOCK_SIZE] = "padding"
         if sequence.ghost:
             return []
-        assert (chunk.embeds if sequence.submit.embed else chunk.samples) == (end == len(sequence.tokens))
+        assert (chunk.embeds if sequence.submit.embed else chunk.samples) == (end == len(tokens))
         assert not (chunk.samples and chunk.embeds)
-        return [self.clients[sequence.key].says(sequence.num_output)] if chunk.samples else []
+        client, num_output = self.clients[sequence.key], sequence.num_output
+        if chunk.draft:
+            assert num_output + 1 + len(chunk.draft) <= min(client.credit, client.submit.max_tokens), "drafted unpaid"
+            self.num_drafted += len(chunk.draft)
+        said = [client.says(position) for position in range(num_output, num_output + 1 + len(chunk.draft))]
+        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chunk.draft, said, strict=False)))
+        wrong = [-2] * (len(chunk.draft) - right)  # what is sampled after a wrong guess is nothing that anybody may get
+        return (said[: right + 1] + wrong) if chunk.samples else []
 
     def _copy(self, plan: Plan) -> None:
         for copies, source, target in (
@@ -257,8 +276,9 @@ class Replica:
             assert not s.pending or self.overlap
         places = self.scheduler.places
         running = [s for s in sequences if s.place is Place.RUNNING]
-        assert set(places.decoding) == {s for s in running if s.decoding or s.ghost}
-        assert set(places.prefilling) == set(running) - set(places.decoding)
+        assert set(places.decoding) == {s for s in running if s.decoding or s.ghost} - set(places.verifying)
+        assert set(places.prefilling) == set(running) - set(places.decoding) - set(places.verifying)
+        assert set(places.verifying) <= {s for s in running if s.pending}
         assert places.worst_rank_running == max((s.service.rank for s in running), default=-1)
         self._check_sums(running)
         self._check_tally(sequences)
@@ -316,6 +336,7 @@ class Replica:
         for client in self.clients.values():
             if client.finish is not None:
                 assert client.finish.num_output_tokens == len(client.tokens)
+                assert client.finish.num_accepted_tokens <= client.finish.num_drafted_tokens
                 if not client.aborted and client.finish.detail != "credit_refused":
                     assert len(client.tokens) == min(client.answer, client.submit.max_tokens)
                     assert client.finish.embedding == (b"%d" % client.submit.key if client.submit.embed else b"")
@@ -327,6 +348,7 @@ class Machine(RuleBasedStateMachine):
     policy = "moiety"
     batching = Batching.CONTINUOUS
     overlap = False
+    draft_tokens = 0
 
     @initialize(
         num_blocks=st.integers(FEWEST_BLOCKS, 30),
@@ -335,7 +357,15 @@ class Machine(RuleBasedStateMachine):
         max_running=st.integers(1, 6),
     )
     def start(self, num_blocks: int, host_blocks: int, budget: int, max_running: int) -> None:
-        scheduler = make_scheduler(self.policy, num_blocks, host_blocks, budget, max_running, batching=self.batching)
+        scheduler = make_scheduler(
+            self.policy,
+            num_blocks,
+            host_blocks,
+            budget,
+            max_running,
+            batching=self.batching,
+            draft_tokens=self.draft_tokens,
+        )
         self.replica = Replica(scheduler, overlap=self.overlap)
 
     @rule(
@@ -345,9 +375,10 @@ class Machine(RuleBasedStateMachine):
         shared=st.integers(0, MAX_PROMPT),
         max_tokens=st.integers(1, MAX_OUTPUT),
         answer=st.integers(1, 2 * MAX_OUTPUT),
-        credit=st.sampled_from([0, 2, 1 << 20, 1 << 20]),
+        credit=st.sampled_from([0, 2, 7, 1 << 20]),
         weight=st.sampled_from([1.0, 3.0]),
         embed=st.sampled_from([False, False, True]),
+        repeats=st.sampled_from([0, 1, 1, 2, 3]),
     )
     def add(
         self,
@@ -360,6 +391,7 @@ class Machine(RuleBasedStateMachine):
         credit: int,
         weight: float,
         embed: bool,
+        repeats: int,
     ) -> None:
         key = len(self.replica.clients)
         prompt = [1] * min(shared, length) + [1000 + key] * (length - min(shared, length))
@@ -367,7 +399,7 @@ class Machine(RuleBasedStateMachine):
         submit = msgspec.structs.replace(submit, credit_tokens=credit)
         if embed:
             submit = msgspec.structs.replace(submit, embed=True, max_tokens=0, credit_tokens=0)
-        self.replica.add(Client(submit, answer, credit))
+        self.replica.add(Client(submit, answer, credit, repeats=repeats))
 
     @rule(seconds=st.sampled_from([0.001, 0.02, LONGEST_STEP_S]), times=st.integers(1, 4))
     def step(self, seconds: float, times: int) -> None:
@@ -421,10 +453,35 @@ class OverlapPaddedMachine(PaddedMachine):
     overlap = True
 
 
-MACHINES = [Machine, FcfsMachine, OverlapMachine, OverlapFcfsMachine, PaddedMachine, OverlapPaddedMachine]
+class DraftingMachine(Machine):
+    draft_tokens = 3
 
 
-@pytest.mark.parametrize("machine", MACHINES, ids=lambda m: f"{m.policy}-{m.batching}" + "-overlapped" * m.overlap)
+class DraftingFcfsMachine(FcfsMachine):
+    draft_tokens = 5
+
+
+class OverlapDraftingMachine(DraftingMachine):
+    overlap = True
+
+
+class OverlapDraftingFcfsMachine(DraftingFcfsMachine):
+    overlap = True
+
+
+PLAIN = [Machine, FcfsMachine, OverlapMachine, OverlapFcfsMachine, PaddedMachine, OverlapPaddedMachine]
+DRAFTING = [DraftingMachine, DraftingFcfsMachine, OverlapDraftingMachine, OverlapDraftingFcfsMachine]
+
+
+def name_of(machine: type[Machine]) -> str:
+    return (
+        f"{machine.policy}-{machine.batching}"
+        + "-overlapped" * machine.overlap
+        + "-drafting" * bool(machine.draft_tokens)
+    )
+
+
+@pytest.mark.parametrize("machine", PLAIN + DRAFTING, ids=name_of)
 def test_the_laws_hold_whatever_happens(machine: type[Machine]) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,

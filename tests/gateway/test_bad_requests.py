@@ -109,7 +109,11 @@ BAD = [
     (CHAT, chat(top_logprobs=2), 400, None, "'logprobs' is true"),
     (CHAT, chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", ""),
     (CHAT, chat(functions=[{"name": "f"}]), 400, "functions", "send 'tools'"),
-    (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format.type", "not supported yet"),
+    (CHAT, chat(response_format={"type": "xml"}), 400, "response_format.type", "'json_schema'"),
+    (CHAT, chat(response_format={"type": "json_schema"}), 400, "response_format", "'json_schema' is missing"),
+    (CHAT, chat(guided_json=[1]), 400, "guided_json", "as an object or as its text"),
+    (CHAT, chat(structured_outputs={"choice": ["a", ""]}), 400, "structured_outputs.choice", "a choice is empty"),
+    (CHAT, chat(guided_regex="a" * 70_000), 400, "guided_regex", "it may have 65,536"),
     (CHAT, chat(service_tier="gold"), 400, "service_tier", "'auto'"),
     # completions
     (COMPLETIONS, b'{"model": "tiny"}', 400, "prompt", ""),

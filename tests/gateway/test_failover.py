@@ -234,7 +234,7 @@ async def test_the_span_tells_of_the_failover(start_gateway, new_card, spans):
     lost, *phases = [one for one in spans.spans if "moiety.engine" in one.attributes]
     assert (lost.name, lost.error, lost.links) == ("engine.attempt", "engine_failed", ())
     assert [one.name for one in phases] == ["engine.queue", "engine.prefill", "engine.decode"]
-    assert [one.links for one in phases] == [(lost.span_id,), (), ()]
+    assert [one.links for one in phases] == [((lost.trace_id, lost.span_id),), (), ()]
     assert [one.attributes["moiety.engine"] for one in (lost, phases[0])] == [
         event.attributes[f"moiety.engine.{end}"] for end in ("from", "to")
     ]

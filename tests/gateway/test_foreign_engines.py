@@ -29,7 +29,7 @@ MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
 ASK = {"model": MODEL, "messages": HELLO, "max_tokens": 40}
 WHOLE = " ".join(str(1 + i) for i in range(400))
-HEARTBEAT = Heartbeat(interval_s=0.05, timeout_s=0.2, silence_s=0.3)
+HEARTBEAT = Heartbeat(interval_s=0.05, timeout_s=0.6, silence_s=0.8)
 CHAT = "/v1/chat/completions"
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -394,6 +394,47 @@ async def test_what_a_server_cannot_do_is_refused_by_name_and_costs_nothing(
         rows = await gateway.rows.wait_for(len(fields))
         assert {(row.outcome, row.prompt_tokens) for row in rows} == {("rejected", 0)}
         assert server.bodies == []
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMS = {
+    "json_schema": {"guided_json": SCHEMA},
+    "regex": {"structured_outputs": {"regex": "[a-z]"}},
+    "choice": {"guided_choice": ["a", "b"]},
+    "grammar": {"guided_grammar": "start: /a/"},
+    "strict": {"tools": [{"type": "function", "function": {"name": "now", "strict": True}}]},
+}
+PASSED_ON = {
+    "vllm": {
+        "json_schema": ("structured_outputs", {"json": json.dumps(SCHEMA, separators=(",", ":"))}),
+        "regex": ("structured_outputs", {"regex": "[a-z]"}),
+        "choice": ("structured_outputs", {"choice": ["a", "b"]}),
+        "grammar": ("structured_outputs", {"grammar": "start: /a/"}),
+    },
+    "llama.cpp": {"json_schema": ("json_schema", SCHEMA)},
+    "generic": {},
+}
+
+
+@pytest.mark.parametrize("kind", PASSED_ON)
+async def test_a_form_of_answers_is_passed_on_in_the_servers_own_field_or_refused_by_name(
+    start_server, folder, client_of, start_over, tool_card, kind
+):
+    card = tool_card("hermes")
+    (folder / "tokenizer.json").write_text(card.tokenizer_json)
+    (folder / "chat_template.jinja").write_text(card.chat_template)
+    server = await start_server(kind)
+    async with start_over(client_of(server, "" if kind == "vllm" else "&context=512")) as gateway:
+        for form, fields in FORMS.items():
+            asking = gateway.client.chat.completions.create(**ASK, extra_body=fields)
+            passed = PASSED_ON[kind].get(form)
+            if passed is None:
+                with pytest.raises(openai.BadRequestError, match=r"does not know .*(form|strict)"):
+                    await asking
+            else:
+                await asking
+                assert server.bodies[-1][passed[0]] == passed[1]
+        assert len(server.bodies) == len(PASSED_ON[kind])
 
 
 @pytest.mark.parametrize("kind", ["vllm", "generic", "llama.cpp"])

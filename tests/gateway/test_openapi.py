@@ -108,6 +108,7 @@ ANSWERED = [
     ("/v1/messages", {"messages": ASKED, "max_tokens": 1}),
     ("/v1/responses", {"input": ASKED, "tools": [{"type": "function", **FUNCTION}], **INCLUDED}),
     ("/v1/responses", {"input": "a", "max_output_tokens": 1, "store": True}),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}}),
 ]
 
 

@@ -65,7 +65,7 @@ async def test_an_answer_that_calls_has_an_item_for_each_call(start_calling):
         assert message.id.startswith("msg_")
         assert last_prompt(gateway) == "<tools>add now </tools><|user|>17 + 25?\n<|assistant|>"
         assert [tool.name for tool in response.tools] == ["add", "now"]
-        assert (response.tools[0].strict, response.tool_choice, response.parallel_tool_calls) == (False, "auto", True)
+        assert (response.tools[0].strict, response.tool_choice, response.parallel_tool_calls) == (True, "auto", True)
 
 
 async def test_a_streamed_call_comes_in_events_of_its_own(start_calling):

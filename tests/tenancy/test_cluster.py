@@ -122,3 +122,23 @@ def test_a_key_that_could_not_be_kept_does_not_count(
     run("owner", "owner", ends_with=1)
     api.refuses = set()
     assert "is in the Secret owner" in run("owner", "owner"), "the store was left as it was"
+
+
+@pytest.mark.parametrize("name", ["curve-engine-secret", "database-password"])
+def test_an_entry_that_cannot_be_used_is_named_and_not_told(api: FakeSecretsApi, run: Run, name: str) -> None:
+    api.store("shared", name, b"\xff a line of a file\n")
+    said = run("secrets", "shared", "--database-host", "rel-database", ends_with=1)
+    assert name in said and "a line of a file" not in said
+    assert list(entries(api, "shared")) == [name]
+
+
+def test_a_secret_that_is_added_to_keeps_what_others_have_written_on_it(api: FakeSecretsApi, run: Run) -> None:
+    marks = {"labels": {"team": "a"}, "annotations": {"helm.sh/resource-policy": "keep"}}
+    api.store("shared", "pepper", b"of before")
+    api.secrets["shared"]["metadata"] |= marks
+    api.secrets["shared"]["type"] = "example.com/shared"
+    run("secrets", "shared")
+    kept = api.secrets["shared"]
+    assert entries(api, "shared")["pepper"] == b"of before" and "traces-token" in entries(api, "shared")
+    assert {name: kept["metadata"].get(name) for name in marks} == marks
+    assert kept["type"] == "example.com/shared"

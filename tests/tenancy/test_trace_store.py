@@ -119,3 +119,18 @@ def test_what_is_too_long_is_cut() -> None:
     rows = sent(range(1, 2), **{"long": "x" * 5000, **{f"a{number}": "v" for number in range(100)}})
     attributes = rows.spans[0][11]
     assert (len(attributes), len(attributes["long"])) == (MAX_ATTRIBUTES, MAX_TEXT_LENGTH)
+
+
+async def test_a_kind_or_status_that_nobody_knows_is_told_as_unspecified_and_costs_no_other_span(
+    database: Database,
+) -> None:
+    message = ResourceSpans()
+    span = message.scope_spans.add().spans.add(trace_id=b"s" * 16, span_id=b"s" * 8, name="strange", kind=70_000)
+    span.start_time_unix_nano, span.end_time_unix_nano, span.status.code = START_NS, START_NS + 1, 70_000
+    rows = rows_of([message], 0, is_ours=False)
+    rows.spans += sent(range(1, 2)).spans
+    await store(database, rows)
+    async with database.read() as session:
+        (strange,) = (await read_trace(session, "73" * 16, hidden=())).spans
+        assert (strange.kind, strange.status) == ("unspecified", "unset")
+        assert (await read_trace(session, f"{1:032x}", hidden=())).spans

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from moiety_engine.bench.lengths import Lengths, fixed_lengths, trace_lengths
 from moiety_engine.bench.scheduler import Load, measure_scheduler
 from moiety_engine.checkpoint import resolve_checkpoint
-from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap
+from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap, Speculate
 from moiety_engine.errors import EngineError
 
 
@@ -42,6 +42,8 @@ def bench_engine(
     overlap: Annotated[
         Overlap, typer.Option(help="launch a step while the last one runs; auto: on a GPU")
     ] = Overlap.AUTO,
+    speculate: Annotated[Speculate, typer.Option(help="guess tokens and verify several at once")] = Speculate.OFF,
+    speculate_tokens: Annotated[int, typer.Option(min=1, help="the most tokens guessed at once")] = 7,
     cuda_graphs: Annotated[bool, typer.Option(help="replay decode steps, on a GPU")] = True,
     tp: Annotated[int, typer.Option(min=1, help="ranks that share heads and columns")] = 1,
     dp_attention: Annotated[int, typer.Option(min=1, help="groups of such ranks, with sequences of their own")] = 1,
@@ -83,6 +85,8 @@ def bench_engine(
             static_batch_size=static_batch_size,
             load_format=load_format,
             overlap=overlap,
+            speculate=speculate,
+            speculate_tokens=speculate_tokens,
             cuda_graphs=cuda_graphs,
             tp=tp,
             dp_attention=dp_attention,

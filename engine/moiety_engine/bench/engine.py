@@ -58,6 +58,9 @@ def _measure(
     wall_s = time.perf_counter() - begin_s
     output_tokens = sum(len(result.token_ids) for result in results.values())
     input_tokens = sum(one.input_tokens for one in lengths)
+    finishes = [result.finish for result in results.values() if result.finish is not None]
+    drafted = sum(finish.num_drafted_tokens for finish in finishes)
+    accepted = sum(finish.num_accepted_tokens for finish in finishes)
     return {
         "environment": environment(loop),
         "settings": _settings(loop, config, lengths, output_tokens) | {"seed": seed},
@@ -69,6 +72,9 @@ def _measure(
         "ttft_ms": percentiles([(r.token_times_s[0] - r.submitted_s) * 1e3 for r in results.values()]),
         "tpot_ms": percentiles([gap for r in results.values() if (gap := _tpot_ms(r)) is not None]),
         "kv_waste_fraction": waste.fraction,
+        "drafted_tokens": drafted,
+        "accepted_tokens": accepted,
+        "acceptance": accepted / drafted if drafted else None,
     }
 
 
@@ -87,6 +93,8 @@ def _settings(loop: EngineLoop, config: EngineConfig, lengths: list[Lengths], ou
         "quantization": config.quantization,
         "load_format": str(config.load_format),
         "overlap": loop.overlaps,
+        "speculate": str(config.speculate),
+        "speculate_tokens": config.speculate_tokens,
         "cuda_graphs": loop.replays,
         "ranks": {"tp": config.tp, "dp_attention": config.dp_attention, "ep": config.ep, "pp": config.pp},
     }

@@ -24,9 +24,10 @@ from moiety_engine.config import Batching
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.scheduling.kv import KvLedger
+from moiety_engine.scheduling.limits import Limits
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.policies import POLICIES
-from moiety_engine.scheduling.scheduler import Limits, Scheduler
+from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.steptime import StepTimeModel
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_kernels.environment import describe_environment

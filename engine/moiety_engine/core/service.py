@@ -26,7 +26,7 @@ from moiety_engine.messages import (
 )
 from moiety_wire.experts import AskExperts
 
-COMPANY_WAIT_MS = 2  # the dynamic strategy: a request waits for company, and time alone may end that
+COMPANY_WAIT_MS = 2  # a request waits for company (the dynamic strategy) or its guide, and time alone ends that
 PROGRESS_INTERVAL_S = 0.2
 
 
@@ -70,7 +70,8 @@ def _serve(link: FrontLink, loop: EngineLoop, config: EngineConfig) -> None:
         if balance is not None:
             link.send(balance)
         waits_for_company = config.batching is Batching.DYNAMIC and loop.scheduler.num_waiting
-        wait_ms = 0 if stepped else COMPANY_WAIT_MS if waits_for_company else IDLE_WAIT_MS
+        waits_soon = waits_for_company or loop.waits_for_guides
+        wait_ms = 0 if stepped else COMPANY_WAIT_MS if waits_soon else IDLE_WAIT_MS
 
 
 def hello_of(loop: EngineLoop) -> CoreHello:
@@ -84,6 +85,7 @@ def hello_of(loop: EngineLoop) -> CoreHello:
         dtype=str(loop.model.dtype).removeprefix("torch."),
         device=str(loop.model.device),
         embedding_width=loop.model.spec.hidden_size,
+        follows_guides=loop.follows_guides,
     )
 
 

@@ -46,6 +46,10 @@ class Crew:
         if self.children is not None:
             self.children.wait()
 
+    def all_did(self, did: bool) -> bool:
+        """Whether each rank did what it was told; all of them ask at the same place."""
+        return not self.ranks.everyone.sum(torch.tensor([int(not did)])).item()
+
     @contextmanager
     def explaining(self) -> Iterator[None]:
         """What fails within may be a collective that has lost a rank: its lifeline ends this process, and says why."""

@@ -15,7 +15,7 @@ import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
-from moiety_engine.distribution.lifeline import Failed, Hello, Lifeline, Line, Welcome
+from moiety_engine.distribution.lifeline import Failed, Hello, Lifeline, Line, Welcome, Word
 from moiety_engine.errors import RanksError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moiety_engine.distribution.meeting import Meeting
 
 _VERDICT_GRACE_S = 5.0
+_HELLO_S = 5.0  # for which one that has come is waited for to say who it is
 _ADDRESS = "lifeline"  # the key in the store under which rank 0 says where it waits
 LONGEST_WAIT = timedelta(days=365)  # of collectives: who waits for a lost rank is ended by its lifeline
 
@@ -124,11 +125,10 @@ def _receive_all(
             )
         try:
             line = Line(listener.accept()[0])
-            line.socket.settimeout(5)
-            hello = next(iter(line.receive()), None)
-        except (OSError, EOFError, msgspec.DecodeError):
+        except OSError:
             continue
-        if not isinstance(hello, Hello) or not secrets.compare_digest(hello.secret, own.secret):
+        hello = _hello(line)
+        if not isinstance(hello, Hello) or not secrets.compare_digest(hello.secret.encode(), own.secret.encode()):
             line.close()
             continue
         known = hello.rank in lines or not 0 < hello.rank < num_ranks
@@ -136,6 +136,19 @@ def _receive_all(
         if known:
             raise RanksError(f"a rank {hello.rank} of {num_ranks} came twice, or cannot be: see what started it")
         _compare(own, hello)
+
+
+def _hello(line: Line) -> Word | None:
+    """What comes first over a new line, in however many pieces; None where it is no word of ours, or none comes."""
+    line.socket.settimeout(_HELLO_S)
+    until_s = time.monotonic() + _HELLO_S
+    try:
+        while not (words := line.receive()):
+            if time.monotonic() > until_s:
+                return None
+    except (OSError, EOFError, msgspec.DecodeError):
+        return None
+    return words[0]
 
 
 def _compare(own: Hello, other: Hello) -> None:

@@ -29,6 +29,7 @@ BEAT_INTERVAL_S = 0.5
 SILENCE_S = 4.0
 _LENGTH = struct.Struct("!I")
 _RECEIVE_BYTES = 1 << 16
+_MOST_BYTES = 1 << 20  # of a message; what says that more will come is none of ours
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -93,6 +94,8 @@ class Line:
         words = []
         while len(self._bytes) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._bytes)[0]
+            if end > _MOST_BYTES:
+                raise msgspec.DecodeError("no message is so long")
             if len(self._bytes) < end:
                 break
             words.append(self._decoder.decode(bytes(self._bytes[_LENGTH.size : end])))

@@ -46,6 +46,11 @@ def make_load(
         sleep=sleep,
         sleep_problem=sleep_problem,
         unsettled_replicas=unsettled_replicas,
+        drafted_tokens_total=load.drafted_tokens_total,
+        accepted_tokens_total=load.accepted_tokens_total,
+        max_batch_tokens=load.max_batch_tokens,
+        max_running=load.max_running,
+        step_costs=load.step_costs,
     )
 
 
@@ -65,4 +70,5 @@ def make_card(model: str, engine_id: str, text: TextModel, hello: CoreHello) -> 
         dtype=hello.dtype,
         device=hello.device,
         embedding_width=hello.embedding_width,
+        follows_guides=hello.follows_guides,
     )

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moiety_engine.config import MAX_TRACED_PER_S, Batching, LoadFormat, MoeKernel, Overlap, PolicyName
+from moiety_engine.config import MAX_TRACED_PER_S, Batching, LoadFormat, MoeKernel, Overlap, PolicyName, Speculate
 
 LISTENING = "Where it listens"
 MEMORY = "Batching and memory"
@@ -182,6 +182,20 @@ OverlapOption = Annotated[
         envvar="MOIETY_ENGINE_OVERLAP",
         rich_help_panel=MEMORY,
         help="Plan and launch a step while the one before it runs; auto: on a GPU.",
+    ),
+]
+SpeculateOption = Annotated[
+    Speculate,
+    typer.Option(
+        envvar="MOIETY_ENGINE_SPECULATE",
+        rich_help_panel=MEMORY,
+        help="Guess tokens and verify them several at once, where that pays; ngram: by what the text said before.",
+    ),
+]
+SpeculateTokensOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_SPECULATE_TOKENS", min=1, rich_help_panel=MEMORY, help="The most tokens guessed at once."
     ),
 ]
 CudaGraphsOption = Annotated[

@@ -95,6 +95,7 @@ class OpenRequest:
         self._max_tokens = max_tokens
         self._is_clipped = max_tokens < submit.stopping.max_tokens
         self._min_tokens = submit.stopping.min_tokens
+        self._has_guide = submit.guide is not None
         self._detokenizer = Detokenizer(tokenizer, submit.shown_ids)
         self._finder = StopFinder(submit.stopping.stop) if submit.stopping.stop else None
         self._table = table
@@ -112,7 +113,8 @@ class OpenRequest:
         if that output was all of it and only the end was lost."""
         if not token_ids:
             return None
-        ends_by_token = token_ids[-1] in stop_token_ids and len(token_ids) > self._min_tokens
+        may_stop = self._has_guide or len(token_ids) > self._min_tokens  # as the core has it
+        ends_by_token = may_stop and token_ids[-1] in stop_token_ids
         shown = token_ids[:-1] if ends_by_token else token_ids
         if self._finder is None:
             self._detokenizer.add(shown)
@@ -219,6 +221,8 @@ class OpenRequest:
             num_recomputed_tokens=finish.num_recomputed_tokens,
             detail=detail,
             embedding=finish.embedding,
+            num_drafted_tokens=finish.num_drafted_tokens,
+            num_accepted_tokens=finish.num_accepted_tokens,
             steps=b"" if self._steps is None else self._steps.packed(),
             prompt_logprobs=self._prompt_logprobs(),
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moiety_engine.messages import CoreSubmit
 from moiety_wire.classes import ServiceClass
+from moiety_wire.guides import MAX_GUIDE_BYTES
 from moiety_wire.messages import Card, FailureCode, Sampling, Stopping, Submit
 
 MAX_STOP_STRINGS = 64
@@ -23,6 +24,7 @@ class ModelLimits:
     max_num_logprobs: int
     eos_token_ids: tuple[int, ...]
     makes_embeddings: bool
+    follows_guides: bool = False
 
     @classmethod
     def of(cls, card: Card) -> ModelLimits:
@@ -33,6 +35,7 @@ class ModelLimits:
             max_num_logprobs=card.max_num_logprobs,
             eos_token_ids=card.eos_token_ids,
             makes_embeddings=card.embedding_width > 0,
+            follows_guides=card.follows_guides,
         )
 
 
@@ -61,6 +64,7 @@ def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
         or _sampling_complaint(submit.sampling, limits)
         or _length_complaint(submit, limits)
         or _stopping_complaint(submit.stopping, limits)
+        or _guide_complaint(submit, limits)
     )
     return Refusal(FailureCode.INVALID_REQUEST, complaint) if complaint else None
 
@@ -87,6 +91,7 @@ def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
         tenant_weight=submit.tenant_weight,
         fallback=submit.fallback,
         resumed_ids=submit.resumed_ids,
+        guide=submit.guide,
         embed=submit.embed,
         sibling_tokens=submit.sibling_tokens,
     )
@@ -179,6 +184,20 @@ def _length_complaint(submit: Submit, limits: ModelLimits) -> str:
     if not limits.makes_embeddings:
         return "this engine makes no embeddings; send the request to one that does"
     return f"an embedding generates no tokens: max_tokens must be 0, not {max_tokens}" if max_tokens else ""
+
+
+def _guide_complaint(submit: Submit, limits: ModelLimits) -> str:
+    if submit.guide is None:
+        return ""
+    if not limits.follows_guides:
+        return "this engine cannot hold an answer to a form; send the request to one that does, or leave the form out"
+    if submit.embed:
+        return "an embedding generates no tokens: it cannot have a form"
+    if submit.stopping.ignore_eos:
+        return "an answer that is held to a form ends with it; leave ignore_eos out"
+    if len(submit.guide.text.encode(errors="replace")) > MAX_GUIDE_BYTES:
+        return f"the form of an answer may have {MAX_GUIDE_BYTES:,} bytes; shorten it"
+    return ""
 
 
 def _stopping_complaint(stopping: Stopping, limits: ModelLimits) -> str:

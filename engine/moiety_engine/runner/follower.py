@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+import structlog
 import torch
 
+from moiety_engine.errors import OutOfMemory
 from moiety_engine.runner.inputs import BatchBuilder
 from moiety_engine.runner.orders import Allocate, ComeBack, Leave, Order, Release, Step, Stop, Swap
 from moiety_engine.runner.resident import free_cached_memory
@@ -18,11 +20,15 @@ from moiety_engine.runner.swap import HostKv
 from moiety_engine.staging import Staging
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from moiety_engine.distribution.crew import Crew
     from moiety_engine.model.batch import KvCache
     from moiety_engine.model.transformer import Transformer
+
+log = structlog.get_logger()
 
 
 class Follower:
@@ -37,7 +43,7 @@ class Follower:
         self._staging = Staging(model.device)
 
     def run(self) -> None:
-        """Until rank 0 says stop. Raises OutOfMemory."""
+        """Until rank 0 says stop."""
         while True:
             order = self._decoder.decode(self._crew.channel.receive())
             if isinstance(order, Stop):
@@ -53,16 +59,37 @@ class Follower:
                 self._host_kv.run(order.outs, order.ins)
             case Allocate():
                 self._release()
-                self._kv = self._model.allocate_kv(order.num_blocks, order.block_size)
-                self._host_kv = HostKv(self._kv, order.num_host_blocks) if order.num_host_blocks else None
-                self._builder = BatchBuilder(order.block_size, self._model.device, self._staging)
+                self._together(lambda: self._allocate(order))
             case Release():
                 self._release()
             case Leave():
-                self._model.leave(lambda: None)
-                free_cached_memory(self._model.device)
+                self._together(self._leave)
             case ComeBack():
-                self._model.come_back(lambda: None)
+                self._together(self._come_back)
+
+    def _together(self, do: Callable[[], None]) -> None:
+        """What may find no room; all ranks hear whether one did not."""
+        did = False
+        try:
+            do()
+            did = True
+        except (OutOfMemory, RuntimeError) as exc:  # torch raises the second
+            log.warning("rank_has_no_room", rank=self._crew.lifeline.rank, reason=str(exc))
+        self._crew.all_did(did)
+
+    def _allocate(self, order: Allocate) -> None:
+        self._kv = self._model.allocate_kv(order.num_blocks, order.block_size)
+        self._host_kv = HostKv(self._kv, order.num_host_blocks) if order.num_host_blocks else None
+        self._builder = BatchBuilder(order.block_size, self._model.device, self._staging)
+
+    def _leave(self) -> None:
+        if not self._model.away:
+            self._model.leave(lambda: None)
+            free_cached_memory(self._model.device)
+
+    def _come_back(self) -> None:
+        if self._model.away:
+            self._model.come_back(lambda: None)
 
     @torch.inference_mode()
     def _step(self, step: Step) -> None:

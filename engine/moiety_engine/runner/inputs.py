@@ -67,12 +67,14 @@ class _Parts:
     ends: list[int]  # the part in which each chunk of the plan ends
     prompts: list[int]  # the part with what each chunk has of a prompt; any, where it has nothing of one
     num_decode: int  # parts 0 … num_decode - 1 have one token each, and attend as decodes do
+    guesses: dict[int, int]  # parts whose token is a guess that their sequence does not have, and that token
 
 
 class BatchBuilder:
     """Builds batches; pad rows take token 0 and the positions after their sequence's. With `answers_apart` every token
     of an answer attends as a decode does, also when it is computed once more after a preemption, and every token of a
-    prompt as a chunk's does: the two ways round differently. With `tenants` the batches say whose each token is."""
+    prompt as a chunk's does: the two ways round differently. A draft's tokens attend as decodes do, always: so a guess
+    that is right gets the bits that it would have got without. With `tenants` the batches say whose each token is."""
 
     def __init__(
         self,
@@ -94,8 +96,8 @@ class BatchBuilder:
         return self.upload(self.arrange(plan), sampled_L)
 
     def arrange(self, plan: Plan) -> HostBatch:
-        """`wanted_rows` are those of the chunks that sample, then of those that embed, then those before the tokens
-        that are scored, each in the plan's order."""
+        """`wanted_rows` are those of the chunks that sample, of each its newest token and its draft, then of those that
+        embed, then those before the tokens that are scored, each in the plan's order."""
         chunks, parts = plan.chunks, self._parts(plan)
         sequences, count = parts.sequences, len(parts.sequences)
         num_tokens = np.array(parts.num_tokens, dtype=np.int32)
@@ -113,9 +115,12 @@ class BatchBuilder:
         token_ids = _tokens(parts, starts)
         pending = np.flatnonzero(token_ids == PENDING)
         token_ids[pending] = 0
-        ends = (starts[:-1] + num_tokens - 1)[parts.ends].astype(np.int64)
-        wanted = [s for s, chunk in enumerate(chunks) if chunk.samples]
-        wanted += [s for s, chunk in enumerate(chunks) if chunk.embeds]
+        ends = (starts[:-1] + num_tokens - 1).astype(np.int64)
+        wanted: list[int] = []  # parts
+        for end, chunk in zip(parts.ends, chunks, strict=True):
+            if chunk.samples:
+                wanted += range(end - len(chunk.draft), end + 1)
+        wanted += [end for end, chunk in zip(parts.ends, chunks, strict=True) if chunk.embeds]
         scored_rows = _scored_rows(chunks, parts, starts)
         contexts = (firsts + lengths).astype(np.int32)
         return HostBatch(
@@ -176,11 +181,6 @@ def put_pending(token_ids_T: Tensor, host: HostBatch, sampled_L: Tensor | None, 
         token_ids_T.index_copy_(0, staging.upload(host.pending_rows_P), tokens_P)
 
 
-def sampled(plan: Plan) -> list[Chunk]:
-    """The chunks that get a token, in the order of `wanted_rows`."""
-    return [chunk for chunk in plan.chunks if chunk.samples]
-
-
 def scored(plan: Plan) -> list[Scored]:
     """The parts of prompts whose tokens this step scores, in the order of `wanted_rows`."""
     return [part for chunk in plan.chunks if (part := _scored_of(chunk)) is not None]
@@ -206,8 +206,10 @@ def _scored_rows(chunks: list[Chunk], parts: _Parts, starts: np.ndarray) -> np.n
 
 
 def _chunks(plan: Plan) -> _Parts:
-    """The chunks as they are."""
+    """The chunks as they are, but for the tokens of drafts, each of which is a part by itself."""
     chunks = plan.chunks
+    if any(chunk.draft for chunk in chunks[: plan.num_decode]):
+        return _drafts_apart(plan)
     return _Parts(
         [chunk.sequence for chunk in chunks],
         [chunk.sequence.num_computed for chunk in chunks],
@@ -216,7 +218,25 @@ def _chunks(plan: Plan) -> _Parts:
         list(range(len(chunks))),
         list(range(len(chunks))),
         plan.num_decode,
+        {},
     )
+
+
+def _drafts_apart(plan: Plan) -> _Parts:
+    """First decodes and drafts, a token a part, then the other chunks as they are."""
+    pieces: list[tuple[Sequence, int, int, int]] = []
+    ends: list[int] = []
+    guesses: dict[int, int] = {}
+    for chunk in plan.chunks:
+        sequence, first = chunk.sequence, chunk.sequence.num_computed
+        if chunk.draft:
+            pieces += [(sequence, first + i, 1, 0) for i in range(chunk.num_tokens)]
+            guesses.update(enumerate(chunk.draft, len(pieces) - len(chunk.draft)))
+        else:
+            pieces.append((sequence, first, chunk.num_tokens, chunk.num_pad))
+        ends.append(len(pieces) - 1)
+    sequences, firsts, num_tokens, num_pads = (list(column) for column in zip(*pieces, strict=True))
+    return _Parts(sequences, firsts, num_tokens, num_pads, ends, ends, plan.num_decode + len(guesses), guesses)
 
 
 def _answers_apart(plan: Plan) -> _Parts:
@@ -225,6 +245,7 @@ def _answers_apart(plan: Plan) -> _Parts:
     prompts: list[tuple[Sequence, int, int]] = []
     ends: list[tuple[int, int]] = []
     last_prompts: list[int] = []
+    guesses: dict[int, int] = {}
     for chunk in plan.chunks:
         sequence, first = chunk.sequence, chunk.sequence.num_computed
         end = first + chunk.num_tokens
@@ -233,6 +254,7 @@ def _answers_apart(plan: Plan) -> _Parts:
             prompts.append((sequence, first, min(end, begin) - first))
         answers += [(sequence, position) for position in range(begin, end)]
         last_prompts.append(len(prompts) - 1)
+        guesses.update(enumerate(chunk.draft, len(answers) - len(chunk.draft)))
         ends.append((0, len(answers) - 1) if begin < end else (len(prompts) - 1, -1))
     num_decode = len(answers)
     return _Parts(
@@ -243,6 +265,7 @@ def _answers_apart(plan: Plan) -> _Parts:
         [answer if answer >= 0 else num_decode + prompt for prompt, answer in ends],
         [num_decode + prompt for prompt in last_prompts],
         num_decode,
+        guesses,
     )
 
 
@@ -254,7 +277,7 @@ def _tokens(parts: _Parts, starts: np.ndarray) -> np.ndarray:
         zip(parts.sequences, parts.firsts, parts.num_tokens, strict=True)
     ):
         if num_tokens == 1:
-            singles.append((starts[s], sequence.tokens[first]))
+            singles.append((starts[s], parts.guesses[s] if s in parts.guesses else sequence.tokens[first]))
         else:
             token_ids[starts[s] : starts[s] + num_tokens] = sequence.tokens[first : first + num_tokens]
     if singles:

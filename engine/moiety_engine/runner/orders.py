@@ -7,16 +7,19 @@ samples.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
+from moiety_engine.errors import OutOfMemory
 from moiety_engine.moe.tenants import NOBODY
 from moiety_engine.runner.inputs import HostBatch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from moiety_engine.distribution.crew import Crew
@@ -76,11 +79,11 @@ class Swap(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The weights go to host memory."""
+    """The weights go to host memory, if they are not there."""
 
 
 class ComeBack(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """They come back."""
+    """They come back, if they are away."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -103,6 +106,20 @@ class Orders:
     def give(self, order: Order) -> None:
         if self._crew is not None:
             self._crew.channel.send(self._encoder.encode(order))
+
+    @contextmanager
+    def together(self, order: Allocate | Leave | ComeBack) -> Iterator[None]:
+        """Around this rank's own part of what may find no room on any. Raises OutOfMemory where another had none: then
+        nobody goes on as if all had."""
+        self.give(order)
+        did = False
+        try:
+            yield
+            did = True
+        finally:
+            all_did = self._crew is None or self._crew.all_did(did)
+        if not all_did:
+            raise OutOfMemory("another rank has no room: its log says for what, and what to do")
 
     def step(self, host: HostBatch, num_sampled: int) -> None:
         if self._crew is not None:

@@ -63,8 +63,9 @@ def largest_step(
         sequence.blocks = list(range(num_blocks, num_blocks + count))
         num_blocks += count
         sequences.append(sequence)
-    orders.give(Allocate(num_blocks, block_size, 0))
-    runner = Runner(model, model.allocate_kv(num_blocks, block_size), orders)
+    with orders.together(Allocate(num_blocks, block_size, 0)):
+        kv = model.allocate_kv(num_blocks, block_size)
+    runner = Runner(model, kv, orders)
     runner.collect(runner.launch(Plan([Chunk(s, len(s.tokens), samples=True) for s in sequences], 0, sum(lengths), [])))
     many = [sequences[i % len(sequences)] for i in range(max_running)]  # what they compute does not matter
     for sequence in sequences:

@@ -4,6 +4,8 @@ is made as one, and given up as one when the replica sleeps."""
 from __future__ import annotations
 
 import gc
+import random
+from collections.abc import Callable
 
 import structlog
 import torch
@@ -19,22 +21,41 @@ from moiety_engine.runner.sizes import Sizes
 from moiety_engine.runner.swap import HostKv
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.room import SwapCost
+from moiety_engine.scheduling.speculation.costs import SIZES
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
 
 log = structlog.get_logger()
 
+_SMALL = 8  # rows
+_TIMED_SMALL, _TIMED = 4, 7  # steps of a size, of which the first, or the first few, make what replays the others
+_TIMING_S = 1.0
+
 
 class Resident:
     """Used by the step loop's thread only. Raises OutOfMemory, with what to do, where the device has no room."""
 
-    def __init__(self, model: Transformer, sizes: Sizes, orders: Orders, tenants: TenantSlots | None = None) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        sizes: Sizes,
+        orders: Orders,
+        tenants: TenantSlots | None = None,
+        *,
+        num_mask_words: int = 0,
+    ) -> None:
+        """`tenants`, `num_mask_words`: see Runner."""
         self._model, self._sizes, self._orders = model, sizes, orders
         scratch = int(sizes.graphs)  # a block that no sequence gets
-        orders.give(Allocate(sizes.num_blocks + scratch, sizes.block_size, sizes.num_host_blocks))
+        with orders.together(Allocate(sizes.num_blocks + scratch, sizes.block_size, sizes.num_host_blocks)):
+            self._allocate(sizes.num_blocks + scratch)
+        self.runner = Runner(model, self.kv, orders, tenants, num_mask_words=num_mask_words)
+
+    def _allocate(self, num_blocks: int) -> None:
+        model, sizes = self._model, self._sizes
         try:
-            self.kv = model.allocate_kv(sizes.num_blocks + scratch, sizes.block_size)
+            self.kv = model.allocate_kv(num_blocks, sizes.block_size)
         except RuntimeError as exc:  # which is what torch raises on a CPU
             kv_gib = sizes.num_blocks * model.kv_bytes_per_block(sizes.block_size) / 2**30
             raise OutOfMemory(
@@ -47,7 +68,6 @@ class Resident:
             raise OutOfMemory(
                 f"the host has no room for {sizes.num_host_blocks} blocks of its tier: lower --host-kv-memory-bytes"
             ) from exc
-        self.runner = Runner(model, self.kv, orders, tenants)
 
     def copy_blocks(self, plan: Plan) -> None:
         """What the plan has copied between the cache and the host tier before it runs."""
@@ -73,6 +93,29 @@ class Resident:
         if self._sizes.graphs:
             self._capture()
         return cost
+
+    def time_decodes(self, clock_ns: Callable[[], int]) -> list[float]:
+        """Seconds of a step of decodes for as many of the sizes of steps with drafts as time allows; at least one.
+        What replays such steps is made on the way. Leaves nothing behind; only before the first request."""
+        blank = CoreSubmit(0, "", STANDARD, [0], Sampling(), 1, 0, [], 1, b"", 0)
+        sequence, found = Sequence(blank, order=0, seed=0), []
+        tokens = random.Random(0)
+        begin_ns = clock_ns()
+        for size in SIZES:
+            if size > min(self._sizes.max_batch_tokens, self._sizes.num_blocks * self._sizes.block_size):
+                break
+            sequence.blocks = list(range(-(-size // self._sizes.block_size)))
+            times_s = []
+            for _ in range(_TIMED_SMALL if size <= _SMALL else _TIMED):
+                draft = tuple(tokens.randrange(self._model.spec.vocab_size) for _ in range(size - 1))
+                plan = Plan([Chunk(sequence, size, samples=True, draft=draft)], 1, size, [])
+                began_ns = clock_ns()
+                self.runner.collect(self.runner.launch(plan))
+                times_s.append((clock_ns() - began_ns) / 1e9)
+            found.append(min(times_s))
+            if (clock_ns() - begin_ns) / 1e9 > _TIMING_S:
+                break
+        return found
 
     def _capture(self) -> None:
         sizes = self._sizes

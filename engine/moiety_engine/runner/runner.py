@@ -19,10 +19,11 @@ from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.embeddings import as_bytes, unit_vectors
 from moiety_engine.runner.graphs import DecodeGraphs
-from moiety_engine.runner.inputs import BatchBuilder, sampled, scored
+from moiety_engine.runner.inputs import BatchBuilder, scored
+from moiety_engine.runner.masks import MaskMaker
 from moiety_engine.runner.orders import Orders
 from moiety_engine.runner.scoring import Scores, score
-from moiety_engine.sampling import Drawn, Sampler
+from moiety_engine.sampling import Drawn, Sampler, rows_of
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.staging import Mark, Staging
 
@@ -36,12 +37,13 @@ class Flight:
     unit_ED: Tensor | None
     scores: Scores | None
     done: Mark
+    astray: list[tuple[int, str]]  # keys of rows whose guides cannot be followed, and why: their tokens mean nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a step brought: tokens for the chunks that sample, vectors for those that embed, in the plan's order; what
-    was asked of prompts, by the requests' keys."""
+    """What a step brought: tokens for the chunks that sample, one each and one for each token of its draft, vectors for
+    those that embed, in the plan's order; what was asked of prompts, by the requests' keys."""
 
     token_ids: list[int]
     logprobs: list[CoreLogprob | None]
@@ -52,13 +54,24 @@ class Results:
 class Runner:
     """Owns the ways to and from the device, and what the newest step samples. Used by the step loop's thread only."""
 
-    def __init__(self, model: Transformer, kv: KvCache, orders: Orders, tenants: TenantSlots | None = None) -> None:
-        """`tenants` tells apart whose tokens experts are counted for; None where none are."""
+    def __init__(
+        self,
+        model: Transformer,
+        kv: KvCache,
+        orders: Orders,
+        tenants: TenantSlots | None = None,
+        *,
+        num_mask_words: int = 0,
+    ) -> None:
+        """`tenants` tells apart whose tokens experts are counted for; None where none are. `num_mask_words`: of the
+        guides' tokenizer; 0 where no row has a guide."""
         self._model, self._kv, self._orders = model, kv, orders
         self.staging = Staging(model.device)
         apart = model.arithmetic.invariant
         self._builder = BatchBuilder(kv.block_size, model.device, self.staging, answers_apart=apart, tenants=tenants)
         self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
+        self._masks = MaskMaker(num_mask_words, model.spec.vocab_size, model.device)
+        self._newest: Flight | None = None
         self._sampled_L: Tensor | None = None
         self.graphs: DecodeGraphs | None = None
 
@@ -67,13 +80,15 @@ class Runner:
         """Queue the step. A token that is pending in its sequences is one that the step launched before it samples."""
         self.staging.turn()
         host, before_L = self._builder.arrange(plan), self._sampled_L
-        rows = [chunk.sequence for chunk in sampled(plan)]
+        rows = rows_of(plan)
+        masks = self._masks.begin(rows, self._newest)
         self._orders.step(host, len(rows))
         if self.graphs is not None and self.graphs.takes(host):
             hidden_LD = self.graphs.run(host, before_L)
         else:
             hidden_LD = self._model.hidden(self._builder.upload(host, before_L), self._kv)
-        drawn = self._sampler.sample(self._model.logits(hidden_LD[: len(rows)]), rows, before_L)
+        logits_LV = self._model.logits(hidden_LD[: len(rows)])
+        drawn = self._sampler.sample(logits_LV, rows, before_L, None if masks is None else masks.wait())
         self._sampled_L = drawn.token_L
         self._orders.tell_tokens(drawn.token_L)
         unit_ED, scores, end = None, None, len(hidden_LD) - host.num_scored
@@ -81,7 +96,9 @@ class Runner:
             unit_ED = self.staging.download(unit_vectors(hidden_LD[len(rows) : end]))
         if host.num_scored:
             scores = score(self._model, hidden_LD[end:], scored(plan), self.staging)
-        return Flight(plan, drawn.download(self.staging), unit_ED, scores, self.staging.mark())
+        astray = [] if masks is None else masks.problems
+        self._newest = Flight(plan, drawn.download(self.staging), unit_ED, scores, self.staging.mark(), astray)
+        return self._newest
 
     def collect(self, flight: Flight) -> Results:
         """Wait for the step's results."""

@@ -15,21 +15,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moiety_engine.sequence import Sequence
+from moiety_engine.sampling.rows import Row
 from moiety_engine.staging import Upload
 from moiety_kernels.sample import IN_PROMPT, Penalties
 
 
-def has_bias_or_ban(row: Sequence) -> bool:
-    return bool(row.submit.sampling.logit_bias) or row.num_output < row.submit.min_tokens
+def has_bias_or_ban(row: Row) -> bool:
+    return bool(row.submit.sampling.logit_bias) or _may_not_stop(row)
 
 
-def has_penalty(row: Sequence) -> bool:
+def _may_not_stop(row: Row) -> bool:
+    """Below min_tokens. Where a row has a guide its mask sees to that, since the guide may leave it nothing else."""
+    return row.guide is None and row.num_output < row.submit.min_tokens
+
+
+def has_penalty(row: Row) -> bool:
     sampling = row.submit.sampling
     return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
 
 
-def bias_and_ban(logits_LV: Tensor, rows: Rows[Sequence], upload: Upload) -> None:
+def bias_and_ban(logits_LV: Tensor, rows: Rows[Row], upload: Upload) -> None:
     """In place: logit bias, and the ban of stop tokens below min_tokens."""
     vocabulary = logits_LV.shape[1]
     biased: list[int] = []
@@ -40,7 +45,7 @@ def bias_and_ban(logits_LV: Tensor, rows: Rows[Sequence], upload: Upload) -> Non
         if bias:
             biased += [i * vocabulary + token for token in bias]
             amounts += bias.values()
-        if row.num_output < row.submit.min_tokens:
+        if _may_not_stop(row):
             banned += [i * vocabulary + token for token in row.submit.stop_token_ids]
     flat = logits_LV.view(-1)
     if biased:
@@ -50,12 +55,12 @@ def bias_and_ban(logits_LV: Tensor, rows: Rows[Sequence], upload: Upload) -> Non
 
 
 def penalties(
-    rows: Rows[Sequence], place_L: np.ndarray, vocab_size: int, sampled_L: Tensor | None, upload: Upload
+    rows: Rows[Row], place_L: np.ndarray, vocab_size: int, sampled_L: Tensor | None, upload: Upload
 ) -> Penalties:
     """Of the rows that have any, in their order; `place_L`, int32, says which of a launch's rows they are. `sampled_L`:
     what the running step samples."""
-    in_prompt = upload(_places([row.tokens[: row.num_prompt] for row in rows], vocab_size))
-    in_output = upload(_places([row.tokens[row.num_prompt : row.num_known] for row in rows], vocab_size))
+    in_prompt = upload(_places([row.submit.prompt_ids for row in rows], vocab_size))
+    in_output = upload(_places([row.known_output for row in rows], vocab_size))
     seen_JV = torch.zeros(len(rows), vocab_size, dtype=torch.int32, device=in_prompt.device)
     seen_JV.view(-1).index_fill_(0, in_prompt, IN_PROMPT)
     seen_JV.view(-1).index_add_(0, in_output, torch.ones_like(in_output, dtype=torch.int32))

@@ -1,8 +1,8 @@
 """Draws the next token of every row of a step that wants one, on the device and without waiting for it.
 
-Legend: L rows, V vocabulary, K columns. Order of operations, a row: what `adjusting` does → temperature → top-k → top-p
-→ min-p → draw. Reported log-probabilities are those of the model itself (log-softmax of the untouched logits), as
-OpenAI's are.
+Legend: L rows, V vocabulary, K columns. Order of operations, a row: what `adjusting` and its guide do → temperature →
+top-k → top-p → min-p → draw. Reported log-probabilities are those of the model itself (log-softmax of the untouched
+logits), as OpenAI's are.
 
 The draw inverts the cumulative distribution at one uniform number that depends on seed and position only.
 """
@@ -19,8 +19,9 @@ from torch.nn import functional
 
 from moiety_engine.messages import CoreLogprob
 from moiety_engine.sampling.adjusting import bias_and_ban, has_bias_or_ban, has_penalty, penalties
+from moiety_engine.sampling.allowed import Allowed, ban_others
 from moiety_engine.sampling.randomness import uniforms
-from moiety_engine.sequence import Sequence
+from moiety_engine.sampling.rows import Row
 from moiety_engine.staging import Staging, Upload
 from moiety_kernels.sample import Draws, Penalties, penalised
 from moiety_kernels.sample import sample as draw_on_device
@@ -80,15 +81,23 @@ class Sampler:
         self._on_cpu = device.type == "cpu"
         self._staging = staging or Staging(device)
 
-    def sample(self, logits_LV: Tensor, rows: Rows[Sequence], sampled_L: Tensor | None = None) -> Drawn:
+    def sample(
+        self,
+        logits_LV: Tensor,
+        rows: Rows[Row],
+        sampled_L: Tensor | None = None,
+        allowed: Allowed | None = None,
+    ) -> Drawn:
         """One token a row. `logits_LV` float32, row i belongs to rows[i]; it may be overwritten. `sampled_L`: what the
-        running step samples."""
+        running step samples. `allowed`: of the rows with a guide."""
         counts = [row.submit.sampling.num_logprobs for row in rows]
         wanting = [i for i, count in enumerate(counts) if count is not None]
         raw_LV = self._pick(logits_LV, wanting).clone() if wanting else None
         upload = self._staging.upload
         if any(map(has_bias_or_ban, rows)):
             bias_and_ban(logits_LV, rows, upload)
+        if allowed is not None:
+            ban_others(logits_LV, allowed, upload)
         penalised_rows = [i for i, row in enumerate(rows) if has_penalty(row)]
         if self._on_cpu:
             self._penalise(logits_LV, rows, penalised_rows, sampled_L)
@@ -104,14 +113,14 @@ class Sampler:
             logprobs = logprobs_of(raw_LV, self._pick(token_L, wanting), max(count or 0 for count in counts))
         return Drawn(token_L, logprobs, counts)
 
-    def _penalise(self, logits_LV: Tensor, rows: Rows[Sequence], picked: list[int], sampled_L: Tensor | None) -> None:
+    def _penalise(self, logits_LV: Tensor, rows: Rows[Row], picked: list[int], sampled_L: Tensor | None) -> None:
         """In place, of the rows that were picked."""
         if picked:
             every, upload = np.arange(len(picked), dtype=np.int32), self._staging.upload
             lowered = penalties([rows[i] for i in picked], every, self._vocab_size, sampled_L, upload)
             logits_LV.index_copy_(0, upload(np.array(picked)), penalised(self._pick(logits_LV, picked), lowered))
 
-    def _draw(self, logits_LV: Tensor, rows: Rows[Sequence], token_L: Tensor) -> None:
+    def _draw(self, logits_LV: Tensor, rows: Rows[Row], token_L: Tensor) -> None:
         """On a CPU, tokens of the rows with a temperature, into token_L; rows with the same kind of filter are drawn
         together."""
         plain: list[int] = []
@@ -172,12 +181,12 @@ class Sampler:
             return values
         return values.index_select(0, self._staging.upload(np.array(picked)))
 
-    def _uniforms(self, picked: list[int], rows: Rows[Sequence]) -> Tensor:
+    def _uniforms(self, picked: list[int], rows: Rows[Row]) -> Tensor:
         return self._staging.upload(uniforms([rows[i].seed for i in picked], [rows[i].num_output for i in picked]))
 
 
 def penalties_of(
-    rows: Rows[Sequence], picked: list[int], vocab_size: int, sampled_L: Tensor | None, upload: Upload
+    rows: Rows[Row], picked: list[int], vocab_size: int, sampled_L: Tensor | None, upload: Upload
 ) -> Penalties | None:
     """Of all rows those that were picked, on the device."""
     if not picked:
@@ -187,7 +196,7 @@ def penalties_of(
     return penalties([rows[i] for i in picked], place_L, vocab_size, sampled_L, upload)
 
 
-def draws(rows: Rows[Sequence], upload: Upload) -> Draws:
+def draws(rows: Rows[Row], upload: Upload) -> Draws:
     """What the rows ask of their draws, on the device."""
     asked = [row.submit.sampling for row in rows]
     return Draws(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from moiety_engine.guiding.follower import Follower
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreSubmit
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.places import Places
@@ -37,7 +38,7 @@ class Entrance:
         self._admissions: list[CoreAdmission] = []
         self._failures: list[CoreFailure] = []
 
-    def add(self, submit: CoreSubmit, *, seed: int, now_ns: int) -> None:
+    def add(self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: Follower | None = None) -> None:
         """Queue a request, or turn it away."""
         sequence = Sequence(
             submit,
@@ -45,6 +46,7 @@ class Entrance:
             seed=seed,
             queued_unix_ns=now_ns,
             answer_apart=self._kv.answers_apart,
+            guide=guide,
         )
         self._num_seen += 1
         sequence.num_uncached = len(sequence.tokens) - len(self._kv.find_prefix(sequence)) * self._kv.block_size

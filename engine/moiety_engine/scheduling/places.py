@@ -30,6 +30,7 @@ class Places:
         self._waiting_of_rank: dict[int, dict[int, Sequence]] = {}
         self.running: list[Sequence] = []
         self.decoding: dict[Sequence, Chunk] = {}  # of them, those that lack only their newest token: their rows
+        self.verifying: dict[Sequence, None] = {}  # those whose draft runs: what they lack is known with its result
         self.prefilling: dict[Sequence, None] = {}  # and the others
         self.filled: dict[Sequence, None] = {}  # who may need another block for its next token: all that do are here
         self._ranks: Counter[int] = Counter()  # of those running
@@ -97,13 +98,23 @@ class Places:
 
     def computed(self, sequence: Sequence) -> bool:
         """More of the sequence was computed. True: it lacks no more than its newest token, and decodes from now on."""
-        if sequence.place is not Place.RUNNING or not sequence.decoding or sequence.ghost:
+        if sequence.place is not Place.RUNNING or not sequence.decoding or sequence.ghost or sequence in self.verifying:
             return False
         self.decoding[sequence] = Chunk(sequence, 1, True)
         self.filled[sequence] = None
         self._decode_sums = None
         self.prefilling.pop(sequence, None)
         return True
+
+    def verify(self, sequence: Sequence) -> None:
+        """A draft of the sequence runs: until its result is there, nothing can be planned for it."""
+        del self.decoding[sequence]
+        self.verifying[sequence] = None
+
+    def verified(self, sequence: Sequence) -> None:
+        """It is there, and the sequence decodes again."""
+        del self.verifying[sequence]
+        self.computed(sequence)
 
     def haunt(self, sequence: Sequence) -> None:
         """A row of a padded batch has ended, and goes on to be computed with the others."""
@@ -156,6 +167,7 @@ class Places:
         self.running.remove(sequence)
         self._decode_sums = self._predicted_output = None
         self.decoding.pop(sequence, None)
+        self.verifying.pop(sequence, None)
         self.prefilling.pop(sequence, None)
         rank = sequence.service.rank
         self._ranks[rank] -= 1

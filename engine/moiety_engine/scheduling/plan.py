@@ -12,20 +12,22 @@ from moiety_engine.sequence import Sequence
 class Chunk(NamedTuple):
     """The part of one sequence that runs in a step: tokens num_computed … num_computed+num_tokens-1, then `num_pad`
     rows that are computed and thrown away (padded strategy). `samples`: the last token's logits give a new token;
-    `embeds`: its hidden state is what was asked for, and the sequence ends with it."""
+    `embeds`: its hidden state is what was asked for, and the sequence ends with it. `draft`: the last of its tokens are
+    guesses that the sequence does not have yet; the logits of each, and of the one before them, give a token."""
 
     sequence: Sequence
     num_tokens: int
     samples: bool
     num_pad: int = 0
     embeds: bool = False
+    draft: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. Rows that decode a single token come first. `preempted` left the batch to make room. Before the model
-    runs, blocks are copied: first those of `swap_out` (device block, host block), then those of `swap_in` (host block,
-    device block)."""
+    """One step. Chunks that decode come first: a single token each, or one and a draft. `preempted` left the batch to
+    make room. Before the model runs, blocks are copied: first those of `swap_out` (device block, host block), then
+    those of `swap_in` (host block, device block)."""
 
     chunks: list[Chunk]
     num_decode: int

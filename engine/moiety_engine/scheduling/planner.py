@@ -28,6 +28,7 @@ class Planner:
         self._in_flight: set[bytes] = set()
         self._unhashed: list[tuple[Sequence, int]] = []  # whose blocks up to which token are in flight, too
         self._decode_context = 0
+        self.num_drafted = 0
         self._prefill_rows = 0
         self._attended_pairs = 0
         self.num_rows = 0
@@ -37,12 +38,18 @@ class Planner:
         return not self._decodes and not self._prefills
 
     @property
+    def decodes(self) -> list[Chunk]:
+        return self._decodes
+
+    @property
     def rows_left(self) -> int:
         return self._budget_rows - self.num_rows
 
     @property
     def shape(self) -> StepShape:
-        return StepShape(len(self._decodes), self._prefill_rows, self._decode_context, self._attended_pairs)
+        return StepShape(
+            len(self._decodes) + self.num_drafted, self._prefill_rows, self._decode_context, self._attended_pairs
+        )
 
     def limit_time(self, budget: StepBudget | None) -> None:
         self._budget = budget
@@ -75,6 +82,26 @@ class Planner:
             self._decode_context -= sequence.num_computed
             self.num_rows -= 1
             self._take_answer_rows(-1)
+
+    def draft(self, place: int, draft: list[int]) -> None:
+        """Let a decode of this step verify guesses of what follows its token; fewer where rows or blocks are few. What
+        others of the step may lack is left to them. Nothing may join the step afterwards."""
+        sequence = self._decodes[place].sequence
+        first = sequence.num_computed
+        num_spare = max(0, self._kv.pool.num_free - len(self._decodes))
+        room = (len(sequence.blocks) + num_spare) * self._kv.block_size - first - 1
+        limit = min(len(draft), self.rows_left, room)
+        if self._answer_rows_left is not None:
+            limit = min(limit, self._answer_rows_left)
+        if limit <= 0:
+            return
+        grown = self._kv.grow(sequence, first + 1 + limit)
+        assert grown, "blocks that were free are not there"
+        self._decodes[place] = Chunk(sequence, 1 + limit, True, draft=tuple(draft[:limit]))
+        self.num_rows += limit
+        self.num_drafted += limit
+        self._decode_context += limit * first
+        self._take_answer_rows(limit)
 
     def prefill_room(self, sequence: Sequence) -> int:
         """How many of the sequence's uncomputed tokens rows and the step's time allow."""

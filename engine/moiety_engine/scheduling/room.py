@@ -85,7 +85,7 @@ class Room:
         for victim in self._policy.victims(self._places.running, beneficiary, now_ns / 1e9):
             if gained >= num_blocks:
                 break
-            if not planner.prefills(victim):
+            if self._may_go(victim, planner):
                 chosen.append(victim)
                 gained += self._would_free(victim)
         if gained < num_blocks:
@@ -101,7 +101,7 @@ class Room:
         if self._places.worst_rank_running <= beneficiary.service.rank:
             return False
         for victim in self._policy.victims(self._places.running, beneficiary, now_ns / 1e9, takes_blocks=False):
-            if not planner.prefills(victim):
+            if self._may_go(victim, planner):
                 planner.drop_decode(victim)
                 self.preempt(victim, Reason.BATCH_FULL, now_ns, beneficiary, take_blocks=False)
                 return True
@@ -144,6 +144,8 @@ class Room:
         for victim in self._policy.victims(list(self._places.running), None, now_ns / 1e9):
             if len(short) <= pool.num_free or len(self._places.decoding) < 2:
                 break
+            if victim in self._places.verifying:
+                continue
             self.preempt(victim, Reason.DECODE_NEEDS_BLOCKS, now_ns, None, take_blocks=True)
             if victim in short:
                 short.remove(victim)
@@ -182,6 +184,10 @@ class Room:
         empty = StepShape()
         again = empty.with_prefill(sequence.num_computed, 0)
         return self._step_time.predict_s(again) - self._step_time.predict_s(empty)
+
+    def _may_go(self, victim: Sequence, planner: Planner) -> bool:
+        """Not if this step computes its prompt, or the running one verifies its draft."""
+        return not planner.prefills(victim) and victim not in self._places.verifying
 
     def _would_free(self, sequence: Sequence) -> int:
         return self._kv.num_unshared(sequence)

@@ -3,7 +3,8 @@
 The next step may be planned while one runs. What a step does whatever it samples is taken into account when it is
 launched: tokens are computed, a pending token counts against credit and lengths, and who has had all leaves the batch.
 What hangs on the tokens comes with them. So only a sequence that ends by itself, or is ended, may be in one more step
-than it needs; what that brings is thrown away, and counted.
+than it needs; what that brings is thrown away, and counted. A sequence whose draft runs is in no other step until it is
+known how much of it came true.
 
 Decodes first, then prefill in the order of the policy. Who needs blocks takes them from sequences that are out of the
 batch, then from victims that the policy names; they go on later, in their old place, without repeating a token. It
@@ -13,40 +14,33 @@ knows no tensors and no clock: times are handed in.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from itertools import islice
 
+from moiety_engine.guiding.follower import Follower
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
+from moiety_engine.scheduling.endings import finish_of, why_it_ends
 from moiety_engine.scheduling.entrance import Entrance
 from moiety_engine.scheduling.filling import Filling
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.lengths import OutputPredictor
+from moiety_engine.scheduling.limits import Limits
 from moiety_engine.scheduling.padded import PaddedFilling
 from moiety_engine.scheduling.places import Places
-from moiety_engine.scheduling.plan import Plan
+from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.planner import Planner
 from moiety_engine.scheduling.policies import make_policy
 from moiety_engine.scheduling.policy import BatchView, Policy, PolicyContext
 from moiety_engine.scheduling.room import Room, SwapCost
+from moiety_engine.scheduling.speculation.speculator import Speculator
 from moiety_engine.scheduling.steptime import StepTimeModel
-from moiety_engine.scheduling.strategies import QueueView, Strategy
+from moiety_engine.scheduling.strategies import Strategy, queue_view
 from moiety_engine.scheduling.tally import Tally
 from moiety_engine.scheduling.watch import StepWatch
 from moiety_engine.sequence import Place, Sequence
 from moiety_wire.messages import ClassLoad, FinishReason
 
+_Sampled = tuple[int, CoreLogprob | None]
 _QUEUED = (Place.WAITING, Place.RETURNING)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of a step, of the batch and of the queue."""
-
-    max_batch_tokens: int
-    max_running: int
-    batch_size: int = 8
-    batch_timeout_ms: float = 0.0
-    max_waiting: int = 32768
-    chunk_tokens: int | None = None  # rows of a step under policies that do not size it by time; None: as above
 
 
 class Scheduler:
@@ -63,6 +57,7 @@ class Scheduler:
         step_time: StepTimeModel | None = None,
         lengths: OutputPredictor | None = None,
         swap: SwapCost | None = None,
+        draft_tokens: int = 0,  # the longest draft; only where nothing is padded
     ) -> None:
         self.kv = kv
         self.limits = limits
@@ -91,16 +86,17 @@ class Scheduler:
         self._entrance = Entrance(kv, self.places, self.policy, self.tally, limits.max_waiting, self._drop)
         self._running: Plan | None = None  # launched, and not committed
         self._watch = StepWatch(self.step_time)
-        self.output_tokens_total = 0
-        self.recomputed_tokens_total = 0
+        self.speculator = Speculator(draft_tokens, self.step_time) if draft_tokens else None
+        self.output_tokens_total = self.recomputed_tokens_total = 0
+        self.drafted_tokens_total = self.accepted_tokens_total = 0
         self.overshot_tokens_total = 0  # sampled for sequences that had ended by then
 
     # ── requests come and go ──
 
-    def add(self, submit: CoreSubmit, *, seed: int, now_ns: int) -> None:
+    def add(self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: Follower | None = None) -> None:
         """Queue a request, or turn it away (see `take_verdicts`). The caller has seen to it that prompt and output fit
         the pool."""
-        self._entrance.add(submit, seed=seed, now_ns=now_ns)
+        self._entrance.add(submit, seed=seed, now_ns=now_ns, guide=guide)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:
         """Raise a request's credit; ends it if this was the last and is used up."""
@@ -163,18 +159,19 @@ class Scheduler:
         row = -1
         for chunk in plan.chunks:
             sequence = chunk.sequence
-            row += chunk.samples
+            first, row = row + 1, row + chunk.samples + (num_drafted := len(chunk.draft))
             if sequence.place is Place.ENDED or (sequence.ghost and chunk.num_tokens):
                 continue  # it ended after this step was planned
-            self._computed(sequence, chunk.num_tokens)
+            self._computed(sequence, chunk.num_tokens - num_drafted)
+            if num_drafted:
+                self.places.verify(sequence)
             if chunk.samples:
-                sequence.expect_token(row)
+                sequence.expect_token(first)
                 num_output = len(sequence.tokens) - sequence.num_prompt
                 if num_output >= sequence.submit.max_tokens:
                     self._finishing(sequence)
                 elif num_output >= sequence.credit_tokens:
-                    self.places.park(sequence)
-                    self.tally.of(sequence.service.name).num_running -= 1
+                    self._park(sequence)
             elif chunk.embeds:
                 self._finishing(sequence)
         for chunk in plan.chunks[plan.num_decode :]:
@@ -191,8 +188,9 @@ class Scheduler:
         now_ns: int,
         embeddings: Iterable[bytes] = (),
     ) -> list[CoreOutput]:
-        """Take in the step's result: one token for each chunk that samples and one vector for each that embeds, in the
-        plan's order. A step that was not launched is launched first: nothing is planned while it runs."""
+        """Take in the step's result: for each chunk that samples one token and one for each token of its draft, and for
+        each that embeds one vector, in the plan's order. A step that was not launched is launched first: nothing is
+        planned while it runs."""
         if self._running is None:
             self.launched(plan)
         assert self._running is plan, "a step was committed while another ran"
@@ -204,12 +202,17 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if chunk.samples:
-                token_id, logprob = next(sampled)
+                token = next(sampled)
+                drafted = list(islice(sampled, len(chunk.draft))) if chunk.draft else []
                 if sequence.pending_row < 0:
                     self.overshot_tokens_total += 1
                     continue
-                got_token.append(sequence)
-                outputs.append(self._take_token(sequence, token_id, logprob, now_ns))
+                if drafted:
+                    output = self._take_draft(chunk, token, drafted, now_ns)
+                else:
+                    output = self._take_token(sequence, *token, now_ns)
+                got_token += [sequence] * len(output.token_ids)
+                outputs.append(output)
             elif chunk.embeds:
                 vector = next(embedded)
                 if sequence.place is not Place.ENDED:
@@ -272,38 +275,27 @@ class Scheduler:
         due_s, context = self.places.sums_of(decoding)
         planner.add_decodes(decoding, context)
         if self.policy.num_queued and planner.rows_left > 0:
-            pool = self.kv.pool
             view = BatchView(
                 planner.shape,
                 due_s - self._watch.free_s(now_ns),
                 self.places.running,
                 self.places.worst_rank_running,
-                pool.num_free,
-                pool.num_blocks,
+                self.kv.pool.num_free,
+                self.kv.pool.num_blocks,
                 self.places.predicted_output,
             )
             self._fill(planner, view, now_ns)
+        if self.speculator is not None:
+            slack_s = due_s - self._watch.free_s(now_ns)
+            self.speculator.extend(planner, slack_s, now_ns, overlaps=self._running is not None)
 
     def _fill(self, planner: Planner, view: BatchView, now_ns: int) -> None:
-        joinable = self._joinable(now_ns)
+        joinable = self._strategy.joinable(queue_view(self.places, self.limits, now_ns))
         if self._strategy.padded:
             self._padded.fill(planner, joinable, now_ns)
         else:
             planner.limit_time(self.policy.step_budget(view, now_ns / 1e9))
             self._filling.fill(planner, view, joinable, now_ns)
-
-    def _joinable(self, now_ns: int) -> int:
-        """How many may join the batch, by the strategy."""
-        limits = self.limits
-        view = QueueView(
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
-            oldest_wait_ms=lambda: (now_ns - self.places.oldest_unix_ns(now_ns)) / 1e6,
-            max_running=limits.max_running,
-            batch_size=limits.batch_size,
-            batch_timeout_ms=limits.batch_timeout_ms,
-        )
-        return self._strategy.joinable(view)
 
     def _take_token(self, sequence: Sequence, token_id: int, logprob: CoreLogprob | None, now_ns: int) -> CoreOutput:
         sequence.token_came(token_id, now_ns / 1e9)
@@ -313,8 +305,37 @@ class Scheduler:
         finish = None
         num_output, submit = len(sequence.tokens) - sequence.num_prompt, sequence.submit
         if num_output >= submit.max_tokens or num_output >= sequence.credit_tokens or token_id in submit.stop_token_ids:
-            finish = self._finish_after(sequence, token_id, now_ns)
+            ends = why_it_ends(sequence, token_id)
+            finish = ends and self._end(sequence, *ends, now_ns)
         return CoreOutput(submit.key, [token_id], None if logprob is None else [logprob], finish, num_cached)
+
+    def _take_draft(self, chunk: Chunk, first: _Sampled, drafted: list[_Sampled], now_ns: int) -> CoreOutput:
+        """The first token, and what follows: as long as a guess is what came, what was sampled after it counts, too."""
+        sequence = chunk.sequence
+        sequence.num_drafted += len(chunk.draft)
+        self.drafted_tokens_total += len(chunk.draft)
+        output = self._take_token(sequence, *first, now_ns)
+        token_ids, logprobs, finish = output.token_ids, output.logprobs, output.finish
+        for guessed, sampled in zip(chunk.draft, drafted, strict=True):
+            if finish is not None or guessed != token_ids[-1]:
+                break
+            sequence.num_accepted += 1
+            self._computed(sequence, 1)
+            sequence.expect_token(-1)
+            more = self._take_token(sequence, *sampled, now_ns)
+            token_ids += more.token_ids
+            logprobs = logprobs and logprobs + (more.logprobs or [])
+            finish = more.finish
+        self.accepted_tokens_total += len(token_ids) - 1
+        if sequence.place is Place.RUNNING:
+            self.places.verified(sequence)
+            if not sequence.has_credit:
+                self._park(sequence)
+        return CoreOutput(sequence.key, token_ids, logprobs, finish)
+
+    def _park(self, sequence: Sequence) -> None:
+        self.places.park(sequence)
+        self.tally.of(sequence.service.name).num_running -= 1
 
     def _computed(self, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed
@@ -334,16 +355,6 @@ class Scheduler:
 
     # ── endings ──
 
-    def _finish_after(self, sequence: Sequence, token_id: int, now_ns: int) -> CoreFinish | None:
-        submit = sequence.submit
-        if sequence.num_output >= submit.min_tokens and token_id in submit.stop_token_ids:
-            return self._end(sequence, FinishReason.STOP, "stop_token", now_ns)
-        if sequence.num_output >= submit.max_tokens:
-            return self._end(sequence, FinishReason.LENGTH, "max_tokens", now_ns)
-        if sequence.credit_last and not sequence.has_credit:
-            return self._end(sequence, FinishReason.LENGTH, "credit_refused", now_ns)
-        return None
-
     def _end(
         self, sequence: Sequence, reason: FinishReason, detail: str, now_ns: int, embedding: bytes = b""
     ) -> CoreFinish:
@@ -356,19 +367,7 @@ class Scheduler:
                 self.places.haunt(sequence)
         else:
             self._drop(sequence)
-        return CoreFinish(
-            reason=reason,
-            detail=detail,
-            num_cached_tokens=sequence.num_cached,
-            num_output_tokens=sequence.num_output,
-            scheduled_unix_ns=sequence.scheduled_unix_ns,
-            first_token_unix_ns=sequence.first_token_unix_ns,
-            finished_unix_ns=now_ns,
-            served_class=sequence.service.name,
-            events=sequence.events,
-            num_recomputed_tokens=sequence.num_recomputed,
-            embedding=embedding,
-        )
+        return finish_of(sequence, reason, detail, embedding)
 
     def _drop(self, sequence: Sequence) -> None:
         tally = self.tally.of(sequence.service.name)

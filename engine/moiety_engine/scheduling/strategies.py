@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moiety_engine.config import Batching
+from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.places import Places
 
 
 class QueueView(NamedTuple):
@@ -52,6 +54,18 @@ def _join_dynamic(view: QueueView) -> int:
 
 def _join_continuous(view: QueueView) -> int:
     return view.max_running - view.num_running
+
+
+def queue_view(places: Places, limits: Limits, now_ns: int) -> QueueView:
+    """What there is to look at now."""
+    return QueueView(
+        num_running=len(places.running),
+        num_waiting=len(places.waiting) + len(places.returning),
+        oldest_wait_ms=lambda: (now_ns - places.oldest_unix_ns(now_ns)) / 1e6,
+        max_running=limits.max_running,
+        batch_size=limits.batch_size,
+        batch_timeout_ms=limits.batch_timeout_ms,
+    )
 
 
 STRATEGIES = {

@@ -43,6 +43,10 @@ class ToolFormat:
     markers: tuple[str, ...]
     to_name: str
     to_arguments: str
+    to_end: str | None  # what follows the arguments; None where more than this stands within a call
+    between: str = ""  # calls that one marker opens
+    closer: str = ""  # after the last of those
+    marks_calls: bool = True  # else a call is the whole answer, and known by its form
     short_ids: bool = False  # its template takes ids of nine letters and digits only
     one_call_a_message: bool = False
 
@@ -76,11 +80,19 @@ def format_of(template: str) -> ToolFormat | None:
     if "[TOOL_CALLS]" in template:
         return _mistral(template)
     if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
-        return ToolFormat(HermesReader, ("<tool_call>", "</tool_call>"), '<tool_call>\n{"name": "', '", "arguments":')
+        markers = ("<tool_call>", "</tool_call>")
+        return ToolFormat(HermesReader, markers, '<tool_call>\n{"name": "', '", "arguments":', "}\n</tool_call>")
     if '{"name": "' in template and '"parameters": ' in template and any(head in template for head in _LLAMA_HEADS):
         one_call = "single tool-calls" in template
         return ToolFormat(
-            LlamaReader, ("<|python_tag|>",), '{"name": "', '", "parameters":', one_call_a_message=one_call
+            LlamaReader,
+            ("<|python_tag|>",),
+            '{"name": "',
+            '", "parameters":',
+            "}",
+            between="; ",
+            marks_calls=False,
+            one_call_a_message=one_call,
         )
     return None
 
@@ -89,10 +101,20 @@ def _mistral(template: str) -> ToolFormat:
     markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     short_ids = "length 9" in template or "length != 9" in template
     if "[ARGS]" in template:
-        to_arguments = "" if "[CALL_ID]" in template else "[ARGS]"
-        return ToolFormat(MistralReader, markers, "[TOOL_CALLS]", to_arguments, short_ids)
+        has_ids = "[CALL_ID]" in template
+        to_arguments, to_end = ("", None) if has_ids else ("[ARGS]", "")
+        return ToolFormat(MistralReader, markers, "[TOOL_CALLS]", to_arguments, to_end, short_ids=short_ids)
     to_list = "[TOOL_CALLS] [" if "[TOOL_CALLS] [" in template else "[TOOL_CALLS]["
-    return ToolFormat(MistralReader, markers, to_list + '{"name": "', '", "arguments":', short_ids)
+    return ToolFormat(
+        MistralReader,
+        markers,
+        to_list + '{"name": "',
+        '", "arguments":',
+        "}",
+        between=", ",
+        closer="]",
+        short_ids=short_ids,
+    )
 
 
 def _with_names(messages: Sequence[Message]) -> Iterator[Message]:

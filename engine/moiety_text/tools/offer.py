@@ -13,6 +13,7 @@ class Tool:
     name: str
     description: str
     parameters: dict[str, Any]
+    strict: bool = False  # arguments must keep to the schema
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates know it."""
@@ -33,6 +34,10 @@ class ToolOffer:
     def names(self) -> frozenset[str]:
         """What may be called."""
         return frozenset([self.forced] if self.forced is not None else [tool.name for tool in self.tools])
+
+    @property
+    def is_strict(self) -> bool:
+        return any(tool.strict for tool in self.tools)
 
     @property
     def first_call(self) -> str | None:

@@ -23,7 +23,7 @@ from moiety_text.tools.offer import ToolOffer
 
 
 class MessageTool(StrictBody):
-    """A function of the client's. `strict` is taken and not enforced: calls are not held to their schema yet."""
+    """A function of the client's."""
 
     type: Annotated[str, shows(enum=["custom"])] | None = None
     name: ToolName
@@ -81,7 +81,7 @@ def offer_of(tools: Sequence[MessageTool] | None, choice: MessageToolChoice | No
     """What the model may call; None if nothing."""
     if not tools or (choice is not None and choice.type == "none"):
         return None
-    told = tuple(tool_of(tool.name, tool.description, tool.input_schema) for tool in tools)
+    told = tuple(tool_of(tool.name, tool.description, tool.input_schema, strict=tool.strict) for tool in tools)
     if choice is None:
         return ToolOffer(told)
     return ToolOffer(

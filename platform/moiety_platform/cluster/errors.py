@@ -3,6 +3,7 @@
 ClusterError         the message says what to do next
 ├── NotInACluster    nothing says where the API is, or who asks
 ├── HalfAPair        a Secret holds a public key without its secret one
+├── UnusableEntry    a Secret holds an entry from which what belongs to it cannot be made
 └── ApiRefused       the API answered, and not as it was asked to
 """
 
@@ -22,4 +23,8 @@ class ApiRefused(ClusterError):
 
 
 class HalfAPair(ClusterError):
+    pass
+
+
+class UnusableEntry(ClusterError):
     pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,11 +21,12 @@ NOT_FOUND, CONFLICT = 404, 409
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """A Secret as it is stored. `version` is its state, by which a write that came between is noticed."""
+    """A Secret as it is stored. `document` is all of it as the API has it, with the version by which a write that came
+    between is noticed."""
 
     name: str
-    entries: Mapping[str, bytes]
-    version: str
+    entries: Mapping[str, bytes] = field(repr=False)
+    document: Mapping[str, Any] = field(repr=False)
 
 
 class SecretsApi:
@@ -72,7 +73,7 @@ class SecretsApi:
             return None
         document = _checked(answer, f"read the Secret {name}")
         entries = {key: base64.b64decode(value) for key, value in (document.get("data") or {}).items()}
-        return Secret(name, entries, document["metadata"]["resourceVersion"])
+        return Secret(name, entries, document)
 
     def create(self, name: str, entries: Mapping[str, bytes]) -> bool:
         """False if another was first."""
@@ -83,8 +84,10 @@ class SecretsApi:
         return True
 
     def replace(self, secret: Secret, entries: Mapping[str, bytes]) -> bool:
-        """Give it these entries; False if it has been changed since it was read."""
-        answer = self._ask("PUT", f"{self._path}/{secret.name}", _document(secret.name, entries, secret.version))
+        """Give it these entries, and leave all else that stands in it; False if it has been changed since it was
+        read."""
+        document = {**secret.document, "data": _data(entries)}
+        answer = self._ask("PUT", f"{self._path}/{secret.name}", document)
         if answer.status_code == CONFLICT:
             return False
         _checked(answer, f"change the Secret {secret.name}")
@@ -100,12 +103,13 @@ class SecretsApi:
             ) from exc
 
 
-def _document(name: str, entries: Mapping[str, bytes], version: str | None = None) -> dict[str, Any]:
+def _document(name: str, entries: Mapping[str, bytes]) -> dict[str, Any]:
     metadata = {"name": name, "labels": {"app.kubernetes.io/part-of": "moiety"}}
-    if version is not None:
-        metadata["resourceVersion"] = version
-    data = {key: base64.b64encode(value).decode() for key, value in entries.items()}
-    return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": data}
+    return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": _data(entries)}
+
+
+def _data(entries: Mapping[str, bytes]) -> dict[str, str]:
+    return {key: base64.b64encode(value).decode() for key, value in entries.items()}
 
 
 def _checked(answer: httpx.Response, deed: str) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def _translate(exc: ValidationError, forms: Mapping[str, str], shape: ShapeLimit
         reason = first["msg"].removeprefix("Invalid JSON: ")
         return BadRequest(f"the body is not valid JSON ({reason}); send one JSON object in UTF-8", code="invalid_json")
     if first["type"] == "refused" and not first["loc"]:
-        return BadRequest(first["msg"])
+        return BadRequest(first["msg"], code=first.get("ctx", {}).get("code"))
     if not first["loc"]:
         return BadRequest("the body must be a JSON object; send one with at least 'model'", code="invalid_json")
     path, form = _path(first["loc"], first["type"], forms)

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from moiety_text.tools.offer import ToolOffer
+from moiety_wire.guides import Guide
 from moiety_wire.messages import Sampling
 
 
@@ -41,6 +42,7 @@ class Generation(msgspec.Struct, frozen=True):
     embed: bool = False  # each prompt's vector is wanted, and no token: `max_tokens` is 0
     dimensions: int | None = None  # how many numbers of each vector are wanted; None for all
     max_numbers: int | None = None  # of all vectors together; None for as many as there are
+    guide: Guide | None = None  # what each answer must be
     prompt_field: str = "prompt"  # where the client wrote the prompts, for complaints about them
 
     @property

@@ -17,6 +17,7 @@ class ShapeLimits:
     max_stop_chars: int = 1024  # of each
     max_tools: int = 128
     max_tool_schema_bytes: int = 65_536  # of each
+    max_guide_bytes: int = 65_536  # of what an answer must be
 
     @classmethod
     def of(cls, settings: GatewaySettings) -> ShapeLimits:
@@ -27,6 +28,7 @@ class ShapeLimits:
             max_stop_chars=settings.max_stop_chars,
             max_tools=settings.max_tools,
             max_tool_schema_bytes=settings.max_tool_schema_bytes,
+            max_guide_bytes=settings.max_guide_bytes,
         )
 
 

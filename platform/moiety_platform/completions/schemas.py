@@ -29,8 +29,11 @@ from moiety_platform.completions.fields import (
     refuse,
     shows,
 )
+from moiety_platform.completions.forms import FORMS as FORMS_OF_FORMS
+from moiety_platform.completions.forms import GuidedBody, require_one_form
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
 from moiety_platform.completions.tools.schemas import NEEDS_TOOLS, ChatChoice, ChatTools, check_choice, offer_of
+from moiety_platform.errors import FORM_NOT_SUPPORTED
 from moiety_wire.messages import Sampling
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
@@ -38,6 +41,7 @@ MAX_BIASES = 4096
 
 FORMS = MappingProxyType(
     {
+        **FORMS_OF_FORMS,
         "content": 'must be a string or a list of parts {{"type": "text", "text": "…"}}; other parts are not '
         "supported, and null is for the assistant only",
         "prompt": forms_of_prompts("prompts"),
@@ -66,18 +70,7 @@ class StreamOptions(StrictBody):
         return value
 
 
-class ResponseFormat(StrictBody):
-    type: Annotated[str, shows(enum=["text"])]
-
-    @field_validator("type")
-    @classmethod
-    def _only_text(cls, value: str) -> str:
-        if value != "text":
-            raise refuse(f"{value!r} is not supported yet; use 'text'")
-        return value
-
-
-class GenerationBody(GeneratingBody):
+class GenerationBody(GuidedBody, GeneratingBody):
     """What both endpoints share. null means the default, as everywhere in OpenAI's API."""
 
     model_config = ConfigDict(json_schema_extra={"allOf": [STREAMED_OPTIONS]})
@@ -102,7 +95,6 @@ class GenerationBody(GeneratingBody):
     n: Annotated[int, Field(ge=1, le=INT32_MAX), at_most(lambda shape: shape.max_choices)] | None = None
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    response_format: ResponseFormat | None = None
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -123,6 +115,9 @@ class GenerationBody(GeneratingBody):
     def _check_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise refuse("'stream_options' is allowed only when 'stream' is true")
+        if self.ignore_eos and self.guide() is not None:
+            told = "'ignore_eos' cannot go with a form, which says where the answer ends; leave one of them out"
+            raise refuse(told, FORM_NOT_SUPPORTED)
         limit = self.output_limit
         if limit is not None and (self.min_tokens or 0) > limit:
             raise refuse(f"'min_tokens' ({self.min_tokens}) must not be more than the most tokens asked for ({limit})")
@@ -159,6 +154,7 @@ class GenerationBody(GeneratingBody):
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            guide=self.guide(),
             service_tier=self.service_tier,
         )
 
@@ -205,6 +201,7 @@ class ChatBody(GenerationBody):
 
     def generation(self) -> Generation:
         offer = offer_of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
+        require_one_form(self.guide(), offer, "response_format")
         conversation = Conversation(tuple(message.for_template() for message in self.messages), tools=offer)
         return self._generation((conversation,), (self.top_logprobs or 0) if self.logprobs else None)
 

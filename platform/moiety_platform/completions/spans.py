@@ -200,11 +200,15 @@ def _of_engine_phase(name: str, finished: Finished) -> Attributes:
             "moiety.cached_tokens": finished.num_cached_tokens,
         }
     if name == DECODE:
-        return {
+        decoded: Attributes = {
             "gen_ai.usage.output_tokens": finished.num_output_tokens,
             "gen_ai.response.finish_reasons": (finished.reason.value,),
             "moiety.recomputed_tokens": finished.num_recomputed_tokens,
         }
+        if finished.num_drafted_tokens:
+            decoded["moiety.drafted_tokens"] = finished.num_drafted_tokens
+            decoded["moiety.accepted_tokens"] = finished.num_accepted_tokens
+        return decoded
     return {}
 
 

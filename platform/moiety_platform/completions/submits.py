@@ -9,6 +9,7 @@ from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.completions.generation import Generation
 from moiety_platform.completions.text import UNKNOWN_TOKEN, ModelText
 from moiety_platform.errors import BadRequest, ContextTooLong
+from moiety_wire.guides import Guide
 from moiety_wire.messages import Card, Sampling, Stopping, Submit
 from moiety_wire.seeds import seed_of_choice
 
@@ -71,6 +72,7 @@ def submits_of(
             text.shown_ids(generation.prompts[number]),
             # inputs that are embedded are answered together, so each has the time that all of them are promised
             num_prompt_tokens - len(prompt_ids) if generation.embed else 0,
+            generation.guide or text.guide_of_calls(generation.prompts[number]),
         )
     ]
 
@@ -83,6 +85,7 @@ def _submits(
     max_tokens: int,
     shown_ids: tuple[int, ...],
     sibling_tokens: int,
+    guide: Guide | None,
 ) -> list[Submit]:
     """Of one prompt."""
     chosen = origin.chosen
@@ -115,6 +118,7 @@ def _submits(
             embed=generation.embed,
             sibling_tokens=sibling_tokens,
             gathers=origin.gathers,
+            guide=guide,
         )
         for choice in range(generation.num_choices)
     ]

@@ -8,13 +8,15 @@ from hashlib import blake2b
 from typing import Any
 
 from moiety_platform.completions.generation import Conversation, Generation, Prompt
-from moiety_platform.errors import BadRequest, ContextTooLong
+from moiety_platform.completions.tools.strict import guide_of_calls
+from moiety_platform.errors import FORM_NOT_SUPPORTED, BadRequest, ContextTooLong
 from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder, texts_of
 from moiety_text.errors import TemplateRefused, TextNotEncodable, TokenOutOfRange, TooManyTokens
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.formats import KNOWN, Opening, ToolFormat, format_of
 from moiety_text.tools.reader import CallReader
+from moiety_wire.guides import Guide
 from moiety_wire.messages import Card
 
 MAX_CACHED_MODELS = 16
@@ -72,8 +74,25 @@ class ModelText:
         """The special tokens that such an answer's text must show, for its reader."""
         if not isinstance(prompt, Conversation) or prompt.tools is None:
             return ()
+        return tuple(self._special_markers().values())
+
+    def guide_of_calls(self, prompt: Prompt) -> Guide | None:
+        """What an answer to an encoded prompt must be for its strict tools; None if it has none. Raises BadRequest."""
+        if not isinstance(prompt, Conversation) or prompt.tools is None or not prompt.tools.is_strict:
+            return None
+        way = self._format_of_tools()
+        guide = None
+        if way.marks_calls or not prompt.prefill.strip():
+            guide = guide_of_calls(way, prompt.tools, self._special_markers())
+        if guide is None:
+            message = f"calls of the model {self._model!r} cannot be held to a schema here; leave 'strict' out"
+            raise BadRequest(message, code=FORM_NOT_SUPPORTED, param="tools")
+        return guide
+
+    def _special_markers(self) -> dict[str, int]:
+        """What marks calls and is a special token, with its id."""
         markers, added = self._format_of_tools().markers, self._tokenizer.added_tokens
-        return tuple(token_id for token_id, token in added.items() if token.special and token.content in markers)
+        return {token.content: one for one, token in added.items() if token.special and token.content in markers}
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         try:

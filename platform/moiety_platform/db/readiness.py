@@ -25,6 +25,7 @@ class StoreReadiness:
         self._database = database
         self._ready = False
         self._check: asyncio.Task[str] | None = None
+        self._asking: asyncio.Task[str] | None = None  # for those who do not wait
         self._said = ""
 
     async def why_not_ready(self) -> str:
@@ -44,16 +45,19 @@ class StoreReadiness:
         self._said = reason
         return reason
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether somebody asked and it could serve."""
+    def look(self) -> bool:
+        """Whether it could serve when that was last looked at; until it could, this has it looked at again, and waits
+        for nothing. In the event loop."""
+        if not self._ready and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self.why_not_ready(), name="store-look")
         return self._ready
 
     async def close(self) -> None:
         """End a check that is still under way."""
-        if self._check is not None:
-            self._check.cancel()
-            await asyncio.wait([self._check])
+        for task in (self._asking, self._check):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
 
     async def _look(self) -> str:
         try:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.errors import (
+    FORM_NOT_SUPPORTED,
     BadRequest,
     ContextTooLong,
     EngineFailed,
@@ -181,8 +182,9 @@ def error_of(failed: Failed) -> PlatformError:
             return NotFound(failed.message, code="model_not_found", param="model")
         case FailureCode.CONTEXT_LENGTH_EXCEEDED:
             return ContextTooLong(failed.message)
-        case FailureCode.INVALID_REQUEST:
-            return BadRequest(failed.message)
+        case FailureCode.INVALID_REQUEST | FailureCode.GUIDE_REFUSED:
+            is_form = failed.code is FailureCode.GUIDE_REFUSED
+            return BadRequest(failed.message, code=FORM_NOT_SUPPORTED if is_form else None)
         case FailureCode.OVERLOADED:
             return _overload_of(failed)
         case FailureCode.DRAINING:

@@ -23,7 +23,7 @@ from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.inbox import Inbox
 from moiety_platform.engine_client.questions import Questions
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
-from moiety_platform.errors import EngineFailed, Unavailable
+from moiety_platform.errors import FORM_NOT_SUPPORTED, NO_FORMS, BadRequest, EngineFailed, Unavailable
 from moiety_wire.codec import decode_to_gateway, encode, encode_in_frames
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.experts import ExpertBalance, ExpertLoad
@@ -140,6 +140,10 @@ class ZmqEngineClient:
         if session is None or not self.state.healthy:
             raise Unavailable(f"the engine for {submit.model!r} is not there; try again shortly", retry_after_s=1)
         stream = EngineStream(submit, inbox, session.send)
+        if submit.guide is not None and not (session.card is not None and session.card.follows_guides):
+            stream.fail(BadRequest(NO_FORMS.format(model=submit.model), code=FORM_NOT_SUPPORTED))
+            yield stream
+            return
         session.streams[submit.request_id] = stream
         try:
             session.send(submit)

@@ -122,16 +122,35 @@ class ResponseUsage(TypedDict):
     total_tokens: Count
 
 
-class TextFormat(TypedDict):
+class PlainFormat(TypedDict):
     """Text as the model writes it."""
 
     type: Literal["text"]
 
 
+class ObjectFormat(TypedDict):
+    """Some JSON object."""
+
+    type: Literal["json_object"]
+
+
+class SchemaFormat(TypedDict):
+    """JSON that keeps to a schema; it always does."""
+
+    type: Literal["json_schema"]
+    name: str
+    schema: dict[str, Any]
+    description: str | None
+    strict: Literal[True]
+
+
+TextFormatFields = Annotated[Any, either(PlainFormat, ObjectFormat, SchemaFormat)]
+
+
 class ResponseText(TypedDict):
     """What was asked of the text."""
 
-    format: TextFormat
+    format: TextFormatFields
     verbosity: Literal["medium"]
 
 

@@ -8,8 +8,9 @@ from typing import Any
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Usage
 from moiety_platform.errors import PlatformError
+from moiety_platform.responses_api.answer_types import TextFormatFields
 from moiety_platform.responses_api.items import Item
-from moiety_platform.responses_api.schemas import ResponsesBody
+from moiety_platform.responses_api.schemas import ResponsesBody, TextOptions
 from moiety_platform.responses_api.tools import choice_fields
 from moiety_wire.messages import Finished, FinishReason
 
@@ -73,7 +74,7 @@ class ResponseHead:
             "service_tier": self.served_tier,
             "store": bool(body.store),
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": {"type": "text"}, "verbosity": "medium"},
+            "text": {"format": format_fields(body.text), "verbosity": "medium"},
             "tool_choice": choice_fields(body.tool_choice),
             "tools": [tool.fields() for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
@@ -84,6 +85,20 @@ class ResponseHead:
             "metadata": body.metadata or {},
             **end,
         }
+
+
+def format_fields(text: TextOptions | None) -> TextFormatFields:
+    """What was asked of the text, as it is told again."""
+    asked = None if text is None else text.format
+    if asked is None or asked.json_schema is None or asked.name is None or asked.type != "json_schema":
+        return {"type": "json_object"} if asked is not None and asked.type == "json_object" else {"type": "text"}
+    return {
+        "type": "json_schema",
+        "name": asked.name,
+        "schema": asked.json_schema,
+        "description": asked.description,
+        "strict": True,
+    }
 
 
 def usage_fields(usage: Usage) -> Fields:

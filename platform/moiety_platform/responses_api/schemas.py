@@ -29,8 +29,9 @@ from moiety_platform.completions.fields import (
     refuse,
     shows,
 )
+from moiety_platform.completions.forms import TextFormat, require_one_form
 from moiety_platform.completions.generation import Conversation, Generation
-from moiety_platform.completions.schemas import STREAMED_OPTIONS, ResponseFormat
+from moiety_platform.completions.schemas import STREAMED_OPTIONS
 from moiety_platform.completions.tools.schemas import NEEDS_TOOLS, offer_of_functions
 from moiety_platform.responses_api.input import InputItems
 from moiety_platform.responses_api.items import Continued, Item, check_results, messages_of
@@ -81,7 +82,7 @@ class ResponseStreamOptions(StrictBody):
 
 
 class TextOptions(StrictBody):
-    format: ResponseFormat | None = None
+    format: TextFormat | None = None
     verbosity: Annotated[str, shows(enum=["medium"])] | None = None
 
     @field_validator("verbosity")
@@ -202,6 +203,8 @@ class ResponsesBody(GeneratingBody):
         check_results(items)
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         offer = offer_of_functions(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls is not False)
+        guide = None if self.text is None or self.text.format is None else self.text.format.guide()
+        require_one_form(guide, offer, "text.format")
         return Generation(
             model=self.model,
             prompts=(Conversation((*instructions, *messages_of(items)), tools=offer),),
@@ -213,4 +216,5 @@ class ResponsesBody(GeneratingBody):
             ),
             max_tokens=self.max_output_tokens,
             service_tier=self.service_tier,
+            guide=guide,
         )

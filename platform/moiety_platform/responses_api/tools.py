@@ -40,7 +40,7 @@ class ResponseTool(FunctionTool):
             "name": self.name,
             "description": self.description,
             "parameters": self.parameters,
-            "strict": False,
+            "strict": bool(self.strict),
         }
 
 

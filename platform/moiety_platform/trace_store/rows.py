@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
-from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span, Status
 
 MAX_NAME_LENGTH = 256
 MAX_TEXT_LENGTH = 1024
@@ -66,12 +66,12 @@ def _add(rows: Rows, span: Span, service: str, stored_ms: int, is_ours: bool) ->
             span_id,
             span.parent_span_id.hex() if len(span.parent_span_id) == 8 else None,
             _clean(span.name, MAX_NAME_LENGTH),
-            span.kind,
+            _known(span.kind, Span.SpanKind),
             service,
             tenant_id,
             span.start_time_unix_nano,
             span.end_time_unix_nano,
-            span.status.code,
+            _known(span.status.code, Status.StatusCode),
             _clean(span.status.message, MAX_NAME_LENGTH),
             attributes,
             list(_events(span.events, is_ours)),
@@ -149,6 +149,11 @@ def _value(value: AnyValue) -> Any:
 def _plain(value: AnyValue) -> Any:
     """Of a list, which holds no lists."""
     return "(array_value)" if value.WhichOneof("value") == "array_value" else _value(value)
+
+
+def _known(number: int, numbers: Any) -> int:
+    """Of an enumeration, whose numbers protobuf does not check; 0 for what is none of them."""
+    return number if number in numbers.values() else 0
 
 
 def _clean(text: str, max_length: int) -> str:

@@ -107,9 +107,11 @@ ArgumentsText = Annotated[
 ]
 
 
-def tool_of(name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:
+def tool_of(
+    name: str, description: str | None, parameters: dict[str, Any] | None, *, strict: bool | None = None
+) -> Tool:
     """As the model is told of it; templates want a description, if only an empty one."""
-    return Tool(name, description or "", dict(NO_PARAMETERS) if parameters is None else parameters)
+    return Tool(name, description or "", dict(NO_PARAMETERS) if parameters is None else parameters, bool(strict))
 
 
 def call_for_template(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -41,8 +41,6 @@ _FunctionType = Annotated[
 
 
 class FunctionTool(StrictBody):
-    """`strict` is taken and not enforced: calls are not held to their schema yet."""
-
     name: ToolName
     description: str | None = None
     parameters: ToolSchema | None = None
@@ -128,7 +126,10 @@ def offer_of_functions(
     """The same, of functions that have nothing around them."""
     if not functions or (choice is not None and choice.mode == "none"):
         return None
-    told = [tool_of(function.name, function.description, function.parameters) for function in functions]
+    told = [
+        tool_of(function.name, function.description, function.parameters, strict=function.strict)
+        for function in functions
+    ]
     if choice is None:
         return ToolOffer(tuple(told), parallel=parallel)
     return ToolOffer(tuple(told), choice.mode == "required", choice.name, parallel)

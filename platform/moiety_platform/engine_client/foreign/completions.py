@@ -6,14 +6,22 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from moiety_platform.engine_addresses import ForeignAddress, Kind
 from moiety_platform.engine_client.foreign.failures import error_of
-from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, PieceLogprob, Token
+from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, PieceLogprob, Token, form_refusal
 from moiety_platform.errors import PlatformError
+from moiety_wire.guides import Guide, GuideKind
 from moiety_wire.messages import Submit
 
 ID_PREFIX = "token_id:"  # by which vLLM spells a token that was asked for as an id
 MAX_STOP_STRINGS = 4  # that OpenAI documents
+_JSON = frozenset({GuideKind.JSON_OBJECT, GuideKind.JSON_SCHEMA})
+_FORMS = {
+    Kind.VLLM: _JSON | {GuideKind.REGEX, GuideKind.CHOICE, GuideKind.GRAMMAR},
+    Kind.SGLANG: _JSON | {GuideKind.REGEX},
+}
 
 
 class Completions:
@@ -33,7 +41,7 @@ class Completions:
 
     def refusal(self, submit: Submit) -> str:
         if self._kind is not Kind.GENERIC:
-            return ""
+            return form_refusal(submit, _FORMS[self._kind])
         sampling, stopping = submit.sampling, submit.stopping
         asked = {
             "top_k": sampling.top_k != 0,
@@ -42,6 +50,7 @@ class Completions:
             "min_tokens": stopping.min_tokens != 0,
             "stop_token_ids": bool(stopping.stop_token_ids),
             "ignore_eos": stopping.ignore_eos,
+            "a form of answers": submit.guide is not None,
             "tools": bool(submit.shown_ids),
             f"more than {MAX_STOP_STRINGS} stop strings": len(stopping.stop) > MAX_STOP_STRINGS,
         }
@@ -85,6 +94,8 @@ class Completions:
             "stop_token_ids": list(stopping.stop_token_ids),
             "ignore_eos": stopping.ignore_eos,
         }
+        if submit.guide is not None:
+            more |= _form(self._kind, submit.guide)
         if submit.cache_salt:
             more["cache_salt"] = base64.urlsafe_b64encode(submit.cache_salt).decode()
         if submit.shown_ids:  # for a version that tells text only
@@ -125,6 +136,21 @@ class Completions:
             finish=finish if isinstance(finish, str) else None,
             stop_string=stopped if isinstance(stopped, str) else None,
         )
+
+
+def _form(kind: Kind, guide: Guide) -> dict[str, Any]:
+    """What the answer must be, in the server's own field. vLLM has it under this name since 0.11."""
+    if kind is Kind.VLLM:
+        match guide.kind:
+            case GuideKind.JSON_OBJECT:
+                return {"structured_outputs": {"json_object": True}}
+            case GuideKind.JSON_SCHEMA:
+                return {"structured_outputs": {"json": guide.text}}
+            case GuideKind.CHOICE:
+                return {"structured_outputs": {"choice": msgspec.json.decode(guide.text)}}
+        return {"structured_outputs": {guide.kind.value: guide.text}}
+    schema = '{"type":"object"}' if guide.kind is GuideKind.JSON_OBJECT else guide.text
+    return {"regex": schema} if guide.kind is GuideKind.REGEX else {"json_schema": schema}
 
 
 def _counts(usage: Any) -> tuple[int | None, int | None]:

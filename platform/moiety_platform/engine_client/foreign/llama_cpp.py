@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from moiety_platform.engine_addresses import ForeignAddress
 from moiety_platform.engine_client.foreign.failures import error_of
-from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece
+from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, form_refusal
 from moiety_platform.errors import PlatformError
+from moiety_wire.guides import GuideKind
 from moiety_wire.messages import Submit
 
+_FORMS = frozenset({GuideKind.JSON_OBJECT, GuideKind.JSON_SCHEMA})
 FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
 SEEDS = 2**32 - 1  # the largest stands for any
 LAST_FIELDS = ["content", "tokens_predicted", "stop", "stop_type", "stopping_word", "timings"]  # not the prompt again
@@ -32,7 +36,8 @@ class LlamaCpp:
             "stop_token_ids": bool(submit.stopping.stop_token_ids),
             "tools": bool(submit.shown_ids),
         }
-        return ", ".join(name for name, is_asked in asked.items() if is_asked)
+        missing = [name for name, is_asked in asked.items() if is_asked]
+        return ", ".join(filter(None, [*missing, form_refusal(submit, _FORMS)]))
 
     def body(self, submit: Submit, prompt_ids: list[int], max_tokens: int, min_tokens: int) -> dict[str, Any]:
         sampling, stopping = submit.sampling, submit.stopping
@@ -55,6 +60,8 @@ class LlamaCpp:
             "stop": list(stopping.stop),
             "ignore_eos": stopping.ignore_eos,
         }
+        if submit.guide is not None:
+            body["json_schema"] = msgspec.json.decode(submit.guide.text or '{"type":"object"}')
         if sampling.seed is not None:
             body["seed"] = sampling.seed % SEEDS
         return body

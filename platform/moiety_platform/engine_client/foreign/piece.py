@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from moiety_platform.errors import PlatformError
+from moiety_wire.guides import GuideKind
 from moiety_wire.messages import Submit
 
 Token = int | str  # an id, or the text where the server tells no id
@@ -35,6 +37,16 @@ class Piece:
     finish: str | None = None  # in OpenAI's words: stop, length; abort
     stop_string: str | None = None  # that made it stop
     is_last: bool = False
+
+
+def form_refusal(submit: Submit, known: Collection[GuideKind]) -> str:
+    """What such a server cannot do for a request whose answer must be something; "" if nothing."""
+    if submit.guide is None:
+        return ""
+    if submit.guide.kind not in known:
+        is_strict = submit.guide.kind is GuideKind.CALLS
+        return "'strict' of tools" if is_strict else f"a form of answers of the kind {submit.guide.kind.value!r}"
+    return "to go on with an answer of a form in its middle" if submit.resumed_ids else ""
 
 
 class Dialect(Protocol):

@@ -1,0 +1,173 @@
+"""What speculative decoding by look-up changes: paired runs with it and without, in one process.
+
+    python benchmarks/speculation.py [--checkpoint FOLDER] [--pairs 6] [--clock wall]
+
+The demo model, and with --checkpoint the random Qwen3-MoE that benchmarks/checkpoint.py makes. The two of a pair follow
+each other, in an order that changes from pair to pair. One thread; tokens are counted by seconds of processor time,
+which other load on the machine changes least (`--clock wall` counts those of the wall). What is said must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moiety_engine.bench.engine import environment
+from moiety_engine.checkpoint import resolve_checkpoint
+from moiety_engine.config import EngineConfig, Speculate
+from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.offline import run_all
+from moiety_wire.classes import BATCH
+from moiety_wire.messages import Sampling
+
+HERE = Path(__file__).parent
+T_975 = {3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26, 12: 2.20}
+CLOCKS: dict[str, Callable[[], int]] = {"processor": time.process_time_ns, "wall": time.time_ns}
+KV_BYTES = 1 << 29
+FIRST_ID = 200
+NEEDED = 1.5  # times the tokens a second without, at one stream that repeats itself
+NOISE = 0.97  # what the upper end of no workload's interval may lie below
+
+# name → (streams, whether the prompt repeats itself, sampling)
+WORKLOADS: dict[str, tuple[int, bool, dict[str, Any]]] = {
+    "repetitive_1": (1, True, {"temperature": 0.0, "logit_bias": True}),
+    "repeated_prompt_1": (1, True, {"temperature": 0.0}),
+    "greedy_1": (1, False, {"temperature": 0.0}),
+    "sampled_1": (1, False, {"temperature": 1.0, "seed": 3}),
+    "greedy_8": (8, False, {"temperature": 0.0}),
+    "sampled_32": (32, False, {"temperature": 1.0, "seed": 3}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, help="besides the demo model")
+    parser.add_argument("--pairs", type=int, default=6, choices=sorted(T_975))
+    parser.add_argument("--tokens", type=int, default=256, help="of each answer of the demo model")
+    parser.add_argument("--checkpoint-tokens", type=int, default=64)
+    parser.add_argument("--checkpoint-streams", type=int, default=8, help="workloads of more are left out")
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="processor")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "speculation.json")
+    options = parser.parse_args()
+    every = list(WORKLOADS)
+    models = {"moiety-demo": measure(resolve_checkpoint(""), options.tokens, every, options)}
+    if options.checkpoint is not None:
+        some = [name for name in every if WORKLOADS[name][0] <= options.checkpoint_streams]
+        folder = options.checkpoint
+        models[folder.name] = measure(folder, options.checkpoint_tokens, some, options)
+    report = {
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "load_average": os.getloadavg(),
+        "settings": {name: str(value) for name, value in vars(options).items() if name != "output"},
+        "models": models,
+        "verdict": {
+            "repetitive_at_least_1.5": all(
+                one["workloads"]["repetitive_1"]["ratio"] >= NEEDED for one in models.values()
+            ),
+            "none_slower_beyond_noise": all(
+                figures["interval"][1] >= NOISE for one in models.values() for figures in one["workloads"].values()
+            ),
+        },
+    }
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+
+
+def measure(folder: Path, tokens: int, workloads: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """The workloads on one model."""
+    clock = CLOCKS[options.clock]
+    off = EngineConfig(
+        model=str(folder), name=folder.name, num_threads=1, kv_memory_bytes=KV_BYTES, prefix_caching=False
+    )
+    on = msgspec.structs.replace(off, speculate=Speculate.NGRAM)
+    first = load_loop(off)
+    found = {}
+    for name in workloads:
+        loops = {which: EngineLoop(first.model, c, clock_ns=clock) for which, c in (("off", off), ("on", on))}
+        for loop in loops.values():
+            loop.warm_up()
+            run(loop, name, tokens, 0, clock)  # both have then run what they will run
+        found[name] = compared(loops, [pair(loops, name, tokens, n, clock) for n in range(1, options.pairs + 1)])
+    return {"environment": environment(first), "tokens": tokens, "workloads": found}
+
+
+def pair(
+    loops: dict[str, EngineLoop], name: str, tokens: int, number: int, clock: Callable[[], int]
+) -> dict[str, float]:
+    order = ("on", "off") if number % 2 else ("off", "on")
+    done = {which: run(loops[which], name, tokens, number, clock) for which in order}
+    assert done["on"][1] == done["off"][1], f"{name}: with drafts something else was said"
+    return {which: speed for which, (speed, _) in done.items()}
+
+
+def run(
+    loop: EngineLoop, name: str, tokens: int, number: int, clock: Callable[[], int]
+) -> tuple[float, list[list[int]]]:
+    """Tokens a second, and the tokens."""
+    submits = requests(name, tokens, number, loop.model.spec.vocab_size)
+    begin_ns = clock()
+    results = run_all(loop, submits)
+    seconds = (clock() - begin_ns) / 1e9
+    return tokens * len(submits) / seconds, [result.token_ids for result in results.values()]
+
+
+def requests(name: str, tokens: int, number: int, vocabulary: int) -> list[CoreSubmit]:
+    """Of the same number, always the same ones."""
+    streams, repeats, sampling = WORKLOADS[name]
+    rng = random.Random(number)
+    submits = []
+    for key in range(streams):
+        prompt = [rng.randrange(FIRST_ID, vocabulary) for _ in range(16 if repeats else 64)]
+        chosen = dict(sampling)
+        if chosen.pop("logit_bias", False):  # a text of few words repeats itself, as an edit of a document does
+            chosen["logit_bias"] = dict.fromkeys(prompt[:4], 100.0)
+        submits.append(
+            CoreSubmit(
+                key=number * 1000 + key,
+                tenant_id="bench",
+                service=BATCH,
+                prompt_ids=prompt * (4 if repeats else 1),
+                sampling=Sampling(**chosen),
+                max_tokens=tokens,
+                min_tokens=0,
+                stop_token_ids=[],
+                credit_tokens=tokens,
+                cache_salt=b"bench",
+                arrival_unix_ns=0,
+            )
+        )
+    return submits
+
+
+def compared(loops: dict[str, EngineLoop], pairs: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians, and how many times as fast `on` is: the geometric mean of the pairs' ratios, its 95 % interval."""
+    ratios = [math.log(one["on"] / one["off"]) for one in pairs]
+    mean, margin = statistics.mean(ratios), T_975[len(ratios)] * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    load = loops["on"].load()
+    drafted, accepted = load.drafted_tokens_total, load.accepted_tokens_total
+    return {
+        "off_tokens_per_s": round(statistics.median(one["off"] for one in pairs), 1),
+        "on_tokens_per_s": round(statistics.median(one["on"] for one in pairs), 1),
+        "ratio": round(math.exp(mean), 3),
+        "interval": [round(math.exp(mean + sign * margin), 3) for sign in (-1, 1)],
+        "acceptance": round(accepted / drafted, 3) if drafted else None,
+        "steps_per_step_without": round(loops["on"].steps_total / loops["off"].steps_total, 3),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Formats of strings that the library takes more loosely than validators and languages do, as patterns in their place.
+
+What a pattern lets through has the format; not all that has the format has the pattern, as years before 1000.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+_YEAR = r"[1-9][0-9]{3}"
+_LEAP_YEAR = r"(?:[1-9][0-9](?:0[48]|[2468][048]|[13579][26])|(?:[2468][048]|[13579][26])00)"
+_DATE = (
+    rf"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|"
+    rf"02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,58}[a-zA-Z0-9])?"
+_DOMAIN = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
+_ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,20}"
+
+PATTERNS: Mapping[str, str] = MappingProxyType(
+    {
+        "date": f"^{_DATE}$",
+        "time": f"^{_TIME}$",
+        "date-time": f"^{_DATE}T{_TIME}$",
+        "hostname": f"^{_DOMAIN}$",
+        "email": rf"^{_ATOM}(?:\.{_ATOM}){{0,2}}@{_DOMAIN}$",
+    }
+)
+
+_SCHEMAS = ("items", "additionalProperties", "additionalItems", "unevaluatedProperties")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+
+
+def with_patterns(schema: Any) -> Any:
+    """The schema with those patterns. One that says a pattern as well is left as it is."""
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    name = found.get("format")
+    if isinstance(name, str) and name in PATTERNS and "pattern" not in found:
+        del found["format"]
+        found["pattern"] = PATTERNS[name]
+    for key in _SCHEMAS:
+        if isinstance(found.get(key), dict):
+            found[key] = with_patterns(found[key])
+    for key in _LISTS:
+        if isinstance(found.get(key), list):
+            found[key] = [with_patterns(one) for one in found[key]]
+    for key in _MAPS:
+        if isinstance(found.get(key), dict):
+            found[key] = {name: with_patterns(one) for name, one in found[key].items()}
+    return found

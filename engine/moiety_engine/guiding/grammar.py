@@ -1,0 +1,115 @@
+"""From a guide to the grammar that llguidance compiles. What it would leave out of a schema is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+from llguidance import LLMatcher
+
+from moiety_engine.guiding.calls import calls_grammar
+from moiety_engine.guiding.errors import GuideRefused
+from moiety_engine.guiding.formats import with_patterns
+from moiety_wire.guides import Guide, GuideKind
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_TERMINAL_CHARS = 50_000  # of a terminal with those that it names written out
+MAX_CHOICES = 4096
+
+# At most one space between the parts of a document, so that none consists of white space.
+_WHITESPACE = r"\x20"
+_OPTIONS: JsonCompileOptions = {"whitespace_pattern": _WHITESPACE, "lenient": False, "coerce_one_of": False}
+_RULE = re.compile(r"^\s*[?!]?([A-Za-z_]\w*)(?:\.-?\d+)?(?:\[[^\]]*\])?\s*:", re.MULTILINE)
+_NAME = re.compile(r"(?<![\w\\])[A-Z_][A-Z0-9_]*(?!\w)")
+_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
+
+
+def grammar_of(guide: Guide) -> str:
+    """Raises GuideRefused."""
+    match guide.kind:
+        case GuideKind.JSON_OBJECT:
+            return _json_grammar('{"type":"object"}')
+        case GuideKind.JSON_SCHEMA:
+            return _json_grammar(guide.text)
+        case GuideKind.REGEX:
+            return LLMatcher.grammar_from_regex(guide.text)
+        case GuideKind.CHOICE:
+            return _choice_grammar(guide.text)
+        case GuideKind.GRAMMAR:
+            return _lark_grammar(guide.text)
+        case GuideKind.CALLS:
+            return LLMatcher.grammar_from_lark(calls_grammar(guide.text))
+
+
+def _json_grammar(text: str) -> str:
+    try:
+        schema = msgspec.json.decode(text)
+        if not isinstance(schema, (dict, bool)):
+            raise GuideRefused("a JSON schema is an object")
+        if isinstance(schema, bool):
+            schema = {} if schema else {"enum": []}
+        return LLMatcher.grammar_from_json_schema(
+            msgspec.json.encode(with_patterns(schema)).decode(), overrides=_OPTIONS
+        )
+    except (ValueError, RecursionError) as exc:
+        raise GuideRefused(f"it is no JSON schema: {exc}") from exc
+
+
+def _choice_grammar(text: str) -> str:
+    try:
+        choices = msgspec.json.decode(text, type=list[str])
+    except msgspec.MsgspecError as exc:
+        raise GuideRefused("the choices must be a list of strings") from exc
+    if not 1 <= len(choices) <= MAX_CHOICES or not all(choices):
+        raise GuideRefused(f"there must be 1 to {MAX_CHOICES:,} choices, none of them empty")
+    quoted = " | ".join(msgspec.json.encode(choice).decode() for choice in dict.fromkeys(choices))
+    return LLMatcher.grammar_from_lark(f"start: {quoted}")
+
+
+def _lark_grammar(text: str) -> str:
+    if "::=" in text:
+        raise GuideRefused("it is a grammar in another form than Lark's; write its rules as `name: …`, from `start` on")
+    check_terminals(text)
+    return LLMatcher.grammar_from_lark(text)
+
+
+def check_terminals(lark: str) -> None:
+    """A terminal is compiled as one expression, with the terminals that it names in their place: a few lines can stand
+    for more than any memory holds. Raises GuideRefused."""
+    bodies = _terminals(lark)
+    lengths: dict[str, int] = {}
+    for name in bodies:
+        if _length(name, bodies, lengths, set()) > MAX_TERMINAL_CHARS:
+            raise GuideRefused(
+                f"the terminal {name[:64]} has more than {MAX_TERMINAL_CHARS:,} characters with those that it names "
+                "written out; make rules (in small letters) of some of them"
+            )
+
+
+def _terminals(lark: str) -> Mapping[str, str]:
+    """The text of every terminal, by its name."""
+    rules = list(_RULE.finditer(lark))
+    ends = [rule.start() for rule in rules[1:]] + [len(lark)]
+    return {rule[1]: lark[rule.end() : end] for rule, end in zip(rules, ends, strict=True) if rule[1].isupper()}
+
+
+def _length(name: str, bodies: Mapping[str, str], lengths: dict[str, int], within: set[str]) -> int:
+    """Characters of a terminal written out; a repetition counts as often as it says. One that names itself is the
+    library's to refuse."""
+    if name in lengths or name in within or name not in bodies:
+        return lengths.get(name, 0)
+    if len(within) >= 100:
+        raise GuideRefused("terminals name one another more than 100 deep")
+    within.add(name)
+    body = _QUOTED.sub(lambda quoted: "." * len(quoted[0]), bodies[name])
+    total = len(body) + sum(_length(one[0], bodies, lengths, within) for one in _NAME.finditer(body))
+    within.discard(name)
+    most = [int(times) for times in re.findall(r"(?:~\s*|\.\.\s*|,\s*|\{\s*)(\d{1,9})", body)]
+    for times in most:
+        total *= max(1, times)
+    lengths[name] = min(total, 10 * MAX_TERMINAL_CHARS)
+    return lengths[name]

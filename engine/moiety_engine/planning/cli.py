@@ -1,0 +1,176 @@
+"""The command `moiety plan`: a model, GPUs and a promise in; layouts with figures, one of them advised, out."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, replace
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from moiety_engine.errors import EngineError, InvalidConfig
+from moiety_engine.planning.apart import Apart, compare
+from moiety_engine.planning.layouts import Candidate, Demand, evaluate, list_layouts
+from moiety_engine.planning.machines import GPUS, LINK_REACHED, LINKS, find_gpu, find_network
+from moiety_engine.planning.models import PRESETS, find_model
+from moiety_kernels.environment import describe_environment
+
+_NUM_SHOWN = 12
+
+
+def plan_command(
+    model: Annotated[
+        str, typer.Option(help=f"folder with config.json, hub id, or {', '.join(PRESETS)}; the demo model if empty")
+    ] = "",
+    gpus: Annotated[int, typer.Option(min=1, max=4096, help="in all; replicas share them")] = 8,
+    gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}, or cpu: this processor, measured first")] = "h200",
+    link: Annotated[
+        str, typer.Option(help=f"inside a host, across hosts: nvlink (the GPU's own), {', '.join(LINKS)}")
+    ] = "nvlink,ib400",
+    node_gpus: Annotated[int, typer.Option(min=1, help="GPUs that the faster link joins")] = 8,
+    context: Annotated[int, typer.Option(min=1, help="prompt tokens of a request")] = 4000,
+    output: Annotated[int, typer.Option(min=1, help="output tokens of a request")] = 1000,
+    ttft_s: Annotated[float, typer.Option(min=0.001, help="promised time to the first token")] = 2.0,
+    tpot_ms: Annotated[float, typer.Option(min=0.1, help="promised time a token")] = 50.0,
+    weights: Annotated[str, typer.Option(help="auto (as in the checkpoint), bf16, fp8, int8 or int4")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8 or int8")] = "auto",
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="prompt tokens of a step")] = 8192,
+    balancedness: Annotated[
+        float, typer.Option(min=0.05, max=1.0, help="mean load of the ranks with experts over the largest")
+    ] = 0.9,
+    gpu_hour_usd: Annotated[float, typer.Option(min=0.0, help="what a GPU costs an hour")] = 2.0,
+    prompts_elsewhere: Annotated[
+        bool, typer.Option("--prompts-elsewhere", help="other GPUs compute prompts: these only decode")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Compute memory, speed and cost of a model on GPUs by layout, without any GPU, and advise one."""
+    console = Console(stderr=True)
+    try:
+        machine = find_gpu(gpu)
+        network = find_network(link, machine, node_gpus)
+        served = find_model(model, weights, kv_dtype)
+        if context + output > served.spec.max_context_tokens:
+            raise InvalidConfig(
+                f"--context and --output are {context + output} tokens, and {served.name} takes "
+                f"{served.spec.max_context_tokens}: ask for less"
+            )
+        demand = Demand(context, output, ttft_s, tpot_ms / 1000, gpu_hour_usd, max_batch_tokens, balancedness)
+        demand = replace(demand, prompts_elsewhere=prompts_elsewhere)
+        layouts = list_layouts(gpus, served.spec)
+        found = [evaluate(served, layout, gpus, machine, network, demand) for layout in layouts]
+        apart = compare(served, gpus, machine, network, demand)
+    except EngineError as exc:
+        console.print(f"[red]moiety plan:[/red] {exc}", highlight=False)
+        raise typer.Exit(1) from exc
+    ranked = sorted(found, key=lambda one: (one.problem is not None, -one.tokens_per_s_per_gpu, one.layout.num_ranks))
+    advised = advise(ranked)
+    if as_json:
+        settings = {"model": served.name, "gpus": gpus, "gpu": asdict(machine), "network": asdict(network)}
+        settings |= {"demand": asdict(demand), "link_reached": LINK_REACHED}
+        settings |= {"weights": "bf16" if served.form is None else served.form.name}
+        report: dict[str, Any] = {"environment": describe_environment("numpy"), "settings": settings}
+        report |= {name: None if one is None else as_dict(one) for name, one in advised.items()}
+        report["apart"] = None if apart is None else asdict(apart) | {"pays": apart.pays}
+        typer.echo(json.dumps(report | {"layouts": [as_dict(one) for one in ranked]}))
+        return
+    out = Console()
+    out.print(make_table(ranked))
+    for sentence in [*explain(ranked, advised), *explain_apart(apart)]:
+        out.print(f"- {sentence}", highlight=False, soft_wrap=True)
+
+
+def advise(ranked: list[Candidate]) -> dict[str, Candidate | None]:
+    """The best layout that the engine can do, and the best of all; None where none keeps the promise."""
+    good = [one for one in ranked if one.problem is None]
+    return {
+        "advised": next((one for one in good if one.in_engine), None),
+        "best_of_all": next(iter(good), None),
+    }
+
+
+def as_dict(one: Candidate) -> dict[str, Any]:
+    return asdict(one) | {"decode_s": one.decode.total_s, "prefill_s": one.prefill.total_s}
+
+
+def make_table(ranked: list[Candidate]) -> Table:
+    table = Table(title="layouts that keep the promise, the fastest first", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("tp", "dp", "ep", "pp", "×"):
+        table.add_column(name, justify="right")
+    for name in ("weights\nGB/GPU", "requests\nat once", "TTFT\ns", "TPOT\nms", "tokens/s\na GPU", "$ for a\nmillion"):
+        table.add_column(name, justify="right")
+    table.add_column("engine\nhas it")
+    for one in [one for one in ranked if one.problem is None][:_NUM_SHOWN]:
+        layout = one.layout
+        table.add_row(
+            *map(str, (layout.tp, layout.dp, layout.ep, layout.pp, one.replicas)),
+            f"{one.weight_bytes / 1e9:.1f}",
+            f"{one.running:,}",
+            f"{one.ttft_s:.2f}",
+            f"{1000 * one.tpot_s:.1f}",
+            f"{one.tokens_per_s_per_gpu:,.0f}",
+            f"{one.usd_per_million_tokens:.2f}",
+            "yes" if one.in_engine else "no",
+        )
+    return table
+
+
+def explain(ranked: list[Candidate], advised: dict[str, Candidate | None]) -> list[str]:
+    """What to do, and why the others will not."""
+    sentences = []
+    ours, best = advised["advised"], advised["best_of_all"]
+    if ours is not None:
+        sentences.append(f"Run {ours.replicas} × moiety engine {options(ours)}: {_figures(ours)}.")
+    else:
+        sentences.append(
+            "No layout that the engine can do keeps the promise: use more or larger GPUs, or promise less."
+        )
+    if best is not None and not best.in_engine:
+        sentences.append(
+            f"Attention in {best.layout.dp} groups of {best.layout.tp} with experts over {best.layout.ep} ranks would "
+            f"do better ({_figures(best)}), but the engine has no --dp-attention yet."
+        )
+    refused = Counter(_kind_of(one.problem) for one in ranked if one.problem is not None)
+    for problem, count in refused.most_common(4):
+        sentences.append(f"{count} layouts will not do: {problem}.")
+    return sentences
+
+
+def explain_apart(apart: Apart | None) -> list[str]:
+    """Whether attention and experts pay on GPUs of their own."""
+    if apart is None:
+        return []
+    if not apart.running:
+        return ["Attention and experts on GPUs of their own would not keep the promise."]
+    return [
+        f"Attention and experts on GPUs of their own {'would pay' if apart.pays else 'do not pay'}: decoding alone, "
+        f"{apart.attention_gpus} for attention and {apart.expert_gpus} for experts do "
+        f"{apart.tokens_per_s_per_gpu:,.0f} tokens/s a GPU with {apart.micro_batches} micro-batches, the best layout "
+        f"together {apart.together_tokens_per_s_per_gpu:,.0f}. The engine has neither yet."
+    ]
+
+
+def _kind_of(problem: str) -> str:
+    """Without what differs from one layout to the next."""
+    if problem.startswith("one request takes"):
+        return "a single request is slower than the promised time a token"
+    return "the first token comes too late" if problem.startswith("a first token") else problem
+
+
+def options(one: Candidate) -> str:
+    """As `moiety engine` takes them."""
+    layout = one.layout
+    named = (("--tp", layout.tp), ("--dp-attention", layout.dp), ("--ep", layout.ep), ("--pp", layout.pp))
+    return " ".join(f"{name} {value}" for name, value in named if value > 1) or "on one GPU each"
+
+
+def _figures(one: Candidate) -> str:
+    return (
+        f"{one.tokens_per_s_per_gpu:,.0f} output tokens/s a GPU with {one.running:,} requests at once, "
+        f"{1000 * one.tpot_s:.0f} ms a token, the first after {one.ttft_s:.2f} s, "
+        f"${one.usd_per_million_tokens:.2f} a million"
+    )

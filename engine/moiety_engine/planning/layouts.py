@@ -1,0 +1,211 @@
+"""Every layout of a model on so many GPUs: does it fit, how many requests, how fast, at what cost. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.errors import InvalidConfig, OutOfMemory
+from moiety_engine.memory import Memory
+from moiety_engine.model.shares import own_spec
+from moiety_engine.model.spec import MoeSpec
+from moiety_engine.planning.steps import NO_TIME, Batch, Shape, Times, has_kernel, step_times
+from moiety_engine.runner.memory import kv_budget_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from moiety_engine.model.spec import ModelSpec
+    from moiety_engine.planning.machines import Machine, Network
+    from moiety_engine.planning.models import Served
+
+MOST_SEQUENCES = 8192  # of a group: beyond it nothing is gained
+MOST_STAGES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What requests are like, and what they are promised, on average and without queueing."""
+
+    input_tokens: int
+    output_tokens: int
+    ttft_s: float
+    tpot_s: float
+    gpu_hour_usd: float
+    max_batch_tokens: int = 8192  # prompt tokens of a step
+    balancedness: float = 0.9
+    prompts_elsewhere: bool = False  # other GPUs compute prompts: here all steps decode
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens that a decoding request has in the cache, on average."""
+        return self.input_tokens + self.output_tokens / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout and what comes of it. `problem`: why it will not do; then what could not be computed is zero."""
+
+    layout: Layout
+    replicas: int
+    in_engine: bool
+    problem: str | None = None
+    weight_bytes: int = 0  # of a rank
+    kv_bytes_per_token: int = 0  # of a rank
+    kv_tokens: int = 0  # of a group
+    most_running: int = 0  # requests that the memory holds, of all replicas
+    running: int = 0  # requests that decode at once within the promise, of all replicas
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    decode: Times = NO_TIME  # of the step at `running`
+    prefill: Times = NO_TIME  # of a prompt alone, or of its largest chunk
+    tokens_per_s: float = 0.0  # output tokens of all GPUs
+    tokens_per_s_per_gpu: float = 0.0
+    usd_per_million_tokens: float = 0.0  # output tokens
+
+
+def list_layouts(num_gpus: int, spec: ModelSpec) -> Iterator[Layout]:
+    """All whose ranks divide the GPUs. Attention in groups goes with experts that are whole."""
+    for ranks in _divisors(num_gpus):
+        for pp in (one for one in _divisors(ranks) if one <= MOST_STAGES):
+            for tp in _divisors(ranks // pp):
+                dp = ranks // pp // tp
+                if dp == 1:
+                    yield from (Layout(tp, 1, ep, pp) for ep in _divisors(tp) if ep == 1 or spec.moe_layers)
+                elif pp == 1 and spec.moe_layers:
+                    yield Layout(tp, dp, dp * tp)
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def with_replicated_experts(spec: ModelSpec, ep: int) -> ModelSpec:
+    """As many experts as so many parts can have the same number of: the last ones are further copies."""
+
+    def padded(ffn: MoeSpec) -> MoeSpec:
+        slots = -(-ffn.routing.num_experts // ep) * ep
+        return replace(ffn, routing=replace(ffn.routing, num_experts=slots, num_groups=1, group_score="best"))
+
+    layers = (replace(one, ffn=padded(one.ffn)) if isinstance(one.ffn, MoeSpec) else one for one in spec.layers)
+    return replace(spec, layers=tuple(layers))
+
+
+def evaluate(
+    served: Served, layout: Layout, num_gpus: int, machine: Machine, network: Network, demand: Demand
+) -> Candidate:
+    """The most requests at once that keep the promised time a token, and what that gives."""
+    replicas = num_gpus // layout.num_ranks
+    found = Candidate(layout, replicas, in_engine=layout.dp == 1)
+    try:
+        own, of_all_layers = _own(served.spec, layout)
+    except InvalidConfig as exc:
+        return replace(found, problem=str(exc))
+    if not _has_kernels(served, own, machine):
+        return replace(found, problem="no kernel takes experts so narrow")
+    found = _fill_memory(found, served, own, machine, demand)
+    if found.problem is not None:
+        return found
+    return _fill_times(found, served, of_all_layers, machine, network, demand)
+
+
+def _fill_memory(found: Candidate, served: Served, own: ModelSpec, machine: Machine, demand: Demand) -> Candidate:
+    weights = served.weight_bytes(own)
+    found = replace(found, weight_bytes=weights, kv_bytes_per_token=served.kv_bytes_per_token(own))
+    free = Memory(int(machine.memory_bytes) - weights, int(machine.memory_bytes))
+    try:
+        kv_bytes = kv_budget_bytes(free, activation_bytes(own, demand))
+    except OutOfMemory:
+        return replace(found, problem="the weights leave no memory")
+    kv_tokens = kv_bytes // found.kv_bytes_per_token
+    most = int(kv_tokens // demand.mean_context) * found.layout.dp * found.replicas
+    short = kv_tokens < demand.input_tokens + demand.output_tokens
+    problem = "the memory does not hold one such request" if short else None
+    return replace(found, kv_tokens=kv_tokens, most_running=most, problem=problem)
+
+
+def _fill_times(
+    found: Candidate, served: Served, own: ModelSpec, machine: Machine, network: Network, demand: Demand
+) -> Candidate:
+    """`own`: what a rank of each stage has together."""
+    layout = found.layout
+    shape = Shape(layout.tp, layout.dp, layout.ep, layout.pp, demand.balancedness)
+
+    def step(batch: Batch) -> Times:
+        return step_times(served, own, shape, machine, network, batch)
+
+    def decode(running: int) -> Times:
+        return step(mixed_batch(demand, running, layout.dp))
+
+    most = min(found.most_running // (layout.dp * found.replicas), MOST_SEQUENCES)
+    if not demand.prompts_elsewhere:
+        most = min(most, max(1, demand.max_batch_tokens * demand.output_tokens // demand.input_tokens))
+    running = most_within(lambda count: decode(count).total_s <= demand.tpot_s, most)
+    times = decode(max(1, running))
+    chunk = min(demand.input_tokens, demand.max_batch_tokens)
+    prefill = step(Batch(prompt_rows=chunk, prompt_seen=demand.input_tokens / 2, finished_prompts=1))
+    ttft_s = times.total_s + demand.input_tokens / chunk * prefill.total_s
+    found = replace(found, decode=times, prefill=prefill, tpot_s=times.total_s, ttft_s=ttft_s)
+    if running < 1:
+        return replace(found, problem=f"one request takes {1000 * times.total_s:.0f} ms a token")
+    if ttft_s > demand.ttft_s and not demand.prompts_elsewhere:
+        return replace(found, problem=f"a first token takes {ttft_s:.2f} s")
+    together = running * layout.dp * found.replicas
+    each = together / times.total_s / (layout.num_ranks * found.replicas)
+    return replace(
+        found,
+        running=together,
+        tokens_per_s=together / times.total_s,
+        tokens_per_s_per_gpu=each,
+        usd_per_million_tokens=usd_per_million(each, demand.gpu_hour_usd),
+    )
+
+
+def usd_per_million(tokens_per_s_per_gpu: float, gpu_hour_usd: float) -> float:
+    return gpu_hour_usd / (3600 * tokens_per_s_per_gpu) * 1e6
+
+
+def mixed_batch(demand: Demand, running: int, groups: int) -> Batch:
+    """An average step where requests come as fast as they end: each that decodes brings its share of prompt tokens."""
+    each = 0.0 if demand.prompts_elsewhere else demand.input_tokens / demand.output_tokens
+    return Batch(
+        decoding=running,
+        context=demand.mean_context,
+        prompt_rows=running * each,
+        prompt_seen=demand.input_tokens / 2,
+        finished_prompts=running * each / demand.input_tokens,
+        groups=groups,
+    )
+
+
+def _own(spec: ModelSpec, layout: Layout) -> tuple[ModelSpec, ModelSpec]:
+    """What the first rank, which has the most, holds; and what a rank of each stage has together."""
+    if layout.dp > 1:
+        spec = with_replicated_experts(spec, layout.ep)
+    own = own_spec(spec, Seat(layout))
+    return own, own if layout.pp == 1 else own_spec(spec, Seat(replace(layout, pp=1)))
+
+
+def _has_kernels(served: Served, own: ModelSpec, machine: Machine) -> bool:
+    mixtures = {layer.ffn for layer in own.layers if isinstance(layer.ffn, MoeSpec)}
+    return all(has_kernel(served, ffn, own.hidden_size, machine) for ffn in mixtures)
+
+
+def activation_bytes(own: ModelSpec, demand: Demand) -> int:
+    """At the largest step: the stream and what a layer makes of it, and each pair's hidden and output row."""
+    mixtures = [layer.ffn for layer in own.layers if isinstance(layer.ffn, MoeSpec)]
+    pairs = max((one.routing.top_k * (one.width + own.hidden_size) for one in mixtures), default=0)
+    return int(demand.max_batch_tokens * 2 * (8 * own.hidden_size + pairs))
+
+
+def most_within(holds: Callable[[int], bool], most: int) -> int:
+    """The largest count up to `most` for which it holds, 0 if for none; what holds for one holds for all below it."""
+    low, high = 0, max(0, most)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

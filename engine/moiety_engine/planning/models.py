@@ -1,0 +1,144 @@
+"""Which model is planned for: a preset, a folder with config.json, or a hub id; and how its weights are kept.
+
+Presets are the keys of the releases' config.json, on the hub under the ids that stand beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moiety_engine.checkpoint import resolve_checkpoint
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.model.families import read_spec, spec_from_config
+from moiety_engine.model.fewer_bits import bytes_in
+from moiety_engine.model.residence import weight_bytes
+from moiety_kernels.quantization.weight import FORMATS
+
+if TYPE_CHECKING:
+    from moiety_engine.model.spec import ModelSpec
+    from moiety_kernels.quantization.weight import WeightFormat
+
+_QWEN3 = {"model_type": "qwen3_moe", "head_dim": 128, "num_key_value_heads": 4, "num_experts": 128}
+_QWEN3 |= {"num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 40960}
+_GPT_OSS = {"model_type": "gpt_oss", "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8}
+_GPT_OSS |= {"hidden_size": 2880, "intermediate_size": 2880, "num_experts_per_tok": 4, "vocab_size": 201088}
+_GPT_OSS |= {"sliding_window": 128, "max_position_embeddings": 131072, "quantization_config": {"quant_method": "mxfp4"}}
+_GPT_OSS |= {"swiglu_limit": 7.0, "attention_bias": True}
+PRESETS: dict[str, dict[str, Any]] = {
+    "deepseek-v3": {  # deepseek-ai/DeepSeek-V3
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": 3,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "vocab_size": 129280,
+        "max_position_embeddings": 163840,
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    },
+    "qwen3-235b-a22b": {  # Qwen/Qwen3-235B-A22B
+        **_QWEN3,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+    },
+    "qwen3-30b-a3b": {  # Qwen/Qwen3-30B-A3B
+        **_QWEN3,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+    },
+    "mixtral-8x7b": {  # mistralai/Mixtral-8x7B-v0.1
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+    },
+    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},  # openai/gpt-oss-120b
+    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},  # openai/gpt-oss-20b
+    "glm-4.5-air": {  # zai-org/GLM-4.5-Air
+        "model_type": "glm4_moe",
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 46,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "vocab_size": 151552,
+        "max_position_embeddings": 131072,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model, and the types of its weights and of its cache."""
+
+    name: str
+    spec: ModelSpec
+    form: WeightFormat | None  # of the large products; None: bfloat16, as all else is
+    kv_itemsize: int = 2
+
+    def weight_bytes(self, own: ModelSpec) -> int:
+        """Memory of what a rank has of the model."""
+        if self.form is None:
+            return weight_bytes(own, torch.bfloat16)
+        return bytes_in(self.form, own, torch.bfloat16)
+
+    def kv_bytes_per_token(self, own: ModelSpec) -> int:
+        return sum(layer.attention.cached_values for layer in own.layers) * self.kv_itemsize
+
+
+def find_model(model: str, weights: str = "auto", kv_dtype: str = "auto") -> Served:
+    """`weights`: auto (as the checkpoint has them), bf16, or a format by its name. Raises EngineError."""
+    if model.lower() in PRESETS:
+        name, spec = model.lower(), spec_from_config(PRESETS[model.lower()])
+    elif model and not Path(model).is_dir() and "/" not in model:
+        raise InvalidConfig(
+            f"{model!r} is neither a folder with config.json nor a hub id such as organisation/model nor one of: "
+            f"{', '.join(PRESETS)}"
+        )
+    else:
+        folder = resolve_checkpoint(model, ("config.json",))
+        name, spec = folder.name, read_spec(folder)
+    if kv_dtype not in ("auto", "bf16", "fp8", "int8"):
+        raise InvalidConfig(f"--kv-dtype {kv_dtype!r} must be auto, bf16, fp8 or int8")
+    if weights in ("auto", "bf16"):
+        form = spec.weight_format if weights == "auto" else None
+    elif weights in FORMATS:
+        form = FORMATS[weights]
+    else:
+        raise InvalidConfig(f"--weights {weights!r} must be auto, bf16, {', '.join(FORMATS)}")
+    return Served(name, spec, form, 1 if kv_dtype in ("fp8", "int8") else 2)

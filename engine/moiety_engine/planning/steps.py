@@ -1,0 +1,258 @@
+"""How long one step of a layout takes, by parts. Pure.
+
+Products and reads take the larger of their bytes and their operations at the machine's speeds, experts what the grouped
+product's cost model says of one rank's share, sums and exchanges their bytes over the links.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, MoeSpec
+from moiety_engine.model.weights import LatentAttentionWeights, MoeWeights, allocate, products_of
+from moiety_kernels.bench.work import Speeds, Work, expected_active, floor_s
+from moiety_kernels.grouped_gemm.tiles import LAUNCH_S, Problem, candidates, choose, seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from moiety_engine.model.spec import ModelSpec
+    from moiety_engine.planning.machines import Link, Machine, Network
+    from moiety_engine.planning.models import Served
+    from moiety_kernels.grouped_gemm.tiles import Scales, Weights
+
+_ITEM_BYTES = 2  # of activations
+_PROMPT_ATTENTION = 0.5  # of the peak: as in the simulator's H200
+_KERNELS_A_LAYER = 8  # beside the experts'; a few microseconds each
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one group of a replica computes in a step. `prompt_seen`: tokens that a prompt's token attends to, on
+    average. Of the groups, `groups` have as much to do, and the others nothing."""
+
+    decoding: float = 0.0
+    context: float = 0.0
+    prompt_rows: float = 0.0
+    prompt_seen: float = 0.0
+    finished_prompts: float = 0.0
+    groups: int = 1
+
+    @property
+    def rows(self) -> float:
+        return self.decoding + self.prompt_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a step. The parts follow each other: nothing is overlapped."""
+
+    products_s: float = 0.0  # of attention, dense and shared feed-forwards, and the head
+    attention_s: float = 0.0
+    experts_s: float = 0.0
+    sums_s: float = 0.0
+    exchanges_s: float = 0.0
+    overhead_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return float(sum(getattr(self, field.name) for field in fields(self)))
+
+
+NO_TIME = Times()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Who shares the work of a stage: `groups` of `tp` ranks, and the experts among `ep` parts of all of them."""
+
+    tp: int = 1
+    groups: int = 1
+    ep: int = 1
+    pp: int = 1
+    balancedness: float = 1.0  # mean load of the ranks that share experts, over the largest
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.groups
+
+
+def step_times(served: Served, own: ModelSpec, shape: Shape, machine: Machine, network: Network, batch: Batch) -> Times:
+    """Of the busiest rank; `own` is what it has of all layers."""
+    total = Times(overhead_s=machine.overhead_s)
+    for layer, count in Counter(own.layers).items():
+        products = products_s(served, own, layer, machine, batch.rows)
+        attention = attention_s(layer.attention, machine, batch, served.kv_itemsize)
+        experts = sums = exchanges = 0.0
+        row_bytes = own.hidden_size * _ITEM_BYTES
+        if isinstance(layer.ffn, MoeSpec):
+            stage_rows = batch.rows * batch.groups
+            experts = experts_s(served, layer.ffn, own.hidden_size, machine, stage_rows, shape)
+            if shape.groups > 1:
+                exchanges = exchange_s(served, layer.ffn, batch.rows / shape.tp, own.hidden_size, shape.ranks, network)
+        num_sums = 2 if shape.groups == 1 or not isinstance(layer.ffn, MoeSpec) else 1
+        sums = num_sums * sum_s(batch.rows * row_bytes, shape.tp, network)
+        total = _plus(total, Times(products, attention, experts, sums, exchanges), count)
+    head = head_s(own, machine, batch.decoding + batch.finished_prompts)
+    embedded = sum_s(batch.rows * own.hidden_size * _ITEM_BYTES, shape.tp, network)
+    handed_on = (shape.pp - 1) * send_s(batch.rows * own.hidden_size * _ITEM_BYTES, shape.ranks, network)
+    return _plus(total, Times(products_s=head, sums_s=embedded, exchanges_s=handed_on), 1)
+
+
+def _plus(total: Times, more: Times, count: int) -> Times:
+    both = ((getattr(total, one.name), getattr(more, one.name)) for one in fields(Times))
+    return Times(*(left + count * right for left, right in both))
+
+
+# ── one rank's products ──
+
+
+def products_s(served: Served, own: ModelSpec, layer: LayerSpec, machine: Machine, rows: float) -> float:
+    """Of a layer, without those of routed experts."""
+    weights = allocate(replace(own, layers=(layer,), vocab_size=1), device=torch.device("meta"), dtype=torch.bfloat16)
+    (one,) = weights.layers
+    narrow: Iterable[Tensor] = products_of(one.attention)
+    wide: list[Tensor] = []
+    if isinstance(one.attention, LatentAttentionWeights):
+        wide += [one.attention.key_up_HLd, one.attention.value_up_HdL]
+    if isinstance(one.ffn, MoeWeights):
+        wide.append(one.ffn.router_ED)
+        narrow = [*narrow, *products_of(one.ffn.shared)]
+    else:
+        narrow = [*narrow, *products_of(one.ffn)]
+    bits = _dense_itemsize(served)
+    launches = _KERNELS_A_LAYER * LAUNCH_S if machine.tiled else 0.0
+    sized = [(tensor, bits) for tensor in narrow] + [(tensor, _ITEM_BYTES) for tensor in wide]
+    return launches + sum(product_s(tensor.shape, itemsize, machine, rows) for tensor, itemsize in sized)
+
+
+def head_s(own: ModelSpec, machine: Machine, rows: float) -> float:
+    return product_s((own.vocab_size, own.hidden_size), _ITEM_BYTES, machine, rows)
+
+
+def product_s(shape: tuple[int, ...], itemsize: float, machine: Machine, rows: float) -> float:
+    """A weight of [..., outputs, inputs] times so many rows, multiplied at the bf16 rate."""
+    numel = 1
+    for size in shape:
+        numel *= size
+    moved = numel * itemsize + rows * (numel / shape[-1] + shape[-1]) * _ITEM_BYTES
+    return floor_s(Work(2.0 * rows * numel, moved), _speeds(machine))
+
+
+def attention_s(
+    attention: AttentionSpec | LatentAttentionSpec, machine: Machine, batch: Batch, kv_itemsize: int
+) -> float:
+    """Of a layer: the cached values that decoding reads, and the pairs that prompts' tokens attend to."""
+    if isinstance(attention, LatentAttentionSpec):  # absorbed: scores and sums are of latent rows
+        pair_flops = 2.0 * attention.num_heads * (2 * attention.latent_width + attention.rope.rotary_width)
+        window = None
+    else:
+        pair_flops, window = 4.0 * attention.q_width, attention.window
+    context, seen = (length if window is None else min(length, window) for length in (batch.context, batch.prompt_seen))
+    read = batch.decoding * context
+    decoding = floor_s(Work(read * pair_flops, read * attention.cached_values * kv_itemsize), _speeds(machine))
+    return decoding + batch.prompt_rows * seen * pair_flops / (_PROMPT_ATTENTION * machine.speeds.flops_bf16)
+
+
+def experts_s(
+    served: Served, ffn: MoeSpec, hidden_size: int, machine: Machine, stage_rows: float, shape: Shape
+) -> float:
+    """Of a layer on the rank with the most rows; routing is even but for `balancedness`."""
+    routing = ffn.routing
+    skew = shape.balancedness if shape.ep > 1 else 1.0
+    pairs = stage_rows * routing.top_k * ffn.num_held / routing.num_experts / skew
+    if pairs <= 0:
+        return 0.0
+    top_k = min(ffn.num_held, max(1, round(routing.top_k * ffn.num_held / routing.num_experts)))
+    tokens = max(1, round(pairs / top_k))
+    if not machine.tiled:
+        active = expected_active(ffn.num_held, top_k, tokens)
+        numel = 3 * hidden_size * ffn.width
+        moved = active * numel * _expert_itemsize(served) + 2 * pairs * (hidden_size + ffn.width) * _ITEM_BYTES
+        return floor_s(Work(2.0 * pairs * numel, moved), _speeds(machine))
+    weights, scales = _kind(served)
+    problem = Problem(ffn.num_held, top_k, hidden_size, ffn.width, tokens, weights=weights, scales=scales)
+    return seconds(problem, choose(problem, machine.speeds), machine.speeds)
+
+
+def has_kernel(served: Served, ffn: MoeSpec, hidden_size: int, machine: Machine) -> bool:
+    """Whether the grouped product has tiles for experts as wide as a rank's."""
+    weights, scales = _kind(served)
+    problem = Problem(ffn.num_held, 1, hidden_size, ffn.width, 64, weights=weights, scales=scales)
+    return not machine.tiled or bool(candidates(problem, machine.speeds))
+
+
+def _kind(served: Served) -> tuple[Weights, Scales]:
+    form = served.form
+    if form is None:
+        return "wide", "none"
+    if form.bits == 4:
+        return ("mxfp4" if form.floating else "int4"), "group"
+    return ("fp8" if form.floating else "int8"), ("row" if form.group is None else "block")
+
+
+def _expert_itemsize(served: Served) -> float:
+    form = served.form
+    return _ITEM_BYTES if form is None else form.bits / 8 + (0 if form.group is None else 4 / form.group)
+
+
+def _dense_itemsize(served: Served) -> float:
+    form = served.form
+    only_experts = form is not None and form.floating and not form.is_float8
+    return _ITEM_BYTES if only_experts else _expert_itemsize(served)
+
+
+def _speeds(machine: Machine) -> Speeds:
+    return Speeds(machine.reached * machine.speeds.memory_bytes_per_s, machine.reached * machine.speeds.flops_bf16)
+
+
+# ── between ranks ──
+
+
+def sum_s(num_bytes: float, ranks: int, network: Network) -> float:
+    """All-reduce of so many bytes over neighbours: scattered and gathered inside a host, between hosts by parts."""
+    if ranks == 1:
+        return 0.0
+    inside = min(ranks, network.node_gpus)
+    hosts = -(-ranks // network.node_gpus)
+    time = _ring_s(num_bytes, inside, network.inside)
+    return time + _ring_s(num_bytes / inside, hosts, network.across)
+
+
+def _ring_s(num_bytes: float, ranks: int, link: Link) -> float:
+    if ranks == 1:
+        return 0.0
+    return 2 * (num_bytes * (ranks - 1) / ranks / link.bytes_per_s + link.latency_s)
+
+
+def exchange_s(served: Served, ffn: MoeSpec, rows: float, hidden_size: int, ranks: int, network: Network) -> float:
+    """Dispatch and combine of a rank's rows: one copy to each rank that has a chosen expert, in the weights' eight bits
+    if they have them, and bf16 back."""
+    itemsize = 1.0 if served.form is not None and served.form.is_float8 else float(_ITEM_BYTES)
+    both_ways = (itemsize, float(_ITEM_BYTES))
+    return sum(dispatch_s(rows, hidden_size * size, ffn.routing.top_k, ranks, network) for size in both_ways)
+
+
+def dispatch_s(rows: float, row_bytes: float, top_k: int, ranks: int, network: Network) -> float:
+    """One way of it. What stays on the rank costs nothing; both kinds of links work at once."""
+    if ranks == 1:
+        return 0.0
+    copies = ranks * (1 - (1 - 1 / ranks) ** top_k)
+    neighbours = min(ranks, network.node_gpus) - 1
+    inside_s = rows * copies * row_bytes * neighbours / ranks / network.inside.bytes_per_s
+    if neighbours + 1 == ranks:
+        return inside_s + network.inside.latency_s
+    across_s = rows * copies * row_bytes * (ranks - 1 - neighbours) / ranks / network.across.bytes_per_s
+    return max(inside_s, across_s) + network.across.latency_s
+
+
+def send_s(num_bytes: float, stage_ranks: int, network: Network) -> float:
+    """From one stage to the next, which is on another host where stages fill hosts."""
+    link = network.across if stage_ranks >= network.node_gpus else network.inside
+    return num_bytes / link.bytes_per_s + link.latency_s

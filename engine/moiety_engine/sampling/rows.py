@@ -1,0 +1,56 @@
+"""What a row of a step's logits belongs to: a sequence, or a sequence as it will be if a draft is right."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from moiety_engine.guiding.follower import Follower
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.scheduling.plan import Plan
+from moiety_engine.sequence import Sequence
+
+
+class Row(Protocol):
+    """As much of a sequence as its next token depends on."""
+
+    @property
+    def submit(self) -> CoreSubmit: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def guide(self) -> Follower | None: ...
+    @property
+    def num_output(self) -> int: ...
+    @property
+    def known_output(self) -> list[int]: ...
+    @property
+    def pending(self) -> bool: ...
+    @property
+    def pending_row(self) -> int: ...
+
+
+class Drafted:
+    """A sequence after some guessed tokens: its next token is drawn for that place, with penalties for these tokens."""
+
+    __slots__ = ("_draft", "_sequence", "guide", "num_output", "pending", "pending_row", "seed", "submit")
+
+    def __init__(self, sequence: Sequence, draft: tuple[int, ...]) -> None:
+        self._sequence, self._draft = sequence, draft
+        self.submit, self.seed = sequence.submit, sequence.seed
+        self.guide = sequence.guide
+        self.num_output = sequence.num_output + len(draft)
+        self.pending, self.pending_row = sequence.pending, sequence.pending_row
+
+    @property
+    def known_output(self) -> list[int]:
+        return [*self._sequence.known_output, *self._draft]
+
+
+def rows_of(plan: Plan) -> list[Row]:
+    """Of the step's logits, in their order: of each chunk that samples its newest token's, then its draft's."""
+    rows: list[Row] = []
+    for chunk in plan.chunks:
+        if chunk.samples:
+            rows.append(chunk.sequence)
+            rows += [Drafted(chunk.sequence, chunk.draft[:end]) for end in range(1, len(chunk.draft) + 1)]
+    return rows

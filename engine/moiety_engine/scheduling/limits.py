@@ -1,0 +1,17 @@
+"""What bounds a scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of a step, of the batch and of the queue."""
+
+    max_batch_tokens: int
+    max_running: int
+    batch_size: int = 8
+    batch_timeout_ms: float = 0.0
+    max_waiting: int = 32768
+    chunk_tokens: int | None = None  # rows of a step under policies that do not size it by time; None: as above

@@ -1,0 +1,150 @@
+"""What `moiety plan` computes, against numbers that were computed by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from moiety_engine.distribution.layout import Layout
+from moiety_engine.planning.layouts import Demand, evaluate, list_layouts, usd_per_million, with_replicated_experts
+from moiety_engine.planning.machines import GPUS, LINKS, Network, find_network
+from moiety_engine.planning.models import PRESETS, find_model
+from moiety_engine.planning.steps import Batch, Shape, dispatch_s, product_s, step_times, sum_s
+from moiety_platform.cli.main import main
+
+H200 = GPUS["h200"]
+NETWORK = find_network("nvlink,ib400", H200, 8)
+DEMAND = Demand(input_tokens=4000, output_tokens=1000, ttft_s=2.0, tpot_s=0.05, gpu_hour_usd=2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("deepseek-v3", 671.0),  # without the layer that drafts
+        ("qwen3-235b-a22b", 235.1),
+        ("qwen3-30b-a3b", 30.53),
+        ("mixtral-8x7b", 46.7),
+        ("gpt-oss-120b", 116.8),
+        ("gpt-oss-20b", 20.91),
+        ("glm-4.5-air", 106.9),
+    ],
+)
+def test_a_preset_has_as_many_parameters_as_the_release(name: str, billions: float) -> None:
+    served = find_model(name, "bf16")
+    assert served.weight_bytes(served.spec) / 2e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_the_latent_cache_of_deepseek_v3_takes_512_and_64_values_a_layer() -> None:
+    served = find_model("deepseek-v3")
+    assert served.kv_bytes_per_token(served.spec) == 576 * 61 * 2
+    assert find_model("deepseek-v3", kv_dtype="fp8").kv_bytes_per_token(served.spec) == 576 * 61
+
+
+def test_the_weights_of_deepseek_v3_take_a_byte_each_but_for_the_few_that_stay_wide() -> None:
+    served = find_model("deepseek-v3", "fp8")
+    wide = 2 * 129280 * 7168 + 61 * 128 * 512 * (128 + 128)  # embedding and head, latent rows to heads: a byte more
+    routers = 58 * 256 * 7168 * 3  # float32
+    scales = 58 * 256 * (2 * 2048 + 7168) * 4  # a float32 for each row of an expert
+    assert served.weight_bytes(served.spec) == pytest.approx(671.03e9 + wide + routers + scales, rel=1e-4)
+
+
+def test_a_rank_has_its_share_of_weights_and_of_grouped_heads() -> None:
+    served = find_model("qwen3-30b-a3b")
+    one = evaluate(served, Layout(), 1, H200, NETWORK, DEMAND)
+    two = evaluate(served, Layout(tp=2, ep=2), 2, H200, NETWORK, DEMAND)
+    assert two.weight_bytes == pytest.approx(one.weight_bytes / 2, rel=0.01)
+    assert (one.kv_bytes_per_token, two.kv_bytes_per_token) == (2 * 4 * 128 * 48 * 2, 2 * 2 * 128 * 48 * 2)
+
+
+def test_more_parts_than_divide_the_experts_hold_copies() -> None:
+    spec = with_replicated_experts(find_model("deepseek-v3").spec, 144)
+    assert {spec.layers[index].ffn.routing.num_experts for index in spec.moe_layers} == {288}  # type: ignore[union-attr]
+
+
+def test_a_sum_over_eight_ranks_moves_twice_seven_eighths() -> None:
+    assert sum_s(1e9, 8, NETWORK) == pytest.approx(2 * (7 / 8 * 1e9 / 360e9 + 4e-6))
+    assert sum_s(1e9, 1, NETWORK) == 0
+    across = 2 * (1 / 2 * 1e9 / 8 / 40e9 + 10e-6)
+    assert sum_s(1e9, 16, NETWORK) == pytest.approx(sum_s(1e9, 8, NETWORK) + across)
+
+
+@pytest.mark.parametrize(("ranks", "dispatch_us", "combine_us"), [(32, 155, 273), (64, 173, 314), (128, 192, 369)])
+def test_an_exchange_takes_what_deepep_measured(ranks: int, dispatch_us: float, combine_us: float) -> None:
+    """Its low-latency kernels: 128 tokens of 7168, top 8, fp8 there and bf16 back, all by one port of 400 Gb/s."""
+    by_port_alone = Network(LINKS["nvlink4"], LINKS["ib400"], 1)
+    assert dispatch_s(128, 7168, 8, ranks, by_port_alone) == pytest.approx(dispatch_us * 1e-6, rel=0.25)
+    assert dispatch_s(128, 2 * 7168, 8, ranks, by_port_alone) == pytest.approx(combine_us * 1e-6, rel=0.25)
+
+
+def test_a_product_takes_the_larger_of_its_bytes_and_its_operations() -> None:
+    few = product_s((4096, 4096), 2, H200, 1)
+    many = product_s((4096, 4096), 2, H200, 65536)
+    assert few == pytest.approx((4096 * 4096 * 2 + 2 * 4096 * 2) / (0.85 * 4.3e12))
+    assert many == pytest.approx(2 * 65536 * 4096 * 4096 / (0.85 * 790e12))
+
+
+def test_a_decode_step_reads_the_cache_of_every_request() -> None:
+    served = find_model("qwen3-30b-a3b")
+    batch = Batch(decoding=64, context=1000)
+    more = replace(batch, context=5000)
+    times = [step_times(served, served.spec, Shape(), H200, NETWORK, one) for one in (batch, more)]
+    assert times[1].attention_s - times[0].attention_s == pytest.approx(64 * 4000 * 98_304 / (0.85 * 4.3e12))
+    assert times[0].experts_s == times[1].experts_s
+
+
+def test_requests_at_once_keep_the_promise_and_one_more_would_not() -> None:
+    served = find_model("deepseek-v3")
+    layout = Layout(tp=8, ep=8)
+    found = evaluate(served, layout, 8, H200, NETWORK, DEMAND)
+    tighter = evaluate(served, layout, 8, H200, NETWORK, replace(DEMAND, tpot_s=found.tpot_s * 0.999))
+    assert found.tpot_s <= DEMAND.tpot_s
+    assert 0 < tighter.running < found.running < found.most_running
+
+
+def test_cost_is_the_price_of_an_hour_by_the_tokens_of_an_hour() -> None:
+    assert usd_per_million(1000.0, 3.6) == pytest.approx(1.0)
+
+
+def test_every_preset_fits_on_some_layout_of_eight() -> None:
+    for name in PRESETS:
+        served = find_model(name, "fp8" if name == "deepseek-v3" else "auto")
+        found = (evaluate(served, layout, 8, H200, NETWORK, DEMAND) for layout in list_layouts(8, served.spec))
+        assert any(one.problem is None and one.in_engine for one in found), name
+
+
+def test_what_will_not_do_says_why() -> None:
+    served = find_model("deepseek-v3")
+    assert evaluate(served, Layout(), 1, H200, NETWORK, DEMAND).problem == "the weights leave no memory"
+    uneven = evaluate(served, Layout(tp=3), 3, H200, NETWORK, DEMAND).problem
+    assert uneven is not None and "cannot be divided by --tp 3" in uneven
+    hasty = evaluate(served, Layout(tp=8), 8, H200, NETWORK, replace(DEMAND, tpot_s=0.005)).problem
+    assert hasty is not None and hasty.startswith("one request takes")
+
+
+def test_the_command_advises_a_layout_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["plan", "--model", "qwen3-30b-a3b", "--gpus", "2", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert done.value.code == 0
+    assert report["advised"]["in_engine"] and report["advised"]["problem"] is None
+    assert report["advised"]["tokens_per_s_per_gpu"] > 0
+    assert len(report["layouts"]) == len(list(list_layouts(2, find_model("qwen3-30b-a3b").spec)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "tpu"], "is no known GPU"),
+        (["--link", "nvlink"], "must be two of"),
+        (["--model", "deepsek"], "is neither a folder"),
+        (["--weights", "fp3"], "--weights 'fp3' must be"),
+        (["--model", "mixtral-8x7b", "--context", "40000"], "ask for less"),
+    ],
+)
+def test_bad_input_says_what_to_do(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["plan", *arguments])
+    assert done.value.code == 1
+    assert message in " ".join(capsys.readouterr().err.split())
