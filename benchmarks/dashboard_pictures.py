@@ -51,6 +51,8 @@ def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
                     page.get_by_text("Waterfall").wait_for()
                     settle(page)
                     shoot(page, out / f"trace-{theme}.png")
+            simulate(page)
+            shoot(page, out / f"simulator-{theme}.png")
             page.get_by_test_id("stSidebarNav").get_by_role("link", name="Playground").click()
             page.get_by_role("textbox", name="Tenant's key").fill(key)
             page.get_by_role("button", name="Send").click()
@@ -58,6 +60,22 @@ def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
             shoot(page, out / f"playground-{theme}.png")
             page.close()
         browser.close()
+
+
+def simulate(page: Any) -> None:
+    """Thrice the traffic of the last minutes on the same replica; the second theme shows the result of the first."""
+    page.get_by_test_id("stSidebarNav").get_by_role("link", name="Simulator").click()
+    page.get_by_role("heading", name="Simulator", exact=True).wait_for()
+    page.wait_for_timeout(2500)
+    if page.get_by_text("Prefill in vain").count() == 0:
+        page.get_by_role("combobox", name="Traffic").click()
+        page.get_by_role("option", name="own requests, last 15 min").click()
+        page.get_by_role("combobox", name="Steps take").click()
+        page.get_by_role("option", name="a100-llama3-8b").click()
+        page.get_by_role("spinbutton", name="Times as much").fill("3")
+        page.get_by_role("button", name="Simulate").click()
+    page.get_by_text("Prefill in vain").first.wait_for(timeout=300_000)
+    page.wait_for_timeout(2500)
 
 
 def picture_experts(dashboard: str, admin_key: str, out: Path) -> None:

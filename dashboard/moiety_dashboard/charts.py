@@ -16,6 +16,8 @@ import pandas as pd
 from moiety_dashboard import colours
 
 HEIGHT = 190
+SIDES = ("now", "then")
+GREY = "#8a8f98"  # reads on a light ground and on a dark one
 PLOT_WIDTH = 430  # pixels that a chart's bars take, about
 
 
@@ -53,6 +55,37 @@ def lines(frame: pd.DataFrame, figure: Figure, field: str, colours: Mapping[str,
     point = alt.OverlayMarkDef(filled=True, size=18)
     mark = alt.MarkDef(type="line", point=point, strokeWidth=2, interpolate="linear")
     return _over_time(frame, figure, field, colours, span, mark, stack=False)
+
+
+def sides(frame: pd.DataFrame, figure: Figure, classes: Mapping[str, str]) -> alt.Chart:
+    """Bars of a figure by `class`, two beside each other: `side` as it is now, paler, and as it would be."""
+    shown = [name for name in classes if name in set(frame["class"])]
+    scale = alt.Scale(domain=shown, range=[classes[name] for name in shown])
+    opacity = alt.Scale(domain=list(SIDES), range=[0.4, 1.0])
+    base = alt.Chart(frame[["class", "side", figure.column]]).encode(
+        x=alt.X("class:N", sort=shown, title=None, axis=alt.Axis(labelAngle=0, grid=False)),
+        xOffset=alt.XOffset("side:N", sort=list(SIDES)),
+        y=alt.Y(
+            f"{figure.column}:Q",
+            title=figure.unit,
+            scale=alt.Scale(domain=[0, _top(frame[figure.column])]),
+            axis=alt.Axis(tickCount=4, format="%" if is_share(figure) else "~r"),
+        ),
+        tooltip=["class:N", "side:N", alt.Tooltip(f"{figure.column}:Q", title=figure.unit, format=figure.number)],
+    )
+    bars = base.mark_bar(cornerRadiusTopLeft=2, cornerRadiusTopRight=2).encode(
+        color=alt.Color("class:N", scale=scale, legend=None),
+        opacity=alt.Opacity("side:N", scale=opacity, legend=alt.Legend(title=None, orient="top", symbolFillColor=GREY)),
+    )
+    labels = base.mark_text(dy=-6, fontSize=10, color=GREY).encode(
+        text=alt.Text(f"{figure.column}:Q", format=figure.number)
+    )
+    return _styled((bars + labels).properties(height=HEIGHT, padding={"left": 0, "right": 8, "top": 4, "bottom": 0}))
+
+
+def _top(values: pd.Series[float]) -> float:
+    """Where an axis from 0 ends, with room for the numbers on the bars."""
+    return float(values.max() * 1.12) or 1.0
 
 
 def _over_time(

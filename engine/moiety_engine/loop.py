@@ -281,6 +281,9 @@ class EngineLoop:
             overshot_tokens_total=scheduler.overshot_tokens_total,
             drafted_tokens_total=scheduler.drafted_tokens_total,
             accepted_tokens_total=scheduler.accepted_tokens_total,
+            max_batch_tokens=scheduler.limits.max_batch_tokens,
+            max_running=scheduler.limits.max_running,
+            step_costs=scheduler.step_time.costs(),
         )
 
     def _queue(self, submit: CoreSubmit, guide: Follower | None) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.guides import Guide
-from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling, Step
+from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling, Step, StepCosts
 
 
 class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
@@ -149,6 +149,9 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
     overshot_tokens_total: int = 0  # computed for requests that had ended by then; nobody pays for them
     drafted_tokens_total: int = 0
     accepted_tokens_total: int = 0
+    max_batch_tokens: int = 0
+    max_running: int = 0
+    step_costs: StepCosts | None = None
 
 
 class CoreState(StrEnum):

@@ -389,6 +389,17 @@ class ClassLoad(msgspec.Struct, frozen=True, array_like=True):
     recomputed_tokens_total: int
 
 
+class StepCosts(msgspec.Struct, frozen=True):
+    """How long an engine's steps take, as it has learned: seconds of each step, and more for what is in it."""
+
+    step_s: float
+    row_s: float
+    bends: tuple[tuple[int, float], ...]  # beyond so many rows, so much more each
+    context_token_s: float  # whose KV decoding rows read
+    pair_s: float  # of a prompt token and a token that it attends to
+    relative_error: float  # of its predictions
+
+
 class Load(msgspec.Struct, frozen=True, tag="load"):
     """The engine's state and its counters since start (monotonic)."""
 
@@ -419,6 +430,9 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     unsettled_replicas: list[str] = []  # gateway processes with requests that are open, or ended and not settled
     drafted_tokens_total: int = 0
     accepted_tokens_total: int = 0
+    max_batch_tokens: int = 0  # of a step; 0 where that is not known
+    max_running: int = 0
+    step_costs: StepCosts | None = None  # None until it has learned them
 
 
 ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled | ExpertLoad | ExpertBalance

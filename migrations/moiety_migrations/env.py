@@ -8,6 +8,7 @@ from sqlalchemy import Connection
 
 from moiety_migrations.transaction import exclusive_connection
 from moiety_platform.batches.models import Batch
+from moiety_platform.declared.models import Declaration
 from moiety_platform.files.models import StoredFile
 from moiety_platform.idempotency.models import IdempotentRequest
 from moiety_platform.responses_api.models import StoredResponse
@@ -17,7 +18,10 @@ from moiety_platform.upkeep.models import ChoreRecord
 from moiety_platform.usage.models import UsageRecord
 
 # naming them loads every module that defines tables
-TABLES = (ApiKey, UsageRecord, StoredFile, Batch, IdempotentRequest, StoredResponse, ChoreRecord, SpanRecord)
+TABLES = (
+    *(ApiKey, UsageRecord, StoredFile, Batch, IdempotentRequest, StoredResponse),
+    *(ChoreRecord, SpanRecord, Declaration),
+)
 target_metadata = ApiKey.metadata
 
 

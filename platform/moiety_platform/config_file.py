@@ -11,8 +11,8 @@ class ConfigFileError(ValueError):
     """The configuration file is missing or malformed; the message says what to change."""
 
 
-def read_config_section(path: Path, section: str) -> dict[str, Any]:
-    """One top-level table; empty if the file has no such table. Raises ConfigFileError."""
+def read_config_section(path: Path, section: str | None) -> dict[str, Any]:
+    """One top-level table, or with None all of them; empty if the file has no such table. Raises ConfigFileError."""
     try:
         text = path.read_text(encoding="utf-8")
         document = tomllib.loads(text) if path.suffix == ".toml" else _parse_yaml(text)
@@ -23,7 +23,9 @@ def read_config_section(path: Path, section: str) -> dict[str, Any]:
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise ConfigFileError(f"{path} must hold a table at the top, such as [{section}]")
+        raise ConfigFileError(f"{path} must hold a table at the top, such as [{section or 'gateway'}]")
+    if section is None:
+        return document
     table = document.get(section)
     if table is not None and not isinstance(table, dict):
         raise ConfigFileError(f"{section!r} in {path} must be a table of settings")

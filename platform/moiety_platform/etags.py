@@ -43,13 +43,18 @@ def tagged(view: View) -> Response[View]:
 
 @dataclass(frozen=True, slots=True)
 class Precondition:
-    """The `If-Match` of a request, None if it has none."""
+    """The `If-Match` and `If-None-Match` of a request, None where it has none; of the latter `*` alone counts."""
 
     if_match: str | None
+    if_none_match: str | None = None
 
     def check(self, current: Tagged | None) -> None:
         """Call it in the transaction of the change, with the object as it is there, None if there is none. Raises
         PreconditionFailed."""
+        if current is not None and (self.if_none_match or "").strip() == "*":
+            raise PreconditionFailed(
+                "There is such an object already, and it was left as it is; get it, and change it."
+            )
         if self.if_match is None:
             return
         if current is None:

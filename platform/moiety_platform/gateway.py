@@ -54,6 +54,8 @@ from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.discovery import DnsWatch
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
+from moiety_platform.simulations.controller import simulation_routes
+from moiety_platform.simulations.runner import Simulations
 from moiety_platform.store_metrics import StoreCollector
 from moiety_platform.trace_metrics import TraceCollector
 from moiety_platform.traces.sampling import SamplingTerms
@@ -184,8 +186,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         usage = UsageRecorder(database, settings.data_dir / "usage-journal")
         await usage.start()
         stack.push_async_callback(usage.stop)
-        leases = LeaseStore(process_id, LEASE_S)
-        quotas = QuotaKeeper(database, leases, clock, ttl_s=LEASE_S)
+        quotas = QuotaKeeper(database, LeaseStore(process_id, LEASE_S), clock, ttl_s=LEASE_S)
         await quotas.start()
         stack.push_async_callback(quotas.stop)
         idempotency = IdempotencyKeeper(database, KeyStore(), KeepingLimits.of(settings))
@@ -210,7 +211,8 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         stack.push_async_callback(alerts.stop)
         await stack.enter_async_context(_keep_up(settings, process_id, database, UpkeepMetrics(metrics.registry)))
         _send_metrics(stack, settings, metrics, process_id)
-        more = [*engine_routes(replicas), *expert_routes(ExpertService(replicas, clock))]
+        simulations = simulation_routes(_simulate(stack, settings, database), replicas.states)
+        more = [*engine_routes(replicas), *expert_routes(ExpertService(replicas, clock)), *simulations]
         more += [*webhook_routes(reach, pepper), *erasure_routes(traces=traces)]
         parts = (database, authenticator, classes, prices, quotas, pepper, clock)
         admin = admin_router(*parts, oidc=oidc, traces=traces, more=more)
@@ -230,6 +232,13 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             store=store,
             batches=Batches(process_id, database, authenticator, quotas, metrics, tracing, clock, settings),
         )
+
+
+def _simulate(stack: AsyncExitStack, settings: GatewaySettings, database: Database) -> Simulations:
+    """What runs simulations, until the stack is closed."""
+    made = Simulations(database, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness)
+    stack.push_async_callback(made.stop)
+    return made
 
 
 def _trace(settings: GatewaySettings, process_id: str) -> Tracing:

@@ -96,6 +96,8 @@ class GatewaySettings(BaseSettings):
     responses_max_per_tenant: int = Field(default=10_000, ge=0, le=100_000)  # beyond: 429; 0: none are kept
     responses_max_bytes_per_tenant: int = Field(default=256 * 1024 * 1024, ge=0)  # beyond: 429
 
+    simulation_limit_s: float = Field(default=300, gt=0)  # how long one may take
+    simulation_niceness: int = Field(default=10, ge=0, le=19)  # how far it gives way to what is served
     upkeep_interval_s: float = Field(default=60, gt=0)  # how often what is past its time is deleted
     keep_files_days: int = Field(default=30, ge=0, le=3_650)  # for which no end was asked; 0: until they are deleted
     keep_batches_days: int = Field(default=30, ge=2, le=3_650)  # from their making, and as long as their files

@@ -9,7 +9,7 @@ import pandas as pd
 
 from moiety_dashboard import charts, colours, figures, waterfall
 from moiety_dashboard.cli import server_options
-from moiety_dashboard.frames import changes, fleet, limits, series, traces
+from moiety_dashboard.frames import changes, fleet, limits, series, simulations, traces
 from moiety_dashboard.frames.tenants import keys_frame, tenants_frame
 from moiety_dashboard.settings import read_settings
 from moiety_dashboard.views.windows import LIVE
@@ -93,6 +93,38 @@ def test_tenants_have_their_share_of_the_tokens_beside_what_their_weight_entitle
     assert list(frame["tenant"]) == ["a", "b", "c"], "who used nothing comes last"
     assert list(frame["share"]) == [0.5, 0.5, 0.0]
     assert list(frame["entitled"])[:2] == [0.75, 0.25], "and takes part in no share"
+
+
+def test_of_edited_classes_only_what_was_changed_is_asked_for() -> None:
+    flex = TERMS | {"name": "flex", "ttft_s": None, "tpot_s": None, "completion_s": 600.0, "rank": 2}
+    classes = [one | {"max_queue_s": 30.0, "preemptible": True, "downgrade_to": None} for one in (TERMS, flex)]
+    frame = simulations.terms_frame(classes)
+    assert simulations.changes(classes, frame) == {}
+    frame.loc[0, "ttft_s"], frame.loc[0, "rank"] = 1.5, 3
+    frame.loc[1, "completion_s"], frame.loc[1, "weight"] = None, None
+    assert simulations.changes(classes, frame) == {
+        "standard": {"ttft_s": 1.5, "rank": 3},
+        "flex": {"completion_s": None},  # a weight there always is
+    }
+
+
+def test_what_came_of_a_simulation_stands_side_by_side() -> None:
+    spread = {"p50": 0.1, "p90": 0.2, "p99": 0.3}
+    of_class = dict.fromkeys(("attainment", "demand_share"), 1.0) | {"ttft_s": spread, "tpot_s": dict.fromkeys(spread)}
+    of_class |= dict.fromkeys(("num", "num_rejected", "num_downgraded", "num_preemptions", "longest_wait_s"), 2.0)
+    names = ("attainment", "offered_fraction_of_capacity", "completed_fraction_of_capacity", "kv_used_fraction")
+    more = ("goodput_fraction_of_capacity", "wasted_prefill_fraction", "recomputed_fraction", "num_requests")
+    now = dict.fromkeys((*names, *more, "throughput_tokens_per_s", "preemptions", "longest_wait_s"), 0.5)
+    now["classes"] = {"standard": of_class}
+    result = {"now": now, "then": now | {"longest_wait_s": 90.0}}
+    frame = simulations.sides_frame(result)
+    assert list(zip(frame["class"], frame["side"], strict=True)) == [("standard", "now"), ("standard", "then")]
+    assert list(frame["ttft_p99_s"]) == [0.3, 0.3]
+    totals = simulations.totals_frame(result).set_index("figure")
+    assert tuple(totals.loc["Longest wait"]) == ("500 ms", "90.0 s")
+    assert tuple(totals.loc["Refused"]) == ("2", "2")
+    drawn = charts.sides(frame, charts.Figure("attainment", "kept", ".1%"), colours.of_classes(["standard"])).to_dict()
+    assert colours.SHIPPED["standard"] in str(drawn)
 
 
 def test_keys_are_shown_by_what_they_are_for_and_never_whole() -> None:

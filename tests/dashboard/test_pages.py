@@ -21,8 +21,19 @@ from moiety_dashboard import settings as dashboard_settings
 SCRIPT = Path(dashboard_settings.__file__).parent / "app.py"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DEADLINE_S = 60
-PAGES = ("Overview", "Tenants", "SLA classes", "Engines", "Experts", "Traces", "Quotas", "Playground", "Audit")
-FOR_OPERATORS = {"Engines"}
+PAGES = (
+    "Overview",
+    "Tenants",
+    "SLA classes",
+    "Engines",
+    "Experts",
+    "Traces",
+    "Quotas",
+    "Playground",
+    "Simulator",
+    "Audit",
+)
+FOR_OPERATORS = {"Engines", "Simulator"}
 
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium on this machine; .ci/run installs it where it may"
@@ -30,9 +41,11 @@ needs_browser = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def serve(start_serve: Callable[..., Any]) -> Any:
-    """A serve with its dashboard, that nobody has used."""
-    running = start_serve("--dashboard-port", "0")
+def serve(start_serve: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A serve with its dashboard, that nobody has used; its simulations are waited for, and give way to nobody."""
+    config = tmp_path_factory.mktemp("config") / "moiety.toml"
+    config.write_text("[gateway]\nsimulation_niceness = 0\n")
+    running = start_serve("--dashboard-port", "0", "--config", str(config))
     running.wait_for_line("moiety is ready at")
     return running
 
@@ -190,8 +203,19 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     waterfall.wait_for()
     assert "trace=" in page.url
     look_at_the_trace_of_globex(browser)
+    browser.go("Playground")
+    browser.press("Send")
+    browser.see("Whole answer")
     browser.go("Overview")
-    browser.see("1 in 1 h")
+    browser.see("2 in 1 h")
+
+    browser.go("Simulator")
+    page.get_by_role("spinbutton", name="Times as much").fill("2")
+    browser.press("Simulate")
+    browser.see("Prefill in vain")
+    browser.see_in_table("Longest wait")
+    page.get_by_role("link", name="Apply on SLA classes").click()
+    page.get_by_role("heading", name="SLA classes", exact=True).wait_for()
 
     browser.go("Experts")
     browser.see("has no experts")  # the scripted engine computes nothing; tests/system looks at a model that has some
@@ -278,5 +302,6 @@ def test_a_tenants_administrator_sees_nothing_of_another_on_any_page_or_by_any_a
     for name, text in shown.items():
         assert "hidden-corp" not in text, name
         assert other["id"] not in text, name
-    assert browser.page.get_by_role("link", name="Engines").count() == 0
+    for name in FOR_OPERATORS:
+        assert browser.page.get_by_role("link", name=name).count() == 0
     assert browser.complaints == []

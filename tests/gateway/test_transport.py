@@ -278,7 +278,13 @@ async def test_a_process_that_stood_still_begins_anew_though_the_engine_went_on_
         load = Load(
             **(
                 dict.fromkeys(Load.__struct_fields__, 0)
-                | {"engine_id": card.engine_id, "draining": False, "classes": [], "unsettled_replicas": []}
+                | {
+                    "engine_id": card.engine_id,
+                    "draining": False,
+                    "classes": [],
+                    "unsettled_replicas": [],
+                    "step_costs": None,
+                }
             )
         )
         engine.send_multipart([identity, encode(load)])

@@ -9,7 +9,13 @@ from typing import Any
 from .conftest import pod_templates
 
 SECRET = re.compile(r"(?i)password|token|secret|pepper|api_?key")
-MAY_ASK_THE_CLUSTER = {"rel-moiety-secrets", "rel-moiety-owner", "tokens-secrets", "tokens-owner"}
+MAY_ASK_THE_CLUSTER = {
+    "rel-moiety-declared",
+    "rel-moiety-secrets",
+    "rel-moiety-owner",
+    "tokens-secrets",
+    "tokens-owner",
+}
 
 
 def test_no_container_can_do_more_than_it_needs(objects: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from moiety_engine.errors import InvalidConfig
+from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 from moiety_engine.simulator.devices import (
     A10G_LLAMA2_7B,
     A100_LLAMA3_8B,
@@ -56,6 +57,22 @@ def test_a_device_is_read_back_from_the_file_it_was_written_to(tmp_path: Path, s
     path.write_bytes(msgspec.json.encode(small))
     assert find_device(str(path)) == small
     assert find_device("a10g-llama2-7b") is A10G_LLAMA2_7B
+
+
+def test_what_an_engine_tells_of_its_steps_is_what_it_predicts() -> None:
+    model = StepTimeModel((0.01, 0.02, 0.03, 0.04, 0.005, 0.006))
+    assert model.costs() is None  # nothing was seen yet
+    shape = StepShape(300, 200, 40_000, 2_000_000)
+    for _ in range(200):
+        model.observe(shape, 0.25)
+    costs = model.costs()
+    assert costs is not None
+    device = Device(
+        name="learned", overhead_s=costs.step_s, token_s=costs.row_s, bends=costs.bends, exponent=1.0,
+        kv_token_s=costs.context_token_s, pair_s=costs.pair_s, kv_tokens=100, kv_token_bytes=0,
+    )  # fmt: skip
+    assert device.step_s(500, 300, 40_000, 2_000_000) == pytest.approx(model.predict_s(shape))
+    assert device.step_s(50, 50, 0, 0) == pytest.approx(model.predict_s(StepShape(50)))
 
 
 def test_a_device_that_is_none_is_refused_with_what_would_do(tmp_path: Path) -> None:

@@ -141,6 +141,27 @@ def test_the_command_reports_one_json_object_and_draws(
     assert "goodput" in capsys.readouterr().out
 
 
+def test_a_replica_gets_its_share_of_so_many_times_what_arrives(small: Device) -> None:
+    def offered(times: float, replicas: int) -> float:
+        scenario = Scenario(spec=SPEC, duration_s=60.0, times=times, num_replicas=replicas)
+        figures = compare(scenario, small, ["fcfs"]).policies["fcfs"]
+        return float(figures["offered_fraction_of_capacity"])
+
+    once = offered(1.0, 1)
+    assert offered(3.0, 2) == pytest.approx(1.5 * once, rel=0.05)
+    assert offered(2.0, 2) == once
+
+
+def test_a_json_file_of_classes_takes_a_promise_away_by_null(tmp_path: Path) -> None:
+    path = tmp_path / "classes.json"
+    path.write_text('{"priority": {"tpot_s": null, "ttft_s": 0.25}}')
+    found = {service.name: service for service in read_classes(path)}
+    assert (found["priority"].ttft_s, found["priority"].tpot_s) == (0.25, None)
+    path.write_text("{")
+    with pytest.raises(InvalidConfig, match=r"cannot read the classes"):
+        read_classes(path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -149,6 +170,7 @@ def test_the_command_reports_one_json_object_and_draws(
         (["--generate", "poisson:rate=1", "--device", "abacus"], "neither a preset"),
         (["--generate", "poisson:rate=1", "--plot", "x.gif"], "a plot is a .png or .html file"),
         (["--generate", "poisson"], "lacks rate"),
+        (["--generate", "poisson:rate=1", "--load", "1", "--replicas", "2"], "a load says it all"),
         (["--generate", "poisson:rate=1", "--weights", "a"], "not TENANT=WEIGHT"),
     ],
 )

@@ -48,6 +48,8 @@ from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKee
 from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
+from moiety_platform.simulations.controller import simulation_routes
+from moiety_platform.simulations.runner import Simulations
 from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
@@ -144,6 +146,9 @@ ASKS = [
     Ask("GET /webhooks", OPERATORS),
     Ask("POST /webhooks", OPERATORS_MAKE, body={"url": "https://example.com/{new}"}),
     Ask("DELETE /webhooks/{webhook_id}", OPERATORS),
+    Ask("GET /declarations", ALL_READERS),
+    Ask("PUT /declarations", OPERATORS, body={"kind": "tenant", "name": "{new}", "source": "s"}),
+    Ask("DELETE /declarations", OPERATORS_FIND_NONE, query={"kind": "tenant", "name": "{new}"}),
     Ask("GET /classes", EVERYBODY),
     Ask("GET /classes/{name}", EVERYBODY, path={"name": "flex"}),
     Ask("POST /classes", OPERATORS_MAKE, body={"name": "{new}", **CLASS}),
@@ -154,6 +159,10 @@ ASKS = [
     Ask("DELETE /prices", OPERATORS, query={"model": "{priced_model}"}),
     Ask("GET /prices/one", EVERYBODY, query={"model": "{priced_model}"}),
     Ask("DELETE /tenants/{tenant_id}/idempotency", WRITERS),
+    Ask("GET /simulations", OPERATORS),
+    Ask("POST /simulations", "400 400   400 400   403 403   403 403   403 403", body={"minutes": 5}),
+    Ask("GET /simulations/{simulation_id}", OPERATORS_FIND_NONE, path={"simulation_id": "none"}),
+    Ask("DELETE /simulations/{simulation_id}", OPERATORS_FIND_NONE, path={"simulation_id": "none"}),
 ]  # fmt: skip
 
 
@@ -266,6 +275,7 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
     replicas, settings = Replicas([]), GatewaySettings()
     experts = expert_routes(ExpertService(replicas, clock))
     handlers = [*engine_routes(replicas), *experts, *webhook_routes(Reach(), PEPPER), *erasure_routes(), *more]
+    handlers += simulation_routes(Simulations(database, limit_s=60.0, niceness=0), replicas.states)
     router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=handlers)
     services = Services(
         authenticator=authenticator,
@@ -426,7 +436,14 @@ async def test_nobody_else_gets_in(world: World, call: Any, who: str, status: in
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), ask
 
 
-OF_ALL = ("/engines", "/usage/reconciliation", "/webhooks", "/audit/verification")  # what is of no one tenant
+OF_ALL = (
+    "/engines",
+    "/usage/reconciliation",
+    "/webhooks",
+    "/audit/verification",
+    "/simulations",
+    "/declarations",
+)  # what is of no one tenant
 
 
 @pytest.mark.parametrize("who", ["tenant-admin of A", "viewer of A"])

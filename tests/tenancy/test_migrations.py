@@ -40,9 +40,10 @@ USAGE = {"usage_hours", "ledger", "audit_log"}
 BATCHES = {"files", "file_chunks", "batches", "batch_lines"}
 IDEMPOTENCY = {"idempotent_requests", "idempotency_tenants"}
 ALERTS = {"quota_thresholds", "quota_alerts", "webhooks", "webhook_deliveries", "erasures"}
+DECLARED = {"declarations"}
 UPKEEP = {"upkeep", "usage_cuts", "usage_minutes"}
 TRACES = {"traces", "spans"}
-KEPT = {*BATCHES, *IDEMPOTENCY, *ALERTS, *UPKEEP, *TRACES}
+KEPT = {*DECLARED, *BATCHES, *IDEMPOTENCY, *ALERTS, *UPKEEP, *TRACES}
 LATER = {"service_classes", "responses", *QUOTAS, *USAGE, *KEPT}  # than the first
 TABLES = {"tenants", "projects", "api_keys", "usage", *LATER}
 

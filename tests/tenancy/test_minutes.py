@@ -74,4 +74,5 @@ async def test_minutes_go_after_some_hours_and_are_asked_for_no_further_back(
 
 async def test_what_makes_no_sense_is_refused(admin: Any) -> None:
     for query in ({"step": "0"}, {"step": "61"}, {"group_by": "key"}, {"group_by": "tenant,tenant"}):
-        await admin.call("GET", "usage/minutes", 400, params=query)
+        refusal = await admin.call("GET", "usage/minutes", 400, params=query)
+        assert [refusal["error"]["param"]] == list(query)

@@ -34,6 +34,7 @@ from moiety_platform.quota.models import (
 )
 from moiety_platform.responses_api.models import StoredResponse
 from moiety_platform.settings import GatewaySettings
+from moiety_platform.simulations.models import SimulationRecord
 from moiety_platform.upkeep.chores import DAY_MS, chores_of
 from moiety_platform.upkeep.models import ChoreRecord
 from moiety_platform.upkeep.service import LEASE_S, Chore, Upkeep
@@ -141,6 +142,10 @@ def response_of(name: str, expires_ms: int) -> StoredResponse:
     return StoredResponse(id=name, **whose, **counts, expires_ms=expires_ms, items=b"[]", body=b"{}")
 
 
+def simulation_of(name: str, created_ms: int) -> SimulationRecord:
+    return SimulationRecord(id=name, state="done", created_ms=created_ms, alive_ms=created_ms, settings={})
+
+
 async def fill(database: Database) -> None:
     """Old things of every kind, beside the same that are new, or old and still needed."""
     quota = Quota(id="open", level="tenant", scope_id="t", kind="concurrent_requests", cap=5, created_at=NOW)
@@ -158,6 +163,7 @@ async def fill(database: Database) -> None:
         for name in ("old", "new", "kept", "open"):
             session.add_all(lines_of(name, 3, b"{}"))
         session.add_all([*limits_of("old", OLD), *limits_of("new", NEW), quota])
+        session.add_all([simulation_of("old", NOW_MS - DAY_MS - 1), simulation_of("new", NOW_MS - DAY_MS + 60_000)])
         session.add(Webhook(id="w", url="https://example.com", created_at=NOW))
         session.add_all(QuotaRate(quota_id=name, debt=0, at_ms=0) for name in ("open", "deleted"))
         session.add_all(QuotaWindow(quota_id=name, start=ALWAYS, granted=0, settled=0) for name in ("open", "deleted"))
@@ -184,7 +190,9 @@ async def test_what_is_past_its_time_goes_and_nothing_else(database: Database, s
         "quota_windows": 1 + 3,
         "forsaken_limits": 2,
         "usage_minutes": 1,
+        "simulations": 1,
     }
+    assert await left(database, SimulationRecord.id) == {"new"}
     assert await left(database, IdempotentRequest.claim_id) == {"new"}
     assert await left(database, StoredResponse.id) == {"new"}
     assert await left(database, StoredFile.id) == {"in-new", "in-open", "out-kept"}

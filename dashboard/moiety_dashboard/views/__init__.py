@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moiety_dashboard.page import Page
-from moiety_dashboard.views import audit, classes, engines, experts, overview, playground, quotas
+from moiety_dashboard.views import audit, classes, engines, experts, overview, playground, quotas, simulator
 from moiety_dashboard.views.tenants import page as tenants
 from moiety_dashboard.views.traces import page as traces
 
@@ -31,5 +31,6 @@ PAGES = (
     View("Traces", ":material/account_tree:", "traces", traces.draw, "traces.read"),
     View("Quotas", ":material/data_usage:", "quotas", quotas.draw),
     View("Playground", ":material/chat:", "playground", playground.draw),
+    View("Simulator", ":material/science:", "simulator", simulator.draw, "simulations.run"),
     View("Audit", ":material/history:", "audit", audit.draw, "audit.read"),
 )

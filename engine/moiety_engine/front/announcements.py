@@ -48,6 +48,9 @@ def make_load(
         unsettled_replicas=unsettled_replicas,
         drafted_tokens_total=load.drafted_tokens_total,
         accepted_tokens_total=load.accepted_tokens_total,
+        max_batch_tokens=load.max_batch_tokens,
+        max_running=load.max_running,
+        step_costs=load.step_costs,
     )
 
 

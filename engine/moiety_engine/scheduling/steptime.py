@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from moiety_wire.messages import StepCosts
+
 _BENDS = (96, 256)  # rows
 _NUM_TERMS = 6
 _FORGET = 0.995  # per step: the last few hundred count
 _REFIT_STEPS = 8
+_LEARNED_STEPS = 200  # after which what it has learned is told to others
+_UNITS = (1, 100, 100, 100, 10_000, 1_000_000)  # of the terms
 _RIDGE = 0.05  # the guess weighs as much as this many observations of typical size
 
 
@@ -70,6 +74,16 @@ class StepTimeModel:
                 total += past_second * ((rows - _BENDS[1]) / 100)
         total += context * (decode_context / 10_000) + pairs * (attended_pairs / 1_000_000)
         return max(1e-6, total * self._bias)
+
+    def costs(self) -> StepCosts | None:
+        """What has been learned, for others; None where that is still little."""
+        if self.num_observed < _LEARNED_STEPS:
+            return None
+        step_s, row_s, first, second, context_s, pair_s = (
+            coefficient / unit for coefficient, unit in zip(self.coefficients, _UNITS, strict=True)
+        )
+        bends = (_BENDS[0], first), (_BENDS[1], second)
+        return StepCosts(step_s, row_s, bends, context_s, pair_s, self.relative_error)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step of this shape took so long."""

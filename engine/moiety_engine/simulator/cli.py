@@ -39,6 +39,10 @@ def simulate_command(
     ] = None,
     compare_with: Annotated[str, typer.Option("--compare", help="more policies, separated by commas")] = "",
     load: Annotated[float | None, typer.Option(min=0.001, help="offer so many times the device's capacity")] = None,
+    times: Annotated[float, typer.Option(min=0.001, help="without --load: offer so many times what arrives")] = 1.0,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="without --load: of which one is simulated, with its share of the requests")
+    ] = 1,
     classes: ClassShares = None,
     class_targets: ClassTargets = None,
     duration: Annotated[float | None, typer.Option(min=1, help="seconds; a shorter trace is repeated")] = None,
@@ -74,6 +78,8 @@ def simulate_command(
             scale=scale,
             duration_s=duration,
             load=load,
+            times=times,
+            num_replicas=replicas,
             shares=None if classes is None else parse_shares(classes),
             weights=_parse_weights(weights),
         )
@@ -114,6 +120,8 @@ def _report(scenario: Scenario, settings: dict[str, Any], done: Comparison) -> d
         "trace": None if scenario.trace is None else scenario.trace.name,
         "generate": scenario.spec,
         "load": scenario.load,
+        "times": scenario.times,
+        "replicas": scenario.num_replicas,
         "classes": scenario.shares,
         "duration_s": done.duration_s,
         "num_requests": done.num_requests,

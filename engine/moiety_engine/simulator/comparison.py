@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from moiety_workload.generators import generate
 from moiety_workload.readers import load_workload
 from moiety_workload.request import Workload
 from moiety_workload.tenants import assign_classes
-from moiety_workload.transforms import last_for, scale_lengths
+from moiety_workload.transforms import last_for, multiply, scale_lengths
 
 _DEFAULT_GENERATED_S = 600.0
 
@@ -36,7 +37,9 @@ class Scenario:
     num_tenants: int = 20  # that a trace's conversations are spread over, where it knows conversations
     scale: float = 1.0
     duration_s: float | None = None
-    load: float | None = None
+    load: float | None = None  # a multiple of the capacity; None: what arrives
+    times: float = 1.0  # of what arrives, where there is no `load`
+    num_replicas: int = 1  # of which one is simulated, with its share of the requests
     shares: Mapping[str, float] | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
 
@@ -57,6 +60,15 @@ class Scenario:
             work = WorkModel.of(device, workload.requests).of_request
             workload = replace(workload, requests=tuple(assign_classes(workload.requests, self.shares, work, seed)))
         return replace(workload, weights={**workload.weights, **self.weights})
+
+    def offered(self, base: Workload, capacity: Capacity, seed: int) -> Workload:
+        """What comes to the one replica; `capacity` has what `base` offers. Raises WorkloadError."""
+        if self.load is not None:
+            if (self.times, self.num_replicas) != (1.0, 1):
+                raise InvalidConfig("name either --load, or --times and --replicas: a load says it all")
+            return at_load(base, capacity, self.load, seed)
+        factor = self.times / self.num_replicas
+        return base if factor == 1 else multiply(base, factor, capacity.model.of_request, seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +106,7 @@ def compare(
         base = scenario.base(device, seed)
         capacity = capacity or measure_capacity(base, device)
         own = replace(capacity, offered=capacity.model.offered_per_s(base) / capacity.work_per_s)
-        workload = base if scenario.load is None else at_load(base, own, scenario.load, seed)
+        workload = scenario.offered(base, own, seed)
         for policy in policies:
             report = None if on_progress is None else _bind(on_progress, policy, seed)
             outcome = simulate(
@@ -115,10 +127,12 @@ def compare(
 
 
 def read_classes(path: Path) -> tuple[ServiceClass, ...]:
-    """The shipped classes, changed and added to by a TOML file with a table for each class. Raises InvalidConfig."""
+    """The shipped classes, changed and added to by a TOML file with a table for each class, or a .json file with an
+    object, which can also take a promise away, by null. Raises InvalidConfig."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        text = path.read_text(encoding="utf-8")
+        tables = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as exc:
         raise InvalidConfig(f"cannot read the classes from {path}: {exc}") from exc
     classes = {service.name: service for service in SHIPPED}
     for name, table in tables.items():

@@ -1,6 +1,7 @@
 """How long a step takes on a device: a roofline of few constants, as presets or calibrated on a real engine.
 
-    seconds = overhead + (weights^p + rows · token)^(1/p) + rows that end a sequence's step · row
+    seconds = overhead + (weights^p + rows · token)^(1/p) + rows beyond each bend · its more
+              + rows that end a sequence's step · row
               + KV tokens read · kv_token + attended pairs · pair + blocks copied to or from the host / bandwidth
 
 `weights` is the time to read what a step of so many rows touches: the dense part always, of the experts the share that
@@ -30,6 +31,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv_token_s: float  # reading one token's KV in decoding
     pair_s: float  # attention of one prompt token to one token
     exponent: float = 2.0
+    bends: tuple[tuple[int, float], ...] = ()  # beyond so many rows, so many seconds more each
     kv_tokens: int
     block_size: int = 16
     max_batch_tokens: int = 2048
@@ -55,6 +57,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return (
             self.overhead_s
             + roofline_s
+            + sum(max(0, rows - bend) * more_s for bend, more_s in self.bends)
             + sequences * self.row_s
             + decode_context * self.kv_token_s
             + attended_pairs * self.pair_s

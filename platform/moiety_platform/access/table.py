@@ -48,6 +48,9 @@ class Action(StrEnum):
     READ_WEBHOOKS = "webhooks.read"
     WRITE_WEBHOOKS = "webhooks.write"
     READ_TRACES = "traces.read"
+    SIMULATE = "simulations.run"
+    READ_DECLARATIONS = "declarations.read"
+    WRITE_DECLARATIONS = "declarations.write"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,9 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
         Action.READ_WEBHOOKS: Rule(anyone=_OPERATORS),  # an address may have a secret of its receiver in it
         Action.WRITE_WEBHOOKS: Rule(anyone=_OPERATORS),
         Action.READ_TRACES: Rule(anyone=_READERS, own=_OWN_READERS),
+        Action.SIMULATE: Rule(anyone=_OPERATORS),
+        Action.READ_DECLARATIONS: Rule(anyone=_READERS),
+        Action.WRITE_DECLARATIONS: Rule(anyone=_OPERATORS),
     }
 )
 

@@ -26,6 +26,7 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
+from moiety_platform.declared.controller import DeclarationController
 from moiety_platform.errors import BadRequest
 from moiety_platform.etags import PRECONDITION, Precondition
 from moiety_platform.idempotency.controller import IdempotencyController
@@ -106,6 +107,7 @@ def admin_router(
             OverviewController,
             CallerController,
             TraceController,
+            DeclarationController,
             *more,
         ],
     )
@@ -122,7 +124,7 @@ def check_actions(app: Litestar) -> None:
 
 def _precondition(request: Request[Any, Any, Any]) -> Precondition:
     given = request.headers.getall("if-match", [])
-    return Precondition(", ".join(given) if given else None)
+    return Precondition(", ".join(given) if given else None, request.headers.get("if-none-match"))
 
 
 async def _check_body(request: Request[Any, Any, Any]) -> None:

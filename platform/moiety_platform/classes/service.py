@@ -68,19 +68,23 @@ async def change_class(session: AsyncSession, name: str, change: ClassChange) ->
     """Change what is given. Raises NotFound or BadRequest."""
     classes = await _lock_classes(session)
     record = await _get(session, name)
-    given = {field: value for field, value in msgspec.structs.asdict(change).items() if value is not msgspec.UNSET}
-    if "on_overload" in given:
-        given["on_overload"] = parse_action(given["on_overload"])
-    old = classes[name]
-    terms = ClassTerms(
-        price_factor=given.pop("price_factor", old.price_factor),
-        downgrade_to=given.pop("downgrade_to", old.downgrade_to),
-        service=msgspec.structs.replace(old.service, **given),
-    )
+    terms = apply_change(classes[name], change)
     check_terms(terms, classes)
     _write(record, terms)
     await session.flush()
     return terms
+
+
+def apply_change(old: ClassTerms, change: ClassChange) -> ClassTerms:
+    """The class as it would be; whether it may be so is not looked at. Raises BadRequest for an action that is none."""
+    given = {field: value for field, value in msgspec.structs.asdict(change).items() if value is not msgspec.UNSET}
+    if "on_overload" in given:
+        given["on_overload"] = parse_action(given["on_overload"])
+    return ClassTerms(
+        price_factor=given.pop("price_factor", old.price_factor),
+        downgrade_to=given.pop("downgrade_to", old.downgrade_to),
+        service=msgspec.structs.replace(old.service, **given),
+    )
 
 
 async def delete_class(session: AsyncSession, name: str) -> ClassTerms:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from moiety_platform.cli.errors import CommandError
-from moiety_platform.cli.gateway_client import call, connect, local_keys
+from moiety_platform.cli.gateway_client import answer, connect, local_keys
 
 TIMEOUT_S = 30.0
 NO_KEY = "no admin key: give --admin-key or MOIETY_ADMIN_KEY"
@@ -30,10 +30,18 @@ class AdminClient:
             admin_key = local_keys(data_dir, NO_KEY).admin_key
         return cls(connect(url, admin_key, data_dir, TIMEOUT_S))
 
-    def call(self, method: str, path: str, body: Any = None, **parameters: Any) -> Any:
-        """The decoded answer. Raises NotReachable, NotAllowed or CommandError."""
+    def call(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, **parameters: Any
+    ) -> Any:
+        """The decoded answer. Raises NotReachable, NotAllowed or Refused."""
         wanted = {name: value for name, value in parameters.items() if value is not None}
-        return call(self.http, method, f"/admin/v1{path}", json=body, params=wanted)
+        return answer(self.http, method, f"/admin/v1{path}", json=body, params=wanted, headers=headers).json()
+
+    def tagged(self, path: str, **parameters: Any) -> tuple[dict[str, Any], str]:
+        """One object, and its ETag."""
+        wanted = {name: value for name, value in parameters.items() if value is not None}
+        found = answer(self.http, "GET", f"/admin/v1{path}", params=wanted)
+        return found.json(), found.headers["ETag"]
 
     def pages(self, path: str, **parameters: Any) -> Iterator[dict[str, Any]]:
         """All rows of a list, page by page."""

@@ -49,6 +49,10 @@ class Admin:
         """Connected when it is first needed, so that what is wrong with the command itself is said first."""
         return AdminClient.connect(self.url, self.admin_key, self.data_dir)
 
+    def close(self) -> None:
+        if "client" in self.__dict__:
+            self.client.http.close()
+
     def show_row(self, row: Mapping[str, Any]) -> None:
         show_row(row, self.as_json)
 
@@ -61,7 +65,10 @@ def admin_command(function: Callable[Concatenate[Admin, P], None]) -> Callable[.
 
     def command(**given: Any) -> None:
         common = Admin(**{name: given.pop(name) for name in _COMMON})
-        function(common, **given)  # type: ignore[call-arg]
+        try:
+            function(common, **given)  # type: ignore[call-arg]
+        finally:
+            common.close()
 
     own = list(inspect.signature(function).parameters.values())[1:]
     hints = get_type_hints(function, include_extras=True)

@@ -15,7 +15,7 @@ from moiety_platform.auth.bootstrap import ensure_owner
 from moiety_platform.auth.pepper import BadPepper, resolve_pepper
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.clock import SystemClock
-from moiety_platform.cluster.deployment import ensure_secrets, put_owner_key
+from moiety_platform.cluster.deployment import ensure_secrets, put_key
 from moiety_platform.cluster.errors import ClusterError
 from moiety_platform.cluster.secrets_api import ACCOUNT, SecretsApi
 from moiety_platform.db.session import Database
@@ -71,6 +71,6 @@ def make_owner(
 async def _ensure_owner(url: str, pepper: bytes, api: SecretsApi, name: str, *, reissue: bool) -> bool:
     database = Database.open(url)
     try:
-        return await ensure_owner(database, pepper, SystemClock(), partial(put_owner_key, api, name), reissue=reissue)
+        return await ensure_owner(database, pepper, SystemClock(), partial(put_key, api, name), reissue=reissue)
     finally:
         await database.close()

@@ -2,6 +2,7 @@
 
 CommandError          1  it did not work; the message says what to do next
 ├── NotReachable      3  the gateway did not answer
+├── Refused           1  the gateway would not do it as it was asked to
 └── NotAllowed        4  the gateway refused the key
 Wrong usage (an unknown option, a value of the wrong form) ends with 2.
 """
@@ -21,6 +22,14 @@ class CommandError(Exception):
     """Shown as one line on standard error, without a traceback."""
 
     exit_code: ClassVar[int] = EXIT_FAILED
+
+
+class Refused(CommandError):
+    """`param` is the field that it was for, if the gateway said one."""
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class NotReachable(CommandError):

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 
 from moiety_platform.auth.bootstrap import ensure_bootstrap
 from moiety_platform.auth.pepper import BadPepper, resolve_pepper
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.migrations import find_upgrade
+from moiety_platform.cli.settings_of import load_settings
 from moiety_platform.clock import SystemClock
-from moiety_platform.config_file import ConfigFileError
 from moiety_platform.db.session import Database
 from moiety_platform.db.url import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
@@ -64,13 +63,7 @@ def gateway(
         "database_url": database_url, "drain_s": drain_s, "otlp_endpoint": otlp_endpoint,
         "log_level": log_level, "log_format": log_format,
     }  # fmt: skip
-    try:
-        settings = GatewaySettings.load(config, **flags)
-    except ConfigFileError as exc:
-        raise typer.BadParameter(str(exc)) from exc
-    except ValidationError as exc:
-        problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in exc.errors())
-        raise typer.BadParameter(problems) from exc
+    settings = load_settings(config, **flags)
     try:
         if migrate:
             find_upgrade()(settings.store_url)

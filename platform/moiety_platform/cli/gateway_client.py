@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from moiety_platform.cli.errors import CommandError, NotAllowed, NotReachable
+from moiety_platform.cli.errors import CommandError, NotAllowed, NotReachable, Refused
 from moiety_platform.supervisor.data_dir import FirstKeys, read_first_keys, read_url
 from moiety_platform.supervisor.errors import SupervisorError
 
@@ -34,11 +34,16 @@ def connect(url: str | None, key: str, data_dir: Path, timeout_s: float) -> http
 
 
 def call(http: httpx.Client, method: str, path: str, **request: Any) -> Any:
-    """The decoded answer. Raises NotReachable, NotAllowed or CommandError."""
+    """The decoded answer. Raises NotReachable, NotAllowed or Refused."""
+    return answer(http, method, path, **request).json()
+
+
+def answer(http: httpx.Client, method: str, path: str, **request: Any) -> httpx.Response:
+    """That it could be done. Raises NotReachable, NotAllowed or Refused."""
     with reaching(http):
         response = http.request(method, path, **request)
     raise_for_status(response)
-    return response.json()
+    return response
 
 
 @contextmanager
@@ -52,11 +57,11 @@ def reaching(http: httpx.Client) -> Iterator[None]:
 
 
 def raise_for_status(response: httpx.Response) -> None:
-    """Raises NotAllowed or CommandError for the answer of an error, which has been read."""
+    """Raises NotAllowed or Refused for the answer of an error, which has been read."""
     if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
         raise NotAllowed(_message(response))
     if response.is_error:
-        raise CommandError(_message(response))
+        raise Refused(_message(response), _param(response))
 
 
 def _message(response: httpx.Response) -> str:
@@ -65,3 +70,10 @@ def _message(response: httpx.Response) -> str:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return f"{response.request.url} answered {response.status_code}; is it a Moiety gateway?"
+
+
+def _param(response: httpx.Response) -> str | None:
+    try:
+        return response.json()["error"].get("param")  # type: ignore[no-any-return]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

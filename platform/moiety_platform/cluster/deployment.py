@@ -6,6 +6,7 @@ from moiety_platform.cluster.entries import missing_entries
 from moiety_platform.cluster.errors import ApiRefused
 from moiety_platform.cluster.secrets_api import SecretsApi
 
+KEY_ENTRY = "key"
 TRIES = 5  # against others that write at the same time
 
 
@@ -23,9 +24,9 @@ def ensure_secrets(api: SecretsApi, name: str, database_host: str | None) -> lis
     raise ApiRefused(f"the Secret {name} was changed by others {TRIES} times while this looked: try again")
 
 
-def put_owner_key(api: SecretsApi, name: str, key: str) -> None:
-    """Keep an owner's key in the Secret, in place of one that never counted. Raises ClusterError."""
-    entries = {"key": key.encode()}
+def put_key(api: SecretsApi, name: str, key: str) -> None:
+    """Keep a key in the Secret, in place of one that never counted or counts no more. Raises ClusterError."""
+    entries = {KEY_ENTRY: key.encode()}
     for _ in range(TRIES):
         found = api.read(name)
         if api.create(name, entries) if found is None else api.replace(found, {**found.entries, **entries}):

@@ -13,7 +13,7 @@ from moiety_platform.audit.trail import AuditedStore, Change, note
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.openapi.described import fails
 from moiety_platform.routing.replicas import Replicas
-from moiety_wire.messages import ClassLoad, Load, SleepState
+from moiety_wire.messages import ClassLoad, Load, SleepState, StepCosts
 
 
 class CardView(msgspec.Struct, frozen=True):
@@ -79,6 +79,9 @@ class LoadView(msgspec.Struct, frozen=True):
     unsettled_replicas: list[str]
     drafted_tokens_total: int
     accepted_tokens_total: int
+    max_batch_tokens: int
+    max_running: int
+    step_costs: StepCosts | None
     classes: list[ClassLoadView]
 
     @classmethod

@@ -21,6 +21,7 @@ from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.quota.purge import purge_forsaken, purge_windows
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.settings import GatewaySettings
+from moiety_platform.simulations import store as simulations
 from moiety_platform.upkeep.service import Chore
 from moiety_platform.upkeep.turns import Now
 from moiety_platform.usage.minutes import KEPT_HOURS, purge_minutes
@@ -50,6 +51,7 @@ def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) 
         Chore("batches", partial(purge_batches, keep_ms=settings.keep_batches_days * DAY_MS, now=now)),
         Chore("webhook_deliveries", partial(forget_old, now=now)),
         Chore("usage_minutes", purge_old_minutes),
+        Chore("simulations", partial(simulations.purge, now=now)),
         Chore("quota_windows", purge_old_windows),
         Chore("forsaken_limits", purge_forsaken),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import BigInteger, cast, func, insert, select
@@ -11,22 +11,17 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.db.bulk import BulkInsert
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour
 from moiety_platform.usage.row import UsageRow
-from moiety_platform.usage.sums import Figures, sum_by_key
+from moiety_platform.usage.sums import UsageSums
 
 COUNTS = 1_000_000  # an answer's counts are entered under its number, and under that plus multiples of this
-_KEYS = tuple(column.name for column in UsageHour.__table__.primary_key)
-_SUMS = tuple(column.name for column in UsageHour.__table__.columns if column.name not in _KEYS)
-
-assert tuple(column.name for column in UsageHour.__table__.columns) == (*_KEYS, *_SUMS)
 
 
-def _raising(insert: Any) -> Any:
-    columns = UsageHour.__table__.c
-    raised = {name: columns[name] + insert.excluded[name] for name in _SUMS}
-    return insert.on_conflict_do_update(index_elements=list(_KEYS), set_=raised)
+def _hour_of(row: UsageRow) -> tuple[Any, ...]:
+    hour = row.started_at.replace(minute=0, second=0, microsecond=0)
+    return hour, row.tenant_id, row.project_id, row.key_id, row.model, row.service_class
 
 
-_raise_hours = BulkInsert(UsageHour, _raising)
+HOURS = UsageSums(UsageHour, _hour_of)  # a request counts in the hour that it began in
 
 _enter_new = BulkInsert(
     LedgerEntry, lambda insert: insert.on_conflict_do_nothing().returning(LedgerEntry.__table__.c.request_id)
@@ -80,36 +75,4 @@ async def correct(session: AsyncSession, kind: EntryKind, sequence: int, before:
         cost_nanodollars=after.cost_nanodollars - before.cost_nanodollars,
     )
     await session.execute(entry)
-    await add_to_hours(session, [after], [before])
-
-
-async def add_to_hours(session: AsyncSession, rows: Iterable[UsageRow], less: Iterable[UsageRow] = ()) -> None:
-    """Add requests to the sums of their hours, and take others away. Sums are locked in order."""
-    added = [(_key(row), _amounts(row)) for row in rows]
-    taken = [(_key(row), tuple(-amount for amount in _amounts(row))) for row in less]
-    await _raise_hours(session, sum_by_key(added + taken))
-
-
-def _key(row: UsageRow) -> tuple[Any, ...]:
-    hour = row.started_at.replace(minute=0, second=0, microsecond=0)
-    return hour, row.tenant_id, row.project_id, row.key_id, row.model, row.service_class
-
-
-def _amounts(row: UsageRow) -> Figures:
-    """What a request adds to each sum, in the order of the columns."""
-    return (
-        1,
-        row.outcome == "failed",
-        row.outcome == "rejected",
-        row.outcome == "disconnected",
-        row.prompt_tokens,
-        row.cached_tokens,
-        row.output_tokens,
-        row.ttft_ms or 0.0,
-        row.ttft_ms is not None,
-        row.duration_ms,
-        row.num_preemptions,
-        row.cost_nanodollars,
-        row.sla_attained is True,
-        row.sla_attained is not None,
-    )
+    await HOURS.add(session, [after], [before])

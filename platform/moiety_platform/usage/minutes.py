@@ -3,7 +3,7 @@ billed is the ledger's. Within the caller's transaction."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -11,12 +11,11 @@ import msgspec
 from sqlalchemy import BigInteger, ColumnElement, Double, cast, delete, func, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import BulkInsert
 from moiety_platform.errors import BadRequest
 from moiety_platform.usage.models import UsageMinute
 from moiety_platform.usage.queries import UsageFilter, find_names
 from moiety_platform.usage.row import UsageRow
-from moiety_platform.usage.sums import Figures, sum_by_key
+from moiety_platform.usage.sums import UsageSums
 
 KEPT_HOURS = 6
 ROWS_AT_ONCE = 500
@@ -25,12 +24,8 @@ MAX_SUMS = 2000
 GROUPINGS = ("tenant", "service_class")
 
 _COLUMNS = {"tenant": "tenant_id", "service_class": "service_class"}
-_KEYS = tuple(column.name for column in UsageMinute.__table__.primary_key)
-_SUMS = tuple(column.name for column in UsageMinute.__table__.columns if column.name not in _KEYS)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MINUTE = timedelta(minutes=1)
-
-assert tuple(column.name for column in UsageMinute.__table__.columns) == (*_KEYS, *_SUMS)
 
 
 class MinuteTotals(msgspec.Struct, frozen=True):
@@ -72,45 +67,12 @@ class MinuteReport(msgspec.Struct, frozen=True):
     truncated: bool
 
 
-def _raising(insert: Any) -> Any:
-    columns = UsageMinute.__table__.c
-    raised = {name: columns[name] + insert.excluded[name] for name in _SUMS}
-    return insert.on_conflict_do_update(index_elements=list(_KEYS), set_=raised)
-
-
-_raise_minutes = BulkInsert(UsageMinute, _raising)
-
-
-async def add_to_minutes(session: AsyncSession, rows: Iterable[UsageRow]) -> None:
-    """Add requests to the sums of the minutes that they ended in. Sums are locked in order."""
-    await _raise_minutes(session, sum_by_key((_key(row), _amounts(row)) for row in rows))
-
-
-def _key(row: UsageRow) -> tuple[int, str, str]:
+def _minute_of(row: UsageRow) -> tuple[int, str, str]:
     ended_s = row.started_at.timestamp() + row.duration_ms / 1000
     return int(ended_s // 60), row.tenant_id, row.service_class
 
 
-def _amounts(row: UsageRow) -> Figures:
-    """What a request adds to each sum, in the order of the columns."""
-    return (
-        1,
-        row.outcome == "failed",
-        row.outcome == "rejected",
-        row.outcome == "disconnected",
-        row.prompt_tokens,
-        row.cached_tokens,
-        row.output_tokens,
-        row.output_tokens if row.sla_attained else 0,
-        row.ttft_ms or 0.0,
-        row.ttft_ms is not None,
-        row.queue_ms or 0.0,
-        row.queue_ms is not None,
-        row.duration_ms,
-        row.num_preemptions,
-        row.sla_attained is True,
-        row.sla_attained is not None,
-    )
+MINUTES = UsageSums(UsageMinute, _minute_of)  # a request counts in the minute that it ended in
 
 
 def parse_groups(text: str | None) -> tuple[str, ...]:
@@ -145,7 +107,7 @@ async def sum_minutes(session: AsyncSession, wanted: UsageFilter, grouping: Sequ
 
 async def purge_minutes(session: AsyncSession, before: datetime) -> int:
     """Delete some sums of minutes before that; how many."""
-    keys = [getattr(UsageMinute, name) for name in _KEYS]
+    keys = [getattr(UsageMinute, name) for name in MINUTES.keys]
     old = select(*keys).where(UsageMinute.minute < _minute(before)).order_by(*keys).limit(ROWS_AT_ONCE)
     found = [tuple(row) for row in await session.execute(old.with_for_update(skip_locked=True))]
     if found:

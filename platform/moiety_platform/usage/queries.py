@@ -101,8 +101,9 @@ def _moment(text: str | None, param: str) -> datetime | None:
 async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequence[str]) -> UsageReport:
     """Sums a group, the groups with most output first; by time, if grouped by the hour. Whole hours come from their
     sums, so that a long time costs no more than its hours; the rest is added up."""
-    source = _source(session.get_bind().dialect.name, wanted)
-    keys = [source.c[_COLUMNS.get(name, name)] for name in grouping]
+    columns = [_COLUMNS.get(name, name) for name in grouping]
+    source = _source(session.get_bind().dialect.name, wanted, columns)
+    keys = [source.c[name] for name in columns]
     statement = select(*keys, *_sums(source))
     if keys:
         order = [keys[grouping.index("hour")]] if "hour" in grouping else []
@@ -159,16 +160,26 @@ def _floor(moment: datetime) -> datetime:
     return moment.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
 
 
-def _source(dialect: str, wanted: UsageFilter) -> Subquery:
+def _source(dialect: str, wanted: UsageFilter, keys: Sequence[str]) -> Subquery:
     """What is to be added up: the sums of whole hours, and single requests before and after them."""
     start, end = wanted.whole_hours
     started = UsageRecord.started_at
     if start >= end:
         return _rows(dialect, wanted, and_(started >= wanted.since, started < wanted.until)).subquery()
     before, after = and_(started >= wanted.since, started < start), and_(started >= end, started < wanted.until)
-    return union_all(
-        _rows(dialect, wanted, before), _rows(dialect, wanted, after), _hours(dialect, wanted, start, end)
-    ).subquery()
+    parts = (
+        _rows(dialect, wanted, before),
+        _rows(dialect, wanted, after),
+        _hours(dialect, wanted, start, end),
+    )
+    return union_all(*(_added_up(part, keys) for part in parts)).subquery()
+
+
+def _added_up(part: Select[Any], keys: Sequence[str]) -> Select[Any]:
+    """The part's sums by these keys: a row a group, and not all rows with all columns, goes through the union."""
+    of = part.subquery().c
+    sums = [func.sum(column).label(column.key) for column in of if column.key not in ("hour", *_KEYS)]
+    return select(*(of[name] for name in keys), *sums).group_by(*(of[name] for name in keys))
 
 
 def _rows(dialect: str, wanted: UsageFilter, in_time: ColumnElement[bool]) -> Select[Any]:

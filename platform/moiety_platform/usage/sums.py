@@ -1,17 +1,77 @@
-"""Figures of many requests, added up by what they are kept by."""
+"""Sums over requests, which stand in a table of their own with a row a group, and are raised with what they sum. Within
+the caller's transaction."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any
 
-Figures = tuple[float, ...]
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.db.base import Base
+from moiety_platform.db.bulk import BulkInsert
+from moiety_platform.usage.row import UsageRow
+
+_NAMES = (
+    *("requests", "failed", "rejected", "disconnected", "prompt_tokens", "cached_tokens", "output_tokens"),
+    *("good_tokens", "ttft_ms", "num_ttft", "queue_ms", "num_queue", "duration_ms", "preemptions"),
+    *("cost_nanodollars", "num_kept", "num_promised"),
+)
 
 
-def sum_by_key(figures: Iterable[tuple[tuple[Any, ...], Figures]]) -> list[tuple[Any, ...]]:
-    """Each key with its sums behind it, in the order of the keys."""
-    grouped: defaultdict[tuple[Any, ...], list[Figures]] = defaultdict(list)
-    for key, of_one in figures:
-        grouped[key].append(of_one)
-    return [(*key, *map(sum, zip(*of_all, strict=True))) for key, of_all in sorted(grouped.items())]
+def _amounts(row: UsageRow) -> tuple[float, ...]:
+    """What a request adds to the sums of these names, in their order."""
+    return (
+        1,
+        row.outcome == "failed",
+        row.outcome == "rejected",
+        row.outcome == "disconnected",
+        row.prompt_tokens,
+        row.cached_tokens,
+        row.output_tokens,
+        row.output_tokens if row.sla_attained else 0,
+        row.ttft_ms or 0.0,
+        row.ttft_ms is not None,
+        row.queue_ms or 0.0,
+        row.queue_ms is not None,
+        row.duration_ms,
+        row.num_preemptions,
+        row.cost_nanodollars,
+        row.sla_attained is True,
+        row.sla_attained is not None,
+    )
+
+
+class UsageSums:
+    """The sums of one table: what is not of its primary key, by the names above. `group_of` gives a request's key, in
+    the order of the columns."""
+
+    def __init__(self, model: type[Base], group_of: Callable[[UsageRow], tuple[Any, ...]]) -> None:
+        columns = list(model.__table__.columns)
+        self.keys = tuple(column.name for column in columns if column.primary_key)
+        names = tuple(column.name for column in columns[len(self.keys) :])
+        assert not any(column.primary_key for column in columns[len(self.keys) :]), "keys stand before sums"
+        self._group_of = group_of
+        self._pick = itemgetter(*(_NAMES.index(name) for name in names))
+        table = model.__table__.c
+
+        def raising(insert: Any) -> Any:
+            raised = {name: table[name] + insert.excluded[name] for name in names}
+            return insert.on_conflict_do_update(index_elements=list(self.keys), set_=raised)
+
+        self._raise = BulkInsert(model, raising)
+
+    async def add(self, session: AsyncSession, rows: Iterable[UsageRow], less: Iterable[UsageRow] = ()) -> None:
+        """Add requests to the sums of their groups, and take others away. Sums are locked in order."""
+        await self._raise(session, self.of(rows, less))
+
+    def of(self, rows: Iterable[UsageRow], less: Iterable[UsageRow] = ()) -> list[tuple[Any, ...]]:
+        """Rows of the table that say what these requests come to, by their keys."""
+        grouped: defaultdict[tuple[Any, ...], list[tuple[float, ...]]] = defaultdict(list)
+        for row in rows:
+            grouped[self._group_of(row)].append(self._pick(_amounts(row)))
+        for row in less:
+            grouped[self._group_of(row)].append(tuple(-amount for amount in self._pick(_amounts(row))))
+        return [(*key, *map(sum, zip(*of_all, strict=True))) for key, of_all in sorted(grouped.items())]

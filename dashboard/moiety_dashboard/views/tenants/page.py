@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +17,12 @@ from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.tenants import keys, limits, settings
 from moiety_dashboard.views.tenants.names import forget_names
-from moiety_dashboard.views.windows import LIVE, LONG
+from moiety_dashboard.views.windows import DAY, LIVE, LONG, Window
 from moiety_dashboard.views.windows import series as read_series
 
 LAST = "last tenant"
+USED = "used by tenant"
+FRESH_S = 60.0
 CHOSEN = "tenant"  # in the page's address too, so that a tenant can be linked to
 
 
@@ -59,9 +62,8 @@ def draw_live(client: AdminClient) -> None:
     labels = [window.label for window in LONG]
     shown = st.segmented_control("Window", labels, default=labels[1], key="long", label_visibility="collapsed")
     window = next((window for window in LONG if window.label == shown), LONG[1])
-    span = window.span()
     tenants = client.list("/tenants")
-    usage = client.get("/usage", group_by="tenant", since=span.since.isoformat(), until=span.until.isoformat())
+    usage = read_usage(client, window)
     classes = client.get("/classes").data["data"]
     frame = tenants_frame(tenants.data, usage.data["data"])
     note = f"last {window.label} in whole hours, the one of now included"
@@ -69,6 +71,19 @@ def draw_live(client: AdminClient) -> None:
         inks = colours.of_classes(terms["name"] for terms in classes)
         none = "There is no tenant yet: make one with the button below."
         panels.table(with_cost(frame), columns(), none, classes=inks, max_rows=9)
+
+
+def read_usage(client: AdminClient, window: Window) -> Answer:
+    """By tenant. Of more than a day it is asked for anew once a minute: that is many hours of many tenants, of which
+    little changes."""
+    known: tuple[str, float, Answer] | None = st.session_state.get(USED)
+    is_long = window.length > DAY
+    if is_long and known is not None and known[0] == window.label and time.monotonic() - known[1] < FRESH_S:
+        return known[2]
+    span = window.span()
+    answer = client.get("/usage", group_by="tenant", since=span.since.isoformat(), until=span.until.isoformat())
+    st.session_state[USED] = window.label, time.monotonic(), answer
+    return answer
 
 
 def with_cost(frame: pd.DataFrame) -> pd.DataFrame:

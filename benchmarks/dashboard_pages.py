@@ -1,0 +1,200 @@
+"""How long the dashboard's pages take on a large store, and what looking at them costs those who are served.
+
+    python benchmarks/dashboard_pages.py [--stores sqlite,postgres] [--tenants 500] [--requests 2000000]
+        [--spans 5000000] [--rounds 12] [--pairs 10] [--seconds 20]
+
+On each store, made by `large_store.py`: every page is drawn by its script against a real gateway, some times while
+nothing else happens and some times beside so many requests a second; each read of the admin API behind them is timed.
+Then serving latency with and without visitors, who open another page every three seconds, in pairs of runs in random
+order. Needs the `dev` extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing as mp
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from large.load import RATE, send, send_until  # noqa: E402 - the script's own folder
+from large.requests import Sender  # noqa: E402
+from large.visits import Visitor, all_views, timing_reads, visit_until  # noqa: E402
+from large_store import add_options, read_senders, seed, serving  # noqa: E402
+from open_loop import Sent  # noqa: E402
+from postgres import Postgres  # noqa: E402
+
+from moiety_platform.bench.environment import describe_environment  # noqa: E402
+
+BOUND_S = 1.5
+NUM_RESAMPLES = 4000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stores", default="sqlite,postgres")
+    parser.add_argument("--rounds", type=int, default=12, help="how often each page is drawn, idle and under load")
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each run of a pair")
+    parser.add_argument("--visitors", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where the stores are made, and deleted afterwards")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "dashboard_pages.json")
+    add_options(parser)
+    options = parser.parse_args()
+    report: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "environment": describe_environment(),
+        "bound_ms": 1000 * BOUND_S,
+        "stores": {},
+    }
+    for name in options.stores.split(","):
+        with tempfile.TemporaryDirectory(prefix=f"moiety-large-{name}-", dir=options.folder) as folder:
+            Path(folder).chmod(0o755)  # PostgreSQL runs as a user of its own
+            report["stores"][name] = measure_store(name, Path(folder), options)
+        options.output.write_text(json.dumps(report, indent=2) + "\n")
+    slow = {name: store["slowest_page_p95_ms"] for name, store in report["stores"].items()}
+    print(json.dumps(slow))
+    sys.exit(0 if max(slow.values()) <= 1000 * BOUND_S else 1)
+
+
+def measure_store(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        url = None
+        if name == "postgres":
+            postgres = Postgres(folder)
+            stack.callback(postgres.close)
+            url = postgres.url
+        data_dir = folder / "data"
+        data_dir.mkdir()
+        made = seed(argparse.Namespace(**vars(options) | {"data_dir": data_dir, "postgres_url": url}))
+        senders = read_senders(data_dir)
+        with serving(data_dir, url) as (gateway, _, admin_key):
+            visitor = Visitor(gateway, admin_key, senders[0].tenant_id)
+            pages = measure_pages(visitor, lambda: cpu_s_of(data_dir), gateway, senders, options.rounds)
+            serving_figures = compare(gateway, admin_key, senders, options)
+    slowest = max(figures["p95_ms"] for part in ("idle", "under_load") for figures in pages[part]["pages"].values())
+    return {"store": made, "slowest_page_p95_ms": slowest, **pages, "serving": serving_figures}
+
+
+def cpu_s_of(data_dir: Path) -> float:
+    """Processor seconds that the gateway on this folder and this process, which draws, have used so far."""
+    mine = [str(data_dir), "gateway"]
+    gateways = [
+        one for one in psutil.process_iter(["cmdline"]) if all(part in (one.info["cmdline"] or ()) for part in mine)
+    ]
+    return sum(sum(one.cpu_times()[:2]) for one in (*gateways, psutil.Process()))
+
+
+def measure_pages(
+    visitor: Visitor, cpu_s: Callable[[], float], gateway: str, senders: list[Sender], rounds: int
+) -> dict[str, Any]:
+    """Of each page and each read, idle and beside requests."""
+    found = {"idle": draw_all(visitor, rounds, cpu_s)}
+    with beside(send_until, gateway, senders):
+        found["under_load"] = draw_all(visitor, rounds, cpu_s)
+    return found
+
+
+def draw_all(visitor: Visitor, rounds: int, cpu_s: Callable[[], float]) -> dict[str, Any]:
+    """Seconds of each page and read, of pages on the processor too; what did not come is told."""
+    pages: defaultdict[str, list[float]] = defaultdict(list)
+    on_cpu: defaultdict[str, list[float]] = defaultdict(list)
+    failed: list[str] = []
+    with timing_reads() as reads:
+        for _ in range(rounds):
+            for name, view in all_views().items():
+                before_s = cpu_s()
+                try:
+                    pages[name].append(visitor.look(view))
+                    on_cpu[name].append(cpu_s() - before_s)
+                except RuntimeError as problem:
+                    failed.append(f"{name}: {problem}")
+    listed = {"pages": pages, "pages_on_processor": on_cpu, "reads": reads}
+    figures = {what: {name: spread(values) for name, values in sorted(of.items())} for what, of in listed.items()}
+    return {"load_average": round(os.getloadavg()[0], 1), "failed": failed, **figures}
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    p50, p95 = np.percentile(seconds, [50, 95])
+    return {"times": len(seconds), "p50_ms": round(1000 * float(p50), 1), "p95_ms": round(1000 * float(p95), 1)}
+
+
+@contextlib.contextmanager
+def beside(target: Any, *arguments: Any, number: int = 1) -> Iterator[Any]:
+    """Processes of their own that do it until the block ends, which begins when each has begun; yields how often they
+    have done it, all together."""
+    spawn = mp.get_context("spawn")
+    ended, done = spawn.Event(), [spawn.Value("i", 0) for _ in range(number)]
+    workers = [spawn.Process(target=target, args=(*arguments, ended, one)) for one in done]
+    for worker in workers:
+        worker.start()
+    try:
+        while not all(one.value for one in done):
+            if not all(worker.is_alive() for worker in workers):
+                sys.exit("a process beside the measurement has ended; its complaint stands above")
+            time.sleep(0.1)
+        yield lambda: sum(one.value for one in done)
+    finally:
+        ended.set()
+        for worker in workers:
+            worker.join()
+    if any(worker.exitcode for worker in workers):
+        sys.exit("a process beside the measurement has failed; its complaint stands above")
+
+
+def compare(gateway: str, admin_key: str, senders: list[Sender], options: argparse.Namespace) -> dict[str, Any]:
+    """Serving latency with visitors and without, pair by pair."""
+    rng, pairs = random.Random(11), []
+    num_drawn = 0
+    for _ in range(options.pairs):
+        pair: dict[str, list[Sent]] = {}
+        for kind in rng.sample(["without", "with"], 2):
+            if kind == "without":
+                pair[kind] = send(gateway, senders, options.seconds)
+                continue
+            with beside(visit_until, gateway, admin_key, senders[0].tenant_id, number=options.visitors) as drawn:
+                before = drawn()
+                pair[kind] = send(gateway, senders, options.seconds)
+                num_drawn += drawn() - before
+        pairs.append(pair)
+    p99 = {kind: [p99_ms(pair[kind]) for pair in pairs] for kind in ("without", "with")}
+    differences = np.subtract(p99["with"], p99["without"])
+    resampled = np.random.default_rng(7).choice(differences, (NUM_RESAMPLES, len(differences))).mean(axis=1)
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return {
+        "requests_per_s": RATE,
+        "visitors": options.visitors,
+        "pages_drawn_meanwhile": num_drawn,
+        "statuses": {
+            kind: Counter(str(one.status) for pair in pairs for one in pair[kind]) for kind in ("without", "with")
+        },
+        "p99_ms": {kind: [round(value, 2) for value in values] for kind, values in p99.items()},
+        "p99_difference_ms": {
+            "mean": round(float(differences.mean()), 2), "low": round(float(low), 2), "high": round(float(high), 2),
+        },
+    }  # fmt: skip
+
+
+def p99_ms(sent: list[Sent]) -> float:
+    """From when each was due to its answer, whatever that was."""
+    return 1000 * float(np.percentile([one.latency_s for one in sent], 99))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The dashboard's pages as its server draws them: the script of each page, run against a real gateway."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from streamlit.testing.v1 import AppTest
+from streamlit.util import calc_hash
+
+from moiety_dashboard import session
+from moiety_dashboard import settings as dashboard_settings
+from moiety_dashboard.client import ADMIN
+from moiety_dashboard.views import PAGES
+
+SCRIPT = Path(dashboard_settings.__file__).parent / "app.py"
+TIMEOUT_S = 60
+VISIT_EVERY_S = 3.0
+_BEGUN = "moiety_begun"
+_BY_ID = ("/traces/", "/tenants/", "/simulations/")
+
+# what of a page is looked at: its path, what its widgets are set to, and what stands in its address
+VIEWS: dict[str, tuple[str, dict[str, str], bool]] = {
+    "overview, 15 min": ("overview", {"window": "15 min"}, False),
+    "overview, 1 h": ("overview", {"window": "1 h"}, False),
+    "overview, 6 h": ("overview", {"window": "6 h"}, False),
+    "overview, 24 h": ("overview", {"window": "24 h"}, False),
+    "tenants, 1 h": ("tenants", {"long": "1 h"}, False),
+    "tenants, 24 h": ("tenants", {"long": "24 h"}, False),
+    "tenants, 7 d": ("tenants", {"long": "7 d"}, False),
+    "tenants, 30 d": ("tenants", {"long": "30 d"}, False),
+    "one tenant's usage": ("tenants", {"part": "Usage", "long": "24 h"}, True),
+    "one tenant's limits": ("tenants", {"part": "Limits", "long": "24 h"}, True),
+    "one tenant's keys": ("tenants", {"part": "Keys", "long": "24 h"}, True),
+    "one tenant's settings": ("tenants", {"part": "Settings", "long": "24 h"}, True),
+}
+
+
+def all_views() -> dict[str, tuple[str, dict[str, str], bool]]:
+    """Those above, and every other page as it opens."""
+    known = {path for path, _, _ in VIEWS.values()}
+    return VIEWS | {view.title.lower(): (view.path, {}, False) for view in PAGES if view.path not in known}
+
+
+class Visitor:
+    """One who is signed in and looks at pages. `tenant_id` is whom it looks at closely."""
+
+    def __init__(self, gateway: str, admin_key: str, tenant_id: str) -> None:
+        sys.argv = [str(SCRIPT), "--gateway", gateway]
+        self._tenant_id = tenant_id
+        self._app = AppTest.from_file(str(SCRIPT), default_timeout=TIMEOUT_S)
+        self._app.session_state[session.CREDENTIAL] = admin_key
+        self._run()
+
+    def _run(self) -> None:
+        """The test's runner leaves the page as the main module, which processes that are started later would run."""
+        own = sys.modules["__main__"]
+        try:
+            self._app.run()
+        finally:
+            sys.modules["__main__"] = own
+
+    def look(self, view: tuple[str, dict[str, str], bool]) -> float:
+        """Seconds until the page was drawn, with nothing known from before. Raises RuntimeError for a page that fails,
+        or does not get its answers."""
+        path, widgets, of_tenant = view
+        app = self._app
+        for name in ("names", "last tenant", "used by tenant"):
+            if name in app.session_state:
+                del app.session_state[name]
+        for name, value in widgets.items():
+            app.session_state[name] = value
+        app.query_params.clear()
+        if of_tenant:
+            app.query_params["tenant"] = self._tenant_id
+        app._page_hash = calc_hash(path)  # AppTest itself knows only pages that are files
+        begin_s = time.perf_counter()
+        self._run()
+        seconds = time.perf_counter() - begin_s
+        if app.exception or app.error:
+            raise RuntimeError(f"{path}: {[one.value for one in [*app.exception, *app.error]]}")
+        return seconds
+
+
+def visit_until(gateway: str, admin_key: str, tenant_id: str, ended: Any, drawn: Any) -> None:
+    """Open one page after another, as fast as a person may; `drawn` counts them."""
+    visitor, views = Visitor(gateway, admin_key, tenant_id), list(all_views().values())
+    random.shuffle(views)
+    while not ended.is_set():
+        for view in views:
+            try:
+                visitor.look(view)
+            except RuntimeError as problem:  # who looks at a page goes on to the next
+                print(f"a visitor met: {problem}", file=sys.stderr)
+            drawn.value += 1
+            if ended.wait(VISIT_EVERY_S):
+                break
+
+
+@contextmanager
+def timing_reads() -> Iterator[dict[str, list[float]]]:
+    """Seconds of each read of the admin API that pages of this process ask for, by its path and what it sums by."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+
+    def begin(request: httpx.Request) -> None:
+        request.extensions[_BEGUN] = time.perf_counter()
+
+    def end(response: httpx.Response) -> None:
+        response.read()
+        found[name_of(response.request)].append(time.perf_counter() - response.request.extensions[_BEGUN])
+
+    http = session.connections()
+    http.event_hooks = {"request": [begin], "response": [end]}
+    yield found
+    http.event_hooks = {}
+
+
+def name_of(request: httpx.Request) -> str:
+    path: str = request.url.path.removeprefix(ADMIN)
+    for start in _BY_ID:
+        if path.startswith(start):
+            path = f"{start}…"
+    asked: Any = request.url.params
+    shown = [f"{name}={asked[name]}" for name in ("group_by", "step") if name in asked]
+    shown += [name for name in ("cursor", "tenant_id") if name in asked]
+    return f"{path}?{'&'.join(shown)}" if shown else path

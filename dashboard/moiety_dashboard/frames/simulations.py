@@ -1,0 +1,117 @@
+"""What is asked of a simulation, and what came of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from moiety_dashboard.charts import SIDES
+from moiety_dashboard.figures import NOTHING, percent, short
+
+Rows = Sequence[Mapping[str, Any]]
+
+TERMS = (
+    *("rank", "weight", "ttft_s", "ttft_per_1k_s", "tpot_s", "completion_s", "max_queue_s"),
+    *("preemptible", "on_overload", "downgrade_to"),
+)
+NO_PROMISE = ("ttft_s", "tpot_s", "completion_s", "downgrade_to")  # may be empty
+_COUNTS = (
+    *("attainment", "demand_share", "num", "num_rejected", "num_downgraded", "num_preemptions"),
+    "longest_wait_s",
+)
+_PERCENTS = {
+    "attainment": "Promises kept",
+    "goodput_fraction_of_capacity": "Goodput, of the capacity",
+    "completed_fraction_of_capacity": "Completed, of the capacity",
+    "offered_fraction_of_capacity": "Asked for, of the capacity",
+    "wasted_prefill_fraction": "Prefill in vain",
+    "recomputed_fraction": "Computed again",
+    "kv_used_fraction": "KV cache in use",
+}
+
+
+def terms_frame(classes: Rows) -> pd.DataFrame:
+    """A line a class, to be edited."""
+    rows = [{"class": terms["name"], **{name: terms[name] for name in TERMS}} for terms in classes]
+    frame = pd.DataFrame(rows, columns=["class", *TERMS])
+    numbers = [name for name in TERMS if name.endswith("_s")] + ["weight"]
+    return frame.astype(dict.fromkeys(numbers, float))
+
+
+def changes(before: Rows, edited: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """By class, the terms that are not what they were; an emptied one is None where that may be, else as it was."""
+    found: dict[str, dict[str, Any]] = {}
+    by_name = {terms["name"]: terms for terms in before}
+    for row in edited.to_dict("records"):
+        terms = by_name[row["class"]]
+        for name in TERMS:
+            value: Any = None if pd.isna(row[name]) else row[name]
+            if value == terms[name] or (value is None and name not in NO_PROMISE):
+                continue
+            found.setdefault(row["class"], {})[name] = int(value) if name == "rank" else value
+    return found
+
+
+def sides_frame(result: Mapping[str, Any]) -> pd.DataFrame:
+    """A line a class and side."""
+    rows = [
+        {
+            "class": name,
+            "side": side,
+            **{count: figures[count] for count in _COUNTS},
+            "ttft_p50_s": figures["ttft_s"]["p50"],
+            "ttft_p99_s": figures["ttft_s"]["p99"],
+            "tpot_p99_s": figures["tpot_s"]["p99"],
+        }
+        for side in SIDES
+        for name, figures in result[side]["classes"].items()
+    ]
+    return pd.DataFrame(rows)
+
+
+def totals_frame(result: Mapping[str, Any]) -> pd.DataFrame:
+    """A line a figure of all requests, as people read it."""
+    now, then = (result[side] for side in SIDES)
+    shown = [(label, percent(now[name]), percent(then[name])) for name, label in _PERCENTS.items()]
+    shown += [
+        ("Requests", short(now["num_requests"]), short(then["num_requests"])),
+        ("Tokens a second", short(now["throughput_tokens_per_s"]), short(then["throughput_tokens_per_s"])),
+        ("Preemptions", short(now["preemptions"]), short(then["preemptions"])),
+        ("Refused", short(num_rejected(now)), short(num_rejected(then))),
+        ("Longest wait", seconds(now["longest_wait_s"]), seconds(then["longest_wait_s"])),
+    ]
+    return pd.DataFrame(shown, columns=["figure", *SIDES])
+
+
+def num_rejected(side: Mapping[str, Any]) -> float:
+    return sum(float(figures["num_rejected"]) for figures in side["classes"].values())
+
+
+def seconds(value: float | None) -> str:
+    """0.0123 → 12 ms, 75 → 75.0 s."""
+    if value is None:
+        return NOTHING
+    return f"{value * 1000:,.0f} ms" if value < 1 else f"{value:,.1f} s"
+
+
+def learned(engines: Rows) -> dict[str, str]:
+    """Engines that have learned what their steps take, by id, in words."""
+    found = {}
+    for engine in engines:
+        load, card = engine["load"] or {}, engine["card"] or {}
+        if engine["healthy"] and load.get("step_costs"):
+            off = percent(load["step_costs"]["relative_error"])
+            found[load["engine_id"]] = f"as {engine['address']} has learned ({card.get('model', '?')}, off by {off})"
+    return found
+
+
+def in_words(settings: Mapping[str, Any]) -> str:
+    """What was asked for, besides its classes."""
+    source = settings["generate"] or f"last {settings['minutes']} min"
+    replicas = f"{settings['replicas_now']} → {settings['replicas']} replicas"
+    changed = [
+        f"{name}.{term} = {value}" for name, terms in settings["classes"].items() for term, value in terms.items()
+    ]
+    return ", ".join([source, f"× {settings['times']:g}", replicas, f"policy {settings['policy']}", *changed])

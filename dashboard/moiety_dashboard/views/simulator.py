@@ -1,0 +1,224 @@
+"""The simulator: the last hour's own traffic again, under other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import streamlit as st
+
+from moiety_dashboard import charts, colours, panels
+from moiety_dashboard.client import AdminClient, Answer
+from moiety_dashboard.figures import percent, short
+from moiety_dashboard.frames import fleet, series, simulations
+from moiety_dashboard.page import Page
+from moiety_dashboard.panels import Tile
+from moiety_dashboard.views.classes import OVERLOAD
+from moiety_dashboard.views.windows import HOUR
+
+CLASSES = "classes"  # the page where settings are applied
+MINUTES = {60: "last 1 h", 30: "last 30 min", 15: "last 15 min", 5: "last 5 min"}
+LENGTHS = "input=100..1000,output=50..400"
+DRAWN = {  # the classes are those that there always are
+    "steady": (
+        f"poisson:rate=0.6,tenants=2,{LENGTHS},class=priority;poisson:rate=1.5,tenants=4,{LENGTHS},class=standard;"
+        f"poisson:rate=0.4,tenants=2,{LENGTHS},class=flex"
+    ),
+    "in bursts": (
+        f"poisson:rate=0.6,tenants=2,{LENGTHS},class=priority;poisson:rate=1,tenants=4,{LENGTHS},class=standard;"
+        f"onoff:rate=8,on=30,off=90,tenants=2,{LENGTHS},class=standard"
+    ),
+}
+
+
+def draw(page: Page) -> None:
+    panels.head(
+        "Simulator", "The last hour's own traffic again, under other settings: nothing of what is served changes"
+    )
+    with page.asking() as client:
+        known = client.get("/simulations")
+        listed = known.data["data"]
+        running = next((one for one in listed if one["state"] == "running"), None)
+        if running is not None:
+            draw_running(page, client, running)
+        else:
+            ask(client, known.data)
+        ended = [one for one in listed if one["state"] != "running"]
+        if ended:
+            draw_ended(page, client, ended, known)
+
+
+def draw_running(page: Page, client: AdminClient, running: Mapping[str, Any]) -> None:
+    row = st.container(border=True, horizontal=True, vertical_alignment="center")
+    with row:
+        page.live(lambda live: draw_progress(live, running["id"]))
+    if row.button("Cancel it", icon=":material/stop_circle:"):
+        path = f"/simulations/{running['id']}"
+        if panels.attempt(lambda: client.change("DELETE", path), "The simulation is cancelled.") is not None:
+            st.rerun()
+
+
+def draw_progress(client: AdminClient, simulation_id: str) -> None:
+    one = client.get(f"/simulations/{simulation_id}").data
+    if one["state"] != "running":
+        st.rerun()
+    seconds = (datetime.now(UTC) - datetime.fromisoformat(one["created_at"])).total_seconds()
+    st.markdown(f":material/hourglass_top: **Simulating** for {seconds:.0f} s: {simulations.in_words(one['settings'])}")
+
+
+def ask(client: AdminClient, known: Mapping[str, Any]) -> None:
+    """What is to be simulated."""
+    classes = client.get("/classes").data["data"]
+    engines = client.get("/engines").data["data"]
+    with st.form("simulation", border=True):
+        first, second, third = st.columns(3)
+        body = ask_traffic(client, first, second) | ask_device(engines, known, third) | ask_replicas(engines, known)
+        st.caption("Classes as they are; change what you want to try. Nothing is applied. Times are seconds.")
+        edited = st.data_editor(
+            simulations.terms_frame(classes), column_config=term_columns(classes), hide_index=True, width="stretch"
+        )
+        if st.form_submit_button("Simulate", type="primary", icon=":material/science:"):
+            body["classes"] = simulations.changes(classes, edited)
+            started = "The simulation runs, beside all that is served."
+            if panels.attempt(lambda: client.change("POST", "/simulations", body), started) is not None:
+                st.rerun()
+
+
+def ask_traffic(client: AdminClient, first: Any, second: Any) -> dict[str, Any]:
+    """What arrives: the gateway's own requests, or some that are drawn where there are none."""
+    hour = client.get("/usage/minutes", step=60, since=(datetime.now(UTC) - HOUR).isoformat())
+    totals = series.totals_of(hour.data["data"])
+    served = totals["requests"] - totals["rejected"]
+    if served < 2:
+        st.info(
+            "No request was served in the last hour, so arrivals are drawn. Send some on the Playground page, or with "
+            "`moiety bench serve`, to simulate your own.",
+            icon=":material/casino:",
+        )
+    own = {f"own requests, {label}": {"minutes": minutes} for minutes, label in MINUTES.items()} if served >= 2 else {}
+    sources = own | {f"drawn, {label}, 10 min": {"generate": spec} for label, spec in DRAWN.items()}
+    says = f"{short(served)} requests ended in the last hour. A long time takes longer to simulate."
+    source = first.selectbox("Traffic", list(sources), help=says)
+    times = second.number_input("Times as much", 0.01, 100.0, 1.0, 0.25, help="Multiplies what arrives, bursts and all")
+    return {**sources[source], "times": times}
+
+
+def ask_device(engines: list[dict[str, Any]], known: Mapping[str, Any], place: Any) -> dict[str, Any]:
+    """How long steps take."""
+    devices = {("engine_id", one): label for one, label in simulations.learned(engines).items()}
+    devices |= {("device", name): name for name in known["devices"]}
+    says = "As an engine has learned while it served, or as a known model on a known device would take."
+    field, name = place.selectbox("Steps take", list(devices), format_func=lambda one: devices[one], help=says)
+    return {field: name}
+
+
+def ask_replicas(engines: list[dict[str, Any]], known: Mapping[str, Any]) -> dict[str, Any]:
+    """What serves it. One of them is simulated, with its share of the requests."""
+    ready = max(1, sum(fleet.engine_state(engine) == "ready" for engine in engines))
+    first, second, last = st.columns(3)
+    now = first.number_input("Replicas now", 1, 1000, ready)
+    then = second.number_input("Replicas then", 1, 1000, ready)
+    policy = last.selectbox("Policy then", known["policies"], help="How requests are scheduled; now it is moiety")
+    return {"replicas_now": now, "replicas": then, "policy": policy}
+
+
+def term_columns(classes: list[dict[str, Any]]) -> dict[str, Any]:
+    column = st.column_config
+
+    def seconds(label: str, says: str) -> Any:
+        return column.NumberColumn(label, min_value=0.0, format="%.4g", help=says, width=86)
+
+    none = "Empty: no promise"
+
+    return {
+        "class": column.TextColumn("Class", disabled=True, width=86),
+        "rank": column.NumberColumn("Rank", min_value=0, max_value=1000, step=1, width=64, help="0 is best"),
+        "weight": column.NumberColumn("Weight", min_value=0.001, max_value=1000.0, format="%.3g", width=72),
+        "ttft_s": seconds("First token", f"Arrival to first token, seconds. {none}"),
+        "ttft_per_1k_s": seconds("+ each 1k", "More for each 1,000 prompt tokens that no cache held, seconds"),
+        "tpot_s": seconds("Next ones", f"Between tokens, seconds. {none}"),
+        "completion_s": seconds("Whole", f"Arrival to the last token, seconds. {none}"),
+        "max_queue_s": seconds("Waits", "At most, before it goes before better classes, seconds"),
+        "preemptible": column.CheckboxColumn("Gives way", width=86, help="May be preempted for better classes"),
+        "on_overload": column.SelectboxColumn("Overload", options=list(OVERLOAD), required=True, width=96),
+        "downgrade_to": column.SelectboxColumn("Falls to", options=[terms["name"] for terms in classes], width=96),
+    }
+
+
+def draw_ended(page: Page, client: AdminClient, ended: list[dict[str, Any]], known: Answer) -> None:
+    """The one that is chosen of the last ones."""
+    labels = {one["id"]: label_of(one) for one in ended}
+    left, right = st.columns([3, 1], vertical_alignment="bottom")
+    chosen = left.selectbox("Result", list(labels), format_func=lambda one: labels[one], key=f"result {ended[0]['id']}")
+    with right:
+        icon = ":material/speed:"
+        st.page_link(page.others[CLASSES], label="Apply on SLA classes", icon=icon, width="stretch")
+    one = next(one for one in ended if one["id"] == chosen)
+    if one["state"] == "cancelled":
+        st.info("This one was cancelled.", icon=":material/stop_circle:")
+    elif one["state"] == "failed":
+        st.error(f"Nothing came of it: {one['problem']}.", icon=":material/error:")
+    else:
+        draw_result(client, one, known)
+
+
+def label_of(one: Mapping[str, Any]) -> str:
+    at = datetime.fromisoformat(one["created_at"]).astimezone()
+    return f"{at:%H:%M:%S} · {simulations.in_words(one['settings'])}"
+
+
+def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> None:
+    result = one["result"]
+    panels.tiles(tiles(result))
+    classes = client.get("/classes").data["data"]
+    inks = colours.of_classes(terms["name"] for terms in classes)
+    frame = simulations.sides_frame(result)
+    left_out = f", {short(result['num_unserved'])} without lengths left out" if result["num_unserved"] else ""
+    note = f"by class, one replica, steps {result['device']}"
+    figures = {
+        "Promises kept": charts.Figure("attainment", "of the class's requests", ".1%"),
+        "Share of the work asked for": charts.Figure("demand_share", "of device time", ".1%"),
+        "Time to first token, p99": charts.Figure("ttft_p99_s", "seconds", ",.2~f"),
+        "Longest wait": charts.Figure("longest_wait_s", "seconds", ",.2~f"),
+        "Preemptions": charts.Figure("num_preemptions", "preemptions"),
+        "Refused": charts.Figure("num_rejected", "requests"),
+    }
+    columns = st.columns(2)
+    for number, (title, figure) in enumerate(figures.items()):
+        measured = frame[frame[figure.column].notna()]
+        if not measured[figure.column].any():
+            measured = measured.head(0)  # says more than bars without height
+        with (
+            columns[number % 2],
+            panels.panel(title, note, [known], key=f"simulated {figure.column}", frame=measured),
+        ):
+            panels.draw(
+                partial(charts.sides, measured, figure, inks),
+                measured,
+                "None, now or then.",
+                f"chart {figure.column}",
+            )
+    totals = simulations.totals_frame(result)
+    said = f"{short(result['num_requests'])} requests{left_out}"
+    with panels.panel("All requests", said, [known], key="simulated totals", frame=totals):
+        panels.table(totals, {"figure": "", "now": "Now", "then": "Then"}, "", max_rows=20)
+
+
+def tiles(result: Mapping[str, Any]) -> list[Tile]:
+    """What matters most, as it would be beside how it is."""
+    now, then = result["now"], result["then"]
+
+    def tile(label: str, shown: Any, name: str, says: str) -> Tile:
+        return Tile(label, shown(then[name]), f"now {shown(now[name])}", says)
+
+    capacity = "Of what one replica does when it is full, first come first served."
+    return [
+        tile("Promises kept", percent, "attainment", "Requests whose class's promise was kept; refused ones did not."),
+        tile("Goodput, of capacity", percent, "goodput_fraction_of_capacity", capacity),
+        tile("Asked for, of capacity", percent, "offered_fraction_of_capacity", capacity),
+        tile("Prefill in vain", percent, "wasted_prefill_fraction", "Of prompt tokens computed, for what never ended."),
+        tile("Preemptions", short, "preemptions", "At one replica, in the whole time."),
+        tile("Longest wait", simulations.seconds, "longest_wait_s", "From arrival to the first step."),
+    ]

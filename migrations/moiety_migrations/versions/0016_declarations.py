@@ -1,0 +1,28 @@
+"""What was declared in files."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0016"
+down_revision = "0015"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Make the table. What is there already was made by hand."""
+    op.create_table(
+        "declarations",
+        sa.Column("kind", sa.String(16), primary_key=True),
+        sa.Column("name", sa.String(700), primary_key=True),
+        sa.Column("source", sa.String(64), nullable=False),
+        sa.Column("object_id", sa.String(700)),
+        sa.Column("tenant_id", sa.String(32)),
+    )
+
+
+def downgrade() -> None:
+    """Take it away again: what was declared is as if made by hand then."""
+    op.drop_table("declarations")

@@ -1,0 +1,33 @@
+"""Simulations: which one runs, and what came of the last ones."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0017"
+down_revision = "0016"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Make the table."""
+    op.create_table(
+        "simulations",
+        sa.Column("id", sa.String(32), primary_key=True),
+        sa.Column("slot", sa.SmallInteger()),
+        sa.Column("state", sa.String(16), nullable=False),
+        sa.Column("created_ms", sa.BigInteger(), nullable=False),
+        sa.Column("alive_ms", sa.BigInteger(), nullable=False),
+        sa.Column("settings", sa.JSON(), nullable=False),
+        sa.Column("result", sa.JSON()),
+        sa.Column("problem", sa.Text()),
+        sa.UniqueConstraint("slot", name="uq_simulations_slot"),
+    )
+    op.create_index("ix_simulations_created_ms_id", "simulations", ["created_ms", "id"])
+
+
+def downgrade() -> None:
+    """Take it away again."""
+    op.drop_table("simulations")

@@ -1,0 +1,162 @@
+"""`moiety apply`: options, the plan as a table, the summary."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from moiety_platform.cli.admin_client import AdminClient
+from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.apply.carry_out import Hand, Outcome
+from moiety_platform.cli.apply.current import read_current
+from moiety_platform.cli.apply.document import Document, read_document
+from moiety_platform.cli.apply.key_secrets import KeySecrets
+from moiety_platform.cli.apply.plan import IDLE, Action, Step, Terms, make_plan
+from moiety_platform.cli.apply.spec import read_wanted
+from moiety_platform.cli.errors import CommandError, Refused
+from moiety_platform.cli.gateway_client import answer
+from moiety_platform.cli.tables import show_json, show_rows, show_value
+from moiety_platform.cluster.secrets_api import ACCOUNT
+from moiety_platform.prices.terms import dollars
+
+PAUSE_S = 0.5
+COLUMNS = {"does": "does", "kind": "what", "name": "name", "field": "field", "before": "is", "after": "becomes",
+           "why": "why"}  # fmt: skip
+
+
+@admin_command
+def apply(
+    admin: Admin,
+    file: Annotated[Path, typer.Option("--file", "-f", help="YAML file of classes, tenants, prices and webhooks.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")] = False,
+    prune: Annotated[bool, typer.Option("--prune", help="Delete what this file declared once and no more.")] = False,
+    adopt: Annotated[bool, typer.Option("--adopt", help="Take over what was made by hand under these names.")] = False,
+    source: Annotated[
+        str, typer.Option(help="Whose declarations these are; several files need several names.")
+    ] = "default",
+    show_keys: Annotated[bool, typer.Option("--show-keys", help="Print new keys that have no keySecret.")] = False,
+    wait_s: Annotated[float, typer.Option(min=0, help="How long to wait for the gateway to answer.")] = 0,
+    account: Annotated[
+        Path, typer.Option(help="Folder with the pod's token, namespace and certificate.", hidden=True)
+    ] = ACCOUNT,
+) -> None:
+    """Make classes, tenants, limits, prices and webhooks what a file says. What was made by hand is left alone.
+
+    A second run changes nothing. Each thing is done whole or not at all; ends with 1 if one was not.
+    """
+    document = read_document(file)
+    wanted = read_wanted(document)
+    wait_for_gateway(admin.client.http, wait_s)
+    current = read_current(admin.client)
+    with KeySecrets(os.environ, account, partial(is_revoked, admin.client)) as secrets:
+        terms = Terms(source, prune, adopt, show_keys, secrets.look(wanted, current))
+        steps = make_plan(wanted, current, terms)
+        outcome = Outcome() if dry_run else Hand(admin.client, secrets, current, source).carry_out(steps)
+    for step in steps:
+        if step.action is Action.REFUSE:
+            outcome.failed[step.kind, step.name] = step.why
+    if admin.as_json:
+        show_json(_report(document, steps, outcome, dry_run=dry_run))
+    else:
+        _show(steps, outcome, dry_run=dry_run)
+    if outcome.failed:
+        raise CommandError("\n".join(_complaints(document, steps, outcome)))
+
+
+def is_revoked(client: AdminClient, key_id: str) -> bool:
+    """Whether there is such a key, and it counts no more."""
+    try:
+        return bool(client.get(f"/keys/{key_id}")["status"] == "revoked")
+    except Refused:
+        return False
+
+
+def wait_for_gateway(http: httpx.Client, wait_s: float) -> None:
+    """Until it answers. Raises NotReachable at the first question after the time."""
+    end = time.monotonic() + wait_s
+    while time.monotonic() < end:
+        with contextlib.suppress(CommandError):
+            answer(http, "GET", "/healthz")
+            return
+        time.sleep(PAUSE_S)
+
+
+def _show(steps: list[Step], outcome: Outcome, *, dry_run: bool) -> None:
+    rows = [row for step in steps if step.action is not Action.KEEP or step.why for row in _rows(step)]
+    if rows:
+        show_rows(rows, COLUMNS, as_json=False)
+    for (kind, name), text in outcome.texts.items():
+        typer.echo(f"{kind} {name}: {text}   (keep it now: it is not shown again)")
+    counts = Counter(str(step.action) for step in steps)
+    told = ", ".join(f"{count} {action}" for action, count in counts.items()) or "nothing is declared"
+    typer.echo(
+        f"{told}; " + ("nothing was done (--dry-run)" if dry_run else f"{outcome.done} done, {len(outcome.failed)} not")
+    )
+
+
+def _rows(step: Step) -> list[dict[str, Any]]:
+    """One a field that changes; names are said once."""
+    head = {"does": str(step.action), "kind": step.kind, "name": step.name, "why": step.why}
+    rows = [
+        {
+            "does": "",
+            "kind": "",
+            "name": "",
+            "why": "",
+            "field": field,
+            "before": _shown(step, field, before),
+            "after": _shown(step, field, after),
+        }
+        for field, (before, after) in step.changes.items()
+        if not (step.action is Action.CREATE and field == "name")
+    ]
+    if not rows:
+        return [{**head, "field": "", "before": "", "after": ""}]
+    return [{**rows[0], **head}, *rows[1:]]
+
+
+def _shown(step: Step, field: str, value: Any) -> str:
+    """Whole, however small; money in dollars."""
+    if field == "cap" and isinstance(value, int) and ": money" in step.name:
+        return f"$ {dollars(value)}"
+    return f"{value:.6g}" if isinstance(value, float) else show_value(value)
+
+
+def _report(document: Document, steps: list[Step], outcome: Outcome, *, dry_run: bool) -> dict[str, Any]:
+    shown = [
+        {
+            "action": str(step.action),
+            "kind": step.kind,
+            "name": step.name,
+            "changes": {name: {"before": before, "after": after} for name, (before, after) in step.changes.items()},
+            "why": step.why or None,
+        }
+        for step in steps
+    ]
+    return {
+        "steps": shown,
+        "to_do": sum(step.action not in IDLE for step in steps),
+        "done": outcome.done,
+        "dry_run": dry_run,
+        "failed": _complaints(document, steps, outcome),
+        "keys": {f"{kind} {name}": text for (kind, name), text in outcome.texts.items()},
+    }
+
+
+def _complaints(document: Document, steps: list[Step], outcome: Outcome) -> list[str]:
+    """Each with file and line, where the file has the thing."""
+    by_place = {(step.kind, step.name): step for step in steps}
+    told = []
+    for place, why in outcome.failed.items():
+        one = by_place[place].wanted
+        where = f"{document.path}: " if one is None else f"{document.path}:{document.line(one.path)}: "
+        told.append(f"{where}{place[0]} {place[1]}: {why}")
+    return told

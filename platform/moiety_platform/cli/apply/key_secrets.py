@@ -1,0 +1,68 @@
+"""The Secrets that declared keys are put into. Nobody else is asked for one, so that a file without keys needs no
+cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from moiety_platform.auth.keys import parse_key
+from moiety_platform.cli.apply.current import Current, Place
+from moiety_platform.cli.apply.spec import Wanted
+from moiety_platform.cluster.deployment import KEY_ENTRY, put_key
+from moiety_platform.cluster.errors import ClusterError
+from moiety_platform.cluster.secrets_api import SecretsApi
+
+
+class KeySecrets:
+    """Owns the connection to the cluster, which is made when it is first needed."""
+
+    def __init__(self, environment: Mapping[str, str], account: Path, is_revoked: Callable[[str], bool]) -> None:
+        """`is_revoked` says of a key, by its id, whether it is one of the gateway's that counts no more."""
+        self._environment, self._account, self._is_revoked = environment, account, is_revoked
+        self._stack = ExitStack()
+        self._connected: SecretsApi | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._stack.close()
+
+    def put(self, name: str, text: str) -> None:
+        """Raises ClusterError."""
+        put_key(self._api(), name, text)
+
+    def look(self, wanted: Sequence[Wanted], current: Current) -> dict[Place, bool | str]:
+        """Of each thing with a Secret, whether that has its text; or why it is not known."""
+        found: dict[Place, bool | str] = {}
+        for one in wanted:
+            if one.key_secret is not None:
+                try:
+                    found[one.place] = self._has(one.key_secret, one, current)
+                except ClusterError as exc:
+                    found[one.place] = str(exc)
+        return found
+
+    def _has(self, name: str, one: Wanted, current: Current) -> bool | str:
+        row = current.rows.get(one.place)
+        secret = self._api().read(name)
+        text = "" if secret is None else secret.entries.get(KEY_ENTRY, b"").decode(errors="replace")
+        key = parse_key(text)
+        is_ours = row is not None and (one.kind != "key" or (key is not None and key.key_id == row["id"]))
+        begun = row is None and one.place in current.claims  # and perhaps killed before its id was noted
+        is_stale = key is not None and self._is_revoked(key.key_id)  # of a key that was declared once
+        if text and not is_ours and not begun and not is_stale:
+            return (
+                f"the Secret {name} has an entry {KEY_ENTRY!r} that is not this {one.kind}'s, and was left as it is: "
+                "name another Secret as keySecret, or delete that entry to have it made anew"
+            )
+        return bool(text) and is_ours
+
+    def _api(self) -> SecretsApi:
+        if self._connected is None:
+            self._connected = self._stack.enter_context(SecretsApi.of_pod(self._environment, self._account))
+        return self._connected

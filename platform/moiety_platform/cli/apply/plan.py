@@ -1,0 +1,160 @@
+"""What to do so that what there is becomes what the file wants. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from moiety_platform.cli.apply.current import Current, Place
+from moiety_platform.cli.apply.spec import Wanted
+
+MAKING = ("class", "price", "tenant", "project", "key", "limit", "webhook")  # what others need goes first
+TAKING = ("limit", "key", "webhook", "price", "project", "tenant", "class")
+
+
+class Action(StrEnum):
+    CREATE = "create"
+    CHANGE = "change"
+    REPLACE = "replace"  # made anew, since it cannot be changed or its text was lost
+    KEEP = "unchanged"
+    ADOPT = "adopt"  # as it was declared, and the file's from now on
+    DELETE = "delete"
+    SUSPEND = "suspend"  # of tenants, which are not deleted
+    RELEASE = "let go"  # it stays, and is nobody's declaration
+    LEFT = "left"  # it left the file, and stays until --prune
+    REFUSE = "refused"
+
+
+IDLE = frozenset({Action.KEEP, Action.LEFT, Action.REFUSE})
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing and what becomes of it. `changes` are field → (before, after); `row` is what there is."""
+
+    action: Action
+    kind: str
+    name: str
+    changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    why: str = ""
+    wanted: Wanted | None = None
+    row: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How to plan. `kept` says of a declared thing with a Secret whether that has its text; a sentence says why it
+    cannot be known. `shows_keys`: new keys are printed."""
+
+    source: str
+    prune: bool = False
+    adopt: bool = False
+    shows_keys: bool = False
+    kept: Mapping[Place, bool | str] = field(default_factory=dict)
+
+
+def make_plan(wanted: Sequence[Wanted], current: Current, terms: Terms) -> list[Step]:
+    """Steps in the order in which they can be taken."""
+    ordered = sorted(wanted, key=lambda one: (MAKING.index(one.kind), *_rank(one)))
+    steps = [_step(one, current, terms) for one in ordered]
+    steps += _of_gone({one.place for one in wanted}, current, terms)
+    return steps
+
+
+def _rank(one: Wanted) -> tuple[float, ...]:
+    """Of classes: those that others fall back to go first."""
+    return (-float(one.fields.get("rank", 0)),) if one.kind == "class" else ()
+
+
+def _step(one: Wanted, current: Current, terms: Terms) -> Step:
+    row, claim = current.rows.get(one.place), current.claims.get(one.place)
+    elsewhere = claim is not None and claim.source != terms.source
+    owned = claim is not None and not elsewhere and claim.object_id in (None, identity(one.kind, row))
+    if one.kind in ("key", "webhook") and (row is None or owned):
+        return _step_of_text(one, row, terms)
+    if row is None:
+        return Step(Action.CREATE, one.kind, one.name, {name: (None, value) for name, value in one.fields.items()},
+                    wanted=one)  # fmt: skip
+    changes = differences(one.fields, row)
+    if not changes:
+        why = "suspended; say status: active to resume it" if _sleeps(one, row) else ""
+        adopted = terms.adopt and not owned and not elsewhere
+        action = Action.ADOPT if adopted or (owned and claim and claim.object_id is None) else Action.KEEP
+        return Step(action, one.kind, one.name, why=why, wanted=one, row=row)
+    if elsewhere and claim is not None:
+        why = f"declared by {claim.source!r}: change it there, or leave it out here"
+        return Step(Action.REFUSE, one.kind, one.name, changes, why, one, row)
+    if owned or terms.adopt or (claim is None and row.get("shipped")):
+        return Step(Action.CHANGE, one.kind, one.name, changes, wanted=one, row=row)
+    why = "made by hand: leave it out, name it otherwise, or take it over with --adopt"
+    return Step(Action.REFUSE, one.kind, one.name, changes, why, one, row)
+
+
+def _step_of_text(one: Wanted, row: dict[str, Any] | None, terms: Terms) -> Step:
+    """Of a key or a webhook, whose text is shown once: it is made once, and never changed."""
+    changes = {name: (None if row is None else row.get(name), value) for name, value in one.fields.items()}
+    kept = terms.kept.get(one.place, True)
+    if isinstance(kept, str):
+        return Step(Action.REFUSE, one.kind, one.name, why=kept, wanted=one, row=row)
+    if row is not None:
+        if row.get("status", "active") != "active":
+            return Step(
+                Action.KEEP, one.kind, one.name, why=f"{row['status']} by hand, and left so", wanted=one, row=row
+            )
+        changes = differences(one.fields, row)
+        if not changes and kept:
+            return Step(Action.KEEP, one.kind, one.name, wanted=one, row=row)
+        if not kept:
+            changes["keySecret"] = ("lost", one.key_secret)
+    if one.key_secret is None and not terms.shows_keys:
+        why = "its text would be lost: give keySecret for a Secret of the cluster, or --show-keys to have it printed"
+        return Step(Action.REFUSE, one.kind, one.name, changes, why, one, row)
+    return Step(Action.CREATE if row is None else Action.REPLACE, one.kind, one.name, changes, wanted=one, row=row)
+
+
+def _of_gone(wanted: Iterable[Place], current: Current, terms: Terms) -> list[Step]:
+    """Of what this file declared once and declares no more."""
+    still = frozenset(wanted)
+    gone = [place for place, claim in current.claims.items() if claim.source == terms.source and place not in still]
+    steps = []
+    for kind, name in sorted(gone, key=lambda place: (TAKING.index(place[0]), place)):
+        row = current.rows.get((kind, name))
+        claim = current.claims[kind, name]
+        ours = row is not None and claim.object_id in (None, identity(kind, row))
+        if kind == "tenant" and row is not None and ours and row["status"] != "active":
+            continue  # done: it stays in the ledger, so that it is ours if it is declared again
+        action, why = _farewell(kind, row if ours else None)
+        if not terms.prune:
+            action, why = Action.LEFT, "left the file: --prune takes it away"
+        steps.append(Step(action, kind, name, why=why, row=row if ours else None))
+    return steps
+
+
+def _farewell(kind: str, row: dict[str, Any] | None) -> tuple[Action, str]:
+    if row is None or row.get("status") in ("revoked", "expired"):
+        return Action.RELEASE, "gone already"
+    if kind == "tenant":
+        return Action.SUSPEND, "tenants are not deleted; moiety tenant erase takes the data"
+    if kind == "project":
+        return Action.RELEASE, "projects are not deleted; its declared keys are revoked"
+    if row.get("shipped"):
+        return Action.RELEASE, "shipped classes are not deleted; it stays as it is"
+    return Action.DELETE, "left the file"
+
+
+def differences(fields: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Of the fields that the file gives."""
+    return {name: (row.get(name), value) for name, value in fields.items() if row.get(name) != value}
+
+
+def identity(kind: str, row: Mapping[str, Any] | None) -> str | None:
+    """What the ledger knows a thing by: its id; of classes and prices, which have none, their kind."""
+    if row is None:
+        return None
+    return kind if kind in ("class", "price") else str(row["id"])
+
+
+def _sleeps(one: Wanted, row: Mapping[str, Any]) -> bool:
+    return one.kind == "tenant" and "status" not in one.fields and row["status"] != "active"

@@ -1,0 +1,151 @@
+"""`moiety doctor`: options, the checks in order, and what they found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moiety_platform.cli.doctor.engines import Settings as EngineSettings
+from moiety_platform.cli.doctor.engines import local_engine, look_at_engines
+from moiety_platform.cli.doctor.finding import Finding, Level
+from moiety_platform.cli.doctor.machine import look_at_machine, versions
+from moiety_platform.cli.doctor.services import look_at_dashboard, look_at_gateway, look_at_traces
+from moiety_platform.cli.doctor.store import look_at_store
+from moiety_platform.cli.errors import CommandError
+from moiety_platform.cli.gateway_client import DEFAULT_URL
+from moiety_platform.cli.settings_of import load_settings
+from moiety_platform.cli.tables import show_json
+from moiety_platform.clock import Clock, SystemClock
+from moiety_platform.engine_client.curve import CurveKeys
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.supervisor.data_dir import read_first_keys, read_url
+from moiety_platform.supervisor.errors import SupervisorError
+
+AREAS = ("machine", "store", "engines", "gateway", "traces", "dashboard")
+MARKS = {Level.OK: "✓", Level.WARNING: "!", Level.WRONG: "✗"}
+
+
+@dataclass(frozen=True)
+class Patient:
+    """What is looked at. `only` are the areas, all of them if it is empty."""
+
+    settings: GatewaySettings
+    url: str
+    admin_key: str | None
+    dashboard: str | None = None
+    only: frozenset[str] = frozenset()
+
+    def has(self, area: str) -> bool:
+        return not self.only or area in self.only
+
+
+def doctor(
+    config: Annotated[Path | None, typer.Option(help="The gateway's configuration file, if it has one.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="The gateway's data directory.")] = None,
+    database_url: Annotated[str | None, typer.Option(help="The gateway's database.")] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="An engine's address; repeatable.")] = None,
+    url: Annotated[str | None, typer.Option(envvar="MOIETY_URL", help="The gateway.")] = None,
+    admin_key: Annotated[str | None, typer.Option(envvar="MOIETY_ADMIN_KEY", help="Admin key, to be tried.")] = None,
+    dashboard: Annotated[str | None, typer.Option(help="The dashboard's address, if there is one.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help=f"One area: {', '.join(AREAS)}; repeatable.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+) -> None:
+    """Look for what is wrong with a deployment, and say what mends it. Changes nothing; ends with 1 if something is.
+
+    Give it what the gateway is given: the same environment, configuration file or options.
+    """
+    patient = patient_of(config, data_dir, database_url, engine, url, admin_key, dashboard, only)
+    findings = asyncio.run(examine(patient, SystemClock()))
+    counts = Counter(finding.level for finding in findings)
+    if as_json:
+        show_json(
+            {
+                "healthy": not counts[Level.WRONG],
+                "environment": versions(),
+                "findings": [finding.as_json() for finding in findings],
+            }
+        )
+    else:
+        for finding in findings:
+            show(finding)
+        typer.echo(f"{counts[Level.WRONG]} wrong, {counts[Level.WARNING]} to watch, {counts[Level.OK]} well")
+    if counts[Level.WRONG]:
+        raise typer.Exit(1)
+
+
+def patient_of(
+    config: Path | None,
+    data_dir: Path | None,
+    database_url: str | None,
+    engine: list[str] | None,
+    url: str | None,
+    admin_key: str | None,
+    dashboard: str | None,
+    only: list[str] | None,
+) -> Patient:
+    """From the options of a command. Raises typer.BadParameter or CommandError."""
+    if unknown := set(only or ()) - set(AREAS):
+        raise typer.BadParameter(f"there is no area {', '.join(sorted(unknown))}; there are: {', '.join(AREAS)}")
+    flags = {"data_dir": data_dir, "database_url": database_url, "engines": tuple(engine) if engine else None}
+    settings = load_settings(config, **flags)
+    if not settings.engines:
+        settings = settings.model_copy(update={"engines": local_engine(settings.data_dir)})
+    if admin_key is None:
+        try:
+            keys = read_first_keys(settings.data_dir)
+        except SupervisorError as exc:
+            raise CommandError(str(exc)) from exc
+        admin_key = None if keys is None else keys.admin_key
+    address = (url or read_url(settings.data_dir) or DEFAULT_URL).rstrip("/")
+    return Patient(settings, address, admin_key, dashboard and dashboard.rstrip("/"), frozenset(only or ()))
+
+
+async def examine(patient: Patient, clock: Clock) -> list[Finding]:
+    """All checks of the areas that were asked for."""
+    return [finding async for finding in _look(patient, clock)]
+
+
+async def _look(patient: Patient, clock: Clock) -> AsyncIterator[Finding]:
+    settings = patient.settings
+    if patient.has("machine"):
+        for finding in look_at_machine(settings.data_dir):
+            yield finding
+    if patient.has("store"):
+        async for finding in look_at_store(settings, patient.admin_key, clock):
+            yield finding
+    if patient.has("engines"):
+        engines = EngineSettings(settings.engines, curve_of(settings))
+        for finding in await asyncio.to_thread(lambda: list(look_at_engines(engines))):
+            yield finding
+    if patient.has("gateway"):
+        now = clock.now()
+        for finding in await asyncio.to_thread(lambda: list(look_at_gateway(patient.url, patient.admin_key, now))):
+            yield finding
+    if patient.has("traces"):
+        for finding in await asyncio.to_thread(lambda: list(look_at_traces(settings))):
+            yield finding
+    if patient.has("dashboard"):
+        for finding in await asyncio.to_thread(lambda: list(look_at_dashboard(patient.dashboard))):
+            yield finding
+
+
+def curve_of(settings: GatewaySettings) -> CurveKeys | None:
+    if not (settings.curve_server_key and settings.curve_public_key and settings.curve_secret_key):
+        return None
+    secret = settings.curve_secret_key.get_secret_value()
+    return CurveKeys(settings.curve_server_key.encode(), settings.curve_public_key.encode(), secret.encode())
+
+
+def show(finding: Finding) -> None:
+    """A line, and below it what to do."""
+    typer.echo(f"{MARKS[finding.level]} {finding.area}: {finding.found}")
+    if finding.advice:
+        typer.echo(f"    {finding.advice}")
+    if finding.command:
+        typer.echo(f"    $ {finding.command}")

@@ -1,0 +1,177 @@
+"""The engines, each asked over its own address as a gateway would."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import zmq
+
+from moiety_platform.cli.doctor.finding import Finding, ok, wrong
+from moiety_platform.engine_addresses import ForeignAddress, is_foreign, is_name
+from moiety_platform.engine_client.curve import CurveKeys
+from moiety_wire.codec import decode_to_gateway, encode
+from moiety_wire.errors import UndecodableMessage
+from moiety_wire.messages import PROTOCOL_VERSION, Card, Hello
+
+AREA = "engines"
+TIMEOUT_S = 3.0
+GREETING_BYTES = 64
+SIGNATURE, MECHANISM = slice(0, 1), slice(12, 32)  # of ZMTP's greeting
+VERSION = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01"  # no more than it takes to be told the other's mechanism
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a gateway is told of its engines. `has_curve`: it has keys for them."""
+
+    addresses: Sequence[str]
+    curve: CurveKeys | None
+
+
+def look_at_engines(settings: Settings, timeout_s: float = TIMEOUT_S) -> Iterator[Finding]:
+    """Whether each answers, and whether those of one model agree."""
+    if not settings.addresses:
+        advice = "give the gateway its engines: --engine, MOIETY_ENGINES, or `engines` in the configuration file"
+        yield wrong(AREA, "no_engines", "no engine is configured", advice)
+    cards: list[tuple[str, Card]] = []
+    for address in settings.addresses:
+        if is_foreign(address):
+            yield _look_at_foreign(address, timeout_s)
+            continue
+        places = list(_resolve(address)) if is_name(address) else [address]
+        if not places:
+            advice = "correct the name; in Kubernetes it is that of the headless Service of the engines' pool"
+            yield wrong(AREA, "engine_name_unknown", f"{address}: no such name, or nothing behind it", advice)
+        for place in places:
+            found = _ask(place, settings.curve, timeout_s)
+            if isinstance(found, Card):
+                cards.append((place, found))
+                found = ok(AREA, "engine", f"{place}: {found.model} ({found.family}) on {found.device}")
+            yield found
+    yield from _disagreements(cards)
+
+
+def _resolve(address: str) -> Iterator[str]:
+    parts = urlsplit(address)
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    except OSError:
+        return
+    for host in sorted({str(one[4][0]) for one in found}):
+        yield f"tcp://[{host}]:{parts.port}" if ":" in host else f"tcp://{host}:{parts.port}"
+
+
+def _ask(address: str, curve: CurveKeys | None, timeout_s: float) -> Card | Finding:
+    try:
+        greeting = _greet(address, timeout_s)
+    except OSError as exc:
+        advice = "start the engine, or correct its address or port; a network policy may stand between"
+        return wrong(AREA, "engine_away", f"{address}: {exc.strerror or exc}", advice)
+    if greeting[SIGNATURE] != b"\xff" or len(greeting) < GREETING_BYTES:
+        advice = "correct the port: it is that of `moiety engine --listen`, not of its metrics or of another server"
+        return wrong(AREA, "not_an_engine", f"{address}: something listens that is no engine", advice)
+    wants_curve = greeting[MECHANISM].rstrip(b"\0") == b"CURVE"
+    if wants_curve and curve is None:
+        advice = "set curve_server_key, curve_public_key and curve_secret_key of the gateway (MOIETY_CURVE_…)"
+        return wrong(AREA, "curve_missing", f"{address}: the engine wants CURVE keys, the gateway has none", advice)
+    if curve is not None and not wants_curve:
+        advice = "start the engine with --curve-key-file, or take the gateway's three CURVE keys away"
+        return wrong(AREA, "curve_unwanted", f"{address}: the gateway has CURVE keys, the engine has none", advice)
+    return _hello(address, curve, timeout_s)
+
+
+def _greet(address: str, timeout_s: float) -> bytes:
+    """The first bytes of whatever listens. Raises OSError."""
+    parts = urlsplit(address)
+    if parts.scheme == "ipc":
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(timeout_s)
+        place: object = address.removeprefix("ipc://")
+    else:
+        connection = socket.socket(socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET)
+        connection.settimeout(timeout_s)
+        place = (parts.hostname, parts.port)
+    with connection:
+        connection.connect(place)  # type: ignore[arg-type]
+        connection.sendall(VERSION)
+        received = b""
+        try:
+            while len(received) < GREETING_BYTES and (more := connection.recv(GREETING_BYTES)):
+                received += more
+        except TimeoutError:
+            pass  # it does not speak first, as an engine does
+        return received
+
+
+def _hello(address: str, curve: CurveKeys | None, timeout_s: float) -> Card | Finding:
+    """The card, as a gateway gets it."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        if curve is not None:
+            dealer.curve_serverkey, dealer.curve_publickey = curve.server_public, curve.client_public
+            dealer.curve_secretkey = curve.client_secret
+        dealer.connect(address)
+        dealer.send(encode(Hello("doctor")))
+        end = time.monotonic() + timeout_s
+        while (left := end - time.monotonic()) > 0 and dealer.poll(int(left * 1000)):
+            try:
+                cards = [one for one in decode_to_gateway(dealer.recv()) if isinstance(one, Card)]
+            except UndecodableMessage:
+                break
+            if cards:
+                return cards[0]
+    if curve is not None:
+        advice = "set curve_server_key to the public key of the engine's --curve-key-file (its `engine_ready` line)"
+        return wrong(AREA, "curve_wrong", f"{address}: the engine refuses the gateway's CURVE keys", advice)
+    advice = f"run the same release everywhere (here it speaks protocol {PROTOCOL_VERSION}), or restart the engine"
+    return wrong(AREA, "engine_silent", f"{address}: an engine listens, and does not answer a gateway's hello", advice)
+
+
+def _look_at_foreign(text: str, timeout_s: float) -> Finding:
+    try:
+        address = ForeignAddress.parse(text)
+        key = None if address.key_file is None else address.key_file.read_text().strip()
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        answer = httpx.get(f"{address.base_url}/models", headers=headers, timeout=timeout_s)
+        answer.raise_for_status()
+        names = [one["id"] for one in answer.json()["data"]]
+    except (OSError, ValueError, KeyError, TypeError, httpx.HTTPError) as exc:
+        advice = "start that server, or correct the address, key_file or model in it"
+        return wrong(AREA, "foreign_away", f"{text}: {exc}", advice)
+    if address.model not in names:
+        advice = f"name one of: {', '.join(names)}"
+        return wrong(AREA, "foreign_model", f"{address.base_url} does not serve {address.model!r}", advice)
+    return ok(AREA, "engine", f"{address.base_url}: {address.model}")
+
+
+def _disagreements(cards: list[tuple[str, Card]]) -> Iterator[Finding]:
+    """Engines of one model among which a request could not move."""
+    first: dict[str, tuple[str, Card]] = {}
+    for address, card in cards:
+        other_address, other = first.setdefault(card.model, (address, card))
+        different = [
+            said
+            for said, field in (
+                ("tokenizer", "tokenizer_json"),
+                ("chat template", "chat_template"),
+                ("vocabulary", "vocab_size"),
+                ("context length", "max_context_tokens"),
+            )
+            if getattr(card, field) != getattr(other, field)
+        ]
+        if different:
+            told = f"{address} and {other_address} both serve {card.model!r} with another {', '.join(different)}"
+            advice = "start both with the same checkpoint, or give one another --name"
+            yield wrong(AREA, "model_mismatch", told, advice)
+
+
+def local_engine(data_dir: Path) -> tuple[str, ...]:
+    """The engine of a local serve, if one has run there."""
+    place = data_dir.absolute() / "run" / "engine.sock"
+    return (f"ipc://{place}",) if place.exists() else ()

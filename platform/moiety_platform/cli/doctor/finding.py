@@ -1,0 +1,40 @@
+"""What a check found."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`code` is stable, for programs. `advice` says what to do; `command` does it, where one command can."""
+
+    area: str
+    code: str
+    level: Level
+    found: str
+    advice: str = ""
+    command: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: value or None for name, value in asdict(self).items()}
+
+
+def ok(area: str, code: str, found: str) -> Finding:
+    return Finding(area, code, Level.OK, found)
+
+
+def warn(area: str, code: str, found: str, advice: str, command: str = "") -> Finding:
+    return Finding(area, code, Level.WARNING, found, advice, command)
+
+
+def wrong(area: str, code: str, found: str, advice: str, command: str = "") -> Finding:
+    return Finding(area, code, Level.WRONG, found, advice, command)

@@ -1,0 +1,103 @@
+"""What speaks HTTP: the gateway, its admin API, the trace store, the dashboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+import httpx
+
+from moiety_platform.cli.doctor.finding import Finding, ok, wrong
+from moiety_platform.settings import GatewaySettings
+
+GATEWAY, TRACES, DASHBOARD = "gateway", "traces", "dashboard"
+TIMEOUT_S = 5.0
+MAX_SKEW_S = 5.0  # a Date header has whole seconds
+
+
+def look_at_gateway(url: str, admin_key: str | None, now: datetime) -> Iterator[Finding]:
+    """Whether it lives, can serve, and takes the key."""
+    try:
+        health = httpx.get(f"{url}/healthz", timeout=TIMEOUT_S)
+        ready = httpx.get(f"{url}/readyz", timeout=TIMEOUT_S)
+        is_ours = health.status_code == httpx.codes.OK and health.json() == {"status": "ok"}
+    except ValueError:
+        is_ours = False
+    except httpx.HTTPError as exc:
+        advice = "start `moiety gateway` or `moiety serve`, or give its address as --url"
+        yield wrong(GATEWAY, "gateway_away", f"{url} does not answer ({type(exc).__name__})", advice)
+        return
+    if not is_ours:
+        yield wrong(GATEWAY, "not_a_gateway", f"{url} is no Moiety gateway", "give the gateway's address as --url")
+        return
+    yield from _look_at_its_clock(health, now)
+    if ready.status_code == httpx.codes.OK:
+        yield ok(GATEWAY, "gateway", f"{url} is ready")
+    else:
+        advice = "see what is said of the store and of the engines; a gateway is ready when an engine of each model is"
+        reason = ready.json().get("reason", ready.text)
+        yield wrong(GATEWAY, "not_ready", f"{url} is not ready: {reason}", advice)
+    if admin_key is not None:
+        yield _look_at_key(url, admin_key)
+
+
+def _look_at_its_clock(answer: httpx.Response, now: datetime) -> Iterator[Finding]:
+    if (told := answer.headers.get("date")) is not None:
+        skew_s = (now - parsedate_to_datetime(told).astimezone(UTC)).total_seconds()
+        if abs(skew_s) > MAX_SKEW_S:
+            advice = "have both machines follow the same time servers (chrony or systemd-timesyncd)"
+            yield wrong(GATEWAY, "clock_skew", f"the gateway's clock differs by {skew_s:.0f} s", advice)
+
+
+def _look_at_key(url: str, admin_key: str) -> Finding:
+    headers = {"Authorization": f"Bearer {admin_key}"}
+    answer = httpx.get(f"{url}/admin/v1/caller", headers=headers, timeout=TIMEOUT_S)
+    if answer.status_code == httpx.codes.OK:
+        return ok(GATEWAY, "admin_key", f"the administrator's key is of a role {answer.json().get('role')}")
+    advice = "give a working key as --admin-key or MOIETY_ADMIN_KEY, or have an owner make one: moiety key create"
+    try:
+        reason = str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        reason = str(answer.status_code)
+    return wrong(GATEWAY, "admin_key_refused", f"the gateway refuses the administrator's key: {reason}", advice)
+
+
+def look_at_traces(settings: GatewaySettings) -> Iterator[Finding]:
+    """Whether it takes what gateways send: nothing at all, under their token."""
+    if settings.traces_endpoint is None or settings.traces_token is None:
+        yield ok(TRACES, "traces", "no trace store is configured")
+        return
+    headers = {
+        "Authorization": f"Bearer {settings.traces_token.get_secret_value()}",
+        "Content-Type": "application/x-protobuf",
+    }
+    url = f"{settings.traces_endpoint.rstrip('/')}/v1/traces"
+    try:
+        answer = httpx.post(url, headers=headers, content=b"", timeout=TIMEOUT_S)
+    except httpx.HTTPError as exc:
+        advice = "start `moiety traces`, or correct traces_endpoint; requests are served without it, unseen"
+        yield wrong(TRACES, "traces_away", f"{url} does not answer ({type(exc).__name__})", advice)
+        return
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        advice = "set MOIETY_TRACES_TOKEN to the same for gateways and trace store"
+        yield wrong(TRACES, "traces_token", "the trace store refuses the gateways' token", advice)
+    elif answer.is_error:
+        advice = "correct traces_endpoint: it ends in /otlp at a `moiety traces`, whose /readyz says what it lacks"
+        yield wrong(TRACES, "traces_refuse", f"{url} answers {answer.status_code}", advice)
+    else:
+        yield ok(TRACES, "traces", f"{settings.traces_endpoint} takes spans")
+
+
+def look_at_dashboard(url: str | None) -> Iterator[Finding]:
+    if url is None:
+        return
+    try:
+        healthy = httpx.get(f"{url}/_stcore/health", timeout=TIMEOUT_S).is_success
+    except httpx.HTTPError:
+        healthy = False
+    if healthy:
+        yield ok(DASHBOARD, "dashboard", f"{url} is there")
+    else:
+        advice = "start `moiety dashboard --gateway …`, or correct --dashboard"
+        yield wrong(DASHBOARD, "dashboard_away", f"{url} does not answer as a dashboard", advice)

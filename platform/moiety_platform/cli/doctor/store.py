@@ -1,0 +1,170 @@
+"""The database: whether it is there and at the right revision, its clock, pepper and keys; whether the books agree."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+from sqlalchemy import func, or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.access.roles import Role
+from moiety_platform.auth.keys import hash_key, hashes_match, parse_key
+from moiety_platform.auth.pepper import FILE_NAME, BadPepper, resolve_pepper
+from moiety_platform.cli.doctor.finding import Finding, Level, ok, warn, wrong
+from moiety_platform.clock import Clock
+from moiety_platform.db.now import now_ms
+from moiety_platform.db.session import Database
+from moiety_platform.db.url import redact
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.tenants.models import ApiKey
+from moiety_platform.usage.reconciliation import hold_still, reconcile
+
+AREA = "store"
+MAX_SKEW_S = 2.0
+DRIFT_HOURS = 24
+MIGRATE_TIMEOUT_S = 30
+
+
+async def look_at_store(settings: GatewaySettings, admin_key: str | None, clock: Clock) -> AsyncIterator[Finding]:
+    """What needs the tables is asked only where they are right."""
+    revision = look_at_revision(settings.store_url)
+    yield revision
+    for finding in look_at_journal(settings.data_dir / "usage-journal"):
+        yield finding
+    if revision.level is not Level.OK:
+        return
+    database = Database.open(settings.store_url)
+    try:
+        async with database.read() as session:
+            yield await look_at_clock(session, clock)
+            yield await look_at_pepper(session, settings, admin_key)
+            yield await look_at_owners(session, clock)
+        async with database.read() as session:
+            await hold_still(session)
+            async for finding in look_at_books(session, clock):
+                yield finding
+    finally:
+        await database.close()
+
+
+def look_at_revision(url: str) -> Finding:
+    """By the migrations' own program, which this package does not import."""
+    asked = [sys.executable, "-P", "-m", "moiety_migrations", "current", "--json"]
+    environment = {**os.environ, "MOIETY_DATABASE_URL": url}  # not an argument: those can be read by everybody
+    done = subprocess.run(
+        asked, env=environment, capture_output=True, text=True, timeout=MIGRATE_TIMEOUT_S, check=False
+    )
+    if not done.stdout:
+        advice = "start the database, or correct MOIETY_DATABASE_URL (--database-url)"
+        return wrong(AREA, "database_away", done.stderr.strip().removeprefix("error: "), advice)
+    told = json.loads(done.stdout)
+    at, needed = told["revision"], told["head"]
+    if at == needed:
+        return ok(AREA, "revision", f"{told['database']} is at {at}")
+    if at is not None and at > needed:
+        advice = "a newer release has migrated it: run that release here, or go back by its `moiety migrate downgrade`"
+        return wrong(AREA, "database_newer", f"the database is at {at}, this release knows {needed}", advice)
+    behind = f"the database is at {at or 'no revision'}, {needed} is needed"
+    command = "moiety migrate upgrade"
+    if redact(url) == url:
+        command += f" --database-url {shlex.quote(url)}"
+    return wrong(AREA, "database_behind", behind, "bring it up to date before the gateways start", command)
+
+
+async def look_at_clock(session: AsyncSession, clock: Clock) -> Finding:
+    """Leases and expiries go by the database's clock, deadlines by the machines'."""
+    theirs = (await session.scalar(select(now_ms()))) or 0
+    skew_s = clock.now().timestamp() - theirs / 1000
+    told = f"this machine's clock is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the database's"
+    if abs(skew_s) > MAX_SKEW_S:
+        advice = "have both machines follow the same time servers (chrony, timesyncd), and step the wrong clock"
+        return wrong(AREA, "clock_skew", told, advice, "chronyc makestep")
+    return ok(AREA, "clock", told)
+
+
+async def look_at_pepper(session: AsyncSession, settings: GatewaySettings, admin_key: str | None) -> Finding:
+    """Whether the stored hashes were made with it; known for sure only where an administrator's key is given."""
+    keys = await session.scalar(select(func.count()).select_from(ApiKey).where(ApiKey.revoked_at.is_(None))) or 0
+    file = settings.data_dir / FILE_NAME
+    if settings.key_pepper is None and not file.exists():
+        if not keys:
+            return ok(AREA, "pepper", "there is none yet, and no key that needs it")
+        advice = f"put the pepper of the backup back at {file} (or in MOIETY_KEY_PEPPER); without it every key is lost"
+        return wrong(AREA, "pepper_missing", f"{keys} keys are stored, and there is no pepper", advice)
+    try:
+        pepper = resolve_pepper(
+            settings.key_pepper.get_secret_value() if settings.key_pepper else None, settings.data_dir
+        )
+    except BadPepper as exc:
+        return wrong(AREA, "pepper_bad", str(exc), "put the pepper of the backup back")
+    if settings.key_pepper is None and (mode := stat.S_IMODE(file.stat().st_mode)) & 0o077:
+        told = f"{file} can be read by others (mode {mode:o})"
+        return wrong(AREA, "pepper_open", told, "let its owner alone read it", f"chmod 600 {shlex.quote(str(file))}")
+    text = parse_key(admin_key or "")
+    row = None if text is None else await session.get(ApiKey, text.key_id)
+    if text is not None and row is not None and not hashes_match(hash_key(text, pepper), row.secret_hash):
+        advice = "put the pepper of the backup back: keys that were made with it work again"
+        return wrong(AREA, "pepper_other", "the pepper is not the one that the stored keys were made with", advice)
+    return ok(
+        AREA, "pepper", "the pepper fits" if row is not None else "there is a pepper; give --admin-key to have it tried"
+    )
+
+
+async def look_at_owners(session: AsyncSession, clock: Clock) -> Finding:
+    working = ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > clock.now())
+    owners = (
+        await session.scalar(select(func.count()).select_from(ApiKey).where(ApiKey.role == Role.OWNER, *working)) or 0
+    )
+    if not owners:
+        advice = "start a gateway with --first-keys and a file that is not there yet; in a cluster: "
+        advice += "moiety cluster owner NAME --reissue"
+        return wrong(AREA, "no_owner", "no owner's key works", advice)
+    return ok(AREA, "owners", f"working keys of owners: {owners}")
+
+
+async def look_at_books(session: AsyncSession, clock: Clock) -> AsyncIterator[Finding]:
+    """Requests, ledger, sums and limits."""
+    until = clock.now()
+    report = await reconcile(session, until - timedelta(hours=DRIFT_HOURS), until)
+    again = "look again in a minute, since what ends just now may be half stored; if it stays, keep a support bundle"
+    if report.differences:
+        tenants = ", ".join(one.tenant_id for one in report.differences[:3])
+        told = f"requests, ledger and sums of {len(report.differences)} tenants differ: {tenants}"
+        yield wrong(AREA, "books_differ", told, again, "moiety usage reconcile")
+    if report.windows:
+        limits = ", ".join(sorted({one.quota_id for one in report.windows})[:3])
+        told = f"{len(report.windows)} windows of limits are not what their leases come to: {limits}"
+        yield wrong(AREA, "limits_drift", told, again, "moiety usage reconcile")
+    if report.quarantined:
+        count = sum(one.leases for one in report.quarantined)
+        told = f"{count} leases of gateways that died count as spent until engines prove otherwise"
+        yield warn(AREA, "quarantined", told, "start the engines that they used; nothing is overspent meanwhile")
+    if report.agrees:
+        yield ok(AREA, "books", f"requests, ledger, sums and limits of {DRIFT_HOURS} h agree")
+
+
+def look_at_journal(folder: Path) -> Iterator[Finding]:
+    """Usage that no living gateway will store."""
+    left = [path.name for path in sorted(folder.glob("*.jsonl")) if path.stat().st_size and not _is_held(path)]
+    if left:
+        told = f"usage of a gateway that was killed lies in {folder}: {', '.join(left)}"
+        advice = "start a gateway on this data directory: it stores them first"
+        yield wrong(AREA, "usage_left", told, advice)
+
+
+def _is_held(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

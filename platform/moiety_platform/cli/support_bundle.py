@@ -1,0 +1,125 @@
+"""`moiety support-bundle`: what whoever helps has to know, in one file, without a secret."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import tarfile
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from pydantic import SecretStr
+
+from moiety_platform.auth.pepper import FILE_NAME
+from moiety_platform.cli.doctor.command import Patient, examine, patient_of
+from moiety_platform.cli.doctor.machine import versions
+from moiety_platform.cli.errors import CommandError
+from moiety_platform.cli.redaction import redact_settings, redact_text
+from moiety_platform.clock import SystemClock
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.supervisor.data_dir import KEYS_FILE
+
+TIMEOUT_S = 10.0
+MAX_LOG_BYTES = 2 * 1024 * 1024  # the end of each
+OF_GATEWAY = {"health.json": "/healthz", "readiness.json": "/readyz", "metrics.txt": "/metrics"}
+OF_ADMIN = {
+    "engines.json": "/admin/v1/engines",
+    "classes.json": "/admin/v1/classes",
+    "leases.json": "/admin/v1/quotas/leases",
+    "reconciliation.json": "/admin/v1/usage/reconciliation",
+}
+
+
+def support_bundle(
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to; moiety-support-TIME.tar.gz.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The gateway's configuration file, if it has one.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="The gateway's data directory.")] = None,
+    database_url: Annotated[str | None, typer.Option(help="The gateway's database.")] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="An engine's address; repeatable.")] = None,
+    url: Annotated[str | None, typer.Option(envvar="MOIETY_URL", help="The gateway.")] = None,
+    admin_key: Annotated[str | None, typer.Option(envvar="MOIETY_ADMIN_KEY", help="Admin key, to be tried.")] = None,
+    log: Annotated[list[Path] | None, typer.Option(help="A log file, whose end is put in; repeatable.")] = None,
+) -> None:
+    """Put versions, settings, the doctor's findings, metrics, engines' loads and the ends of logs into one file.
+
+    Keys, passwords and tokens are taken out. Look at the file before you hand it on all the same.
+    """
+    patient = patient_of(config, data_dir, database_url, engine, url, admin_key, None, None)
+    secrets = secrets_of(patient)
+    target = output or Path(f"moiety-support-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.tar.gz")
+    logs = log or sorted((patient.settings.data_dir / "logs").glob("*.log"))
+    try:
+        with target.open("xb") as file, tarfile.open(fileobj=file, mode="w:gz") as bundle:
+            target.chmod(0o600)
+            names = [_add(bundle, name, redact_text(text, secrets)) for name, text in _parts(patient, logs)]
+    except OSError as exc:
+        raise CommandError(f"cannot write {target} ({exc.strerror}); give another name as --output") from exc
+    typer.echo(f"{target} has {', '.join(names)}; look at it before you hand it on")
+
+
+def secrets_of(patient: Patient) -> list[str]:
+    """All that this process knows to be secret."""
+    settings = patient.settings
+    found = [one.get_secret_value() for _, one in settings if isinstance(one, SecretStr)]
+    found += [patient.admin_key or ""]
+    pepper, keys = settings.data_dir / FILE_NAME, settings.data_dir / KEYS_FILE
+    if pepper.exists():
+        found.append(pepper.read_text(errors="replace").strip())
+    if keys.exists():
+        found += [str(value) for name, value in json.loads(keys.read_text()).items() if name.endswith("key")]
+    return found
+
+
+def _parts(patient: Patient, logs: list[Path]) -> Iterator[tuple[str, str]]:
+    """Name and text of each."""
+    yield "versions.json", _json(versions())
+    yield "settings.json", _json(redact_settings(_settings(patient.settings)))
+    findings = asyncio.run(examine(patient, SystemClock()))
+    yield "doctor.json", _json([finding.as_json() for finding in findings])
+    with httpx.Client(base_url=patient.url, timeout=TIMEOUT_S) as http:
+        for name, path in OF_GATEWAY.items():
+            yield name, _get(http, path, None)
+        if patient.admin_key is not None:
+            for name, path in OF_ADMIN.items():
+                yield name, _get(http, path, patient.admin_key)
+    for place in logs:
+        yield f"logs/{place.name}", _end_of(place)
+
+
+def _settings(settings: GatewaySettings) -> dict[str, Any]:
+    return {name: value for name, value in settings}  # noqa: C416  a model is no mapping
+
+
+def _get(http: httpx.Client, path: str, key: str | None) -> str:
+    """What is answered, or why nothing is: that belongs into the bundle too."""
+    try:
+        return http.get(path, headers={} if key is None else {"Authorization": f"Bearer {key}"}).text
+    except httpx.HTTPError as exc:
+        return f"{path} of {http.base_url} does not answer: {type(exc).__name__}"
+
+
+def _end_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError as exc:
+        return f"cannot read {path}: {exc.strerror}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _add(bundle: tarfile.TarFile, name: str, text: str) -> str:
+    data = text.encode()
+    entry = tarfile.TarInfo(f"moiety-support/{name}")
+    entry.size, entry.mode, entry.mtime = len(data), 0o600, int(time.time())
+    bundle.addfile(entry, io.BytesIO(data))
+    return name

@@ -1,0 +1,1 @@
+"""What-if: the last hour's own traffic again, under other settings, by the engine's simulator in a process apart."""

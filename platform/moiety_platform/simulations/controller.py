@@ -1,0 +1,165 @@
+"""`/admin/v1/simulations`: what other settings would do to the last hour's traffic. The door is the admin router's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from litestar import delete, get, post
+from litestar.di import NamedDependency
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath, JSONBody
+
+from moiety_platform.access.table import Action, needs
+from moiety_platform.classes.checks import check_terms
+from moiety_platform.classes.service import apply_change, load_classes
+from moiety_platform.classes.terms import ClassTerms
+from moiety_platform.db.session import Database
+from moiety_platform.engine_client.base import EngineState
+from moiety_platform.errors import BadRequest, Conflict, NotFound
+from moiety_platform.openapi.described import fails
+from moiety_platform.simulations import store
+from moiety_platform.simulations.child import Side
+from moiety_platform.simulations.runner import Plan, Simulations
+from moiety_platform.simulations.schemas import (
+    MAX_MINUTES,
+    MAX_REPLICAS,
+    MAX_SPEC_LENGTH,
+    MAX_TIMES,
+    MIN_TIMES,
+    NewSimulation,
+    SimulationView,
+    SimulationViews,
+)
+from moiety_wire.classes import ServiceClass
+from moiety_workload.simulations import DEVICES, POLICIES
+
+TAGS = ("simulations",)
+
+_BOUNDS = {
+    "minutes": (1, MAX_MINUTES),
+    "times": (MIN_TIMES, MAX_TIMES),
+    "replicas": (1, MAX_REPLICAS),
+    "replicas_now": (1, MAX_REPLICAS),
+}
+
+
+def simulation_routes(simulations: Simulations, engines: Callable[[], Sequence[EngineState]]) -> list[HTTPRouteHandler]:
+    """The handlers, for the admin router to take in."""
+
+    @post(
+        "/simulations",
+        status_code=202,
+        name="start_simulation",
+        opt=needs(Action.SIMULATE) | fails(404, 409),
+        tags=TAGS,
+    )
+    async def start_simulation(database: NamedDependency[Database], data: JSONBody[NewSimulation]) -> SimulationView:
+        """Run the traffic of the last minutes twice by the engine's simulator, as things are and as asked for, in a
+        process of its own. One runs at a time; what came of it is kept for a day."""
+        check(data)
+        async with database.read() as session:
+            now = await load_classes(session)
+        then = changed(now, data)
+        device = data.device or learned_device(engines(), data.engine_id or "")
+        plan = Plan(
+            data,
+            device,
+            Side(services(now.values()), POLICIES[0], 1.0, data.replicas_now),
+            Side(services(then.values()), data.policy, data.times, data.replicas),
+        )
+        simulation_id = await simulations.start(plan)
+        async with database.read() as session:
+            return await store.find(session, simulation_id)
+
+    @get("/simulations", name="list_simulations", opt=needs(Action.SIMULATE), tags=TAGS)
+    async def list_simulations(database: NamedDependency[Database]) -> SimulationViews:
+        """The last simulations, newest first."""
+        async with database.read() as session:
+            return SimulationViews(await store.find_last(session), list(DEVICES), list(POLICIES))
+
+    @get("/simulations/{simulation_id:str}", name="get_simulation", opt=needs(Action.SIMULATE), tags=TAGS)
+    async def get_simulation(database: NamedDependency[Database], simulation_id: FromPath[str]) -> SimulationView:
+        """One simulation, and what came of it."""
+        async with database.read() as session:
+            return await store.find(session, simulation_id)
+
+    @delete(
+        "/simulations/{simulation_id:str}",
+        status_code=200,
+        name="cancel_simulation",
+        opt=needs(Action.SIMULATE),
+        tags=TAGS,
+    )
+    async def cancel_simulation(database: NamedDependency[Database], simulation_id: FromPath[str]) -> SimulationView:
+        """Cancel it, wherever it runs; of one that has ended nothing changes."""
+        async with database.write() as session:
+            await store.find(session, simulation_id)
+            await store.finish(session, simulation_id, "cancelled")
+            return await store.find(session, simulation_id)
+
+    return [start_simulation, list_simulations, get_simulation, cancel_simulation]
+
+
+def check(asked: NewSimulation) -> None:
+    """Raises BadRequest."""
+    for name, (low, high) in _BOUNDS.items():
+        if not low <= getattr(asked, name) <= high:
+            raise BadRequest(f"'{name}' must be from {low:g} to {high:g}.", param=name)
+    if asked.policy not in POLICIES:
+        raise BadRequest(f"'policy' must be one of: {', '.join(POLICIES)}.", param="policy")
+    if (asked.device is None) == (asked.engine_id is None):
+        raise BadRequest(
+            "Give either 'device' or 'engine_id': what a step takes is known of one of them.", param="device"
+        )
+    if asked.device is not None and asked.device not in DEVICES:
+        raise BadRequest(f"'device' must be one of: {', '.join(DEVICES)}.", param="device")
+    spec = asked.generate
+    if spec is not None and not (spec.isprintable() and 0 < len(spec) <= MAX_SPEC_LENGTH):
+        raise BadRequest(f"'generate' must have 1 to {MAX_SPEC_LENGTH} printable characters.", param="generate")
+
+
+def changed(now: Mapping[str, ClassTerms], asked: NewSimulation) -> dict[str, ClassTerms]:
+    """The classes as they would be. Raises BadRequest, which is what making the change would be answered with."""
+    then = dict(now)
+    for name, change in asked.classes.items():
+        if name not in now:
+            raise BadRequest(f"There is no class {name[:32]!r}; there are: {', '.join(sorted(now))}.", param="classes")
+        then[name] = apply_change(now[name], change)
+    for terms in then.values():
+        check_terms(terms, then)
+    return then
+
+
+def services(terms: Iterable[ClassTerms]) -> dict[str, ServiceClass]:
+    return {one.service.name: one.service for one in terms}
+
+
+def learned_device(engines: Sequence[EngineState], engine_id: str) -> dict[str, Any]:
+    """What an engine has learned of its steps, and its limits, as the simulator's files describe a device. Raises
+    NotFound, Conflict."""
+    load = next((one.load for one in engines if one.load is not None and one.load.engine_id == engine_id), None)
+    if load is None:
+        raise NotFound("There is no engine with this id; list them with GET /admin/v1/engines.", param="engine_id")
+    costs = load.step_costs
+    if costs is None:
+        raise Conflict(
+            "This engine has not learned yet what its steps take, or is none of ours: let it serve some requests, or "
+            "give 'device'.",
+            code="nothing_learned",
+        )
+    return {
+        "name": f"as {engine_id} has learned",
+        "overhead_s": costs.step_s,
+        "token_s": costs.row_s,
+        "bends": costs.bends,
+        "kv_token_s": costs.context_token_s,
+        "pair_s": costs.pair_s,
+        "exponent": 1.0,
+        "kv_tokens": load.kv_blocks_total * load.block_size,
+        "block_size": load.block_size,
+        "max_batch_tokens": load.max_batch_tokens,
+        "max_running": load.max_running,
+        "kv_token_bytes": 0,
+        "fit_error": costs.relative_error,
+    }

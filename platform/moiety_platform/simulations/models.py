@@ -1,0 +1,34 @@
+"""The table of simulations: which one runs, and what came of the last ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, ColumnElement, Index, SmallInteger, String, Text, UniqueConstraint, false
+from sqlalchemy.orm import Mapped, mapped_column
+
+from moiety_platform.db.base import Base
+
+ID_LENGTH = 32
+
+
+class SimulationRecord(Base):
+    """One simulation; times are by the database's clock in Unix milliseconds. The one that runs has the one slot that
+    there is, and is taken for dead when `alive_ms` is long ago. It holds no tenant's name and no tenant's figures."""
+
+    __tablename__ = "simulations"
+    __table_args__ = (UniqueConstraint("slot"), Index(None, "created_ms", "id"))
+
+    id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    slot: Mapped[int | None] = mapped_column(SmallInteger)
+    state: Mapped[str] = mapped_column(String(16))  # running, done, failed, cancelled
+    created_ms: Mapped[int] = mapped_column(BigInteger)
+    alive_ms: Mapped[int] = mapped_column(BigInteger)
+    settings: Mapped[dict[str, Any]] = mapped_column(JSON)
+    result: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    problem: Mapped[str | None] = mapped_column(Text)
+
+    @classmethod
+    def of_tenant(cls, _tenant_id: str) -> ColumnElement[bool]:
+        """The deployment's own, no tenant's."""
+        return false()

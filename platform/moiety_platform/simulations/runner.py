@@ -1,0 +1,136 @@
+"""Runs the simulation that this gateway has claimed, beside all that it serves: reads the traffic, has it simulated
+twice, and stores what came of it. A simulation is cancelled at any gateway, and ends at its own within a second."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from moiety_platform.db.session import Database
+from moiety_platform.errors import Unavailable
+from moiety_platform.simulations import store
+from moiety_platform.simulations.child import Offer, Side, simulate
+from moiety_platform.simulations.problems import SimulationProblem
+from moiety_platform.simulations.schemas import Compared, NewSimulation
+from moiety_platform.simulations.traffic import Traffic, weights_of, write_traffic
+from moiety_platform.tenants.checks import new_id
+
+BEAT_S = 1.0
+DRAWN_S = 600  # of arrivals that are drawn
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be simulated. `device` is a preset's name, or what the simulator's device files say."""
+
+    asked: NewSimulation
+    device: str | Mapping[str, Any]
+    now: Side
+    then: Side
+
+
+class Simulations:
+    """Owned by the entry point; one event loop."""
+
+    def __init__(self, database: Database, *, limit_s: float, niceness: int, beat_s: float = BEAT_S) -> None:
+        """`niceness` says how far the simulator gives way to everything else on this machine."""
+        self._database = database
+        self._limit_s = limit_s
+        self._niceness = niceness
+        self._beat_s = beat_s
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, plan: Plan) -> str:
+        """Its id. Raises Conflict while one runs, Unavailable."""
+        simulation_id = new_id("sim")
+        async with self._database.write() as session:
+            began_ms = await store.claim(session, simulation_id, msgspec.to_builtins(plan.asked))
+        task = asyncio.create_task(self._run(simulation_id, plan, datetime.fromtimestamp(began_ms / 1000, UTC)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return simulation_id
+
+    async def stop(self) -> None:
+        """End what runs. Idempotent."""
+        for task in (tasks := set(self._tasks)):
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _run(self, simulation_id: str, plan: Plan, began: datetime) -> None:
+        work = asyncio.create_task(self._compare(plan, began))
+        try:
+            await self._watch(simulation_id, work)
+            result = await work
+        except SimulationProblem as problem:
+            await self._finish(simulation_id, "failed", problem=str(problem))
+        except Unavailable:
+            await self._finish(simulation_id, "failed", problem="the database went away; start it again")
+        except asyncio.CancelledError:
+            if not work.cancelled():
+                raise
+        except Exception:  # the root of a task
+            log.exception("simulation_failed", simulation_id=simulation_id)
+            await self._finish(simulation_id, "failed", problem="of a defect, which the gateway's log tells")
+        else:
+            await self._finish(simulation_id, "done", result=result)
+        finally:
+            if not work.done():
+                work.cancel()
+                await asyncio.wait({work})
+                await self._finish(simulation_id, "failed", problem="the gateway that ran it was stopped")
+
+    async def _watch(self, simulation_id: str, work: asyncio.Task[Compared]) -> None:
+        """Until it is done, or cancelled. Raises SimulationProblem when it has taken too long."""
+        ends_at = asyncio.get_running_loop().time() + self._limit_s
+        while not (await asyncio.wait({work}, timeout=self._beat_s))[0]:
+            if asyncio.get_running_loop().time() > ends_at:
+                work.cancel()
+                await asyncio.wait({work})
+                raise SimulationProblem(f"it took more than {self._limit_s:.0f} s; choose fewer minutes")
+            with contextlib.suppress(Unavailable):  # which may pass
+                async with self._database.write() as session:
+                    if not await store.beat(session, simulation_id):
+                        work.cancel()
+
+    async def _compare(self, plan: Plan, until: datetime) -> Compared:
+        with tempfile.TemporaryDirectory(prefix="moiety-simulation-") as name:
+            folder = Path(name)
+            traffic, arrivals = await self._arrivals(plan, until, folder)
+            device = plan.device
+            if not isinstance(device, str):
+                (folder / "device.json").write_bytes(msgspec.json.encode(device))
+            option = device if isinstance(device, str) else str(folder / "device.json")
+            offer = Offer(folder, arrivals, option, await weights_of(self._database, traffic.tenants))
+            now, then = [await simulate(offer, side, niceness=self._niceness) for side in (plan.now, plan.then)]
+        told = device if isinstance(device, str) else str(device["name"])
+        num_requests = traffic.num_requests or now.num_requests
+        return Compared(told, num_requests, traffic.num_unserved, now, then)
+
+    async def _arrivals(self, plan: Plan, until: datetime, folder: Path) -> tuple[Traffic, list[str]]:
+        """What arrives, and the options that say so."""
+        asked = plan.asked
+        if asked.generate is not None:
+            return Traffic(), [f"--generate={asked.generate}", "--duration", str(min(DRAWN_S, 60 * asked.minutes))]
+        trace = folder / "traffic.csv"
+        since = until - timedelta(minutes=asked.minutes)
+        traffic = await write_traffic(self._database, since, until, asked.model, trace)
+        if unknown := traffic.classes - plan.now.classes.keys():
+            raise SimulationProblem(f"there are requests of classes that are gone: {', '.join(sorted(unknown))}")
+        return traffic, ["--trace", str(trace)]
+
+    async def _finish(self, simulation_id: str, state: str, **told: Any) -> None:
+        with contextlib.suppress(Unavailable):  # then it is taken for dead
+            async with self._database.write() as session:
+                await store.finish(session, simulation_id, state, **told)

@@ -1,0 +1,104 @@
+"""The table of simulations, within the caller's transaction: one of them runs at a time, whichever gateway runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+from sqlalchemy import ColumnElement, delete, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.db.now import now_ms
+from moiety_platform.errors import Conflict, NotFound
+from moiety_platform.simulations.models import ID_LENGTH, SimulationRecord
+from moiety_platform.simulations.schemas import Compared, SimulationView
+
+KEPT_MS = 24 * 3600 * 1000
+MAX_LISTED = 20
+ROWS_AT_ONCE = 100
+SILENT_MS = 15_000
+GATEWAY_GONE = "the gateway that ran it is gone; start it again"
+BUSY = "A simulation is running already, and there is one at a time: wait for it, or cancel it."
+
+Now = Callable[[], ColumnElement[int]]
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+async def claim(session: AsyncSession, simulation_id: str, settings: dict[str, Any], now: Now = now_ms) -> int:
+    """Be the one that runs; when that was. Raises Conflict while another one does."""
+    moment = int(await session.scalar(select(now())) or 0)
+    running = update(SimulationRecord).where(SimulationRecord.slot.is_not(None))
+    silent = running.where(SimulationRecord.alive_ms < moment - SILENT_MS)
+    await session.execute(silent.values(slot=None, state="failed", problem=GATEWAY_GONE))
+    made = SimulationRecord(
+        id=simulation_id, slot=1, state="running", created_ms=moment, alive_ms=moment, settings=settings
+    )
+    session.add(made)
+    try:
+        await session.flush()
+    except IntegrityError as exc:
+        raise Conflict(BUSY, code="simulation_running") from exc
+    return moment
+
+
+async def beat(session: AsyncSession, simulation_id: str, now: Now = now_ms) -> bool:
+    """It still runs; False where it was cancelled meanwhile, or taken for dead."""
+    mine = update(SimulationRecord).where(SimulationRecord.id == simulation_id, SimulationRecord.slot.is_not(None))
+    return await session.scalar(mine.values(alive_ms=now()).returning(SimulationRecord.id)) is not None
+
+
+async def finish(
+    session: AsyncSession,
+    simulation_id: str,
+    state: str,
+    *,
+    result: Compared | None = None,
+    problem: str | None = None,
+) -> bool:
+    """It runs no more; False where that was known already."""
+    values = {"slot": None, "state": state, "problem": problem}
+    values["result"] = None if result is None else msgspec.to_builtins(result)
+    mine = update(SimulationRecord).where(SimulationRecord.id == simulation_id, SimulationRecord.slot.is_not(None))
+    return await session.scalar(mine.values(values).returning(SimulationRecord.id)) is not None
+
+
+async def find(session: AsyncSession, simulation_id: str, now: Now = now_ms) -> SimulationView:
+    """Raises NotFound."""
+    record = await session.get(SimulationRecord, simulation_id[:ID_LENGTH], populate_existing=True)
+    if record is None:
+        raise NotFound("There is no such simulation, or it was a day ago; list them with GET /admin/v1/simulations.")
+    return view_of(record, int(await session.scalar(select(now())) or 0))
+
+
+async def find_last(session: AsyncSession, now: Now = now_ms) -> list[SimulationView]:
+    """Newest first."""
+    newest = select(SimulationRecord).order_by(SimulationRecord.created_ms.desc(), SimulationRecord.id.desc())
+    moment = int(await session.scalar(select(now())) or 0)
+    return [view_of(record, moment) for record in await session.scalars(newest.limit(MAX_LISTED))]
+
+
+async def purge(session: AsyncSession, now: Now = now_ms) -> int:
+    """Delete some of what is past its time; how many."""
+    old = select(SimulationRecord.id).where(
+        SimulationRecord.created_ms < now() - KEPT_MS, SimulationRecord.slot.is_(None)
+    )
+    ids = list(await session.scalars(old.limit(ROWS_AT_ONCE).with_for_update(skip_locked=True)))
+    if ids:
+        await session.execute(delete(SimulationRecord).where(SimulationRecord.id.in_(ids)))
+    return len(ids)
+
+
+def view_of(record: SimulationRecord, moment_ms: int) -> SimulationView:
+    is_dead = record.state == "running" and record.alive_ms < moment_ms - SILENT_MS
+    return SimulationView(
+        id=record.id,
+        state="failed" if is_dead else record.state,
+        created_at=_EPOCH + timedelta(milliseconds=record.created_ms),
+        settings=record.settings,
+        result=None if record.result is None else msgspec.convert(record.result, Compared),
+        problem=GATEWAY_GONE if is_dead else record.problem,
+    )

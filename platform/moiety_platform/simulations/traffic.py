@@ -1,0 +1,71 @@
+"""Single requests of the last minutes as a file that the simulator reads: in small parts, so that those who are served
+meanwhile do not notice."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from sqlalchemy import select, tuple_
+
+from moiety_platform.db.session import Database
+from moiety_platform.simulations.problems import SimulationProblem
+from moiety_platform.tenants.models import Tenant
+from moiety_platform.usage.models import UsageRecord
+
+ROWS_AT_ONCE = 500
+PAUSE_S = 0.01
+MAX_REQUESTS = 200_000
+HEAD = "arrival_s,tenant,input_tokens,output_tokens,class\n"
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What was found. `num_unserved` requests had no lengths, since they were refused or left before their end."""
+
+    num_requests: int = 0
+    num_unserved: int = 0
+    classes: set[str] = field(default_factory=set)
+    tenants: set[str] = field(default_factory=set)
+
+
+async def write_traffic(database: Database, since: datetime, until: datetime, model: str | None, path: Path) -> Traffic:
+    """Raises SimulationProblem where there is too little, or too much."""
+    row, found = UsageRecord, Traffic()
+    columns = (row.started_at, row.request_id, row.tenant_id, row.prompt_tokens, row.output_tokens, row.service_class)
+    wanted = select(*columns).where(row.started_at < until).order_by(row.started_at, row.request_id)
+    if model is not None:
+        wanted = wanted.where(row.model == model)
+    position = since, ""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(HEAD)
+        while True:
+            async with database.read() as session:
+                later = wanted.where(tuple_(row.started_at, row.request_id) > position).limit(ROWS_AT_ONCE)
+                rows = (await session.execute(later)).all()
+            for started_at, _, tenant, prompt, output, name in rows:
+                if prompt > 0 and output > 0:
+                    found.num_requests += 1
+                    found.classes.add(name)
+                    found.tenants.add(tenant)
+                    file.write(f"{(started_at - since).total_seconds():.6f},{tenant},{prompt},{output},{name}\n")
+                else:
+                    found.num_unserved += 1
+            if len(rows) < ROWS_AT_ONCE:
+                break
+            if found.num_requests > MAX_REQUESTS:
+                raise SimulationProblem(f"more than {MAX_REQUESTS:,} requests came in the time; choose fewer minutes")
+            position = rows[-1][0], rows[-1][1]
+            await asyncio.sleep(PAUSE_S)
+    if found.num_requests < 2:
+        raise SimulationProblem("fewer than two requests were served in the time; send some, or draw arrivals")
+    return found
+
+
+async def weights_of(database: Database, tenants: set[str]) -> dict[str, float]:
+    """Of these tenants, where it is not 1."""
+    async with database.read() as session:
+        found = await session.execute(select(Tenant.id, Tenant.weight).where(Tenant.weight != 1))
+        return {tenant_id: weight for tenant_id, weight in found if tenant_id in tenants}

@@ -1,0 +1,52 @@
+"""What values declare is a file that `moiety apply` takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import pytest
+import yaml
+
+from moiety_platform.cli.apply.document import read_document
+from moiety_platform.cli.apply.spec import read_wanted
+
+SETS = yaml.safe_load(Path(__file__).with_name("value_sets.yaml").read_text(encoding="utf-8"))
+
+
+def objects_of(chart: helm_python.Chart, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    text = chart.render(values, name="rel", namespace="prod")["moiety/templates/jobs/declared.yaml"]
+    return {one["kind"]: one for one in yaml.safe_load_all(text) if one}
+
+
+def test_what_values_declare_is_what_the_job_applies(chart: helm_python.Chart, tmp_path: Path) -> None:
+    found = objects_of(chart, SETS["declared"])
+    file = tmp_path / "declared.yaml"
+    file.write_text(found["ConfigMap"]["data"]["declared.yaml"])
+    wanted = {(one.kind, one.name) for one in read_wanted(read_document(file))}
+    assert wanted == {
+        ("class", "gold"), ("price", "moiety-demo"), ("tenant", "acme"), ("project", "acme/web"),
+        ("key", "acme/web/ci"), ("limit", "acme: tokens_per_day"), ("limit", "acme: money_per_month"),
+    }  # fmt: skip
+    assert {"--source=helm", "--prune"} <= {*found["Job"]["spec"]["template"]["spec"]["containers"][0]["args"]}
+    assert found["Role"]["rules"][1]["resourceNames"] == ["acme-ci"]
+
+
+def test_without_declared_keys_the_job_has_no_token_of_the_cluster(chart: helm_python.Chart) -> None:
+    found = objects_of(chart, SETS["declared without keys"])
+    assert "Role" not in found
+    assert found["Job"]["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"tenants": [{"name": "a", "wieght": 2}]},
+        {"tenants": [{"name": "a", "projects": [{"name": "p", "keys": [{"name": "k"}]}]}]},
+        {"tenants": [{"name": "a", "limits": {"tokens_per_hour": 1}}]},
+    ],
+)
+def test_a_declaration_that_is_none_is_refused_by_the_schema(chart: helm_python.Chart, declared: Any) -> None:
+    with pytest.raises(helm_python.HelmError, match="declared"):
+        chart.render({"declared": declared}, name="rel", namespace="prod")
