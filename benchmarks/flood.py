@@ -29,8 +29,9 @@ import numpy as np
 from on_checkpoint import find_or_make_checkpoint, make_parser, write_report
 
 import moiety_demo
-from moiety_engine.bench.engine import environment, percentiles
+from moiety_engine.bench.engine import percentiles
 from moiety_engine.config import EngineConfig
+from moiety_engine.environment import environment
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_wire.classes import FLEX, PRIORITY, OverloadAction, ServiceClass

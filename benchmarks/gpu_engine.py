@@ -32,9 +32,10 @@ import torch
 from gpu_invariant import differing
 from gpu_watch import Watch, copy_bandwidth, step_bytes
 
-from moiety_engine.bench.engine import environment, make_request, percentiles
+from moiety_engine.bench.engine import make_request, percentiles
 from moiety_engine.bench.lengths import Lengths
 from moiety_engine.config import Batching, EngineConfig, LoadFormat, Overlap
+from moiety_engine.environment import environment
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.arithmetic import Arithmetic

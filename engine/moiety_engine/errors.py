@@ -4,7 +4,8 @@ EngineError
 ├── InvalidConfig         a setting that cannot work, and what to set instead
 ├── CheckpointError       the checkpoint folder is missing, incomplete or not of a known family
 ├── OutOfMemory           the KV cache does not fit in the memory that is there
-└── RanksError            the ranks of a model do not come together, or one of them is lost
+├── RanksError            the ranks of a model do not come together, or one of them is lost
+└── InvalidRequest        what a program asked of a model in its own process cannot be served
 """
 
 
@@ -25,4 +26,8 @@ class OutOfMemory(EngineError):
 
 
 class RanksError(EngineError):
+    pass
+
+
+class InvalidRequest(EngineError):
     pass

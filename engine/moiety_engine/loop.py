@@ -328,6 +328,7 @@ class EngineLoop:
             found = resident.runner.collect(flight)
             now_ns = self._clock_ns()
             self._tracer.ended(flight.plan, self.scheduler, self.steps_total, now_ns)
+            self._outputs += [CoreOutput(key, [], scores=scores) for key, scores in found.scores]
             self._outputs += self.scheduler.commit(flight.plan, found.token_ids, found.logprobs, now_ns, found.vectors)
             self.steps_total += 1
 

@@ -106,6 +106,13 @@ class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
     num_accepted_tokens: int = 0  # of them, those that came true
 
 
+class CoreScores(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of the prompt's tokens from that one on. A part may come again, after a preemption."""
+
+    position: int
+    logprobs: list[CoreLogprob]
+
+
 class CoreOutput(msgspec.Struct, frozen=True, array_like=True):
     """What one step brought for one request: new tokens, and possibly its end. With the first tokens comes how much of
     the prompt the prefix cache held."""
@@ -115,6 +122,7 @@ class CoreOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[CoreLogprob] | None = None
     finish: CoreFinish | None = None
     num_cached_tokens: int = 0
+    scores: CoreScores | None = None  # in an output of their own
 
 
 class CoreFailure(msgspec.Struct, frozen=True, array_like=True):

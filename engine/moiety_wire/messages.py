@@ -108,6 +108,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     num_logprobs: int | None = None  # None: no logprobs; N: the chosen token's, and the N best
+    num_prompt_logprobs: int | None = None  # likewise of the prompt's tokens, which no cache is asked for then
 
 
 class Stopping(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -237,6 +238,7 @@ class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
     token: str  # the token's text; an incomplete code point shows as U+FFFD
     token_bytes: bytes
     logprob: float
+    token_id: int = -1  # -1: an engine of others, which does not tell
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -341,6 +343,7 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     num_drafted_tokens: int = 0  # guessed and computed; nobody pays for a guess
     num_accepted_tokens: int = 0  # of them, those that came true
     steps: bytes = b""
+    prompt_logprobs: list[TokenLogprob] | None = None  # where asked for: of each of its tokens but the first
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):

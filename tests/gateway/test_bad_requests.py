@@ -131,7 +131,7 @@ BAD = [
     (COMPLETIONS, completion(prompt=["a"] * 65, n=2), 400, "n", "may have 128"),
     (COMPLETIONS, completion(suffix="end"), 400, "suffix", "not supported"),
     (COMPLETIONS, completion(best_of=3), 400, None, "'best_of'"),
-    (COMPLETIONS, completion(echo=True, logprobs=1), 400, None, "'echo' together with 'logprobs'"),
+    (COMPLETIONS, completion(echo=True, logprobs=1, stream=True), 400, None, "'echo' together with 'logprobs'"),
     (COMPLETIONS, completion(logprobs=True), 400, "logprobs", ""),
 ]
 

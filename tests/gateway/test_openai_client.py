@@ -155,6 +155,18 @@ async def test_echo_puts_the_prompt_before_the_text_streamed_and_not(gateway):
     assert "".join([chunk.choices[0].text async for chunk in stream]) == "ab1 2"
 
 
+async def test_an_echoed_prompt_has_logprobs_but_for_its_first_token(gateway):
+    asked = {"model": MODEL, "prompt": [[5, 6, 7], [8]], "max_tokens": 2, "n": 2, "echo": True, "logprobs": 1}
+    answer = await gateway.client.completions.create(**asked)
+    for choice, num_prompt in zip(answer.choices, (3, 3, 1, 1), strict=True):
+        found = choice.logprobs
+        assert found.token_logprobs == [None] + [-0.5] * (num_prompt + 1)
+        assert found.top_logprobs[0] is None and all(len(top) == 1 for top in found.top_logprobs[1:])
+        assert len(found.tokens) == len(found.text_offset) == num_prompt + 2
+        lengths = [end - start for start, end in zip(found.text_offset, found.text_offset[1:], strict=False)]
+        assert lengths == [len(token) for token in found.tokens[:-1]]
+
+
 async def test_models_are_listed_and_retrieved(gateway):
     models = (await gateway.client.models.list()).data
     assert [(model.id, model.owned_by, model.max_model_len) for model in models] == [(MODEL, "moiety", 512)]

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moiety_platform.completions.body import decode_body
-from moiety_platform.completions.generation import seed_of_choice
 from moiety_platform.completions.schemas import ChatBody
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.stream import EngineStream
@@ -31,6 +30,7 @@ from moiety_wire.messages import (
     Submit,
     Tokens,
 )
+from moiety_wire.seeds import seed_of_choice
 
 ACCEPTED = Accepted("r", 0, "standard", Reason.IN_TIME)
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import psutil
-import torch
 
 from moiety_engine.bench.lengths import Lengths
 from moiety_engine.config import EngineConfig
+from moiety_engine.environment import environment
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
-from moiety_kernels.environment import describe_environment
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 
@@ -98,17 +97,6 @@ def _settings(loop: EngineLoop, config: EngineConfig, lengths: list[Lengths], ou
         "speculate_tokens": config.speculate_tokens,
         "cuda_graphs": loop.replays,
         "ranks": {"tp": config.tp, "dp_attention": config.dp_attention, "ep": config.ep, "pp": config.pp},
-    }
-
-
-def environment(loop: EngineLoop) -> dict[str, Any]:
-    """What the figures depend on besides the settings."""
-    on_cpu = loop.model.device.type == "cpu"
-    return describe_environment() | {
-        "torch": torch.__version__,
-        "device": str(loop.model.device) if on_cpu else torch.cuda.get_device_name(),
-        "threads": torch.get_num_threads(),
-        "dtype": str(loop.model.dtype).removeprefix("torch."),
     }
 
 

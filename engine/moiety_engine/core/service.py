@@ -43,19 +43,7 @@ def serve(link: FrontLink, config: EngineConfig, meeting: Meeting | None = None)
 def _serve(link: FrontLink, loop: EngineLoop, config: EngineConfig) -> None:
     log = structlog.get_logger()
     loop.warm_up()
-    link.send(
-        CoreHello(
-            state=CoreState.READY,
-            family=loop.model.spec.family,
-            max_context_tokens=loop.max_context_tokens,
-            vocab_size=loop.model.spec.vocab_size,
-            max_num_logprobs=MAX_NUM_LOGPROBS,
-            dtype=str(loop.model.dtype).removeprefix("torch."),
-            device=str(loop.model.device),
-            embedding_width=loop.model.spec.hidden_size,
-            follows_guides=loop.follows_guides,
-        )
-    )
+    link.send(hello_of(loop))
     link.send(CoreStep([], [], loop.load()))
     gc.freeze()  # what is there now stays: collections need not look at it again in the middle of a step
     gc.enable()
@@ -71,7 +59,7 @@ def _serve(link: FrontLink, loop: EngineLoop, config: EngineConfig) -> None:
             if isinstance(command, AskExperts):
                 link.send(loop.expert_load(command))
                 continue
-            _obey(loop, command)
+            obey(loop, command)
         stepped = not loop.asleep and loop.step()
         outputs = loop.take_outputs()
         if outputs is not None:
@@ -86,7 +74,23 @@ def _serve(link: FrontLink, loop: EngineLoop, config: EngineConfig) -> None:
         wait_ms = 0 if stepped else COMPANY_WAIT_MS if waits_soon else IDLE_WAIT_MS
 
 
-def _obey(loop: EngineLoop, command: ToCore) -> None:
+def hello_of(loop: EngineLoop) -> CoreHello:
+    """What a front puts on the model's card."""
+    return CoreHello(
+        state=CoreState.READY,
+        family=loop.model.spec.family,
+        max_context_tokens=loop.max_context_tokens,
+        vocab_size=loop.model.spec.vocab_size,
+        max_num_logprobs=MAX_NUM_LOGPROBS,
+        dtype=str(loop.model.dtype).removeprefix("torch."),
+        device=str(loop.model.device),
+        embedding_width=loop.model.spec.hidden_size,
+        follows_guides=loop.follows_guides,
+    )
+
+
+def obey(loop: EngineLoop, command: ToCore) -> None:
+    """What concerns one request; rest and shutdown are the caller's."""
     match command:
         case CoreSubmit():
             loop.submit(command)

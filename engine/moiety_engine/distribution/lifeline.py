@@ -156,10 +156,9 @@ class Lifeline:
         self._hang_up(Bye())
 
     def _hang_up(self, word: Word) -> None:
-        if self._over:
-            return
-        self._over = True
-        self.tell(word)
+        if not self._over:  # else the group has ended already, and nobody need be told
+            self._over = True
+            self.tell(word)
         self._thread.join()
         for line in self._lines.values():
             line.close()

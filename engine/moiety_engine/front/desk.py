@@ -163,6 +163,9 @@ class RequestDesk:
             if found is None:
                 continue
             request, session = found
+            if output.scores is not None:
+                request.take_scores(output.scores)
+                continue
             tokens = request.take_tokens(output)
             if tokens is not None:
                 self._post(session, tokens)

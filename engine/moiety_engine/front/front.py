@@ -262,15 +262,7 @@ class Front:
 
     def _become_ready(self, hello: CoreHello) -> None:
         self.card = make_card(self.settings.model, self.engine_id, self._text, hello)
-        self._desk.limits = ModelLimits(
-            model=self.settings.model,
-            max_context_tokens=hello.max_context_tokens,
-            vocab_size=hello.vocab_size,
-            max_num_logprobs=hello.max_num_logprobs,
-            eos_token_ids=self.card.eos_token_ids,
-            makes_embeddings=hello.embedding_width > 0,
-            follows_guides=hello.follows_guides,
-        )
+        self._desk.limits = ModelLimits.of(self.card)
         for session in self._sessions.all():
             if session.wants_card:
                 self._send_card(session, self.card)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput
+from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreScores
 from moiety_engine.steps.collection import StepCollection
 from moiety_text.detokenizer import Detokenizer
 from moiety_text.stop import StopFinder
@@ -50,9 +50,8 @@ class TokenTable:
 
     def logprob(self, token_id: int, logprob: CoreLogprob) -> TokenLogprob:
         best = zip(logprob.top_ids, logprob.top_logprobs, strict=True)
-        return TokenLogprob(
-            *self.describe(token_id), logprob.logprob, [TopLogprob(*self.describe(best_id), lp) for best_id, lp in best]
-        )
+        top = [TopLogprob(*self.describe(best_id), lp, best_id) for best_id, lp in best]
+        return TokenLogprob(*self.describe(token_id), logprob.logprob, top)
 
 
 @dataclass(slots=True)
@@ -100,6 +99,7 @@ class OpenRequest:
         self._detokenizer = Detokenizer(tokenizer, submit.shown_ids)
         self._finder = StopFinder(submit.stopping.stop) if submit.stopping.stop else None
         self._table = table
+        self._scores: dict[int, CoreLogprob] = {}  # by position in the prompt
         self._steps = StepCollection() if submit.traceparent else None  # else nobody looks at them
         self._seq = 0
 
@@ -162,6 +162,10 @@ class OpenRequest:
             held.logprobs += [self._table.logprob(token_id, logprob) for token_id, logprob in pairs]
         return None if self._may_wait(held) else self.release()
 
+    def take_scores(self, scores: CoreScores) -> None:
+        """Of a part of the prompt; they are told at the end."""
+        self._scores.update(enumerate(scores.logprobs, scores.position))
+
     def release(self) -> Tokens | None:
         """The message for what is held."""
         held, self._held = self._held, None
@@ -220,6 +224,7 @@ class OpenRequest:
             num_drafted_tokens=finish.num_drafted_tokens,
             num_accepted_tokens=finish.num_accepted_tokens,
             steps=b"" if self._steps is None else self._steps.packed(),
+            prompt_logprobs=self._prompt_logprobs(),
         )
 
     def fail(self, failure: CoreFailure) -> Failed:
@@ -237,6 +242,13 @@ class OpenRequest:
         """As the core would tell it, of a request that it never saw."""
         now_ns = self.received_unix_ns
         return CoreFinish(reason, detail, 0, self.num_output, 0, 0, now_ns, self.submit.service.name, [], 0)
+
+    def _prompt_logprobs(self) -> list[TokenLogprob] | None:
+        """None where they were not asked for, or did not all come before an abort."""
+        ids = self.submit.prompt_ids
+        if self.submit.sampling.num_prompt_logprobs is None or len(self._scores) != len(ids) - 1:
+            return None
+        return [self._table.logprob(ids[position], self._scores[position]) for position in range(1, len(ids))]
 
     def _search(self, token_ids: list[int]) -> tuple[str, int]:
         """(text, tokens used up to and including the one that completes a stop string, or all of them)."""

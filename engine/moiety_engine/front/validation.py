@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moiety_engine.messages import CoreSubmit
 from moiety_wire.classes import ServiceClass
 from moiety_wire.guides import MAX_GUIDE_BYTES
-from moiety_wire.messages import FailureCode, Sampling, Stopping, Submit
+from moiety_wire.messages import Card, FailureCode, Sampling, Stopping, Submit
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
@@ -25,6 +25,18 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...]
     makes_embeddings: bool
     follows_guides: bool = False
+
+    @classmethod
+    def of(cls, card: Card) -> ModelLimits:
+        return cls(
+            model=card.model,
+            max_context_tokens=card.max_context_tokens,
+            vocab_size=card.vocab_size,
+            max_num_logprobs=card.max_num_logprobs,
+            eos_token_ids=card.eos_token_ids,
+            makes_embeddings=card.embedding_width > 0,
+            follows_guides=card.follows_guides,
+        )
 
 
 @dataclass(frozen=True)
@@ -148,8 +160,12 @@ def _sampling_complaint(sampling: Sampling, limits: ModelLimits) -> str:
         return "repetition_penalty must be above 0"
     if sampling.top_k < 0:
         return f"top_k must be 0 (off) or more, not {sampling.top_k}"
-    if sampling.num_logprobs is not None and not 0 <= sampling.num_logprobs <= limits.max_num_logprobs:
-        return f"num_logprobs must be between 0 and {limits.max_num_logprobs}, not {sampling.num_logprobs}"
+    for name, count in (
+        ("num_logprobs", sampling.num_logprobs),
+        ("num_prompt_logprobs", sampling.num_prompt_logprobs),
+    ):
+        if count is not None and not 0 <= count <= limits.max_num_logprobs:
+            return f"{name} must be between 0 and {limits.max_num_logprobs}, not {count}"
     return _bias_complaint(sampling, limits)
 
 

@@ -37,7 +37,7 @@ def plan_command(
     ttft_s: Annotated[float, typer.Option(min=0.001, help="promised time to the first token")] = 2.0,
     tpot_ms: Annotated[float, typer.Option(min=0.1, help="promised time a token")] = 50.0,
     weights: Annotated[str, typer.Option(help="auto (as in the checkpoint), bf16, fp8, int8 or int4")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8 or int8")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="auto (bf16), bf16 or fp8")] = "auto",
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="prompt tokens of a step")] = 8192,
     balancedness: Annotated[
         float, typer.Option(min=0.05, max=1.0, help="mean load of the ranks with experts over the largest")
@@ -73,15 +73,21 @@ def plan_command(
         settings = {"model": served.name, "gpus": gpus, "gpu": asdict(machine), "network": asdict(network)}
         settings |= {"demand": asdict(demand), "link_reached": LINK_REACHED}
         settings |= {"weights": "bf16" if served.form is None else served.form.name}
-        report: dict[str, Any] = {"environment": describe_environment("numpy"), "settings": settings}
-        report |= {name: None if one is None else as_dict(one) for name, one in advised.items()}
-        report["apart"] = None if apart is None else asdict(apart) | {"pays": apart.pays}
-        typer.echo(json.dumps(report | {"layouts": [as_dict(one) for one in ranked]}))
+        typer.echo(json.dumps(as_report(settings, ranked, advised, apart)))
         return
     out = Console()
     out.print(make_table(ranked))
     for sentence in [*explain(ranked, advised), *explain_apart(apart)]:
         out.print(f"- {sentence}", highlight=False, soft_wrap=True)
+
+
+def as_report(
+    settings: dict[str, Any], ranked: list[Candidate], advised: dict[str, Candidate | None], apart: Apart | None
+) -> dict[str, Any]:
+    report: dict[str, Any] = {"environment": describe_environment("numpy"), "settings": settings}
+    report |= {name: None if one is None else as_dict(one) for name, one in advised.items()}
+    report["apart"] = None if apart is None else asdict(apart) | {"pays": apart.pays}
+    return report | {"layouts": [as_dict(one) for one in ranked]}
 
 
 def advise(ranked: list[Candidate]) -> dict[str, Candidate | None]:

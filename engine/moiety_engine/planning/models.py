@@ -133,12 +133,12 @@ def find_model(model: str, weights: str = "auto", kv_dtype: str = "auto") -> Ser
     else:
         folder = resolve_checkpoint(model, ("config.json",))
         name, spec = folder.name, read_spec(folder)
-    if kv_dtype not in ("auto", "bf16", "fp8", "int8"):
-        raise InvalidConfig(f"--kv-dtype {kv_dtype!r} must be auto, bf16, fp8 or int8")
+    if kv_dtype not in ("auto", "bf16", "fp8"):
+        raise InvalidConfig(f"--kv-dtype {kv_dtype!r} must be auto, bf16 or fp8")
     if weights in ("auto", "bf16"):
         form = spec.weight_format if weights == "auto" else None
     elif weights in FORMATS:
         form = FORMATS[weights]
     else:
         raise InvalidConfig(f"--weights {weights!r} must be auto, bf16, {', '.join(FORMATS)}")
-    return Served(name, spec, form, 1 if kv_dtype in ("fp8", "int8") else 2)
+    return Served(name, spec, form, 1 if kv_dtype == "fp8" else 2)

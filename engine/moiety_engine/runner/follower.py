@@ -15,6 +15,7 @@ from moiety_engine.errors import OutOfMemory
 from moiety_engine.runner.inputs import BatchBuilder
 from moiety_engine.runner.orders import Allocate, ComeBack, Leave, Order, Release, Step, Stop, Swap
 from moiety_engine.runner.resident import free_cached_memory
+from moiety_engine.runner.scoring import in_turns
 from moiety_engine.runner.swap import HostKv
 from moiety_engine.staging import Staging
 
@@ -99,6 +100,8 @@ class Follower:
         if self._overlaps and step.num_sampled:
             token_L = torch.empty(step.num_sampled, dtype=torch.int64, device=self._model.device)
             self._sampled_L = self._crew.ranks.everyone.copy_first(token_L)
+        for rows_LD in in_turns(hidden_LD[len(hidden_LD) - step.num_scored :]):
+            self._model.logits(rows_LD)
 
     def _release(self) -> None:
         self._kv = self._host_kv = self._sampled_L = None

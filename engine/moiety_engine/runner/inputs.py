@@ -15,7 +15,7 @@ from torch import Tensor
 from moiety_engine.model.batch import Batch
 from moiety_engine.moe.tenants import NOBODY, TenantSlots
 from moiety_engine.runner.tables import BlockTables
-from moiety_engine.scheduling.plan import Plan
+from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.sequence import PENDING, Sequence
 from moiety_engine.staging import Staging
 
@@ -33,6 +33,7 @@ class HostBatch:
     context_len_S: np.ndarray
     block_table_SB: np.ndarray
     wanted_rows_L: np.ndarray
+    num_scored: int  # the last of them, before tokens that are there already
     pending_rows_P: np.ndarray
     sampled_rows_P: np.ndarray
     num_decode: int
@@ -42,7 +43,17 @@ class HostBatch:
     @property
     def decodes_only(self) -> bool:
         """Whether every row decodes one token, and is wanted."""
-        return len(self.token_ids_T) == self.num_decode == len(self.wanted_rows_L)
+        return len(self.token_ids_T) == self.num_decode == len(self.wanted_rows_L) and not self.num_scored
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Tokens of a prompt whose log-probabilities are wanted, and those of so many others in the place of each."""
+
+    key: int  # the request's
+    position: int  # of the first of them
+    token_ids: list[int]
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +65,7 @@ class _Parts:
     num_tokens: list[int]
     num_pads: list[int]
     ends: list[int]  # the part in which each chunk of the plan ends
+    prompts: list[int]  # the part with what each chunk has of a prompt; any, where it has nothing of one
     num_decode: int  # parts 0 … num_decode - 1 have one token each, and attend as decodes do
     guesses: dict[int, int]  # parts whose token is a guess that their sequence does not have, and that token
 
@@ -85,7 +97,7 @@ class BatchBuilder:
 
     def arrange(self, plan: Plan) -> HostBatch:
         """`wanted_rows` are those of the chunks that sample, of each its newest token and its draft, then of those that
-        embed, each in the plan's order."""
+        embed, then those before the tokens that are scored, each in the plan's order."""
         chunks, parts = plan.chunks, self._parts(plan)
         sequences, count = parts.sequences, len(parts.sequences)
         num_tokens = np.array(parts.num_tokens, dtype=np.int32)
@@ -109,6 +121,7 @@ class BatchBuilder:
             if chunk.samples:
                 wanted += range(end - len(chunk.draft), end + 1)
         wanted += [end for end, chunk in zip(parts.ends, chunks, strict=True) if chunk.embeds]
+        scored_rows = _scored_rows(chunks, parts, starts)
         contexts = (firsts + lengths).astype(np.int32)
         return HostBatch(
             token_ids_T=token_ids,
@@ -118,7 +131,8 @@ class BatchBuilder:
             query_start_S1=starts,
             context_len_S=contexts,
             block_table_SB=tables,
-            wanted_rows_L=ends[wanted],
+            wanted_rows_L=np.concatenate((ends[wanted], scored_rows)) if len(scored_rows) else ends[wanted],
+            num_scored=len(scored_rows),
             pending_rows_P=pending,
             sampled_rows_P=np.array([sequences[s].pending_row for s in sequence_T[pending]], dtype=np.int64),
             num_decode=parts.num_decode,
@@ -167,6 +181,30 @@ def put_pending(token_ids_T: Tensor, host: HostBatch, sampled_L: Tensor | None, 
         token_ids_T.index_copy_(0, staging.upload(host.pending_rows_P), tokens_P)
 
 
+def scored(plan: Plan) -> list[Scored]:
+    """The parts of prompts whose tokens this step scores, in the order of `wanted_rows`."""
+    return [part for chunk in plan.chunks if (part := _scored_of(chunk)) is not None]
+
+
+def _scored_of(chunk: Chunk) -> Scored | None:
+    sequence, first = chunk.sequence, chunk.sequence.num_computed
+    count = sequence.submit.sampling.num_prompt_logprobs
+    end = min(first + chunk.num_tokens, sequence.num_prompt - 1)
+    if count is None or first >= end:
+        return None
+    return Scored(sequence.key, first + 1, sequence.tokens[first + 1 : end + 1], count)
+
+
+def _scored_rows(chunks: list[Chunk], parts: _Parts, starts: np.ndarray) -> np.ndarray:
+    rows = []
+    for chunk, part in zip(chunks, parts.prompts, strict=True):
+        found = _scored_of(chunk)
+        if found is not None:
+            first = starts[part] + found.position - 1 - parts.firsts[part]
+            rows.append(np.arange(first, first + len(found.token_ids), dtype=np.int64))
+    return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
+
+
 def _chunks(plan: Plan) -> _Parts:
     """The chunks as they are, but for the tokens of drafts, each of which is a part by itself."""
     chunks = plan.chunks
@@ -177,6 +215,7 @@ def _chunks(plan: Plan) -> _Parts:
         [chunk.sequence.num_computed for chunk in chunks],
         [chunk.num_tokens for chunk in chunks],
         [chunk.num_pad for chunk in chunks],
+        list(range(len(chunks))),
         list(range(len(chunks))),
         plan.num_decode,
         {},
@@ -197,7 +236,7 @@ def _drafts_apart(plan: Plan) -> _Parts:
             pieces.append((sequence, first, chunk.num_tokens, chunk.num_pad))
         ends.append(len(pieces) - 1)
     sequences, firsts, num_tokens, num_pads = (list(column) for column in zip(*pieces, strict=True))
-    return _Parts(sequences, firsts, num_tokens, num_pads, ends, plan.num_decode + len(guesses), guesses)
+    return _Parts(sequences, firsts, num_tokens, num_pads, ends, ends, plan.num_decode + len(guesses), guesses)
 
 
 def _answers_apart(plan: Plan) -> _Parts:
@@ -205,6 +244,7 @@ def _answers_apart(plan: Plan) -> _Parts:
     answers: list[tuple[Sequence, int]] = []
     prompts: list[tuple[Sequence, int, int]] = []
     ends: list[tuple[int, int]] = []
+    last_prompts: list[int] = []
     guesses: dict[int, int] = {}
     for chunk in plan.chunks:
         sequence, first = chunk.sequence, chunk.sequence.num_computed
@@ -213,6 +253,7 @@ def _answers_apart(plan: Plan) -> _Parts:
         if first < begin:
             prompts.append((sequence, first, min(end, begin) - first))
         answers += [(sequence, position) for position in range(begin, end)]
+        last_prompts.append(len(prompts) - 1)
         guesses.update(enumerate(chunk.draft, len(answers) - len(chunk.draft)))
         ends.append((0, len(answers) - 1) if begin < end else (len(prompts) - 1, -1))
     num_decode = len(answers)
@@ -222,6 +263,7 @@ def _answers_apart(plan: Plan) -> _Parts:
         [1] * num_decode + [count for _, _, count in prompts],
         [0] * (num_decode + len(prompts)),
         [answer if answer >= 0 else num_decode + prompt for prompt, answer in ends],
+        [num_decode + prompt for prompt in last_prompts],
         num_decode,
         guesses,
     )

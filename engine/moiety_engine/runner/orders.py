@@ -41,18 +41,20 @@ class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Run one. `arrays` are those of HostBatch, by name. The first `num_sampled` of the wanted rows are sampled."""
+    """Run one. `arrays` are those of HostBatch, by name. The first `num_sampled` of the wanted rows are sampled, the
+    last `num_scored` come before tokens that are scored."""
 
     arrays: dict[str, bytes]
     num_decode: int
     max_context: int
     max_query: int
     num_sampled: int
+    num_scored: int
 
     @staticmethod
     def of(host: HostBatch, num_sampled: int) -> Step:
         arrays = {name: getattr(host, name).tobytes() for name in _INT32 + _INT64}
-        return Step(arrays, host.num_decode, host.max_context, host.max_query, num_sampled)
+        return Step(arrays, host.num_decode, host.max_context, host.max_query, num_sampled, host.num_scored)
 
     def batch(self) -> HostBatch:
         """What it was made of."""
@@ -60,7 +62,13 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
         arrays |= {name: np.frombuffer(bytearray(self.arrays[name]), dtype=np.int64) for name in _INT64}
         arrays["block_table_SB"] = arrays["block_table_SB"].reshape(len(arrays["context_len_S"]), -1)
         arrays["owner_T"] = np.full(len(arrays["token_ids_T"]), NOBODY)  # rank 0 counts experts for all
-        return HostBatch(**arrays, num_decode=self.num_decode, max_context=self.max_context, max_query=self.max_query)
+        return HostBatch(
+            **arrays,
+            num_scored=self.num_scored,
+            num_decode=self.num_decode,
+            max_context=self.max_context,
+            max_query=self.max_query,
+        )
 
 
 class Swap(msgspec.Struct, frozen=True, tag=True, array_like=True):

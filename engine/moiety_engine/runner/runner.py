@@ -13,15 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moiety_engine.messages import CoreLogprob
+from moiety_engine.messages import CoreLogprob, CoreScores
 from moiety_engine.model.batch import KvCache
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.embeddings import as_bytes, unit_vectors
 from moiety_engine.runner.graphs import DecodeGraphs
-from moiety_engine.runner.inputs import BatchBuilder
+from moiety_engine.runner.inputs import BatchBuilder, scored
 from moiety_engine.runner.masks import MaskMaker
 from moiety_engine.runner.orders import Orders
+from moiety_engine.runner.scoring import Scores, score
 from moiety_engine.sampling import Drawn, Sampler, rows_of
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.staging import Mark, Staging
@@ -34,6 +35,7 @@ class Flight:
     plan: Plan
     drawn: Drawn
     unit_ED: Tensor | None
+    scores: Scores | None
     done: Mark
     astray: list[tuple[int, str]]  # keys of rows whose guides cannot be followed, and why: their tokens mean nothing
 
@@ -41,11 +43,12 @@ class Flight:
 @dataclass(frozen=True, slots=True)
 class Results:
     """What a step brought: tokens for the chunks that sample, one each and one for each token of its draft, vectors for
-    those that embed, in the plan's order."""
+    those that embed, in the plan's order; what was asked of prompts, by the requests' keys."""
 
     token_ids: list[int]
     logprobs: list[CoreLogprob | None]
     vectors: list[bytes]
+    scores: list[tuple[int, CoreScores]]
 
 
 class Runner:
@@ -88,15 +91,18 @@ class Runner:
         drawn = self._sampler.sample(logits_LV, rows, before_L, None if masks is None else masks.wait())
         self._sampled_L = drawn.token_L
         self._orders.tell_tokens(drawn.token_L)
-        unit_ED = None
-        if len(hidden_LD) > len(rows):
-            unit_ED = self.staging.download(unit_vectors(hidden_LD[len(rows) :]))
+        unit_ED, scores, end = None, None, len(hidden_LD) - host.num_scored
+        if end > len(rows):
+            unit_ED = self.staging.download(unit_vectors(hidden_LD[len(rows) : end]))
+        if host.num_scored:
+            scores = score(self._model, hidden_LD[end:], scored(plan), self.staging)
         astray = [] if masks is None else masks.problems
-        self._newest = Flight(plan, drawn.download(self.staging), unit_ED, self.staging.mark(), astray)
+        self._newest = Flight(plan, drawn.download(self.staging), unit_ED, scores, self.staging.mark(), astray)
         return self._newest
 
     def collect(self, flight: Flight) -> Results:
         """Wait for the step's results."""
         flight.done.wait()
         token_ids, logprobs = flight.drawn.unpack()
-        return Results(token_ids, logprobs, [] if flight.unit_ED is None else as_bytes(flight.unit_ED))
+        vectors = [] if flight.unit_ED is None else as_bytes(flight.unit_ED)
+        return Results(token_ids, logprobs, vectors, [] if flight.scores is None else flight.scores.unpack())

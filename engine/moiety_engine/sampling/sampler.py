@@ -40,6 +40,10 @@ class Logprobs:
     value_LK: Tensor
     id_LK: Tensor
 
+    def download(self, staging: Staging) -> Logprobs:
+        """The same in host memory, once a mark that is set after this has been passed."""
+        return Logprobs(*(staging.download(part) for part in (self.chosen_L, self.value_LK, self.id_LK)))
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -51,9 +55,7 @@ class Drawn:
 
     def download(self, staging: Staging) -> Drawn:
         """The same in host memory, once a mark that is set after this has been passed."""
-        found = self.logprobs
-        if found is not None:
-            found = Logprobs(*(staging.download(part) for part in (found.chosen_L, found.value_LK, found.id_LK)))
+        found = None if self.logprobs is None else self.logprobs.download(staging)
         return Drawn(staging.download(self.token_L), found, self.counts)
 
     def unpack(self) -> tuple[list[int], list[CoreLogprob | None]]:
@@ -108,7 +110,7 @@ class Sampler:
             token_L = logits_LV.argmax(dim=-1)
         logprobs = None
         if raw_LV is not None:
-            logprobs = _logprobs(raw_LV, self._pick(token_L, wanting), max(count or 0 for count in counts))
+            logprobs = logprobs_of(raw_LV, self._pick(token_L, wanting), max(count or 0 for count in counts))
         return Drawn(token_L, logprobs, counts)
 
     def _penalise(self, logits_LV: Tensor, rows: Rows[Row], picked: list[int], sampled_L: Tensor | None) -> None:
@@ -234,7 +236,8 @@ def _invert(weights_LK: Tensor, uniform_L: Tensor) -> Tensor:
     return torch.minimum(place_L, last_L)
 
 
-def _logprobs(raw_LV: Tensor, token_L: Tensor, count: int) -> Logprobs:
+def logprobs_of(raw_LV: Tensor, token_L: Tensor, count: int) -> Logprobs:
+    """Of one token of each row, and of the `count` likeliest."""
     if raw_LV.shape[1] % _ALIGNED:  # a GPU sums a row in an order that depends on whether it begins at 16 bytes
         raw_LV = functional.pad(raw_LV, (0, -raw_LV.shape[1] % _ALIGNED), value=-torch.inf)
     logprobs_LV = raw_LV.log_softmax(dim=-1)

@@ -53,7 +53,7 @@ class KvLedger:
         """The longest run of cached blocks that the sequence starts with; its last token is always left to compute.
         What was found may be gone once blocks have been allocated to others."""
         hits: list[Hit] = []
-        if self._prefix_caching:
+        if self._reads_cache(sequence):
             for index in range((len(sequence.tokens) - 1) // self.block_size):
                 hit = self._find(sequence.hash_at(index, self.block_size))
                 if hit is None:
@@ -61,9 +61,13 @@ class KvLedger:
                 hits.append(hit)
         return hits
 
+    def _reads_cache(self, sequence: Sequence) -> bool:
+        """Not one whose prompt is scored: all of it is computed."""
+        return self._prefix_caching and sequence.submit.sampling.num_prompt_logprobs is None
+
     def next_hash(self, sequence: Sequence, num_hits: int) -> bytes | None:
         """The hash of the first block that the sequence must compute, if that block will be full and shareable."""
-        if not self._prefix_caching or (num_hits + 1) * self.block_size >= len(sequence.tokens):
+        if not self._reads_cache(sequence) or (num_hits + 1) * self.block_size >= len(sequence.tokens):
             return None
         return sequence.hash_at(num_hits, self.block_size)
 

@@ -221,6 +221,9 @@ class ScriptedEngine:
             self._blocks_used += request.num_blocks
             self._counters["prompt"] += len(request.submit.prompt_ids)
             self._happen(request)
+            scores = request.scores()
+            if scores is not None:
+                self._ended.append(CoreOutput(request.key, [], scores=scores))
         (self._running if request.can_go_on else self._parked)[request.key] = request
 
     def _advance(self, request: ScriptedRequest) -> CoreOutput:

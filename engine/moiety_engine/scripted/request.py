@@ -7,7 +7,7 @@ import struct
 from collections import Counter
 from hashlib import shake_128
 
-from moiety_engine.messages import CoreEvent, CoreFinish, CoreLogprob, CoreSubmit
+from moiety_engine.messages import CoreEvent, CoreFinish, CoreLogprob, CoreScores, CoreSubmit
 from moiety_engine.scripted.script import Script
 from moiety_wire.messages import ClassLoad, EventKind, FinishReason
 
@@ -55,8 +55,14 @@ class ScriptedRequest:
     def logprobs(self, token_ids: list[int]) -> list[CoreLogprob] | None:
         """Made up, but in order: the chosen token is the best, its followers in the vocabulary come next."""
         count = self.submit.sampling.num_logprobs
-        if count is None:
-            return None
+        return None if count is None else self._make_up(token_ids, count)
+
+    def scores(self) -> CoreScores | None:
+        """Of the prompt, made up likewise."""
+        count = self.submit.sampling.num_prompt_logprobs
+        return None if count is None else CoreScores(1, self._make_up(self.submit.prompt_ids[1:], count))
+
+    def _make_up(self, token_ids: list[int], count: int) -> list[CoreLogprob]:
         size = self._script.vocab_size
         return [
             CoreLogprob(-0.5, [(t + i) % size for i in range(count)], [-0.5 - i for i in range(count)])

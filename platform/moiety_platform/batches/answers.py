@@ -11,41 +11,32 @@ import msgspec
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import error_fields
 
+ID_PREFIX = "batch_req_"
+
 
 def line_key(batch_id: str, number: int) -> str:
     """What the ids of a line are made of: always the same, however often the line is tried."""
     return blake2b(f"{batch_id}/{number}".encode(), digest_size=16).hexdigest()
 
 
-def answered(
-    batch_id: str, number: int, custom_id: str, request_id: str, body: Mapping[str, Any] | msgspec.Raw
-) -> bytes:
-    """A line of the output file."""
-    return _line(batch_id, number, custom_id, _response(200, request_id, body), None)
+def answered(key: str, custom_id: str, request_id: str, body: Mapping[str, Any] | msgspec.Raw) -> bytes:
+    """A line of the output file; the key is the line's."""
+    return _line(key, custom_id, _response(200, request_id, body), None)
 
 
-def refused(batch_id: str, number: int, custom_id: str, request_id: str, error: PlatformError) -> bytes:
+def refused(key: str, custom_id: str, request_id: str, error: PlatformError) -> bytes:
     """A line of the error file: what a client would have been told."""
-    return _line(batch_id, number, custom_id, _response(error.status, request_id, error_fields(error)), None)
+    return _line(key, custom_id, _response(error.status, request_id, error_fields(error)), None)
 
 
-def unanswered(batch_id: str, number: int, custom_id: str, error: Mapping[str, str]) -> bytes:
+def unanswered(key: str, custom_id: str, error: Mapping[str, str]) -> bytes:
     """A line of the error file: the batch ended before its turn came."""
-    return _line(batch_id, number, custom_id, None, error)
+    return _line(key, custom_id, None, error)
 
 
 def _response(status: int, request_id: str, body: Mapping[str, Any] | msgspec.Raw) -> dict[str, Any]:
     return {"status_code": status, "request_id": request_id, "body": body}
 
 
-def _line(
-    batch_id: str, number: int, custom_id: str, response: Mapping[str, Any] | None, error: Mapping[str, str] | None
-) -> bytes:
-    return msgspec.json.encode(
-        {
-            "id": f"batch_req_{line_key(batch_id, number)}",
-            "custom_id": custom_id,
-            "response": response,
-            "error": error,
-        }
-    )
+def _line(key: str, custom_id: str, response: Mapping[str, Any] | None, error: Mapping[str, str] | None) -> bytes:
+    return msgspec.json.encode({"id": ID_PREFIX + key, "custom_id": custom_id, "response": response, "error": error})

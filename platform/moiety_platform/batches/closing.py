@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import bindparam, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.batches.answers import unanswered
+from moiety_platform.batches.answers import line_key, unanswered
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.files.models import FileState, StoredFile
 from moiety_platform.files.store import Now, read_clock
@@ -56,7 +56,9 @@ async def fail_unanswered(session: AsyncSession, batch_id: str) -> bool:
     if not rows or batch is None or batch.status not in _CLOSABLE:
         return True
     assert batch.closing_error is not None, "a batch is completed when every line has come to its end"
-    answers = [(number, unanswered(batch_id, number, custom_id, batch.closing_error)) for number, custom_id in rows]
+    answers = [
+        (number, unanswered(line_key(batch_id, number), custom_id, batch.closing_error)) for number, custom_id in rows
+    ]
     connection = await session.connection()
     values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in ("answer", "answer_bytes")}
     await connection.execute(

@@ -133,7 +133,7 @@ class LineRunner:
             body = decode_body(endpoint.schema, body_of(line.text), self._max_json_depth, self._shape)
             answer = await endpoint.answer(self._pipeline, record, body)
             record.completed()
-        return answered(*line.key, line.custom_id, request_id, answer)
+        return answered(line_key(*line.key), line.custom_id, request_id, answer)
 
     def _judge(self, line: ClaimedLine, request_id: str, error: PlatformError) -> Outcome:
         """Whether an error is worth another try."""
@@ -142,7 +142,7 @@ class LineRunner:
         is_passing = error.status >= 500 or error.code == MODEL_NOT_FOUND  # an engine may be on its way up
         if is_passing and line.num_failures + 1 < MAX_FAILURES:
             return PutBack(line, self._backoff.after(line.num_failures), line.num_refusals, line.num_failures + 1)
-        answer = refused(*line.key, line.custom_id, request_id, error)
+        answer = refused(line_key(*line.key), line.custom_id, request_id, error)
         return Answered(line, LineState.FAILED, answer, self._rows.take(request_id))
 
     def _wait(self, line: ClaimedLine, error: PlatformError) -> PutBack:

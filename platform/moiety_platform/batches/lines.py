@@ -14,6 +14,7 @@ import msgspec
 from moiety_platform.batches.endpoints import BatchEndpoint
 from moiety_platform.batches.models import MAX_CUSTOM_ID_LENGTH
 from moiety_platform.completions.body import decode_body
+from moiety_platform.completions.fields import AskingBody
 from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.errors import BadRequest
 from moiety_platform.json_depth import check_depth
@@ -38,6 +39,10 @@ class RawLine:
     number: int  # from 1
     start: int
     text: bytes | None
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.text or b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,38 +146,52 @@ class Checker:
             self._complain(None, "empty_file", "the file has no lines; write one request a line")
 
     def _check(self, raw: RawLine) -> GoodLine:
-        if raw.text is None:
-            raise BadRequest(
-                f"the line is longer than the {self._limits.max_line_bytes:,} bytes that a request may have",
-                code="line_too_large",
-            )
-        line = _decode(raw.text, self._limits.max_json_depth)
-        _check_custom_id(line.custom_id)
-        if line.method != "POST":
-            raise BadRequest(
-                f"'method' must be 'POST', not {line.method[:32]!r}", param="method", code="invalid_method"
-            )
+        line = read_line(raw, self._limits.max_line_bytes, self._limits.max_json_depth)
         if line.url != self._endpoint.path:
             raise BadRequest(
                 f"'url' is {line.url[:64]!r}, but the batch is for {self._endpoint.path}; one batch has one endpoint",
                 param="url",
                 code="mismatched_endpoint",
             )
-        first = self._seen.setdefault(line.custom_id, raw.number)
-        if first != raw.number:
-            raise BadRequest(
-                f"the 'custom_id' {line.custom_id[:64]!r} was used in line {first} already; every line needs its own",
-                param="custom_id",
-                code="duplicate_custom_id",
-            )
-        body = decode_body(self._endpoint.schema, bytes(line.body), self._limits.max_json_depth, self._limits.shape)
-        if body.wants_stream:
-            raise BadRequest("'stream' cannot be true in a batch; leave it out", param="body.stream")
-        body.generation()  # which finds what no schema does
-        return GoodLine(raw.number, line.custom_id, raw.start, len(raw.text))
+        check_unused(line.custom_id, raw.number, self._seen)
+        decode_asked(self._endpoint, bytes(line.body), self._limits.max_json_depth, self._limits.shape)
+        return GoodLine(raw.number, line.custom_id, raw.start, raw.num_bytes)
 
     def _complain(self, number: int | None, code: str, message: str, param: str | None = None) -> None:
         self.errors.append({"code": code, "line": number, "message": message, "param": param})
+
+
+def read_line(raw: RawLine, max_bytes: int, max_depth: int) -> Line:
+    """A line with an id, whatever it asks for. Raises BadRequest."""
+    if raw.text is None:
+        raise BadRequest(
+            f"the line is longer than the {max_bytes:,} bytes that a request may have", code="line_too_large"
+        )
+    line = _decode(raw.text, max_depth)
+    _check_custom_id(line.custom_id)
+    if line.method != "POST":
+        raise BadRequest(f"'method' must be 'POST', not {line.method[:32]!r}", param="method", code="invalid_method")
+    return line
+
+
+def check_unused(custom_id: str, number: int, seen: dict[str, int]) -> None:
+    """Note in which line the id is. Raises BadRequest where it was in another."""
+    first = seen.setdefault(custom_id, number)
+    if first != number:
+        raise BadRequest(
+            f"the 'custom_id' {custom_id[:64]!r} was used in line {first} already; every line needs its own",
+            param="custom_id",
+            code="duplicate_custom_id",
+        )
+
+
+def decode_asked(endpoint: BatchEndpoint, data: bytes, max_depth: int, shape: ShapeLimits) -> AskingBody:
+    """The body of a line, which its endpoint would take as a whole answer's. Raises BadRequest."""
+    body = decode_body(endpoint.schema, data, max_depth, shape)
+    if body.wants_stream:
+        raise BadRequest("'stream' cannot be true in a batch; leave it out", param="body.stream")
+    body.generation()  # which finds what no schema does
+    return body
 
 
 def body_of(text: bytes) -> bytes:

@@ -7,9 +7,10 @@ command). Targets in other packages come through entry points, so this package n
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import EntryPoints
+from types import MappingProxyType
 from typing import Any, cast
 
 import typer
@@ -48,9 +49,13 @@ def explain_missing_package(exc: ModuleNotFoundError) -> CommandError | None:
 class LazyCommand(TyperCommand):
     """Stands in the list of commands with its name and help; becomes the real command when it is called."""
 
-    def __init__(self, name: str, summary: str, load: Callable[[], Any]) -> None:
+    def __init__(
+        self, name: str, summary: str, load: Callable[[], Any], grow: Callable[[TyperGroup], None] | None = None
+    ) -> None:
+        """`grow` adds to a group of commands those that other packages have for it."""
         super().__init__(name=name, help=summary)
         self._load = load
+        self._grow = grow
 
     # The signature is the one of the command-line library, old (click) and new (its own copy).
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
@@ -65,7 +70,10 @@ class LazyCommand(TyperCommand):
             if explained is None:
                 raise
             raise explained from exc
-        return as_command(loaded, self.name or "")
+        command = as_command(loaded, self.name or "")
+        if self._grow is not None and isinstance(command, TyperGroup):
+            self._grow(command)
+        return command
 
 
 def load_target(target: str) -> Any:
@@ -86,12 +94,17 @@ def as_command(target: Any, name: str) -> TyperCommand | TyperGroup:
 
 
 def add_lazy_commands(
-    group: TyperGroup, own: dict[str, tuple[str, str]], points: EntryPoints, summaries: dict[str, str]
+    group: TyperGroup,
+    own: Mapping[str, tuple[str, str]],
+    points: EntryPoints,
+    summaries: Mapping[str, str],
+    grow: Mapping[str, Callable[[TyperGroup], None]] = MappingProxyType({}),
 ) -> None:
     """Add our own commands (name → target, summary), then those of the entry points; an entry point whose name is in
-    `summaries` is listed with that line, any other with the name of its module."""
+    `summaries` is listed with that line, any other with the name of its module. Groups of our own whose name is in
+    `grow` are given to that once they are loaded."""
     for name, (target, summary) in own.items():
-        group.add_command(LazyCommand(name, summary, partial(load_target, target)))
+        group.add_command(LazyCommand(name, summary, partial(load_target, target), grow.get(name)))
     for point in points:
         if point.name not in own:
             summary = summaries.get(point.name, f"Provided by {point.module}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import entry_points
 from importlib.metadata import version as package_version
 from typing import Annotated
@@ -85,6 +86,7 @@ BENCHES = {
     "serve": ("moiety_platform.cli.bench:serve", "Measure a running gateway under open-loop load."),
     "gateway": ("moiety_platform.cli.bench_gateway:gateway", "Measure the gateway by itself, on one core."),
 }
+BATCH_SUMMARIES = {"run": "Answer a file of requests without a server, by an engine in this process."}
 BENCH_SUMMARIES = {
     "engine": "Measure the engine's throughput, offline and in this process.",
     "scheduler": "Measure what a scheduling decision costs with very many waiting.",
@@ -114,7 +116,10 @@ def build() -> TyperGroup:
     """The whole command; nothing of a subcommand is imported yet."""
     points = entry_points()
     group = make_group("moiety", root)
-    add_lazy_commands(group, COMMANDS, points.select(group="moiety.commands"), SUMMARIES)
+    batches = partial(
+        add_lazy_commands, own={}, points=points.select(group="moiety.batch_commands"), summaries=BATCH_SUMMARIES
+    )
+    add_lazy_commands(group, COMMANDS, points.select(group="moiety.commands"), SUMMARIES, {"batch": batches})
     benches = make_group("bench", bench)
     add_lazy_commands(benches, BENCHES, points.select(group="moiety.bench_commands"), BENCH_SUMMARIES)
     group.add_command(benches)

@@ -149,11 +149,11 @@ class ChatCompletionChunk(AnswerFields):
 
 
 class TextLogprobs(TypedDict):
-    """The tokens of the text, and where each stands in it."""
+    """The tokens of the text, and where each stands in it. A prompt's first token follows nothing: null."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[Count]
 
 

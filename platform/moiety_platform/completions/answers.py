@@ -89,16 +89,23 @@ def chat_answer(
 
 
 def completion_answer(
-    head: AnswerHead, choices: Sequence[Choice], usage: Usage, *, echoes: Sequence[str], with_logprobs: bool
+    head: AnswerHead,
+    choices: Sequence[Choice],
+    usage: Usage,
+    *,
+    echoes: Sequence[str],
+    echoed: Sequence[TextLogprobs | None],
+    with_logprobs: bool,
 ) -> TextCompletion:
-    """`echoes` are the texts that precede the choices, empty where there is no echo."""
+    """`echoes` are the texts that precede the choices, empty where there is no echo; `echoed` their tokens, where those
+    are wanted."""
     return {
         **head.fields("text_completion"),
         "choices": [
             {
                 "index": index,
                 "text": echoes[index] + "".join(choice.text),
-                "logprobs": completion_logprobs(choice.logprobs, 0) if with_logprobs else None,
+                "logprobs": completion_logprobs(choice.logprobs, 0, echoed[index]) if with_logprobs else None,
                 "finish_reason": choice.finish_reason,
             }
             for index, choice in enumerate(choices)
@@ -124,15 +131,27 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
     }
 
 
-def completion_logprobs(logprobs: Sequence[TokenLogprob], text_offset: int) -> TextLogprobs:
-    """`text_offset` is where the first of these tokens stands in the choice's text."""
+def completion_logprobs(
+    logprobs: Sequence[TokenLogprob], text_offset: int, before: TextLogprobs | None = None
+) -> TextLogprobs:
+    """`text_offset` is where the first of these tokens stands in the choice's text, if none come `before`."""
+    if before is not None and before["tokens"]:
+        text_offset = before["text_offset"][-1] + len(before["tokens"][-1])
     offsets = []
     for entry in logprobs:
         offsets.append(text_offset)
         text_offset += len(entry.token)
-    return {
+    found: TextLogprobs = {
         "tokens": [entry.token for entry in logprobs],
         "token_logprobs": [entry.logprob for entry in logprobs],
         "top_logprobs": [{top.token: top.logprob for top in entry.top} for entry in logprobs],
         "text_offset": offsets,
+    }
+    if before is None:
+        return found
+    return {
+        "tokens": before["tokens"] + found["tokens"],
+        "token_logprobs": before["token_logprobs"] + found["token_logprobs"],
+        "top_logprobs": before["top_logprobs"] + found["top_logprobs"],
+        "text_offset": before["text_offset"] + offsets,
     }

@@ -13,20 +13,20 @@ from moiety_platform.admission.gate import AdmissionGate, GatePlace
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.clock import Clock
-from moiety_platform.completions.generation import Generation, seed_of_choice
+from moiety_platform.completions.generation import Generation
 from moiety_platform.completions.placement import Placement
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.run import Run
 from moiety_platform.completions.spending import Tariff
-from moiety_platform.completions.text import UNKNOWN_TOKEN, ModelTexts
+from moiety_platform.completions.submits import Origin, check_limits, most_output_tokens, submits_of
+from moiety_platform.completions.text import ModelTexts
 from moiety_platform.engine_client.base import EngineState
-from moiety_platform.errors import BadRequest, ContextTooLong, Overloaded, PlatformError
+from moiety_platform.errors import Overloaded, PlatformError
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.routing.choose import are_extensible, card_of, cards_of, choose
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.traces.request_trace import Phase
-from moiety_wire.guides import Guide
-from moiety_wire.messages import Card, Stopping, Submit
+from moiety_wire.messages import Card, Submit
 
 
 class Pipeline:
@@ -73,7 +73,7 @@ class Pipeline:
                 record.served_model = generation.model
             raise
         record.served_model = card.model
-        self._check_limits(generation, card)
+        check_limits(generation, card, self._max_sequences)
         cap = record.principal.service_class
         catalogue = await self._classes.get(cap)
         chosen = catalogue.choose(cap, generation.service_tier)
@@ -95,7 +95,7 @@ class Pipeline:
             raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)
         text = await self.texts.get(card)
         prompts = await text.encode(generation.prompts, generation.prompt_field)
-        longest = [_max_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
+        longest = [most_output_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
         num_prompt_tokens = sum(map(len, prompts))
         is_extensible = are_extensible(choice.states, card.model)
         tariff = await self._tariff(card.model, catalogue, chosen)
@@ -107,20 +107,21 @@ class Pipeline:
             tariff,
         )
         record.trace.enter(Phase.ADMISSION)
-        common = _Common(record, chosen, credit, record.reserved(num_prompt_tokens), num_prompt_tokens, not streams)
-        submits = [
-            submit
-            for number, (prompt_ids, max_tokens) in enumerate(zip(prompts, longest, strict=True))
-            for submit in _submits(
-                common,
-                generation,
-                number,
-                prompt_ids,
-                max_tokens,
-                text.shown_ids(generation.prompts[number]),
-                generation.guide or text.guide_of_calls(generation.prompts[number]),
-            )
-        ]
+        principal = record.principal
+        origin = Origin(
+            request_id=record.request_id,
+            model=record.served_model,
+            tenant_id=principal.tenant_id,
+            chosen=chosen,
+            cache_salt=principal.cache_salt,
+            arrival_unix_ns=record.arrival_unix_ns,
+            credit_tokens=credit,
+            weight=principal.weight,
+            traceparent=record.trace.traceparent,
+            bill=record.reserved(num_prompt_tokens),
+            gathers=not streams,
+        )
+        submits = submits_of(origin, generation, prompts, longest, text)
         placement = Placement(self._replicas, generation.model, chosen.service, self._failover_wait_s)
         return Run(record, chosen, prompts, text, placement, self._clock, self._credit_window), submits
 
@@ -128,26 +129,6 @@ class Pipeline:
         prices = await self._prices.current()
         names = [service.name for service in (chosen.service, chosen.fallback) if service is not None]
         return Tariff({name: prices.of(model, name, catalogue[name].price_factor) for name in names})
-
-    def _check_limits(self, generation: Generation, card: Card) -> None:
-        if generation.embed:
-            _check_embedding(generation, card)
-        elif generation.num_sequences > self._max_sequences:
-            raise BadRequest(
-                f"{len(generation.prompts)} prompts × n={generation.num_choices} are {generation.num_sequences} "
-                f"sequences; a request may have {self._max_sequences}. Split it into several",
-                param="n",
-            )
-        num_logprobs = generation.sampling.num_logprobs
-        if num_logprobs is not None and num_logprobs > card.max_num_logprobs:
-            raise BadRequest(f"this model gives at most {card.max_num_logprobs} alternatives a token; ask for fewer")
-        for name, ids in (
-            ("logit_bias", generation.sampling.logit_bias),
-            ("stop_token_ids", generation.stop_token_ids),
-        ):
-            if (largest := max(ids, default=0)) >= card.vocab_size:
-                told = f"'{name}' has the token id {largest}; the model's are below {card.vocab_size}"
-                raise BadRequest(told, code=UNKNOWN_TOKEN, param=name)
 
 
 class HeldRun:
@@ -201,108 +182,3 @@ class _Choice(msgspec.Struct, frozen=True):
     states: list[EngineState]  # as they were then
     catalogue: Catalogue
     chosen: ChosenClass
-
-
-class _Common(msgspec.Struct, frozen=True):
-    """What the sequences of one request have in common."""
-
-    record: RequestRecord
-    chosen: ChosenClass
-    credit_tokens: int
-    bill: bytes
-    num_prompt_tokens: int
-    gathers: bool
-
-
-def _submits(
-    common: _Common,
-    generation: Generation,
-    number: int,
-    prompt_ids: list[int],
-    max_tokens: int,
-    shown_ids: tuple[int, ...],
-    guide: Guide | None,
-) -> list[Submit]:
-    """Of one prompt."""
-    record, chosen, seed = common.record, common.chosen, generation.sampling.seed
-    stopping = Stopping(
-        max_tokens=max_tokens,
-        min_tokens=min(generation.min_tokens, max_tokens),
-        stop=generation.stop,
-        stop_token_ids=generation.stop_token_ids,
-        ignore_eos=generation.ignore_eos,
-    )
-    first = number * generation.num_choices
-    # inputs that are embedded are answered together, so each has the time that all of them are promised
-    sibling_tokens = common.num_prompt_tokens - len(prompt_ids) if generation.embed else 0
-    return [
-        Submit(
-            request_id=f"{record.request_id}-{first + choice}",
-            seq=0,
-            model=record.served_model,
-            tenant_id=record.principal.tenant_id,
-            service=chosen.service,
-            prompt_ids=prompt_ids,
-            sampling=msgspec.structs.replace(generation.sampling, seed=seed_of_choice(seed, choice))
-            if choice
-            else generation.sampling,
-            stopping=stopping,
-            credit_tokens=min(max_tokens, common.credit_tokens),
-            cache_salt=record.principal.cache_salt,
-            arrival_unix_ns=record.arrival_unix_ns,
-            tenant_weight=record.principal.weight,
-            fallback=chosen.fallback,
-            traceparent=record.trace.traceparent,
-            bill=common.bill,
-            shown_ids=shown_ids,
-            embed=generation.embed,
-            sibling_tokens=sibling_tokens,
-            gathers=common.gathers,
-            guide=guide,
-        )
-        for choice in range(generation.num_choices)
-    ]
-
-
-def _check_embedding(generation: Generation, card: Card) -> None:
-    width = card.embedding_width
-    if not width:
-        raise BadRequest(
-            f"the engine of the model {card.model!r} makes no embeddings; use another model",
-            code="embeddings_not_supported",
-            param="model",
-        )
-    if generation.dimensions is not None and generation.dimensions > width:
-        raise BadRequest(
-            f"'dimensions' is {generation.dimensions}, and the vectors of {card.model!r} have {width} numbers; ask for "
-            "as many or fewer",
-            param="dimensions",
-        )
-    numbers = (generation.dimensions or width) * len(generation.prompts)
-    if generation.max_numbers is not None and numbers > generation.max_numbers:
-        raise BadRequest(
-            f"the vectors of {len(generation.prompts):,} inputs have {numbers:,} numbers, and in this "
-            f"'encoding_format' there may be {generation.max_numbers:,}; put fewer inputs into one line of the batch, "
-            "or ask for fewer 'dimensions' or for 'base64'",
-            code="answer_too_large",
-            param="input",
-        )
-
-
-def _max_tokens(generation: Generation, card: Card, num_prompt_tokens: int) -> int:
-    """How many tokens may follow the prompt. Raises ContextTooLong, which names both lengths."""
-    left = card.max_context_tokens - num_prompt_tokens
-    if generation.embed and left < 0:
-        raise ContextTooLong(
-            f"an input has {num_prompt_tokens} tokens; the model's context is {card.max_context_tokens} tokens. "
-            "Split it into shorter ones",
-            param=generation.prompt_field,
-        )
-    wanted = generation.max_tokens if generation.max_tokens is not None else max(1, left)
-    if wanted > left:
-        raise ContextTooLong(
-            f"the prompt has {num_prompt_tokens} tokens and {wanted} are asked for, together "
-            f"{num_prompt_tokens + wanted}; the model's context is {card.max_context_tokens} tokens. "
-            "Shorten the prompt or lower max_tokens"
-        )
-    return wanted

@@ -75,9 +75,7 @@ class Run:
         """What tells the calls of tools in the text of each sequence; None where there can be none."""
         generation = self._record.generation
         assert generation is not None, "known before the request is submitted"
-        readers = [self.text.new_reader(prompt) for prompt in generation.prompts for _ in range(generation.num_choices)]
-        found = [reader for reader in readers if reader is not None]
-        return found if found else None
+        return self.text.new_readers(generation)
 
     async def submit(self, submit: Submit) -> None:
         """Give a sequence to an engine, where `close` ends it. Raises NotFound or Unavailable."""

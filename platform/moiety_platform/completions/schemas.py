@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import msgspec
 from pydantic import ConfigDict, Field, FiniteFloat, ValidationInfo, field_validator, model_validator
 
 from moiety_platform.completions.chat_messages import Messages
@@ -214,7 +215,10 @@ class CompletionBody(GenerationBody):
             "allOf": [
                 STREAMED_OPTIONS,
                 {
-                    "if": {"required": ["echo"], "properties": {"echo": {"const": True}}},
+                    "if": {
+                        "required": ["echo", "stream"],
+                        "properties": {"echo": {"const": True}, "stream": {"const": True}},
+                    },
                     "then": {"properties": {"logprobs": {"type": "null"}}},
                 },
             ]
@@ -238,8 +242,8 @@ class CompletionBody(GenerationBody):
     def _check_choices(self) -> Self:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise refuse("'best_of' is not supported beyond 'n'; leave it out")
-        if self.echo and self.logprobs is not None:
-            raise refuse("'echo' together with 'logprobs' is not supported; leave one of them out")
+        if self.echo and self.logprobs is not None and self.stream:
+            raise refuse("'echo' together with 'logprobs' is not supported in a stream; leave one of them out")
         if not self.prompt:
             raise refuse("'prompt' is empty; send at least one token of text")
         return self
@@ -249,7 +253,11 @@ class CompletionBody(GenerationBody):
         return self.max_tokens if self.max_tokens is not None else COMPLETION_DEFAULT_MAX_TOKENS
 
     def generation(self) -> Generation:
-        return self._generation(as_prompts(self.prompt), self.logprobs)
+        generation = self._generation(as_prompts(self.prompt), self.logprobs)
+        if not self.echo or self.logprobs is None:
+            return generation
+        scoring = msgspec.structs.replace(generation.sampling, num_prompt_logprobs=self.logprobs)
+        return msgspec.structs.replace(generation, sampling=scoring)
 
 
 def _default(value: float | None, default: float) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from moiety_platform.completions.generation import Conversation, Prompt
+from moiety_platform.completions.generation import Conversation, Generation, Prompt
 from moiety_platform.completions.tools.strict import guide_of_calls
 from moiety_platform.errors import FORM_NOT_SUPPORTED, BadRequest, ContextTooLong
 from moiety_text.chat import ChatTemplate
@@ -63,6 +63,12 @@ class ModelText:
         if not isinstance(prompt, Conversation) or prompt.tools is None:
             return None
         return self._format_of_tools().new_reader(prompt.tools, is_rest=bool(prompt.prefill.strip()))
+
+    def new_readers(self, generation: Generation) -> list[CallReader] | None:
+        """Such readers for each sequence of a generation; None where there can be no calls."""
+        readers = [self.new_reader(prompt) for prompt in generation.prompts for _ in range(generation.num_choices)]
+        found = [reader for reader in readers if reader is not None]
+        return found if found else None
 
     def shown_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """The special tokens that such an answer's text must show, for its reader."""

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Protocol
 
-from moiety_platform.completions.answer_types import ChatCompletion, TextCompletion
-from moiety_platform.completions.answers import AnswerHead, Choice, chat_answer, completion_answer
+from moiety_platform.completions.answer_types import ChatCompletion, TextCompletion, TextLogprobs
+from moiety_platform.completions.answers import AnswerHead, Choice, chat_answer, completion_answer, completion_logprobs
 from moiety_platform.completions.record import RequestRecord
-from moiety_platform.completions.run import Run
+from moiety_platform.completions.run import Run, Usage
 from moiety_platform.completions.schemas import ChatBody, CompletionBody, GenerationBody
+from moiety_platform.completions.text import ModelText
+from moiety_platform.errors import EngineFailed
 from moiety_text.tools.deltas import Parts
+from moiety_text.tools.reader import CallReader
 from moiety_wire.messages import Finished
 
 INLINE_CHARS = 16 * 1024  # of answers that may call; more are read in a thread
+
+
+class EndedRun(Protocol):
+    """What an answer is made from, beside its choices: a gateway's run, or one without a gateway."""
+
+    text: ModelText
+    prompts: list[list[int]]
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    def new_readers(self) -> list[CallReader] | None: ...
+
+    def usage(self) -> Usage: ...
 
 
 async def collect(run: Run) -> list[Choice]:
@@ -29,7 +47,7 @@ async def collect(run: Run) -> list[Choice]:
     return choices
 
 
-async def parts_of(run: Run, choices: Sequence[Choice]) -> list[Parts]:
+async def parts_of(run: EndedRun, choices: Sequence[Choice]) -> list[Parts]:
     """The text and the calls of each choice, in their order. Long texts are read in a thread."""
     texts = ["".join(choice.text) for choice in choices]
     readers = run.new_readers()
@@ -46,13 +64,22 @@ async def whole_answer(
     body: GenerationBody, run: Run, record: RequestRecord, choices: Sequence[Choice]
 ) -> ChatCompletion | TextCompletion:
     """OpenAI's answer, of choices that were collected."""
-    head = head_of(run, record)
+    return await answer_of(body, run, head_of(run, record), choices)
+
+
+async def answer_of(
+    body: GenerationBody, run: EndedRun, head: AnswerHead, choices: Sequence[Choice]
+) -> ChatCompletion | TextCompletion:
+    """The same, whoever ran it."""
     if isinstance(body, ChatBody):
         parts = await parts_of(run, choices)
         return chat_answer(head, choices, parts, run.usage(), with_logprobs=bool(body.logprobs))
     assert isinstance(body, CompletionBody)
     echoes = await echoes_of(body, run)
-    return completion_answer(head, choices, run.usage(), echoes=echoes, with_logprobs=body.logprobs is not None)
+    echoed = await _echoed_logprobs(body, run, choices)
+    return completion_answer(
+        head, choices, run.usage(), echoes=echoes, echoed=echoed, with_logprobs=body.logprobs is not None
+    )
 
 
 def head_of(run: Run, record: RequestRecord) -> AnswerHead:
@@ -66,7 +93,26 @@ def head_of(run: Run, record: RequestRecord) -> AnswerHead:
     )
 
 
-async def echoes_of(body: CompletionBody, run: Run) -> Sequence[str]:
+async def _echoed_logprobs(
+    body: CompletionBody, run: EndedRun, choices: Sequence[Choice]
+) -> Sequence[TextLogprobs | None]:
+    """Of the prompt of each choice, if the request wants them. The first choice of a prompt has them for all. Raises
+    EngineFailed where an engine was lost with them."""
+    if not body.echo or body.logprobs is None:
+        return [None] * len(choices)
+    found: list[TextLogprobs | None] = []
+    num_choices = body.n or 1
+    for prompt, choice in zip(run.prompts, choices[::num_choices], strict=True):
+        scores = choice.end.prompt_logprobs
+        if scores is None:
+            raise EngineFailed("the engine was lost after it had scored the prompt; send the request again")
+        first = await run.text.decode(prompt[:1])
+        alone: TextLogprobs = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+        found += [completion_logprobs(scores, 0, alone)] * num_choices
+    return found
+
+
+async def echoes_of(body: CompletionBody, run: EndedRun) -> Sequence[str]:
     """The prompt's text for each choice if the request wants it, else empty strings."""
     if not body.echo:
         return [""] * run.num_sequences

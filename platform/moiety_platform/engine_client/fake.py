@@ -310,6 +310,7 @@ class FakeEngineClient:
                 steps=verdict.steps,
                 detail=detail,
                 embedding=embedding,
+                prompt_logprobs=_prompt_logprobs(run.submit),
             )
         )
 
@@ -339,3 +340,9 @@ def _logprobs(text: str, num_top: int | None) -> list[TokenLogprob] | None:
         return None
     data = text.encode()
     return [TokenLogprob(text, data, -0.5, [TopLogprob(text, data, -0.5)] * min(num_top, 1))]
+
+
+def _prompt_logprobs(submit: Submit) -> list[TokenLogprob] | None:
+    count = submit.sampling.num_prompt_logprobs
+    scored = [_logprobs(str(token_id), count) or [] for token_id in submit.prompt_ids[1:]]
+    return None if count is None else [one for several in scored for one in several]

@@ -1,0 +1,21 @@
+"""What a loop's figures depend on besides its settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moiety_engine.loop import EngineLoop
+from moiety_kernels.environment import describe_environment
+
+
+def environment(loop: EngineLoop) -> dict[str, Any]:
+    """Versions, device, threads and the type of the weights."""
+    on_cpu = loop.model.device.type == "cpu"
+    return describe_environment() | {
+        "torch": torch.__version__,
+        "device": str(loop.model.device) if on_cpu else torch.cuda.get_device_name(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(loop.model.dtype).removeprefix("torch."),
+    }

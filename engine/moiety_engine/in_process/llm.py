@@ -1,0 +1,277 @@
+"""A model as an object in Python, for evaluations and loops of reinforcement learning.
+
+It knows no tenants: every prompt is of one tenant and the class of batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, cast
+
+import msgspec
+
+from moiety_engine.checkpoint import model_name, resolve_checkpoint
+from moiety_engine.config import EngineConfig
+from moiety_engine.errors import EngineError, InvalidConfig, InvalidRequest
+from moiety_engine.in_process.outputs import Completion, Output, Piece, ScoredToken, scored
+from moiety_engine.in_process.replica import SLICE_S, InProcessReplica
+from moiety_engine.in_process.sampling_params import SamplingParams
+from moiety_text.chat import ChatTemplate
+from moiety_text.conversation import ConversationEncoder
+from moiety_text.errors import TextError
+from moiety_wire.classes import BATCH
+from moiety_wire.messages import Failed, FailureCode, Finished, Submit, Tokens
+from moiety_wire.seeds import seed_of_choice
+
+FULL_BATCHES = 2  # that are kept at the engine, so that none of its steps waits for more
+OWNER = "in-process"
+
+Message = Mapping[str, Any]  # {"role": …, "content": …}, as the chat template knows it
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One sequence that is asked for, and what has come of it."""
+
+    submit: Submit
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    end: Finished | Failed | None = None
+
+    def take(self, message: Tokens | Finished | Failed) -> None:
+        if isinstance(message, Tokens):
+            self.token_ids += message.token_ids
+            self.text.append(message.text)
+            self.logprobs += message.logprobs or []
+            return
+        self.end = message
+        if isinstance(message, Finished):
+            self.text.append(message.text)
+
+    def completion(self) -> Completion:
+        end = self.end
+        assert isinstance(end, Finished), "asked for once all have ended well"
+        wants = self.submit.sampling.num_logprobs is not None
+        logprobs = scored(self.token_ids, self.logprobs) if wants else None
+        text = "".join(self.text)
+        return Completion(
+            self.index, text, self.token_ids, end.reason.value, end.detail, end.num_cached_tokens, logprobs
+        )
+
+    def prompt_logprobs(self) -> list[ScoredToken] | None:
+        found = self.end.prompt_logprobs if isinstance(self.end, Finished) else None
+        return None if found is None else scored(self.submit.prompt_ids[1:], found)
+
+
+class LLM:
+    """Owns a model in this process, until `close` or the end of its `with`. One thread at a time."""
+
+    def __init__(
+        self,
+        model: str = "",
+        *,
+        on_load: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> None:
+        """`model` is a checkpoint folder or a hub id, "" the demo model; `options` are the fields of EngineConfig.
+        `on_load` gets bytes read and bytes in all. Raises EngineError."""
+        known = set(EngineConfig.__struct_fields__) - {"model"}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise InvalidConfig(f"{', '.join(unknown)}: no such option; there are {', '.join(sorted(known))}")
+        fields = {"name": model_name(model)} | options | {"model": str(resolve_checkpoint(model))}
+        try:
+            config = msgspec.convert(fields, EngineConfig)
+        except msgspec.ValidationError as exc:
+            raise InvalidConfig(str(exc)) from exc
+        self.replica = InProcessReplica(config, on_load=on_load)
+        self.card = card = self.replica.card
+        self._tokenizer = self.replica.tokenizer
+        template = ChatTemplate(card.chat_template, card.special_tokens) if card.chat_template else None
+        self._conversations = (
+            None if template is None else ConversationEncoder(self._tokenizer, card.tokenizer_json, template)
+        )
+        self._open: dict[str, _Answer] = {}
+        self._numbers = itertools.count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the model's memory back. Nothing can be asked afterwards."""
+        self._open.clear()
+        self.replica.close()
+
+    # ── what is asked ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Output]:
+        """Complete each prompt, a text or token ids; in their order. `params` hold for all, or are one a prompt. Raises
+        InvalidRequest where one of them cannot be served, and then none is."""
+        given = _as_list(prompts)
+        encoded = [self._encode(prompt) for prompt in given]
+        return self._run([prompt if isinstance(prompt, str) else None for prompt in given], encoded, params)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[Output]:
+        """Answer one conversation, or each of several, by the model's chat template. Raises InvalidRequest."""
+        several = cast(
+            "list[Sequence[Message]]", [messages] if messages and isinstance(messages[0], Mapping) else messages
+        )
+        encoded = [self._encode_chat(conversation, tools) for conversation in several]
+        return self._run([None] * len(encoded), encoded, params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Complete one prompt, giving out each answer's text as it comes. Whoever stops reading ends it."""
+        answers = self._answers(self._encode(prompt), params or SamplingParams(), gathers=False)
+        waiting = list(answers)
+        try:
+            while any(answer.end is None for answer in answers):
+                told = self._advance(waiting, at_most_s=0.0)
+                waiting = []
+                for answer, message in told:
+                    if isinstance(message, Failed):
+                        raise _refusal(message)
+                    if answer in answers:
+                        yield _piece(answer, message)
+        finally:
+            self._drop(answers)
+
+    # ── how it is answered ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(
+        self,
+        texts: Sequence[str | None],
+        prompts: Sequence[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Output]:
+        asked = params or SamplingParams()
+        each = [asked] * len(prompts) if isinstance(asked, SamplingParams) else list(asked)
+        if len(each) != len(prompts):
+            raise InvalidRequest(
+                f"there are {len(prompts)} prompts and {len(each)} params; give one for all, or as many"
+            )
+        answers = [self._answers(ids, one, gathers=True) for ids, one in zip(prompts, each, strict=True)]
+        every = [answer for group in answers for answer in group]
+        self._answer_all(every)
+        return [
+            Output(text, ids, [answer.completion() for answer in group], group[0].prompt_logprobs())
+            for text, ids, group in zip(texts, prompts, answers, strict=True)
+        ]
+
+    def _answer_all(self, answers: Sequence[_Answer]) -> None:
+        """The longest first, so that the batch stays full to the end."""
+        waiting = sorted(answers, key=_predicted_tokens)
+        try:
+            while waiting or any(answer.end is None for answer in answers):
+                room = FULL_BATCHES * self.replica.max_running - self.replica.num_open
+                some = [waiting.pop() for _ in range(min(max(room, 0), len(waiting)))]
+                for _, message in self._advance(some):
+                    if isinstance(message, Failed):
+                        raise _refusal(message)
+        finally:
+            self._drop(answers)
+
+    def _advance(
+        self, fresh: Sequence[_Answer], *, at_most_s: float = SLICE_S
+    ) -> list[tuple[_Answer, Tokens | Finished | Failed]]:
+        """Run the engine for a while. What comes is kept with its answer, whoever of us waits for that one."""
+        self._open |= {answer.submit.request_id: answer for answer in fresh}
+        found = []
+        for message in self.replica.advance((answer.submit for answer in fresh), at_most_s=at_most_s):
+            if isinstance(message, Tokens | Finished | Failed) and message.request_id in self._open:
+                answer = self._open[message.request_id]
+                answer.take(message)
+                found.append((answer, message))
+                if answer.end is not None:
+                    del self._open[message.request_id]
+        return found
+
+    def _drop(self, answers: Sequence[_Answer]) -> None:
+        """Those that have not ended are wanted no more."""
+        for answer in answers:
+            if self._open.pop(answer.submit.request_id, None) is not None:
+                self.replica.abort(answer.submit.request_id)
+
+    def _answers(self, prompt_ids: list[int], params: SamplingParams, *, gathers: bool) -> list[_Answer]:
+        if params.n < 1:
+            raise InvalidRequest(f"n must be at least 1, not {params.n}")
+        left = max(1, self.card.max_context_tokens - len(prompt_ids))  # what cannot fit the engine refuses
+        max_tokens = left if params.max_tokens is None else params.max_tokens
+        return [
+            _Answer(
+                Submit(
+                    request_id=str(next(self._numbers)),
+                    seq=0,
+                    model=self.card.model,
+                    tenant_id=OWNER,
+                    service=BATCH,
+                    prompt_ids=prompt_ids,
+                    sampling=params.sampling(seed_of_choice(params.seed, index), is_first=index == 0),
+                    stopping=params.stopping(max_tokens),
+                    credit_tokens=max_tokens,
+                    cache_salt=OWNER.encode(),
+                    arrival_unix_ns=time.time_ns(),
+                    gathers=gathers,
+                ),
+                index,
+            )
+            for index in range(params.n)
+        ]
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        try:
+            return self._tokenizer.encode(prompt, add_special_tokens=True, max_tokens=self.card.max_context_tokens)
+        except TextError as exc:
+            raise InvalidRequest(str(exc)) from exc
+
+    def _encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        if self._conversations is None:
+            raise InvalidRequest(f"{self.card.model} has no chat template; use generate with the whole prompt")
+        try:
+            return self._conversations.encode(messages, tools=tools, max_tokens=self.card.max_context_tokens)
+        except TextError as exc:
+            raise InvalidRequest(str(exc)) from exc
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several: token ids are a prompt, a list of them are several."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [cast("Prompt", prompts)]
+    return cast("list[Prompt]", list(prompts))
+
+
+def _piece(answer: _Answer, message: Tokens | Finished) -> Piece:
+    if isinstance(message, Tokens):
+        return Piece(answer.index, message.text, message.token_ids)
+    return Piece(answer.index, message.text, [], message.reason.value)
+
+
+def _predicted_tokens(answer: _Answer) -> int:
+    return len(answer.submit.prompt_ids) + answer.submit.stopping.max_tokens
+
+
+def _refusal(failed: Failed) -> Exception:
+    if failed.code is FailureCode.ENGINE_FAILED:
+        return EngineError(failed.message)
+    return InvalidRequest(failed.message)

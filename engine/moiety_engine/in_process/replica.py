@@ -1,0 +1,98 @@
+"""The front's desk and the core's loop in one thread, with nothing between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from moiety_engine.config import EngineConfig
+from moiety_engine.core.service import hello_of, obey
+from moiety_engine.environment import environment
+from moiety_engine.errors import CheckpointError, EngineError
+from moiety_engine.front.announcements import make_card
+from moiety_engine.front.desk import RequestDesk
+from moiety_engine.front.meter import Meter
+from moiety_engine.front.sessions import GatewaySession
+from moiety_engine.front.validation import ModelLimits
+from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.runner.resident import free_cached_memory
+from moiety_text.errors import TextError
+from moiety_text.folder import read_text_model
+from moiety_text.tokenizer import Tokenizer
+from moiety_wire.messages import Abort, Submit, ToGateway
+
+ENGINE_ID = "in-process"
+SLICE_S = 0.05
+_COMPANY_S = 0.001  # how long the dynamic strategy is left to wait for company before it is asked again
+
+
+class InProcessReplica:
+    """`moiety_wire.replica.Replica` as the engine fulfils it. Owns the model from its making to `close`."""
+
+    def __init__(self, config: EngineConfig, *, on_load: Callable[[int, int], None] | None = None) -> None:
+        """Loads the model; `on_load` gets bytes read and bytes in all. Raises EngineError."""
+        try:
+            text = read_text_model(Path(config.model))
+        except TextError as exc:
+            raise CheckpointError(str(exc)) from exc
+        loop = load_loop(config, progress=on_load)
+        loop.warm_up()
+        self._loop: EngineLoop | None = loop
+        self.card = make_card(config.name, ENGINE_ID, text, hello_of(loop))
+        self.tokenizer = Tokenizer.from_json(text.tokenizer_json)
+        self._told: list[ToGateway] = []
+        self._session = GatewaySession(b"", 0.0)
+        self._desk = RequestDesk(self.tokenizer, self._tell, Meter(time.monotonic))
+        self._desk.limits = ModelLimits.of(self.card)
+
+    @property
+    def num_open(self) -> int:
+        return self._desk.num_open
+
+    @property
+    def max_running(self) -> int:
+        return self._running().scheduler.limits.max_running
+
+    def advance(self, submits: Iterable[Submit] = (), *, at_most_s: float = SLICE_S) -> list[ToGateway]:
+        """See the protocol. With `at_most_s` 0 it is one step. Raises EngineError once it is closed."""
+        loop = self._running()
+        for submit in submits:
+            self._desk.submit(self._session, submit)
+        until_s = time.monotonic() + at_most_s
+        while self._desk.num_open:
+            for command in self._desk.take_commands():
+                obey(loop, command)
+            if not loop.step() and loop.scheduler.num_waiting:
+                time.sleep(_COMPANY_S)
+            outputs = loop.take_outputs()
+            if outputs is not None:
+                self._desk.take_step(outputs)
+            if time.monotonic() >= until_s:
+                break
+        told, self._told = self._told, []
+        return told
+
+    def abort(self, request_id: str) -> None:
+        """End a request; `advance` tells its end. Nothing happens if it has ended already."""
+        self._desk.abort(self._session, Abort(request_id, 0))
+
+    def environment(self) -> dict[str, Any]:
+        return environment(self._running())
+
+    def close(self) -> None:
+        if self._loop is None:
+            return
+        device = self._loop.model.device
+        self._loop.close()
+        self._loop = None
+        free_cached_memory(device)
+
+    def _running(self) -> EngineLoop:
+        if self._loop is None:
+            raise EngineError("the model was closed; make a new one")
+        return self._loop
+
+    def _tell(self, _session: GatewaySession, message: ToGateway) -> None:
+        self._told.append(message)

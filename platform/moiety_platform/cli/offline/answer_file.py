@@ -1,0 +1,90 @@
+"""The output of a run: one answer a line, each written at once, so that whatever ends the process cuts at most one line
+off, and the next run goes on after the last whole one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from moiety_platform.batches.answers import ID_PREFIX
+from moiety_platform.cli.errors import CommandError
+
+_BEGINNING = b'{"id":"' + ID_PREFIX.encode()
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """What an answer is known by."""
+
+    id: str
+    custom_id: str
+
+
+class AnswerFile:
+    """Owns the open file and its lock. `keys` has what is in it: the line's key of each custom_id."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file, which may hold answers. Raises CommandError where it holds anything else, or another run
+        writes it."""
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as exc:
+            raise CommandError(f"{path} cannot be written: {exc.strerror}; give another --output") from exc
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.keys: Mapping[str, str] = self._read()
+        except BlockingIOError as exc:
+            os.close(self._fd)
+            raise CommandError(f"another run writes {path}; wait for its end, or give another --output") from exc
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.fsync(self._fd)
+        os.close(self._fd)
+
+    def add(self, line: bytes) -> None:
+        """Raises CommandError where there is no room."""
+        rest = memoryview(line + b"\n")
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError as exc:
+            told = f"{self.path} cannot be written on: {exc.strerror}; make room, and the same command goes on"
+            raise CommandError(told) from exc
+
+    def _read(self) -> dict[str, str]:
+        keys: dict[str, str] = {}
+        end = 0
+        with open(self._fd, "rb", closefd=False) as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    self._cut(end, line)
+                    break
+                try:
+                    answer = msgspec.json.decode(line, type=_Answer)
+                except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+                    raise self._foreign(number) from exc
+                if not answer.id.startswith(ID_PREFIX):
+                    raise self._foreign(number)
+                keys[answer.custom_id] = answer.id.removeprefix(ID_PREFIX)
+                end += len(line)
+        return keys
+
+    def _cut(self, end: int, torn: bytes) -> None:
+        """Drop the line that a run was ended in the middle of; nothing else is ever dropped."""
+        if not (torn.startswith(_BEGINNING) or _BEGINNING.startswith(torn)):
+            raise CommandError(f"{self.path} ends with what is no answer; give another --output")
+        os.ftruncate(self._fd, end)
+
+    def _foreign(self, number: int) -> CommandError:
+        return CommandError(f"line {number} of {self.path} is no answer of a run; give another --output")

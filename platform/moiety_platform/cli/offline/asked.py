@@ -1,0 +1,152 @@
+"""One line on its way: from its text to what the engine is to run, and from what came of that to the line's answer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from moiety_platform.batches.answers import answered, refused
+from moiety_platform.batches.endpoints import ENDPOINTS, BatchEndpoint
+from moiety_platform.batches.lines import RawLine, decode_asked, read_line
+from moiety_platform.classes.terms import ChosenClass
+from moiety_platform.cli.offline.work import MAX_JSON_DEPTH, MAX_LINE_BYTES, Work
+from moiety_platform.completions.answers import AnswerHead, Choice
+from moiety_platform.completions.fields import AskingBody
+from moiety_platform.completions.generation import Generation
+from moiety_platform.completions.limits import DEFAULT_SHAPE
+from moiety_platform.completions.run import Usage
+from moiety_platform.completions.schemas import GenerationBody
+from moiety_platform.completions.submits import Origin, check_limits, most_output_tokens, submits_of
+from moiety_platform.completions.text import ModelText
+from moiety_platform.completions.whole import answer_of
+from moiety_platform.embeddings.answers import answer_pieces
+from moiety_platform.embeddings.schemas import EmbeddingBody
+from moiety_platform.engine_client.stream import error_of
+from moiety_platform.errors import BadRequest, NotFound, PlatformError
+from moiety_platform.routing.choose import MODEL_NOT_FOUND
+from moiety_text.tools.reader import CallReader
+from moiety_wire.classes import BATCH
+from moiety_wire.messages import Card, Failed, Finished, Submit, Tokens
+
+MAX_SEQUENCES = 4096  # of one line
+OWNER = "offline"
+_UNBOUNDED = 2**31 - 1
+
+
+@dataclass(slots=True)
+class Asked:
+    """A line that is being answered. It is what its answer is made from (`whole.EndedRun`)."""
+
+    work: Work
+    endpoint: BatchEndpoint
+    body: AskingBody
+    generation: Generation
+    text: ModelText
+    card: Card
+    prompts: list[list[int]]
+    submits: list[Submit]
+    arrival_unix_ns: int
+    choices: list[Choice] = field(default_factory=list)
+    num_open: int = 0
+    failure: Failed | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.submits)
+
+    def new_readers(self) -> list[CallReader] | None:
+        return self.text.new_readers(self.generation)
+
+    def usage(self) -> Usage:
+        ends = [choice.finished for choice in self.choices if choice.finished is not None]
+        return Usage(
+            prompt_tokens=sum(map(len, self.prompts)),
+            cached_tokens=sum(end.num_cached_tokens for end in ends[:: self.generation.num_choices]),
+            output_tokens=sum(end.num_output_tokens for end in ends),
+        )
+
+    def take(self, index: int, message: Tokens | Finished | Failed) -> None:
+        """What came of one of its sequences."""
+        choice = self.choices[index]
+        if isinstance(message, Failed):
+            self.failure = self.failure or message
+            self.num_open -= 1
+            return
+        choice.text.append(message.text)
+        if isinstance(message, Finished):
+            choice.finished = message
+            self.num_open -= 1
+        else:
+            choice.logprobs += message.logprobs or []
+
+    async def answer(self) -> bytes:
+        """The line of the output, once every sequence has ended."""
+        if self.failure is not None:
+            return refusal(self.work, self.endpoint.id_prefix, error_of(self.failure))
+        request_id = self.endpoint.id_prefix + self.work.key
+        if isinstance(self.body, EmbeddingBody):
+            vectors = [choice.end.embedding for choice in self.choices]
+            pieces = answer_pieces(
+                vectors,
+                model=self.card.model,
+                usage=self.usage(),
+                dimensions=self.body.dimensions,
+                as_base64=self.body.encoding_format == "base64",
+            )
+            return answered(self.work.key, self.work.custom_id, request_id, msgspec.Raw(b"".join(pieces)))
+        assert isinstance(self.body, GenerationBody), "there are no other bodies"
+        head = AnswerHead(
+            answer_id=request_id,
+            created=self.arrival_unix_ns // 1_000_000_000,
+            model=self.card.model,
+            system_fingerprint=self.text.fingerprint,
+            service_tier=_TIER,
+        )
+        body = await answer_of(self.body, self, head, self.choices)
+        return answered(self.work.key, self.work.custom_id, request_id, body)
+
+
+async def ask(work: Work, data: bytes, card: Card, text: ModelText) -> Asked | bytes:
+    """What the engine is to run of a line, or the line's answer where it cannot be asked."""
+    prefix = ""
+    try:
+        line = read_line(RawLine(work.number, work.start, data), MAX_LINE_BYTES, MAX_JSON_DEPTH)
+        endpoint = ENDPOINTS.get(line.url)
+        if endpoint is None:
+            told = f"'url' is {line.url[:64]!r}; it must be one of {', '.join(ENDPOINTS)}"
+            raise BadRequest(told, param="url", code="mismatched_endpoint")
+        prefix = endpoint.id_prefix
+        body = decode_asked(endpoint, bytes(line.body), MAX_JSON_DEPTH, DEFAULT_SHAPE)
+        generation = body.generation()
+        if generation.model != card.model:
+            told = f"this run serves {card.model!r}, not {generation.model[:256]!r}; change the line, or give --name"
+            raise NotFound(told, code=MODEL_NOT_FOUND, param="model")
+        check_limits(generation, card, MAX_SEQUENCES)
+        prompts = await text.encode(generation.prompts, generation.prompt_field)
+        longest = [most_output_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
+    except PlatformError as exc:
+        return refusal(work, prefix, exc)
+    now_ns = time.time_ns()
+    origin = Origin(
+        request_id=str(work.number),
+        model=card.model,
+        tenant_id=OWNER,
+        chosen=_CHOSEN,
+        cache_salt=OWNER.encode(),
+        arrival_unix_ns=now_ns,
+        credit_tokens=_UNBOUNDED,
+    )
+    submits = submits_of(origin, generation, prompts, longest, text)
+    choices = [Choice() for _ in submits]
+    return Asked(work, endpoint, body, generation, text, card, prompts, submits, now_ns, choices, len(submits))
+
+
+def refusal(work: Work, id_prefix: str, error: PlatformError) -> bytes:
+    """The answer to a line that cannot be served: what a client would have been told."""
+    return refused(work.key, work.custom_id, id_prefix + work.key, error)
+
+
+_CHOSEN = ChosenClass(BATCH, None)
+_TIER = "flex"  # OpenAI has no other word for what nobody waits for
