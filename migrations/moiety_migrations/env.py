@@ -12,6 +12,7 @@ from moiety_platform.declared.models import Declaration
 from moiety_platform.files.models import StoredFile
 from moiety_platform.idempotency.models import IdempotentRequest
 from moiety_platform.responses_api.models import StoredResponse
+from moiety_platform.simulations.models import SimulationRecord
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.trace_store.models import SpanRecord
 from moiety_platform.upkeep.models import ChoreRecord
@@ -20,7 +21,7 @@ from moiety_platform.usage.models import UsageRecord
 # naming them loads every module that defines tables
 TABLES = (
     *(ApiKey, UsageRecord, StoredFile, Batch, IdempotentRequest, StoredResponse),
-    *(ChoreRecord, SpanRecord, Declaration),
+    *(ChoreRecord, SpanRecord, Declaration, SimulationRecord),
 )
 target_metadata = ApiKey.metadata
 

@@ -36,6 +36,7 @@ class GatewayApp(Litestar):
         if direct is None:
             await super().__call__(scope, receive, send)
         else:
+            scope.setdefault("state", {})  # which not every server makes
             await _answer(direct, scope, receive, send)
 
 

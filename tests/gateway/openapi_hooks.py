@@ -122,6 +122,9 @@ class World:
         body = {"model": self.model_id(), "input": "a", "max_output_tokens": 1, "store": True}
         return self.make("/v1/responses", body, "public")["id"]
 
+    def declaration(self):
+        return self.make("/admin/v1/declarations", {"kind": "tenant", "name": new(), "source": "file"}, method="PUT")
+
     def model_id(self):
         return "tiny"
 
@@ -150,6 +153,9 @@ def before_call(_context, case, _kwargs):
     if not is_bad(case, ParameterLocation.QUERY) and "/prices" in case.operation.path and "model" in case.query:
         case.query["model"] = WORLD.model()
         case.query.pop("service_class", None)
+    if not is_bad(case, ParameterLocation.QUERY) and case.operation.label == "DELETE /admin/v1/declarations":
+        declared = WORLD.declaration()
+        case.query |= {name: declared[name] for name in ("kind", "name")}
 
 
 def is_bad(case, location):

@@ -103,7 +103,8 @@ INCLUDED = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
 ANSWERED = [
     ("/v1/chat/completions", {**CHAT, "n": 2}),
     ("/v1/chat/completions", {**CHAT, "tool_choice": "none"}),
-    ("/v1/completions", {"prompt": "a", "logprobs": 1, "echo": True}),
+    ("/v1/completions", {"prompt": "a", "logprobs": 1}),
+    ("/v1/completions", {"prompt": "a", "echo": True}),
     ("/v1/messages", {"messages": ASKED, "max_tokens": 99, "tools": [{"name": "tool0", "input_schema": {}}]}),
     ("/v1/messages", {"messages": ASKED, "max_tokens": 1}),
     ("/v1/responses", {"input": ASKED, "tools": [{"type": "function", **FUNCTION}], **INCLUDED}),

@@ -163,7 +163,7 @@ async def fill(database: Database) -> None:
         for name in ("old", "new", "kept", "open"):
             session.add_all(lines_of(name, 3, b"{}"))
         session.add_all([*limits_of("old", OLD), *limits_of("new", NEW), quota])
-        session.add_all([simulation_of("old", NOW_MS - DAY_MS - 1), simulation_of("new", NOW_MS - DAY_MS + 60_000)])
+        session.add_all([simulation_of("old", NOW_MS - DAY_MS - 1), simulation_of("new", NOW_MS - DAY_MS // 2)])
         session.add(Webhook(id="w", url="https://example.com", created_at=NOW))
         session.add_all(QuotaRate(quota_id=name, debt=0, at_ms=0) for name in ("open", "deleted"))
         session.add_all(QuotaWindow(quota_id=name, start=ALWAYS, granted=0, settled=0) for name in ("open", "deleted"))
