@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
+
+hypothesis.settings.register_profile("moiety", deadline=None)  # how long an example takes hangs on who else computes
+hypothesis.settings.load_profile("moiety")
 
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, which reads it once

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 
 import msgspec
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from moiety_engine.distribution.joining import meet
-from moiety_engine.distribution.lifeline import Bye, Hello, Line, Loaded, Welcome
+from moiety_engine.distribution.lifeline import Beat, Bye, Hello, Lifeline, Line, Loaded, Welcome
 from moiety_engine.distribution.meeting import Meeting
 
 SETTINGS = {"path": "x" * 200_000}  # more than one read takes, as on a network a line of a few kilobytes is
@@ -38,3 +39,31 @@ def test_a_rank_whose_words_come_in_pieces_is_welcome_and_strangers_are_not() ->
     met[0].close()
     for end in (stranger, guessing, line):
         end.close()
+
+
+def lines() -> tuple[Line, Line]:
+    """The two ends of one."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname(), timeout=20)
+        far, _ = server.accept()
+        far.settimeout(20)
+        return Line(near), Line(far)
+
+
+def test_ranks_that_have_not_heard_a_goodbye_hear_it_before_the_line_ends() -> None:
+    (first, one), (second, other) = lines(), lines()
+    lifeline = Lifeline(0, {1: first, 2: second})
+    one.send(Bye())
+    while not lifeline._over:  # else it would say goodbye to both, whatever it has heard
+        time.sleep(0.01)
+    lifeline.close()
+    heard = []
+    try:
+        while True:
+            heard += other.receive()
+    except EOFError:
+        pass
+    assert heard[-1] == Bye()
+    assert set(map(type, heard[:-1])) <= {Beat}
+    one.close()
+    other.close()

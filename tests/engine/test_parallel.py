@@ -76,7 +76,11 @@ class RankProcesses:
     """Ranks that wait for work, children of one process that has imported all they need."""
 
     def __init__(self, count: int) -> None:
-        ins, outs = [os.pipe() for _ in range(count)], [os.pipe() for _ in range(count)]
+        self._count = count
+        self._spawn()
+
+    def _spawn(self) -> None:
+        ins, outs = ([os.pipe() for _ in range(self._count)] for _ in range(2))
         theirs = [(read, write) for (read, _), (_, write) in zip(ins, outs, strict=True)]
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("rank.py")), *(f"{read},{write}" for read, write in theirs)],
@@ -95,10 +99,13 @@ class RankProcesses:
             file.flush()
 
     def work(self, *ranks: tuple[EngineConfig, Meeting | None], **work: Any) -> list[Any]:
-        """Each rank's answer, the first one being rank 0's."""
+        """Each rank's answer, the first one being rank 0's. Where one ends, the next work has new processes."""
         self.start(*ranks, **work)
         lines = [file.readline() for file, _ in zip(self._answers, ranks, strict=False)]
-        assert all(lines), "a rank has ended: its log says why"
+        if not all(lines):
+            logged = self.end()[1]
+            self._spawn()
+            raise AssertionError(f"a rank has ended; the log of all: {logged}")
         return [msgspec.convert(msgspec.json.decode(line), dict[str, Any], strict=False) for line in lines]
 
     def pids(self) -> list[int]:

@@ -156,9 +156,8 @@ class Lifeline:
         self._hang_up(Bye())
 
     def _hang_up(self, word: Word) -> None:
-        if not self._over:  # else the group has ended already, and nobody need be told
-            self._over = True
-            self.tell(word)
+        self._over = True
+        self.tell(word)  # also where one end has said goodbye first: the others have not heard it
         self._thread.join()
         for line in self._lines.values():
             line.close()
