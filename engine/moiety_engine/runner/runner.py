@@ -26,6 +26,7 @@ from moiety_engine.runner.scoring import Scores, score
 from moiety_engine.sampling import Drawn, Sampler, rows_of
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.staging import Mark, Staging
+from moiety_engine.transfer.departures import Departures
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,11 @@ class Runner:
         tenants: TenantSlots | None = None,
         *,
         num_mask_words: int = 0,
+        departures: Departures | None = None,
     ) -> None:
         """`tenants` tells apart whose tokens experts are counted for; None where none are. `num_mask_words`: of the
-        guides' tokenizer; 0 where no row has a guide."""
+        guides' tokenizer; 0 where no row has a guide. `departures`: what leaves for other engines."""
+        self._departures = departures
         self._model, self._kv, self._orders = model, kv, orders
         self.staging = Staging(model.device)
         apart = model.arithmetic.invariant
@@ -83,10 +86,11 @@ class Runner:
         rows = rows_of(plan)
         masks = self._masks.begin(rows, self._newest)
         self._orders.step(host, len(rows))
-        if self.graphs is not None and self.graphs.takes(host):
+        leaving = None if self._departures is None else self._departures.of(plan, self._kv)
+        if self.graphs is not None and leaving is None and self.graphs.takes(host):
             hidden_LD = self.graphs.run(host, before_L)
         else:
-            hidden_LD = self._model.hidden(self._builder.upload(host, before_L), self._kv)
+            hidden_LD = self._model.hidden(self._builder.upload(host, before_L), self._kv, leaving)
         logits_LV = self._model.logits(hidden_LD[: len(rows)])
         drawn = self._sampler.sample(logits_LV, rows, before_L, None if masks is None else masks.wait())
         self._sampled_L = drawn.token_L

@@ -100,9 +100,9 @@ class Filling:
         self._places.run(sequence)
         if sequence.scheduled_unix_ns == 0:
             sequence.scheduled_unix_ns = now_ns
-            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
+            sequence.num_cached = min(sequence.num_computed - sequence.num_landed, sequence.num_prompt)
             self.cached_tokens_total += sequence.num_cached
-            self.prompt_tokens_total += sequence.num_prompt
+            self.prompt_tokens_total += sequence.num_prompt - min(sequence.num_landed, sequence.num_prompt)
             if sequence.delay is not None:
                 sequence.note(now_ns, EventKind.DELAYED, sequence.delay)
             self._policy.started(sequence, sequence.num_uncomputed, now_ns / 1e9)
@@ -123,7 +123,11 @@ class Filling:
             return True  # it kept them, and grows as it goes
         if sequence.host_blocks:
             return self._kv.swap_in(sequence, num_tokens)
-        return self._kv.start(sequence, self._kv.find_prefix(sequence) if hits is None else hits, num_tokens)
+        if not self._kv.start(sequence, self._kv.find_prefix(sequence) if hits is None else hits, num_tokens):
+            return False
+        if sequence.num_landing:
+            self._kv.land(sequence)
+        return True
 
     def _advance(self, sequence: Sequence, planner: Planner) -> _Given:
         """Give the sequence what it may have of this step."""
@@ -148,7 +152,7 @@ class Filling:
             num_new = self._kv.num_blocks_to_swap_in(sequence, num_tokens)
         else:
             hits = self._kv.find_prefix(sequence)
-            if planner.will_compute(self._kv.next_hash(sequence, len(hits))):
+            if not sequence.num_landing and planner.will_compute(self._kv.next_hash(sequence, len(hits))):
                 return Reason.SHARED_PREFIX
             num_new = self._kv.num_blocks_to_start(hits, num_tokens)
         view.blocks_free = self._kv.pool.num_free
