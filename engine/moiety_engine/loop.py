@@ -300,9 +300,9 @@ class EngineLoop:
             max_batch_tokens=scheduler.limits.max_batch_tokens,
             max_running=scheduler.limits.max_running,
             step_costs=scheduler.step_time.costs(),
-            handed_over_total=self.exchange.handed_over_total,
-            arrived_total=0 if arrivals is None else arrivals.arrived_total,
-            kv_lost_total=0 if arrivals is None else arrivals.lost_total,
+            handed_over_requests_total=self.exchange.handed_over_requests_total,
+            taken_over_requests_total=0 if arrivals is None else arrivals.taken_over_requests_total,
+            lost_transfers_total=0 if arrivals is None else arrivals.lost_transfers_total,
         )
 
     def _enter(self, submit: CoreSubmit) -> None:

@@ -164,9 +164,9 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
     max_batch_tokens: int = 0
     max_running: int = 0
     step_costs: StepCosts | None = None
-    handed_over_total: int = 0
-    arrived_total: int = 0
-    kv_lost_total: int = 0
+    handed_over_requests_total: int = 0
+    taken_over_requests_total: int = 0
+    lost_transfers_total: int = 0
 
 
 class CoreState(StrEnum):

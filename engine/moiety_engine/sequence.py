@@ -127,8 +127,8 @@ class Sequence:
         self.credit_last = False
         self.num_preemptions = 0
         self.num_overtaken = 0  # joins of others since it first found no blocks at the head of the queue
-        self.num_landing = 0  # tokens whose KV has come from another engine, and waits for blocks
-        self.num_landed = 0  # whose KV came so, when it was first scheduled
+        # Tokens whose KV has come from another engine and waits for blocks, and those whose KV went into blocks so.
+        self.num_landing = self.num_landed = 0
         self.num_recomputed = 0  # tokens whose KV was computed more than once
         self.peak_computed = 0  # the most tokens whose KV was there at any time
         self.num_drafted = self.num_accepted = 0  # tokens guessed and computed; of them, those that came true
@@ -152,8 +152,7 @@ class Sequence:
         self.scheduled_unix_ns = self.first_token_unix_ns = self.finished_unix_ns = 0
         # The padded strategy only: the length that its batch pads prompts to, the positions it reserves, and whether
         # the sequence has ended but its row is still computed because the batch has not.
-        self.num_padded = 0
-        self.num_reserved = 0
+        self.num_padded = self.num_reserved = 0
         self.ghost = False
         self._answer_apart = answer_apart
         self._root = root_hash(submit.cache_salt)

@@ -451,9 +451,9 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     max_batch_tokens: int = 0  # of a step; 0 where that is not known
     max_running: int = 0
     step_costs: StepCosts | None = None  # None until it has learned them
-    handed_over_total: int = 0  # requests that other engines went on with
-    arrived_total: int = 0  # that came with their KV …
-    kv_lost_total: int = 0  # … or without it, although it was to come, and were computed again
+    handed_over_requests_total: int = 0  # requests that other engines went on with
+    taken_over_requests_total: int = 0  # that came with their KV …
+    lost_transfers_total: int = 0  # … or without it, although it was to come, and were computed again
 
 
 ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled | ExpertLoad | ExpertBalance

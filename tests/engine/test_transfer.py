@@ -105,9 +105,7 @@ def pair(loops: Any) -> Iterator[Callable[..., Pair]]:
         transfer = msgspec.structs.replace(common, role=EngineRole.PREFILL)
         prefill = loops.make(transfer=transfer, max_batch_tokens=32, max_running=4)
         made.append(prefill)
-        transfer = msgspec.structs.replace(
-            common, role=EngineRole.DECODE, listen=LISTEN, landing_bytes=landing_bytes
-        )
+        transfer = msgspec.structs.replace(common, role=EngineRole.DECODE, listen=LISTEN, landing_bytes=landing_bytes)
         decode = loops.make(transfer=transfer, **settings)
         made.append(decode)
         return Pair(prefill, decode)
@@ -148,8 +146,8 @@ def test_tokens_and_ends_are_those_of_one_engine(
         assert finish.arrival.way == ("tcp" if way is KvWay.TCP else "memory")
         assert [event.reason for event in finish.events[:2]] == [Reason.HANDED_OVER, Reason.TRANSFERRED]
     load = engines.decode.load()
-    assert (load.arrived_total, load.kv_lost_total, load.kv_blocks_used) == (len(KINDS), 0, 0)
-    assert engines.prefill.load().handed_over_total == len(KINDS)
+    assert (load.taken_over_requests_total, load.lost_transfers_total, load.kv_blocks_used) == (len(KINDS), 0, 0)
+    assert engines.prefill.load().handed_over_requests_total == len(KINDS)
 
 
 def test_kv_that_finds_no_room_is_computed_again_with_the_same_tokens(pair: Any, whole: dict[int, Result]) -> None:

@@ -43,7 +43,7 @@ class Arrivals:
         self._clock = clock
         self._guests: dict[int, _Guest] = {}
         self._there: dict[int, tuple[str, Arrival]] = {}  # that have not landed, or have not ended
-        self.arrived_total = self.lost_total = 0
+        self.taken_over_requests_total = self.lost_transfers_total = 0
 
     @property
     def num_waiting(self) -> int:
@@ -104,9 +104,9 @@ class Arrivals:
         computed = [*submit.prompt_ids, *(submit.resumed_ids or ())][:-1]  # of the newest token there is no KV yet
         arrival = self._zone.arrival(submit.transfer_id, prompt_hash(computed))
         if arrival is None:
-            self.lost_total += 1
+            self.lost_transfers_total += 1
             log.warning("kv_did_not_come", num_tokens=len(computed))
             return None
-        self.arrived_total += 1
+        self.taken_over_requests_total += 1
         self._there[submit.key] = submit.transfer_id, arrival
         return arrival

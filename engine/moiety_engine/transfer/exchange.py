@@ -36,7 +36,7 @@ class Exchange:
     ) -> None:
         self.departures, self.arrivals = departures, arrivals
         self._zone, self._receiver = zone, receiver
-        self.handed_over_total = 0
+        self.handed_over_requests_total = 0
 
     @property
     def address(self) -> str:
@@ -92,7 +92,7 @@ class Exchange:
     def _end(self, output: CoreOutput, finish: CoreFinish) -> CoreOutput:
         arrival = None if self.arrivals is None else self.arrivals.arrival_of(output.key)
         handed_over = finish.reason is FinishReason.HANDED_OVER
-        self.handed_over_total += handed_over
+        self.handed_over_requests_total += handed_over
         problem = self._ended(output.key, handed_over=handed_over)
         if arrival is None and not problem:
             return output

@@ -1,4 +1,4 @@
-"""Where KV comes in: a socket and a thread that fills the landing zone. It wakes nobody: the step loop looks by itself."""
+"""Where KV comes in: a socket and a thread that fills the landing zone. It wakes nobody: the step loop looks."""
 
 from __future__ import annotations
 

@@ -38,7 +38,9 @@ def fits(form: Form, kv: KvCache) -> bool:
     """Whether KV of that form is of the same model as the cache, whatever types either has."""
     own = form_of(kv)
     return len(form) == len(own) and all(
-        layer[0].shape == mine[0].shape and len(layer) in (1, 2, _NUM_SCALED_PARTS) and (len(layer) == 1) == (len(mine) == 1)
+        layer[0].shape == mine[0].shape
+        and len(layer) in (1, 2, _NUM_SCALED_PARTS)
+        and (len(layer) == 1) == (len(mine) == 1)
         for layer, mine in zip(form, own, strict=True)
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ _PIDS = Path("/proc/self/ns/pid")
 def own_host() -> str:
     """Equal where processes see each other's files under /proc, so that they can share memory; "" where none can."""
     try:
-        return f"{_BOOT_ID.read_text().strip()}-{os.readlink(_PIDS)}-{os.getuid()}"
+        return f"{_BOOT_ID.read_text().strip()}-{_PIDS.readlink()}-{os.getuid()}"
     except OSError:
         return ""
 
@@ -96,7 +97,7 @@ class ByMemory:
 
 def open_segment(segment: str, num_bytes: int) -> Tensor:
     """The memory that another process has made for this. Raises OSError or ValueError where it cannot be opened."""
-    if not (_SEGMENT.fullmatch(segment) and os.readlink(segment).startswith(f"/memfd:{_NAME}")):
+    if not (_SEGMENT.fullmatch(segment) and str(Path(segment).readlink()).startswith(f"/memfd:{_NAME}")):
         raise ValueError(f"{segment[:64]!r} is no memory for KV")
     descriptor = os.open(segment, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -109,4 +110,5 @@ def open_segment(segment: str, num_bytes: int) -> Tensor:
 
 
 def _bytes_of(part: Tensor) -> memoryview:
-    return memoryview(part.reshape(-1).view(torch.uint8).numpy())
+    values: np.ndarray = part.reshape(-1).view(torch.uint8).numpy()
+    return values.data

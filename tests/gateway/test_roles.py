@@ -1,0 +1,138 @@
+"""Prompts at one engine and answers at another: who gets what, and what becomes of it when either is lost."""
+
+from __future__ import annotations
+
+import msgspec
+import openai
+import pytest
+
+from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
+from moiety_wire.messages import Failed, FailureCode, Reason
+from moiety_wire.roles import EngineRole
+
+HELLO = [{"role": "user", "content": "hello"}]
+ASK = {"model": "tiny", "messages": HELLO, "max_tokens": 60}
+WHOLE = " ".join(str(1 + i) for i in range(60))
+
+
+@pytest.fixture
+def engine_of(new_card):
+    def make(role: EngineRole, number: int = 0, **settings) -> FakeEngineClient:
+        card = msgspec.structs.replace(
+            new_card(f"{role}-{number}", embedding_width=8),
+            role=role,
+            hands_over=role is EngineRole.PREFILL,
+            kv_address="" if role is EngineRole.PREFILL else f"tcp://*:{7000 + number}",
+            kv_host="host",
+        )
+        return FakeEngineClient(card, **settings)
+
+    return make
+
+
+async def text_of(stream) -> str:
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+
+async def answer_of(gateway, **changes) -> str:
+    return await text_of(await gateway.client.chat.completions.create(**{**ASK, **changes}, stream=True))
+
+
+async def test_the_prompt_goes_to_one_engine_and_the_answer_comes_from_another(start_gateway, engine_of, spans):
+    prefill, decode = engine_of(EngineRole.PREFILL), engine_of(EngineRole.DECODE, 5)
+    async with start_gateway([prefill, decode], spans) as gateway:
+        assert await answer_of(gateway) == WHOLE
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.output_tokens, row.prompt_tokens) == ("length", 60, gateway.prompt_tokens("hello"))
+    (first,), (second,) = prefill.submits, decode.submits
+    assert (first.hand_over.address, first.hand_over.host) == ("tcp://127.0.0.1:7005", "host")
+    assert (second.transfer_id, second.resumed_ids) == (first.hand_over.transfer_id, [1])
+    assert second.hand_over is None
+    assert first.bill == second.bill != b""
+    assert set(prefill.settled_ids) == set(decode.settled_ids) == {first.request_id}
+    (span,) = spans.named("chat tiny")
+    assert "moiety.failovers" not in span.attributes
+    names = [one.name for one in spans.spans if "moiety.engine" in one.attributes]
+    assert names == ["engine.queue", "engine.prefill", "engine.queue", "engine.prefill", "engine.decode"]
+
+
+async def test_answers_are_spread_over_the_engines_that_write_them(start_gateway, engine_of):
+    prefill = engine_of(EngineRole.PREFILL)
+    decodes = [engine_of(EngineRole.DECODE, number) for number in range(3)]
+    async with start_gateway([prefill, *decodes]) as gateway:
+        answer = await gateway.client.chat.completions.create(**ASK, n=9)
+        assert [choice.message.content for choice in answer.choices] == [WHOLE] * 9
+    assert [len(engine.submits) for engine in decodes] == [3, 3, 3]
+
+
+async def test_a_stop_string_over_the_seam_ends_the_answer(start_gateway, engine_of):
+    engines = [engine_of(EngineRole.PREFILL), engine_of(EngineRole.DECODE)]
+    async with start_gateway(engines) as gateway:
+        assert await answer_of(gateway, stop=["1 2"]) == ""
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.output_tokens) == ("stop", 2)
+
+
+@pytest.mark.parametrize("victim", ["prefill", "decode", "decode before the hand-over"])
+async def test_what_a_lost_engine_had_is_computed_and_written_by_others(start_gateway, engine_of, victim):
+    prefills = [engine_of(EngineRole.PREFILL, number) for number in range(2)]
+    decodes = [engine_of(EngineRole.DECODE, number) for number in range(2)]
+    killed = []
+
+    def script(submit):
+        for position, piece in enumerate(count_aloud(submit)):
+            if not killed and position == (10 if victim == "decode" else 0):
+                (busy,) = [engine for engine in [*prefills, *decodes] if engine.state.num_inflight]
+                address = submit.hand_over.address if submit.hand_over else ""
+                partner = next((one for one in decodes if one.card.kv_address.rpartition(":")[2] in address), None)
+                killed.append(partner if victim == "decode before the hand-over" else busy)
+                killed[0].die()
+            yield piece
+
+    for engine in [*prefills, *decodes]:
+        engine.script = script
+    async with start_gateway([*prefills, *decodes]) as gateway:
+        assert await answer_of(gateway) == WHOLE
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.output_tokens) == ("length", 60)
+        assert b"moiety_failovers_total{" in gateway.metrics.render()
+    assert killed[0].card.role is (EngineRole.PREFILL if victim == "prefill" else EngineRole.DECODE)
+
+
+async def test_an_engine_that_refuses_what_is_handed_over_does_not_lose_it(start_gateway, engine_of):
+    full = Failed("", 0, FailureCode.OVERLOADED, "full", reason=Reason.QUEUE_FULL)
+    refusing = engine_of(EngineRole.DECODE, 0)
+    refusing.script = lambda submit: msgspec.structs.replace(full, request_id=submit.request_id)
+    engines = [engine_of(EngineRole.PREFILL), refusing, engine_of(EngineRole.DECODE, 1)]
+    async with start_gateway(engines) as gateway:
+        assert await answer_of(gateway) == WHOLE
+        assert len(refusing.submits) == len(engines[2].submits) == 1
+
+
+async def test_without_an_engine_for_answers_one_of_both_roles_serves_or_the_client_is_told(start_gateway, engine_of):
+    prefill, both = engine_of(EngineRole.PREFILL), engine_of(EngineRole.BOTH)
+    async with start_gateway([prefill, both]) as gateway:
+        assert await answer_of(gateway) == WHOLE
+        both.die()
+        with pytest.raises(openai.APIStatusError) as caught:
+            await answer_of(gateway)
+        assert (caught.value.status_code, caught.value.code) == (503, "no_decode_engine")
+        assert "--role decode" in caught.value.message
+        embedded = await gateway.client.embeddings.create(model="tiny", input="hello", encoding_format="float")
+        assert len(embedded.data[0].embedding) == 8
+
+
+async def test_without_an_engine_for_prompts_those_for_answers_serve_whole_requests(start_gateway, engine_of):
+    prefill, decode = engine_of(EngineRole.PREFILL), engine_of(EngineRole.DECODE)
+    async with start_gateway([prefill, decode]) as gateway:
+        prefill.die()
+        assert await answer_of(gateway) == WHOLE
+        (submit,) = decode.submits
+        assert (submit.hand_over, submit.transfer_id, submit.resumed_ids) == (None, "", None)
+
+
+async def test_one_token_needs_no_other_engine(start_gateway, engine_of):
+    prefill, decode = engine_of(EngineRole.PREFILL), engine_of(EngineRole.DECODE)
+    async with start_gateway([prefill, decode]) as gateway:
+        assert await answer_of(gateway, max_tokens=1) == "1"
+        assert (len(prefill.submits), decode.submits) == (1, [])
