@@ -116,7 +116,7 @@ class EngineLoop:
         if not submit.embed and submit.max_tokens > room:
             submit = msgspec.structs.replace(submit, max_tokens=room, min_tokens=min(submit.min_tokens, room))
         if submit.hand_over is not None:
-            submit = self.exchange.depart(submit, self._awake().kv)
+            submit = self.exchange.depart(submit)
         if submit.transfer_id and self.exchange.arrivals is not None:
             self.exchange.arrivals.enter(submit)
         else:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import asynccontextmanager
+
 import msgspec
 import openai
 import pytest
+import zmq
 
+from moiety_engine.checkpoint import resolve_checkpoint
+from moiety_engine.config import EngineConfig, TransferConfig
+from moiety_engine.front.core_link import ProcessCore
+from moiety_engine.front.front import Front
+from moiety_engine.front.settings import FrontSettings
+from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
+from moiety_platform.engine_client.transport import ZmqEngineClient
+from moiety_text.folder import read_text_model
 from moiety_wire.messages import Failed, FailureCode, Reason
 from moiety_wire.roles import EngineRole
 
+START_S = 120.0
 HELLO = [{"role": "user", "content": "hello"}]
 ASK = {"model": "tiny", "messages": HELLO, "max_tokens": 60}
 WHOLE = " ".join(str(1 + i) for i in range(60))
@@ -136,3 +149,64 @@ async def test_one_token_needs_no_other_engine(start_gateway, engine_of):
     async with start_gateway([prefill, decode]) as gateway:
         assert await answer_of(gateway, max_tokens=1) == "1"
         assert (len(prefill.submits), decode.submits) == (1, [])
+
+
+@asynccontextmanager
+async def fronts_of(tmp_path, roles):
+    """Real engines of these roles on the bundled model, each with a core process."""
+    folder = resolve_checkpoint("")
+    key = tmp_path / "key"
+    key.write_bytes(zmq.curve_keypair()[1])
+    context, running = zmq.Context(), []
+    try:
+        for number, role in enumerate(roles):
+            listen = "tcp://127.0.0.1:0" if role is EngineRole.DECODE else ""
+            transfer = TransferConfig(role=role, listen=listen, key_file=str(key))
+            config = EngineConfig(
+                model=str(folder),
+                name="tiny",
+                dtype="float32",
+                num_threads=1,
+                kv_memory_bytes=1 << 25,
+                transfer=transfer,
+            )
+            settings = FrontSettings(model="tiny", listen="tcp://127.0.0.1:0", role=role)
+            core = ProcessCore(context, "moiety_engine.core", config, listen=settings.listen)
+            front = Front(settings, f"{role}-{number}", read_text_model(folder), core, context)
+            running.append(front)
+            await front.start()
+        for front in running:
+            assert await asyncio.wait_for(front.wait_ready(), START_S)
+        yield running, context
+    finally:
+        for front in running:
+            await front.close()
+        context.destroy(linger=0)
+
+
+async def test_two_real_engines_say_what_one_says(start_gateway, tmp_path, spans):
+    long = "Add 17 to 25, then tell the capital of France. " * 12
+    asked = [
+        {"model": "tiny", "prompt": prompt, "max_tokens": 40, **sampling}
+        for prompt in ("What is 17 + 25?", long)
+        for sampling in ({"temperature": 0, "extra_body": {"ignore_eos": True}}, {"temperature": 1.0, "seed": 5})
+    ]
+    async with fronts_of(tmp_path, (EngineRole.PREFILL, EngineRole.DECODE)) as ((prefill, decode), context):
+        clients = [ZmqEngineClient(front.address, context, SystemClock()) for front in (prefill, decode)]
+        async with start_gateway(clients, spans) as gateway:
+            client = gateway.client.with_options(timeout=START_S)
+            async with asyncio.timeout(START_S):
+                while not all(one.state.healthy for one in clients):  # noqa: ASYNC110 - what is watched has no event
+                    await asyncio.sleep(0.01)
+            pair = [await client.completions.create(**one) for one in asked]
+            await prefill.close()
+            await clients[0].close()
+            alone = [await client.completions.create(**one) for one in asked]
+        await gateway.rows.wait_for(2 * len(asked))
+    assert [one.choices[0].text for one in pair] == [one.choices[0].text for one in alone]
+    assert [one.usage.completion_tokens for one in pair] == [one.usage.completion_tokens for one in alone]
+    transfers = spans.named("engine.transfer")
+    assert len(transfers) == sum(one.usage.completion_tokens > 1 for one in pair) > 0
+    assert {one.attributes["moiety.transfer.way"] for one in transfers} == {"memory"}
+    by_id = {one.span_id: one.name for one in spans.spans}
+    assert {by_id[link.span_id] for one in transfers for link in one.links} == {"engine.prefill"}

@@ -20,12 +20,14 @@ from moiety_engine.transfer.landing import prompt_hash
 from moiety_engine.transfer.messages import Begin, Piece
 from moiety_engine.transfer.rows import form_of, layer_bytes, read, token_bytes
 from moiety_engine.transfer.sender import Sender
+from moiety_wire.roles import HandOver
 
 
 @dataclass(slots=True)
 class _Departure:
-    transfer_id: str
-    num_tokens: int
+    hand_over: HandOver
+    tokens: list[int]
+    has_begun: bool = False
     num_left: int = 0  # tokens that have gone, or are about to
     offset: int = 0  # bytes, likewise
 
@@ -49,19 +51,10 @@ class Departures:
         self._open: dict[int, _Departure] = {}  # by the requests' keys
         self._problems: dict[int, str] = {}
 
-    def enter(self, submit: CoreSubmit, kv: KvCache) -> None:
+    def enter(self, submit: CoreSubmit) -> None:
         """A request that is to be handed over."""
-        hand_over = submit.hand_over
-        assert hand_over is not None, "only what is handed over departs"
-        tokens = [*submit.prompt_ids, *(submit.resumed_ids or ())]
-        form = form_of(kv)
-        num_bytes = len(tokens) * token_bytes(form)
-        begin = Begin(hand_over.transfer_id, len(tokens), num_bytes, prompt_hash(tokens), form)
-        problem = self._sender.begin(hand_over, begin)
-        if problem:
-            self._problems[submit.key] = problem
-        else:
-            self._open[submit.key] = _Departure(hand_over.transfer_id, len(tokens))
+        assert submit.hand_over is not None, "only what is handed over departs"
+        self._open[submit.key] = _Departure(submit.hand_over, [*submit.prompt_ids, *(submit.resumed_ids or ())])
 
     def of(self, plan: Plan, kv: KvCache) -> Leaving | None:
         """What leaves with this step, which is about to run; None if nothing does."""
@@ -72,7 +65,7 @@ class Departures:
             sequence = chunk.sequence
             departure = self._open.get(sequence.key)
             end = sequence.num_computed + chunk.num_tokens
-            if departure is None or end <= departure.num_left:
+            if departure is None or end <= departure.num_left or not self._has_begun(sequence.key, departure, kv):
                 continue
             first, size = departure.num_left, kv.block_size  # what a cache had of the prompt goes with the first step
             blocks = sequence.blocks[first // size : -(-end // size)]
@@ -88,13 +81,28 @@ class Departures:
         departure = self._open.pop(key, None)
         if departure is None:
             return problem
-        if handed_over and departure.num_left == departure.num_tokens:
-            return self._sender.end(departure.transfer_id)
-        self._sender.cancel(departure.transfer_id)
+        transfer_id = departure.hand_over.transfer_id
+        if handed_over and departure.num_left == len(departure.tokens):
+            return self._sender.end(transfer_id)
+        self._sender.cancel(transfer_id)
         return "not all of it was computed" if handed_over else ""
 
     def close(self) -> None:
         self._sender.close()
+
+    def _has_begun(self, key: int, departure: _Departure, kv: KvCache) -> bool:
+        """Announce what has not been announced: not before its prompt is computed, since room is kept for it there."""
+        if departure.has_begun:
+            return True
+        form, tokens = form_of(kv), departure.tokens
+        num_bytes = len(tokens) * token_bytes(form)
+        begin = Begin(departure.hand_over.transfer_id, len(tokens), num_bytes, prompt_hash(tokens), form)
+        problem = self._sender.begin(departure.hand_over, begin)
+        if problem:
+            self._problems[key] = problem
+            del self._open[key]
+        departure.has_begun = not problem
+        return departure.has_begun
 
 
 class Leaving:
@@ -111,7 +119,7 @@ class Leaving:
         for stretch in self._stretches:
             departure, num_tokens = stretch.departure, stretch.end - stretch.first
             rows = read(self._kv.layers[layer], stretch.blocks_n, stretch.in_block, num_tokens)
-            piece = Piece(departure.transfer_id, layer, stretch.first, stretch.end, departure.offset)
+            piece = Piece(departure.hand_over.transfer_id, layer, stretch.first, stretch.end, departure.offset)
             departure.offset += num_tokens * per_token
             self._sender.put(piece, *self._on_host(rows))
 

@@ -57,12 +57,12 @@ class Exchange:
         if self._zone is not None:
             self._zone.serve(kv)
 
-    def depart(self, submit: CoreSubmit, kv: KvCache) -> CoreSubmit:
+    def depart(self, submit: CoreSubmit) -> CoreSubmit:
         """A request that is to be handed over, as it is to be served here: up to its next token."""
         num_tokens = len(submit.resumed_ids or ()) + 1
         if self.departures is None or submit.embed or submit.max_tokens <= num_tokens:
             return msgspec.structs.replace(submit, hand_over=None)
-        self.departures.enter(submit, kv)
+        self.departures.enter(submit)
         return msgspec.structs.replace(submit, max_tokens=num_tokens)
 
     def num_landing(self, key: int) -> int:

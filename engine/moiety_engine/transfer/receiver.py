@@ -56,7 +56,13 @@ class Receiver:
     def _run(self) -> None:
         with contextlib.suppress(zmq.ContextTerminated):
             while True:
-                self._take(self._socket.recv_multipart(copy=False))
+                frames = self._socket.recv_multipart(copy=False)
+                try:
+                    self._take(frames)
+                except zmq.ContextTerminated:
+                    raise
+                except Exception:  # the root of a thread: what a message made of it is lost, and computed again
+                    log.exception("kv_not_taken")
         self._socket.close(linger=0)
 
     def _take(self, frames: list[zmq.Frame]) -> None:

@@ -125,6 +125,8 @@ class Sender:
                 job()
             except queue.Empty:
                 self._give_up()
+            except Exception:  # the root of a thread: what did not go is lost, and computed again over there
+                log.exception("kv_not_sent")
             self._hear()
         for socket in self._links.values():
             socket.close(linger=LINGER_MS)

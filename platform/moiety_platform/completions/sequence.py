@@ -68,7 +68,8 @@ class Sequence:
     def num_claimed_tokens(self) -> int:
         """Output tokens for which limits must have room: its credit, until it has come to its end."""
         finished = self.stream.finished
-        is_over = finished is not None and finished.reason is not FinishReason.ABORT  # after which it may go on
+        goes_on = (FinishReason.ABORT, FinishReason.HANDED_OVER)  # as after the former it may, elsewhere
+        is_over = finished is not None and finished.reason not in goes_on
         return self.num_tokens if is_over else self.stream.credit_tokens
 
     @property
