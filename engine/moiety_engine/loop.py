@@ -146,14 +146,9 @@ class EngineLoop:
         return self._lobby.is_open
 
     @property
-    def waits_for_guides(self) -> bool:
-        """Whether a request waits for its guide to be compiled, which ends by itself."""
-        return not self._lobby.is_empty
-
-    @property
-    def waits_for_kv(self) -> bool:
-        """Whether a request waits for its KV to come from another engine."""
-        return self.exchange.num_waiting > 0
+    def waits_for_others(self) -> bool:
+        """Whether a request waits for its guide to be compiled, or its KV to come, which ends by itself."""
+        return not self._lobby.is_empty or self.exchange.num_waiting > 0
 
     def step(self) -> bool:
         """Plan a step and launch it; then take in the result of the step before, where steps overlap, or else of this

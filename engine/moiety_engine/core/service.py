@@ -67,7 +67,7 @@ def _serve(link: FrontLink, loop: EngineLoop, config: EngineConfig) -> None:
         if balance is not None:
             link.send(balance)
         waits_for_company = config.batching is Batching.DYNAMIC and loop.scheduler.num_waiting
-        waits_soon = waits_for_company or loop.waits_for_guides or loop.waits_for_kv
+        waits_soon = waits_for_company or loop.waits_for_others
         wait_ms = 0 if stepped else COMPANY_WAIT_MS if waits_soon else IDLE_WAIT_MS
 
 
