@@ -54,7 +54,14 @@ def simulate_roles(
         on_progress,
     )
     found = compare_roles(workload, fleet, num_prefill, num_decode)
-    return {"policy": policies[0], "num_requests": len(workload.requests), "duration_s": workload.duration_s, **found}
+    return {
+        "policy": policies[0],
+        "seed": seed,
+        "kv_gb_per_s": kv_gb_per_s,
+        "num_requests": len(workload.requests),
+        "duration_s": workload.duration_s,
+        **found,
+    }
 
 
 def print_roles(found: dict[str, Any]) -> None:
