@@ -84,4 +84,4 @@ def test_the_command_tells_the_splits_as_json_and_as_a_table(
     assert report["roles"]["recommended"] in report["roles"]["splits"]
     with pytest.raises(SystemExit, match="0"):
         main(command)
-    assert "prefill : decode" in capsys.readouterr().out
+    assert "1:1" in capsys.readouterr().out
