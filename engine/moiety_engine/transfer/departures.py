@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from moiety_engine.scheduling.plan import Plan
 from moiety_engine.staging import Mark
 from moiety_engine.transfer.landing import prompt_hash
 from moiety_engine.transfer.messages import Begin, Piece
-from moiety_engine.transfer.rows import form_of, layer_bytes, read, token_bytes
+from moiety_engine.transfer.rows import form_of, read, token_bytes
 from moiety_engine.transfer.sender import Sender
 from moiety_wire.roles import HandOver
 
@@ -50,6 +51,7 @@ class Departures:
         self._sender = sender
         self._open: dict[int, _Departure] = {}  # by the requests' keys
         self._problems: dict[int, str] = {}
+        self._stream: Any = None  # of a GPU, for copies to the host
 
     def enter(self, submit: CoreSubmit) -> None:
         """A request that is to be handed over."""
@@ -73,7 +75,12 @@ class Departures:
             blocks_n = torch.tensor(blocks, device=device)
             stretches.append(_Stretch(departure, first, end, blocks_n, first % size))
             departure.num_left = end
-        return Leaving(self._sender, kv, stretches) if stretches else None
+        if not stretches:
+            return None
+        device = kv.layers[0].parts[0].device
+        if device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return Leaving(self._sender, kv, stretches, self._stream)
 
     def ended(self, key: int, *, handed_over: bool) -> str:
         """A request has ended. Why its KV does not go along with it, if it was to."""
@@ -108,19 +115,16 @@ class Departures:
 class Leaving:
     """Of one step; called after each layer has stored its keys and values."""
 
-    def __init__(self, sender: Sender, kv: KvCache, stretches: Sequence[_Stretch]) -> None:
-        self._sender, self._kv, self._stretches = sender, kv, stretches
-        device = kv.layers[0].parts[0].device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._forms = form_of(kv)
+    def __init__(self, sender: Sender, kv: KvCache, stretches: Sequence[_Stretch], stream: Any) -> None:
+        """`stream`: for copies to the host, None where there is nothing to copy."""
+        self._sender, self._kv, self._stretches, self._stream = sender, kv, stretches, stream
 
     def __call__(self, layer: int) -> None:
-        per_token = layer_bytes(self._forms[layer])
         for stretch in self._stretches:
             departure, num_tokens = stretch.departure, stretch.end - stretch.first
             rows = read(self._kv.layers[layer], stretch.blocks_n, stretch.in_block, num_tokens)
             piece = Piece(departure.hand_over.transfer_id, layer, stretch.first, stretch.end, departure.offset)
-            departure.offset += num_tokens * per_token
+            departure.offset += sum(row.nbytes for row in rows)
             self._sender.put(piece, *self._on_host(rows))
 
     def _on_host(self, rows: list[Tensor]) -> tuple[list[Tensor], Mark]:
