@@ -16,10 +16,14 @@ from moiety_engine.front.core_link import ProcessCore
 from moiety_engine.front.front import Front
 from moiety_engine.front.settings import FrontSettings
 from moiety_platform.clock import SystemClock
+from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
 from moiety_platform.engine_client.transport import ZmqEngineClient
+from moiety_platform.errors import Unavailable
+from moiety_platform.routing.roles import kv_address_of, partner_among
 from moiety_text.folder import read_text_model
-from moiety_wire.messages import Failed, FailureCode, Reason
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import Failed, FailureCode, Load, Reason, StepCosts
 from moiety_wire.roles import EngineRole
 
 START_S = 120.0
@@ -149,6 +153,40 @@ async def test_one_token_needs_no_other_engine(start_gateway, engine_of):
     async with start_gateway([prefill, decode]) as gateway:
         assert await answer_of(gateway, max_tokens=1) == "1"
         assert (len(prefill.submits), decode.submits) == (1, [])
+
+
+def state_of(card, role, *, address="tcp://10.0.0.1:5757", running=0, step_s=0.01, kv_address="tcp://*:7000"):
+    load = Load("e", 0, running, 0, 0, 100, 0, 0, 16, 0, 0, 0, 0, 0, step_costs=StepCosts(step_s, 1e-4, (), 0, 0, 0))
+    hands_over = role is EngineRole.PREFILL
+    card = msgspec.structs.replace(card, role=role, hands_over=hands_over, kv_address=kv_address)
+    return EngineState(address, True, "", card, load, 0, load_age_s=0.0)
+
+
+def test_who_goes_on_is_one_for_answers_then_one_that_keeps_the_pace_then_the_one_with_least_to_do(any_card):
+    both = state_of(any_card, EngineRole.BOTH, address="both")
+    slow = state_of(any_card, EngineRole.DECODE, address="slow", step_s=1.0)
+    busy = state_of(any_card, EngineRole.DECODE, address="busy", running=9)
+    idle = state_of(any_card, EngineRole.DECODE, address="idle")
+    deaf = state_of(any_card, EngineRole.DECODE, address="deaf", kv_address="")
+    assert partner_among([both, slow, busy, idle, deaf], STANDARD, {}) is idle
+    assert partner_among([both, slow, busy, idle], STANDARD, {"idle": 12}) is busy
+    assert partner_among([both, slow], STANDARD, {}) is slow
+    assert partner_among([both, deaf], STANDARD, {}) is both
+    with pytest.raises(Unavailable, match="--role decode"):
+        partner_among([deaf, state_of(any_card, EngineRole.PREFILL)], STANDARD, {})
+
+
+@pytest.mark.parametrize(
+    ("address", "kv_address", "expected"),
+    [
+        ("tcp://10.0.0.1:5757", "tcp://*:7000", "tcp://10.0.0.1:7000"),
+        ("tcp://[fd00::1]:5757", "tcp://*:7000", "tcp://[fd00::1]:7000"),
+        ("ipc:///run/engine", "tcp://*:7000", "tcp://127.0.0.1:7000"),
+        ("tcp://10.0.0.1:5757", "tcp://10.9.9.9:7000", "tcp://10.9.9.9:7000"),
+    ],
+)
+def test_kv_goes_to_the_host_at_which_the_engine_was_reached(any_card, address, kv_address, expected):
+    assert kv_address_of(state_of(any_card, EngineRole.DECODE, address=address, kv_address=kv_address)) == expected
 
 
 @asynccontextmanager
