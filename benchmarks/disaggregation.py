@@ -64,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=1200, help="of the longest answer")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=4000)
     parser.add_argument("--prompts", type=int, default=3)
@@ -135,7 +136,7 @@ async def until(is_so: Any) -> None:
 
 async def kills(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Every request's answer by one engine, then by pairs of engines that are killed meanwhile."""
-    requests = [body(number, options.seed) for number in range(options.requests)]
+    requests = [body(number, options) for number in range(options.requests)]
     async with serving(folder / "one", ["both"]) as (_, ask, _engines):
         right = [await ask(request) for request in requests]
     async with serving(folder / "pairs", ROLES) as (admin, ask, engines):
@@ -181,11 +182,17 @@ async def kills(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def body(number: int, seed: int) -> dict[str, Any]:
-    rng = random.Random(1000 * seed + number)
+def body(number: int, options: argparse.Namespace) -> dict[str, Any]:
+    rng = random.Random(1000 * options.seed + number)
     prompt = " ".join(WORDS.format(a=rng.randrange(100), b=rng.randrange(100)) for _ in range(rng.randint(1, 12)))
     sampling = {"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": number}
-    return {"model": "model", "prompt": prompt, "max_tokens": rng.randint(200, 1200), "ignore_eos": True, **sampling}
+    return {
+        "model": "model",
+        "prompt": prompt,
+        "max_tokens": rng.randint(options.tokens // 4, options.tokens),
+        "ignore_eos": True,
+        **sampling,
+    }
 
 
 @contextlib.asynccontextmanager
