@@ -14,7 +14,7 @@ import pytest
 import torch
 import zmq
 
-from moiety_engine.config import KvWay, Overlap, TransferConfig
+from moiety_engine.config import KvWay, Overlap, PolicyName, TransferConfig
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.model.batch import KvCache, LatentCache, LayerCache
@@ -181,7 +181,7 @@ def test_an_engine_with_another_key_brings_nothing(pair: Any, whole: dict[int, R
 def test_what_runs_out_of_blocks_after_it_came_ends_with_the_same_tokens(pair: Any, loops: Any) -> None:
     many = [asked(key, 40 + key) for key in range(1, 9)]
     whole = run_all(loops.make(), many)
-    engines = pair(kv_memory_bytes=70 * loops.model.kv_bytes_per_block(4))
+    engines = pair(kv_memory_bytes=40 * loops.model.kv_bytes_per_block(4), policy=PolicyName.FCFS)
     engines.run(many)
     assert {key: result.token_ids for key, result in whole.items()} == engines.tokens
     assert sum(finish.num_recomputed_tokens for finish in engines.ends.values()) > 0
