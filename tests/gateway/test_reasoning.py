@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import openai
 import pytest
@@ -15,24 +14,21 @@ from .conftest import FakeEngineClient
 from .test_tool_loops import OPENAI_TOOLS, hermes, prompt_of
 
 ASKED = [{"role": "user", "content": "Is it warm?"}]
-SWITCH = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 ALWAYS = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content.split('</think>')[-1] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
 )
 MARKERS = ("<think>", "</think>")
-HERMES = Path(__file__).with_name("templates") / "hermes.jinja"
 
 
 @pytest.fixture
-def thinking(start_gateway, tool_card):
+def thinking(start_gateway, tool_card, thinking_card):
     """A gateway whose model thinks: by a template that can be switched, or by one that always opens a thought."""
 
     @asynccontextmanager
     async def start(*, always=False):
-        template = ALWAYS if always else HERMES.read_text() + SWITCH
-        engine = FakeEngineClient(tool_card("hermes", template=template, added=MARKERS))
-        async with start_gateway([engine]) as running:
+        card = tool_card("hermes", template=ALWAYS, added=MARKERS) if always else thinking_card
+        async with start_gateway([FakeEngineClient(card)]) as running:
             running.anthropic = AsyncAnthropic(base_url=running.url, api_key=running.key, max_retries=0)
             async with running.anthropic:
                 yield running
