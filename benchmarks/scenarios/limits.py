@@ -34,7 +34,7 @@ from scenarios.deadlines import ALLOWED, GRID, CodeMix
 
 ANY = "any policy"
 ASKED = 1.35
-_TIMES = 120  # at which demand is compared with time
+_EVERY_S = 50  # seconds between the times at which demand is compared with time; an hour is one of them
 _CLOSE = 0.002  # of C, at which the search for the largest load ends
 
 # QoServe's paper (section 4.1.4 and figure 4): steps of 2,500 rows have twice the throughput of those of 256, which it
@@ -63,8 +63,7 @@ def least_violations(requests: Sequence[TraceRequest], classes: Sequence[Service
     dues = [due_s for due_s, _ in needs]
     demanded = [0.0, *accumulate(need_s for _, need_s in needs)]
     most = 0
-    for step in range(1, _TIMES + 1):
-        until_s = dues[-1] * step / _TIMES
+    for until_s in range(_EVERY_S, math.ceil(dues[-1]), _EVERY_S):
         num_due = bisect_right(dues, until_s)
         lacking_s = demanded[num_due] - until_s
         if lacking_s > 0:
