@@ -12,8 +12,8 @@ needed by any schedule for
   by weighted interval scheduling.
 
 If that is more than D, requests must be late: at least as many as the most expensive ones of them that make up for it.
-How much of a stream's steps is counted is any part of them (a bound stays one); no more is taken than would make it
-dearer than the longest prompt, or giving up streams would seem a better bargain than it is.
+How much of a stream's steps is counted is any part of them (a bound stays one): no more is taken than makes it as dear
+as the longest prompts, or the bound would be lower for giving up those streams.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def least_violations(requests: Sequence[TraceRequest], classes: Sequence[Service
     """The part of the requests that any policy must serve late."""
     by_name = {service.name: service for service in classes}
     demands = [_demand(request, by_name[request.service_class], device) for request in requests]
-    dearest_s = max(demand.work_s for demand in demands)
+    dearest_s = sorted(demand.work_s for demand in demands)[int((1 - ALLOWED) * len(demands))]
     chosen = _disjoint(demands, dearest_s)
     needs = sorted((demand.due_s, demand.work_s + chosen.get(number, 0.0)) for number, demand in enumerate(demands))
     dues = [due_s for due_s, _ in needs]
