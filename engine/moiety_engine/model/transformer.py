@@ -25,6 +25,7 @@ from moiety_engine.model.weights import ModelWeights, MoeWeights
 from moiety_engine.moe.load import ExpertCounter
 from moiety_engine.moe.shape import ExpertShape
 from moiety_engine.moe.tenants import NUM_SLOTS
+from moiety_kernels.cpu import pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,8 +102,11 @@ class Transformer:
 
         def layer(one: AttentionSpec | LatentAttentionSpec) -> LayerCache | LatentCache:
             if isinstance(one, LatentAttentionSpec):
-                return LatentCache(empty(num_blocks, block_size, one.cached_values))
+                rows = empty(num_blocks, block_size, one.cached_values)
+                pages.prefer(rows)
+                return LatentCache(rows)
             both = empty(2, num_blocks, one.num_kv_heads, block_size, one.head_dim)
+            pages.prefer(both)
             if self.kv_dtype is not torch.int8:
                 return LayerCache(both[0], both[1])
             scales = empty(2, num_blocks, one.num_kv_heads, block_size, dtype=torch.float32)
@@ -125,6 +129,10 @@ class Transformer:
     def come_back(self, on_progress: Callable[[], None]) -> None:
         """The weights are on the device again. Raises OutOfMemory."""
         self._residence.come_back(on_progress)
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until the weights lie as they are read fastest, or as long as that."""
+        self._residence.settle(timeout_s)
 
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return logits_LV, float32, of the rows that are wanted."""
