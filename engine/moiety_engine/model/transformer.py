@@ -116,6 +116,11 @@ class Transformer:
         return KvCache(tuple(layer(one.attention) for one in self._own.layers), num_blocks, block_size)
 
     @property
+    def only_kernels(self) -> bool:
+        """Whether the layers are known to compute without torch, on threads of our own."""
+        return self._programs is not None and self._programs.only_kernels
+
+    @property
     def away(self) -> bool:
         """Whether the weights are in host memory, where they went with `leave`."""
         return self._residence.away
