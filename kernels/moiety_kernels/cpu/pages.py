@@ -31,10 +31,10 @@ _ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 def enlarge(tensors: Iterable[Tensor]) -> threading.Thread | None:
     """Begin to gather the memory of tensors on the CPU, which stays where it is and as it is, into large pages. Returns
     the thread that does it, for whoever wants to wait; None where there is nothing to do."""
-    pages = [page for first, end in _ranges(tensors) for page in range(_up(first), _down(end), LARGE_PAGE)]
-    if not pages or not sys.platform.startswith("linux"):
+    ranges = [(_up(begin), _down(end)) for begin, end in _ranges(tensors) if _up(begin) < _down(end)]
+    if not ranges or not sys.platform.startswith("linux"):
         return None
-    thread = threading.Thread(target=_gather_all, args=(pages,), name="large-pages", daemon=True)
+    thread = threading.Thread(target=_gather, args=(ranges,), name="large-pages", daemon=True)
     thread.start()
     return thread
 
@@ -46,14 +46,11 @@ def prefer(tensor: Tensor) -> None:
             _madvise()(_up(first), _down(end) - _up(first), _ADVICE)
 
 
-def _gather_all(pages: list[int]) -> None:
-    for page in pages:
-        _gather(page)
-
-
-def _gather(page: int) -> None:
-    """What fails is no loss: a system without it, no memory in one piece, or memory that is gone by now."""
-    _madvise()(page, LARGE_PAGE, _MADV_COLLAPSE)
+def _gather(ranges: list[tuple[int, int]]) -> None:
+    """What fails is no loss: a system without it, no memory in one piece, or memory that is gone by now. One call a
+    range, since each makes all processors stop for a moment."""
+    for first, end in ranges:
+        _madvise()(first, end - first, _MADV_COLLAPSE)
 
 
 def _ranges(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
