@@ -45,7 +45,7 @@ from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import FailureCode, FinishReason
 
 MAX_NUM_LOGPROBS = 20
-_SETTLING_S = 1.0  # that a start waits for the weights to be gathered, which goes on meanwhile
+_SETTLING_S = 0.5  # that a start waits for the weights to be gathered, which goes on meanwhile
 
 
 class EngineLoop:

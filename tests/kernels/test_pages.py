@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moiety_kernels.cpu.pages import LARGE_PAGE, enlarge, prefer
+from moiety_kernels.cpu.pages import LARGE_PAGE, enlarge
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 gives_large_pages = pytest.mark.skipif(
@@ -52,13 +52,9 @@ def test_less_than_a_large_page_is_left_alone() -> None:
 
 
 @gives_large_pages
-def test_memory_is_in_large_pages_once_it_is_gathered_and_where_they_were_asked_for() -> None:
+def test_memory_is_in_large_pages_once_it_is_gathered() -> None:
     filled = torch.ones(8 * LARGE_PAGE, dtype=torch.uint8)
     gathering = enlarge([filled])
     if gathering is not None:
         gathering.join(60)
-    asked_for = torch.empty(8 * LARGE_PAGE, dtype=torch.uint8)
-    prefer(asked_for)
-    asked_for.fill_(1)
-    assert in_large_pages(asked_for) >= LARGE_PAGE
     assert gathering is None or in_large_pages(filled) >= LARGE_PAGE

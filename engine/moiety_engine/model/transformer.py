@@ -25,7 +25,6 @@ from moiety_engine.model.weights import ModelWeights, MoeWeights
 from moiety_engine.moe.load import ExpertCounter
 from moiety_engine.moe.shape import ExpertShape
 from moiety_engine.moe.tenants import NUM_SLOTS
-from moiety_kernels.cpu import pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,11 +101,8 @@ class Transformer:
 
         def layer(one: AttentionSpec | LatentAttentionSpec) -> LayerCache | LatentCache:
             if isinstance(one, LatentAttentionSpec):
-                rows = empty(num_blocks, block_size, one.cached_values)
-                pages.prefer(rows)
-                return LatentCache(rows)
+                return LatentCache(empty(num_blocks, block_size, one.cached_values))
             both = empty(2, num_blocks, one.num_kv_heads, block_size, one.head_dim)
-            pages.prefer(both)
             if self.kv_dtype is not torch.int8:
                 return LayerCache(both[0], both[1])
             scales = empty(2, num_blocks, one.num_kv_heads, block_size, dtype=torch.float32)

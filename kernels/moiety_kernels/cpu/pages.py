@@ -3,7 +3,7 @@ about as long as reading what they hold. Knows nothing of what that is.
 
 What is filled at the start is gathered into large pages afterwards, beside what else a start does (Linux 6.1's
 MADV_COLLAPSE): asked for before, they would come from memory that nothing has used yet, which the host of a virtual
-machine can take seconds to provide. What fills by and by gets large pages as it is first touched. Where the system
+machine can take seconds to provide. Where the system
 knows no such thing, memory stays as it is.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import mmap
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ LARGE_PAGE = 2 << 20  # bytes, on x86-64, and on ARM with pages of 4 KiB
 NEAR = 64 << 10  # bytes between two tensors that may share a large page
 
 _MADV_COLLAPSE = 25  # which Python's mmap does not name
-_ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 
 
 def enlarge(tensors: Iterable[Tensor]) -> threading.Thread | None:
@@ -37,13 +35,6 @@ def enlarge(tensors: Iterable[Tensor]) -> threading.Thread | None:
     thread = threading.Thread(target=_gather, args=(ranges,), name="large-pages", daemon=True)
     thread.start()
     return thread
-
-
-def prefer(tensor: Tensor) -> None:
-    """Ask for large pages where a tensor on the CPU is touched for the first time."""
-    for first, end in _ranges([tensor]):
-        if _up(first) < _down(end) and _ADVICE is not None:
-            _madvise()(_up(first), _down(end) - _up(first), _ADVICE)
 
 
 def _gather(ranges: list[tuple[int, int]]) -> None:
