@@ -58,6 +58,7 @@ class Sequence:
         "first_deadline_s",
         "first_token_unix_ns",
         "ghost",
+        "group",
         "guide",
         "history",
         "host_blocks",
@@ -118,6 +119,7 @@ class Sequence:
         self.num_computed = 0
         self.num_uncached = len(self.tokens)  # tokens to prefill that no cache held when it came
         self.num_cached = 0  # prompt tokens taken from the prefix cache when first scheduled
+        self.group = 0  # of ranks, whose blocks it has; it may change while it has none
         self.blocks: list[int] = []
         self.host_blocks: list[int] = []  # while swapped out: they hold the first `num_computed` tokens
         self.num_sealed = 0  # blocks whose hash the pool knows

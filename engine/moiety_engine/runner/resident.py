@@ -73,7 +73,7 @@ class Resident:
         """What the plan has copied between the cache and the host tier before it runs."""
         if self.host_kv is not None:
             self._orders.swap(plan.swap_out, plan.swap_in)
-            self.host_kv.run(plan.swap_out, plan.swap_in)
+            self.host_kv.run_own(0, plan.swap_out, plan.swap_in)
 
     def warm_up(self) -> SwapCost:
         """Run a prefill and a decode that no request asked for, so that the first request does not pay for compiling
