@@ -71,7 +71,7 @@ class EngineLoop:
         self._tenants = None if model.experts is None else TenantSlots()
         self._resident: Resident | None = self._move_in()
         self._experts = self._watch_experts()
-        first, *further = [self._ledger() for _ in range(model.ranks.seat.layout.dp)]
+        first, *further = [self._ledger() for _ in range(model.ranks.across.size)]
         limits = Limits(sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms)
         policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
         draft_tokens = 0 if config.speculate is Speculate.OFF else config.speculate_tokens

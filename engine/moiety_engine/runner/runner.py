@@ -76,7 +76,7 @@ class Runner:
         self._builder = BatchBuilder(kv.block_size, model.device, self.staging, answers_apart=apart, tenants=tenants)
         self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
         self._masks = MaskMaker(num_mask_words, model.spec.vocab_size, model.device)
-        self._num_groups = model.ranks.seat.layout.dp
+        self._num_groups = model.ranks.across.size
         self._newest: Flight | None = None
         self._sampled_L: Tensor | None = None
         self.graphs: DecodeGraphs | None = None
