@@ -119,7 +119,6 @@ class Sequence:
         self.num_computed = 0
         self.num_uncached = len(self.tokens)  # tokens to prefill that no cache held when it came
         self.num_cached = 0  # prompt tokens taken from the prefix cache when first scheduled
-        self.group = 0  # of ranks, whose blocks it has; it may change while it has none
         self.blocks: list[int] = []
         self.host_blocks: list[int] = []  # while swapped out: they hold the first `num_computed` tokens
         self.num_sealed = 0  # blocks whose hash the pool knows
@@ -132,7 +131,7 @@ class Sequence:
         self.num_drafted = self.num_accepted = 0  # tokens guessed and computed; of them, those that came true
         self.history: Any = None  # what was guessed for it, of a scheduler that drafts
         self.pending_row = -1  # of the pending token in what the running step samples; -1 if none is pending
-        self.place = Place.WAITING
+        self.place, self.group = Place.WAITING, 0  # of ranks, whose blocks it has; while it has none it may change
         self.entry = 0  # raised when it enters or leaves a policy's queue: older entries are void; odd while queued
         self.delay: Reason | None = None  # what last kept it from starting
         self.events: list[CoreEvent] = []

@@ -23,7 +23,10 @@ LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_P
         ({"ep": 2}, "--ep 2 does not divide the 1 ranks"),
         ({"tp": 0}, "must each be at least 1"),
         ({"tp": 2, "batch_invariant": True}, "--batch-invariant cannot be had over several ranks"),
-        ({"dp_attention": 2, "tp": 2, "ep": 3}, "--ep 3 does not divide the 4 ranks that --dp-attention 2 × --tp 2 make"),
+        (
+            {"dp_attention": 2, "tp": 2, "ep": 3},
+            "--ep 3 does not divide the 4 ranks",
+        ),
         ({"dp_attention": 2, "batching": Batching.PADDED}, "choose another --batching, or leave out --dp-attention"),
     ],
 )

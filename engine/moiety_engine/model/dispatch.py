@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from moiety_engine.distribution.layout import Seat
 
 
-
 class Dispatch:
     """One mixture layer's. All ranks of the stage call it in the same order, also those that have no token."""
 
@@ -54,7 +53,7 @@ class Dispatch:
         given_MD = experts(x_MD, weight_MK, expert_MK) if len(x_MD) else x_MD
         given_ND = self._exchange.hand_out(given_MD.contiguous(), num_received, num_sent).wait()
         sum_SD = torch.zeros(x_SD.shape, dtype=torch.float32, device=x_SD.device)
-        for row_n, given_nD in zip(row_N.split(num_sent), given_ND.split(num_sent), strict=True):
+        for row_n, given_nD in zip(torch.split(row_N, num_sent), torch.split(given_ND, num_sent), strict=True):
             sum_SD.index_add_(0, row_n, given_nD.float())  # a token once at a time, so in the same order always
         out_TD[share] += sum_SD.to(out_TD.dtype)
         return out_TD
@@ -79,6 +78,6 @@ def _unpack(packed_MB: Tensor, x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor,
     """x, weight and expert of what came, as wide and of the type of these; experts are int32."""
     types = ((x_TD.shape[1], x_TD.dtype), (weight_TK.shape[1], weight_TK.dtype), (weight_TK.shape[1], torch.int32))
     widths = [width * dtype.itemsize for width, dtype in types]
-    parts = packed_MB.split(widths, dim=1)
+    parts = torch.split(packed_MB, widths, dim=1)
     x_MD, weight_MK, expert_MK = (part.contiguous().view(dtype) for part, (_, dtype) in zip(parts, types, strict=True))
     return x_MD, weight_MK, expert_MK

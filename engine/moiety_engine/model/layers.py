@@ -172,9 +172,7 @@ class MixtureOfExperts:
             return none_TK, none_TK.int()
         widen = spec.exact_router and x_TD.dtype is not torch.float32
         routed_by_TD = x_TD.float() if widen else x_TD
-        logits_TE = linear(
-            routed_by_TD, weights.router_ED, weights.router_bias_E, invariant=self._arithmetic.invariant
-        )
+        logits_TE = linear(routed_by_TD, weights.router_ED, weights.router_bias_E, invariant=self._arithmetic.invariant)
         return route(logits_TE, spec.routing, weights.selection_bias_E)
 
     def _routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:

@@ -211,7 +211,7 @@ class Transformer:
                 return
             num_picks = chosen[0].shape[1]
             all_TC = self.ranks.across.bring_first(torch.cat(chosen, dim=1), spread.num_tokens)
-            chosen = [picks_TK.contiguous() for picks_TK in all_TC.split(num_picks, dim=1)]
+            chosen = [picks_TK.contiguous() for picks_TK in torch.split(all_TC, num_picks, dim=1)]
         if batch.owner_T is not None:
             self.expert_counter.count(chosen, batch.owner_T)
 

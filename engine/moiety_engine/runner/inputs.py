@@ -50,9 +50,7 @@ class HostBatch:
         """That of a group of ranks which has nothing of its own in a step."""
         none, none_64 = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
         one, table = np.zeros(1, dtype=np.int32), np.zeros((0, 1), dtype=np.int32)
-        return HostBatch(
-            none_64, none_64, none_64, none_64, one, none, table, none_64, 0, none_64, none_64, 0, 0, 0
-        )
+        return HostBatch(none_64, none_64, none_64, none_64, one, none, table, none_64, 0, none_64, none_64, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

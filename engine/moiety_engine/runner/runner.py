@@ -29,7 +29,6 @@ from moiety_engine.sampling import Drawn, Sampler, rows_of
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.staging import Mark, Staging
 
-
 _IN_ORDER = np.zeros(0, dtype=np.int64)  # of one group of ranks
 
 

@@ -52,9 +52,7 @@ class Filling:
             if sequence is None:
                 break
             reason = None
-            if not (sequence.blocks or sequence.host_blocks) and self._kv.count > 1:
-                self._kv.choose(sequence, self._places.running, full)
-            if sequence.group in full:
+            if self._must_wait(sequence, full):
                 set_aside.append(sequence)
                 continue
             if sequence.place is not Place.RUNNING:
@@ -75,10 +73,8 @@ class Filling:
             given = self._advance(sequence, planner)
             if given is not _Given.ALL:
                 set_aside.append(sequence)
-            if given is _Given.NOTHING:
-                full.add(sequence.group)
-                if len(full) == self._kv.count:
-                    break
+            if given is _Given.NOTHING and self._fills_the_last(sequence.group, full):
+                break
         self.put_back(set_aside, now_s)
         if planner.rows_left > 0 and len(full) < self._kv.count:
             self.go_on(planner, now_s)
@@ -94,10 +90,23 @@ class Filling:
             given = self._advance(sequence, planner)
             if given is not _Given.ALL:
                 self._policy.push(sequence, now_s)
-            if given is _Given.NOTHING:
-                full.add(sequence.group)
-            if len(full) == self._kv.count or planner.rows_left <= 0:
+            if given is _Given.NOTHING and self._fills_the_last(sequence.group, full):
                 break
+            if planner.rows_left <= 0:
+                break
+
+    def _must_wait(self, sequence: Sequence, full: set[int]) -> bool:
+        """Whether the group that the sequence is in, or would do best to join, takes no more in this step."""
+        if self._kv.count == 1:
+            return False
+        if not sequence.blocks and not sequence.host_blocks:
+            self._kv.choose(sequence, self._places.running, full)
+        return sequence.group in full
+
+    def _fills_the_last(self, group: int, full: set[int]) -> bool:
+        """The group takes no more in this step; whether none does."""
+        full.add(group)
+        return len(full) == self._kv.count
 
     def _ends_the_search(self, reason: Reason, sequence: Sequence, view: BatchView, now_s: float) -> bool:
         """Whether nobody behind this one can join either, or may: there is no place, or it must not be overtaken."""

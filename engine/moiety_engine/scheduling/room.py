@@ -44,8 +44,8 @@ class Room:
         self.preempted: list[Sequence] = []
 
     def reclaim(self, num_blocks: int, kv: KvLedger) -> bool:
-        """See that so many blocks of the ledger are free, at the cost of sequences that are not in the batch. False: all
-        of them together have too few."""
+        """See that a ledger has so many free blocks, at the cost of sequences that are not in the batch. False: all of
+        them together have too few."""
         pool = kv.pool
         if pool.num_free >= num_blocks:
             return True

@@ -14,7 +14,6 @@ knows no tensors and no clock: times are handed in.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Listed
 from itertools import islice
 
 from moiety_engine.guiding.follower import Follower
@@ -60,10 +59,8 @@ class Scheduler:
         lengths: OutputPredictor | None = None,
         swap: SwapCost | None = None,
         draft_tokens: int = 0,  # the longest draft; only where nothing is padded
-        further: Listed[KvLedger] = (),
+        further: Iterable[KvLedger] = (),  # of more groups of ranks, `kv` being the first one's; the same holds
     ) -> None:
-        """`kv`: of the first group of ranks that have sequences of their own, `further` of the others; only where
-        nothing is padded."""
         self.kv = kv
         self.groups = groups = KvGroups([kv, *further])
         self.limits = limits
