@@ -36,6 +36,7 @@ class Work(msgspec.Struct):
     naps: bool = False  # between waves
     again: bool = False  # and again, until it is ended
     counts: bool = False  # experts' picks
+    fails: str = ""  # with these words on rank 0, after all
     lacks: str = ""  # room on rank 1 for what a nap moves: `host`, `device`; or on all ranks, for the `cache`
 
 
@@ -107,8 +108,12 @@ def num_computed(submit: CoreSubmit, finish: CoreFinish) -> int:
 
 
 def work_through(work: Work) -> Answer:
+    with load_loop(work.config, meeting=work.meeting) as loop:
+        return answer_of(work, loop)
+
+
+def answer_of(work: Work, loop: EngineLoop) -> Answer:
     answer = Answer()
-    loop = load_loop(work.config, meeting=work.meeting)
     loop.warm_up()
     storages = {tensor.untyped_storage() for _, tensor in named_tensors(loop.model._weights)}
     answer.weight_bytes = sum(storage.nbytes() for storage in storages)
@@ -124,11 +129,12 @@ def work_through(work: Work) -> Answer:
                 answer.vectors[key] = list(memoryview(result.finish.embedding).cast("f"))
         if work.naps:
             answer.refusals.append(nap(loop, work.lacks))
+    if work.fails:
+        raise EngineError(work.fails)
     answer.num_swapped = loop.load().swapped_in_blocks_total
     if work.counts:
         loop.sleep()  # what was counted so far is in the history then
         answer.num_picks = sum(unpack_counts(loop.expert_load(AskExperts(0, 0)).picks_LE))
-    loop.close()
     return answer
 
 
