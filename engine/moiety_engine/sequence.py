@@ -165,6 +165,11 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def holds_blocks(self) -> bool:
+        """On the device or, swapped out, on the host."""
+        return bool(self.blocks or self.host_blocks)
+
+    @property
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
 

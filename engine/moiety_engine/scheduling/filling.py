@@ -47,12 +47,13 @@ class Filling:
         set_aside: list[Sequence] = []
         blocked: list[Sequence] = []
         full: set[int] = set()  # groups of which the step takes no more
+        closed: set[int] = set()  # groups that nobody else may join
         while planner.rows_left > 0 and len(set_aside) < MAX_LOOKS:
             sequence = self._policy.pop(now_s)
             if sequence is None:
                 break
             reason = None
-            if self._must_wait(sequence, full):
+            if self._must_wait(sequence, full, closed):
                 set_aside.append(sequence)
                 continue
             if sequence.place is not Place.RUNNING:
@@ -67,7 +68,7 @@ class Filling:
                 if reason is Reason.NO_BLOCKS:
                     view.somebody_lacks_blocks = True
                     blocked.append(sequence)
-                if self._ends_the_search(reason, sequence, view, now_s):
+                if self._ends_the_search(reason, sequence, view, now_s, closed):
                     break
                 continue
             given = self._advance(sequence, planner)
@@ -95,23 +96,31 @@ class Filling:
             if planner.rows_left <= 0:
                 break
 
-    def _must_wait(self, sequence: Sequence, full: set[int]) -> bool:
-        """Whether the group that the sequence is in, or would do best to join, takes no more in this step."""
+    def _must_wait(self, sequence: Sequence, full: set[int], closed: set[int]) -> bool:
+        """Whether its group takes no more of the sequence in this step; one that holds no blocks is put where it would do
+        best."""
         if self._kv.count == 1:
             return False
-        if not sequence.blocks and not sequence.host_blocks:
-            self._kv.choose(sequence, self._places.running, full)
-        return sequence.group in full
+        shut = full if sequence.place is Place.RUNNING else full | closed
+        if not sequence.holds_blocks and len(shut) < self._kv.count:
+            self._kv.choose(sequence, self._places.running, shut)
+        return sequence.group in shut
 
     def _fills_the_last(self, group: int, full: set[int]) -> bool:
         """The group takes no more in this step; whether none does."""
         full.add(group)
         return len(full) == self._kv.count
 
-    def _ends_the_search(self, reason: Reason, sequence: Sequence, view: BatchView, now_s: float) -> bool:
-        """Whether nobody behind this one can join either, or may: there is no place, or it must not be overtaken."""
+    def _ends_the_search(
+        self, reason: Reason, sequence: Sequence, view: BatchView, now_s: float, closed: set[int]
+    ) -> bool:
+        """Whether nobody behind this one can join either, or may: there is no place, or it must not be overtaken, which
+        whoever joins another group than the one that has its blocks does not do."""
         if reason is Reason.NO_BLOCKS:
-            return not self._policy.may_overtake(sequence, view, now_s)
+            if self._policy.may_overtake(sequence, view, now_s):
+                return False
+            closed.add(sequence.group)
+            return not sequence.holds_blocks or len(closed) == self._kv.count
         return reason is Reason.BATCH_FULL and not sequence.boosted  # which came out of its turn
 
     def mark_started(self, sequence: Sequence, now_ns: int) -> None:
