@@ -97,8 +97,8 @@ class Filling:
                 break
 
     def _must_wait(self, sequence: Sequence, full: set[int], closed: set[int]) -> bool:
-        """Whether its group takes no more of the sequence in this step; one that holds no blocks is put where it would do
-        best."""
+        """Whether the sequence's group takes no more in this step. One that holds no blocks is put into the best group
+        first."""
         if self._kv.count == 1:
             return False
         shut = full if sequence.place is Place.RUNNING else full | closed
