@@ -32,7 +32,7 @@ from moiety_platform.clock import SystemClock
 from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.connections import ConnectionLimits, ServerConfig
 from moiety_platform.db.readiness import StoreReadiness
-from moiety_platform.db.session import Database
+from moiety_platform.db.session import LOOKING, Database
 from moiety_platform.engine_addresses import ForeignAddress, is_foreign, is_name
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.curve import CurveKeys
@@ -177,10 +177,13 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         metrics.registry.register(TraceCollector(tracing))
         database = Database.open(settings.store_url)
         stack.push_async_callback(database.close)
-        traces = Database.open(settings.traces_url) if settings.traces_url != settings.store_url else None
+        looked_at = Database.open(settings.store_url, pool=LOOKING)
+        stack.push_async_callback(looked_at.close)
+        apart = settings.traces_url != settings.store_url
+        traces = Database.open(settings.traces_url, pool=LOOKING) if apart else None
         if traces is not None:
             stack.push_async_callback(traces.close)
-        metrics.watch_statements(lambda: database.num_statements)
+        metrics.watch_statements(lambda: database.num_statements + looked_at.num_statements)
         store = StoreReadiness(database)
         stack.push_async_callback(store.close)
         usage = UsageRecorder(database, settings.data_dir / "usage-journal")
@@ -211,10 +214,10 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         stack.push_async_callback(alerts.stop)
         await stack.enter_async_context(_keep_up(settings, process_id, database, UpkeepMetrics(metrics.registry)))
         _send_metrics(stack, settings, metrics, process_id)
-        simulations = simulation_routes(_simulate(stack, settings, database), replicas.states)
+        simulations = simulation_routes(_simulate(stack, settings, looked_at), replicas.states)
         more = [*engine_routes(replicas), *expert_routes(ExpertService(replicas, clock)), *simulations]
         more += [*webhook_routes(reach, pepper), *erasure_routes(traces=traces)]
-        parts = (database, authenticator, classes, prices, quotas, pepper, clock)
+        parts = (looked_at, authenticator, classes, prices, quotas, pepper, clock)
         admin = admin_router(*parts, oidc=oidc, traces=traces, more=more)
         yield Services(
             authenticator=authenticator,
