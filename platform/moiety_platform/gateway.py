@@ -175,14 +175,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         tracing = _trace(settings, process_id)
         stack.push_async_callback(asyncio.to_thread, tracing.close)
         metrics.registry.register(TraceCollector(tracing))
-        database = Database.open(settings.store_url)
-        stack.push_async_callback(database.close)
-        looked_at = Database.open(settings.store_url, pool=LOOKING)
-        stack.push_async_callback(looked_at.close)
-        apart = settings.traces_url != settings.store_url
-        traces = Database.open(settings.traces_url, pool=LOOKING) if apart else None
-        if traces is not None:
-            stack.push_async_callback(traces.close)
+        database, looked_at, traces = _open_stores(stack, settings)
         metrics.watch_statements(lambda: database.num_statements + looked_at.num_statements)
         store = StoreReadiness(database)
         stack.push_async_callback(store.close)
@@ -235,6 +228,18 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             store=store,
             batches=Batches(process_id, database, authenticator, quotas, metrics, tracing, clock, settings),
         )
+
+
+def _open_stores(stack: AsyncExitStack, settings: GatewaySettings) -> tuple[Database, Database, Database | None]:
+    """The store for those who are served, the same for those who look, and that of traces where it is another; until
+    the stack is closed."""
+    database, looked_at = Database.open(settings.store_url), Database.open(settings.store_url, pool=LOOKING)
+    apart = settings.traces_url != settings.store_url
+    traces = Database.open(settings.traces_url, pool=LOOKING) if apart else None
+    for opened in (database, looked_at, traces):
+        if opened is not None:
+            stack.push_async_callback(opened.close)
+    return database, looked_at, traces
 
 
 def _simulate(stack: AsyncExitStack, settings: GatewaySettings, database: Database) -> Simulations:
