@@ -1,11 +1,13 @@
 """What telemetry costs the gateway: paired runs with traces, their store and metrics by OTLP, and without.
 
-    python benchmarks/telemetry_cost.py [--pairs 6] [--seconds 5]
+    python benchmarks/telemetry_cost.py [--pairs 6] [--seconds 5] [--within 140] [--add]
 
 Each run is a `moiety bench gateway`: one process on a core of its own before the scripted engine, with keys, limits and
 the ledger. The two of a pair follow each other, in an order that changes from pair to pair, so that what else the
-machine does falls on both. The figure to go by is the processor time a request, which other load changes least. Also
-told: what counting a request and telling all metrics take by themselves.
+machine does falls on both. With `--within` no pair is begun that would not end in so many seconds, and `--add` adds to
+the pairs that the output has, so that a machine need be quiet for a few minutes only. The figure to go by is the
+processor time a request, which other load changes least. Also told: what counting a request and telling all metrics
+take by themselves.
 """
 
 from __future__ import annotations
@@ -29,25 +31,29 @@ from moiety_platform.metrics import Metrics
 from moiety_platform.usage.row import UsageRow
 
 HERE = Path(__file__).parent
-T_975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 12: 2.20, 16: 2.13}
+T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)  # of 2 pairs on
 MOST = 0.05  # of the gateway's processor time a request: what the whole interval must lie below
 ROWS = 20_000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=6, choices=sorted(T_975))
+    parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each part of a run")
     parser.add_argument("--tenants", type=int, default=50)
+    parser.add_argument("--within", type=float, default=math.inf, help="seconds, in which all is measured")
+    parser.add_argument("--add", action="store_true", help="to the pairs that the output has")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "telemetry_cost.json")
     options = parser.parse_args()
-    pairs = [pair(options, number) for number in range(options.pairs)]
+    if options.pairs < 2:
+        parser.error("--pairs must be at least 2: an interval needs them")
+    pairs = [*before(options), *measure(options)]
     figures = {name: compared(pairs, of) for name, of in FIGURES.items()}
     report = {
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
         "environment": describe_environment() | {"load_average": os.getloadavg()},
-        "settings": {name: value for name, value in vars(options).items() if name != "output"},
+        "settings": settings_of(options),
         "pairs": pairs,
         "figures": figures,
         "metrics_alone": metrics_alone(),
@@ -62,6 +68,32 @@ FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
     "requests_per_s": lambda run: run["requests_per_s"],
     "latency_ms_p50": lambda run: run["latency_ms"]["p50"],
 }
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Those that make pairs comparable."""
+    return {"seconds": options.seconds, "tenants": options.tenants}
+
+
+def before(options: argparse.Namespace) -> list[dict[str, dict[str, Any]]]:
+    """The pairs that the output has, where some are added to them."""
+    if not options.add:
+        return []
+    known = json.loads(options.output.read_text())
+    if known["settings"] != settings_of(options):
+        sys.exit(f"{options.output} was measured with {known['settings']}; give the same, or leave --add out")
+    return list(known["pairs"])
+
+
+def measure(options: argparse.Namespace) -> Iterator[dict[str, dict[str, Any]]]:
+    """As many pairs as are wanted, or as there is time for."""
+    began_s, longest_s = time.monotonic(), 0.0
+    for number in range(options.pairs):
+        begin_s = time.monotonic()
+        if number >= 2 and begin_s - began_s + longest_s > options.within:
+            return
+        yield pair(options, number)
+        longest_s = max(longest_s, time.monotonic() - begin_s)
 
 
 def pair(options: argparse.Namespace, number: int) -> dict[str, dict[str, Any]]:
@@ -97,7 +129,8 @@ def compared(pairs: Sequence[dict[str, dict[str, Any]]], of: Callable[[dict[str,
     """The medians, and by how much `on` is more than `off`: the geometric mean of the pairs' ratios, with its 95 %
     interval."""
     ratios = [math.log(of(one["on"]) / of(one["off"])) for one in pairs]
-    mean, margin = statistics.mean(ratios), T_975[len(ratios)] * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    t = T_975[min(len(ratios), len(T_975) + 1) - 2]
+    mean, margin = statistics.mean(ratios), t * statistics.stdev(ratios) / math.sqrt(len(ratios))
     return {
         "on": statistics.median(of(one["on"]) for one in pairs),
         "off": statistics.median(of(one["off"]) for one in pairs),

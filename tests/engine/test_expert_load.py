@@ -206,6 +206,24 @@ def test_the_balance_is_told_a_few_times_a_minute_and_only_where_there_is_news(l
     assert told.picks_total == 2 * (3 + 5) * 2 * 2
 
 
+def test_a_step_that_is_looked_at_tells_how_the_experts_did_of_late(loops: Any) -> None:
+    clock = Clock()
+    loop = make_loop(loops, clock, overlap=Overlap.OFF, traced_steps_per_s=1000)
+    run_all(loop, [submit(1, "a", [9, 8, 7])])
+    settle(loop, clock)
+    balance = loop.take_expert_balance()
+    assert balance is not None
+    clock.now_s += 1
+    loop.submit(submit(2, "a", [9, 8, 7]))
+    loop.step()
+    found = loop.take_outputs()
+    assert found is not None
+    ((step,),) = ([traced.step for traced in found.traced],)
+    assert step.balancedness == pytest.approx(balance.balancedness)
+    assert step.active_experts == pytest.approx(np.mean(unpack_shares(balance.active_L)), rel=1e-3)
+    assert step.active_experts is not None and step.active_experts >= 2, "as many as a token has"
+
+
 @pytest.mark.parametrize("counts", [[], [0, 255], [0, 256], [65536], [2**32, 1]])
 def test_counts_travel_in_the_smallest_numbers_that_hold_them(counts: list[int]) -> None:
     packed = pack_counts(counts)
