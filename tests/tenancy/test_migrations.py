@@ -18,6 +18,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 import moiety_migrations
+import moiety_platform.gateway  # noqa: F401 - all tables, also where this file is run alone
 from moiety_migrations import (
     HEAD,
     REVISIONS,
