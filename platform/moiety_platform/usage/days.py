@@ -55,8 +55,11 @@ async def sum_up_some(session: AsyncSession, now: datetime) -> int:
         return 0
     hour = await session.scalar(select(func.min(UsageHour.hour)).where(UsageHour.hour >= day, UsageHour.hour < before))
     last = before - DAY if hour is None else day_of(hour)  # there is nothing in the days before it
-    days = [day + number * DAY for number in range((last - day) // DAY + 1)]
+    days = _days(day, last + DAY)
     await _mark(session, days, is_done=True)
+    come = await session.scalar(select(func.min(UsageHour.hour)).where(UsageHour.hour >= day, UsageHour.hour < last))
+    if come is not None:  # before the marks were ours
+        await _mark(session, _days(day_of(come), last), is_done=False)
     keys = [getattr(UsageHour, name) for name in _KEYS]
     sums = [func.sum(getattr(UsageHour, name)).label(name) for name in _SUMS]
     of_day = UsageHour.hour >= last, UsageHour.hour < last + DAY
@@ -68,6 +71,8 @@ async def sum_up_some(session: AsyncSession, now: datetime) -> int:
 
 async def longest_done(session: AsyncSession, start: datetime, end: datetime) -> Span | None:
     """The longest time within [start, end) of which every day is summed up."""
+    if end - start < DAY:
+        return None
     marks = select(UsageDayMark.day).where(
         UsageDayMark.is_done, UsageDayMark.day >= start, UsageDayMark.day <= end - DAY
     )
@@ -90,6 +95,10 @@ async def _first_undone(session: AsyncSession, before: datetime) -> datetime | N
     while day in done:
         day += DAY
     return day if day < before else None
+
+
+def _days(first: datetime, before: datetime) -> list[datetime]:
+    return [first + number * DAY for number in range((before - first) // DAY)]
 
 
 async def _mark(session: AsyncSession, days: list[datetime], *, is_done: bool) -> None:
