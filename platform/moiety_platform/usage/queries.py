@@ -219,7 +219,7 @@ def _summed(
     dialect: str, wanted: UsageFilter, moment: InstrumentedAttribute[datetime], start: datetime, end: datetime
 ) -> Select[Any]:
     """Sums of hours or days, with the same columns; a day's say no hour that one could go by."""
-    table = moment.class_
+    table: Any = moment.class_
     sums = [column for column in table.__table__.columns if not column.primary_key]
     keys = [getattr(table, name) for name in _KEYS]
     in_time = moment >= start, moment < end
