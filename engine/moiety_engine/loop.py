@@ -347,9 +347,12 @@ class EngineLoop:
         if flight is not None:
             found = resident.runner.collect(flight)
             now_ns = self._clock_ns()
-            self._tracer.ended(flight.plan, self.scheduler, self.steps_total, now_ns)
+            pace = None if self._experts is None else self._experts.pace
+            self._tracer.ended(flight.plan, self.scheduler, self.steps_total, now_ns, pace)
             self._outputs += [CoreOutput(key, [], scores=scores) for key, scores in found.scores]
-            self._outputs += self.scheduler.commit(flight.plan, found.token_ids, found.logprobs, now_ns, found.vectors)
+            came = self.scheduler.commit(flight.plan, found.token_ids, found.logprobs, now_ns, found.vectors)
+            self._tracer.committed(came)
+            self._outputs += came
             self.steps_total += 1
 
     def _emit(self, output: CoreOutput | None) -> None:

@@ -9,6 +9,7 @@ from sqlalchemy import BigInteger, cast, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.bulk import BulkInsert
+from moiety_platform.usage.days import unmark_late
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour
 from moiety_platform.usage.row import UsageRow
 from moiety_platform.usage.sums import UsageSums
@@ -57,6 +58,12 @@ def _entry_of(row: UsageRow) -> tuple[Any, ...]:
     )
 
 
+async def add_to_hours(session: AsyncSession, rows: Sequence[UsageRow], less: Sequence[UsageRow] = ()) -> None:
+    """Add requests to the sums of their hours, and take others away."""
+    await unmark_late(session, (row.started_at for row in (*rows, *less)))
+    await HOURS.add(session, rows, less)
+
+
 async def metered_before(session: AsyncSession, request_id: str, sequence: int) -> tuple[int, int]:
     """How often an answer's count was entered, and the output tokens in all. The request's row is locked."""
     same = (
@@ -83,4 +90,4 @@ async def correct(session: AsyncSession, kind: EntryKind, sequence: int, before:
         cost_nanodollars=after.cost_nanodollars - before.cost_nanodollars,
     )
     await session.execute(entry)
-    await HOURS.add(session, [after], [before])
+    await add_to_hours(session, [after], [before])
