@@ -32,11 +32,11 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--faults", nargs="+", choices=every, metavar="NAME", default=every, help=", ".join(every))
     parser.add_argument("--short", action="store_true", help="three faults on the scripted engine, in about a minute")
-    parser.add_argument("--rate", type=float, default=14.0, help="requests a second of the scripted engines")
+    parser.add_argument("--rate", type=float, default=10.0, help="requests a second of the scripted engines")
     parser.add_argument("--demo-rate", type=float, default=0.5, help="requests a second of the demo model")
     parser.add_argument("--warm-up", type=float, default=30.0, help="seconds of load before the first fault")
     parser.add_argument("--quiet", type=float, default=22.0, help="seconds of load without a fault after each")
-    parser.add_argument("--batch-lines", type=int, default=2000)
+    parser.add_argument("--batch-lines", type=int, default=900)
     parser.add_argument("--seed", type=int, default=0)
     add_places(parser, "chaos.json")  # and the table beside it, as .md
     return parser.parse_args()
@@ -51,7 +51,7 @@ def _play(options: argparse.Namespace) -> Play:
         demo_rate=options.demo_rate,
         warm_up_s=4.0 if options.short else options.warm_up,
         quiet_s=11.0 if options.short else options.quiet,
-        batch_lines=200 if options.short else options.batch_lines,
+        batch_lines=60 if options.short else options.batch_lines,
         seed=options.seed,
         demo=not options.short,
     )

@@ -15,7 +15,7 @@ from chaos.load import Tenant
 from chaos.stage import NUM_GATEWAYS, SCRIPTED, Stage
 
 ASK_S = 1.0
-LINE_TOKENS = 64
+LINE_TOKENS = 300
 
 
 class Batch:

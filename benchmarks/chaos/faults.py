@@ -18,7 +18,7 @@ from chaos.poison import Poison
 from chaos.stage import Part, Stage
 from chaos.watch import until_whole
 
-ENGINE, OTHER_ENGINE, DEMO_ENGINE = ("engine", 0), ("engine", 1), ("engine", 2)
+ENGINE, DEMO_ENGINE, OTHER_DEMO_ENGINE = ("engine", 0), ("engine", 2), ("engine", 3)
 GATEWAY, OTHER_GATEWAY = ("gateway", 0), ("gateway", 1)
 TRACES = ("traces", 0)
 PAUSE_S, CUT_S, AWAY_S, FULL_S, CLOCK_S, POISON_S = 6.0, 8.0, 5.0, 8.0, 6.0, 8.0
@@ -125,12 +125,8 @@ async def front_killed(scene: Scene) -> None:
 
 
 async def core_killed(scene: Scene) -> None:
-    """The core of an engine is killed."""
-    before = scene.stage.process(*OTHER_ENGINE).pid
-    cores = scene.stage.family(OTHER_ENGINE)[1:]
-    for process in cores:
-        process.kill()
-    await _until(lambda: scene.stage.process(*OTHER_ENGINE).pid != before, "an engine whose core died ends")
+    """The core of an engine is killed; its front must end too."""
+    await kill(scene, OTHER_DEMO_ENGINE, scene.stage.family(OTHER_DEMO_ENGINE)[-1])
 
 
 async def engine_without_memory(scene: Scene) -> None:

@@ -30,6 +30,7 @@ class Window:
     end_s: float = 0.0
     next_s: float = 0.0
     whole_after_s: float | None = None
+    late_s: float = 0.0  # how long the machine had no time for this process, at most, until the next fault
     notes: dict[str, object] = field(default_factory=dict)
 
 
@@ -175,7 +176,6 @@ def row_of(window: Window, asked: Sequence[Asked]) -> dict[str, Any]:
     during = [one for one in asked if window.begin_s <= one.due_s < window.end_s]
     after = [one for one in asked if window.end_s <= one.due_s < window.next_s]
     last_s = max((one.due_s - window.end_s for one in after if one.suffered), default=0.0)
-    recovery_s = None if window.whole_after_s is None else round(max(last_s, window.whole_after_s), 1)
     return {
         "fault": window.name,
         "seconds": round(window.end_s - window.begin_s, 1),
@@ -183,8 +183,8 @@ def row_of(window: Window, asked: Sequence[Asked]) -> dict[str, Any]:
         "after": _outcomes(after),
         "whole_after_s": None if window.whole_after_s is None else round(window.whole_after_s, 1),
         "last_failure_after_s": round(last_s, 1),
-        "recovery_s": recovery_s,
-        "recovered": recovery_s is not None and recovery_s <= RECOVERY_S,
+        "recovered": last_s <= RECOVERY_S and window.whole_after_s is not None,
+        "machine_late_s": round(window.late_s, 2),
         "suffered_after": dict(
             Counter(f"{one.outcome.value} {one.status} {one.code}" for one in after if one.suffered)
         ),

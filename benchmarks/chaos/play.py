@@ -18,7 +18,7 @@ from chaos.faults import Fault, Scene
 from chaos.judge import Window
 from chaos.load import PROMISES, Asked, Load, make_tenants
 from chaos.stage import Stage, on_stage
-from chaos.watch import Held, grown, until_whole, what_is_held
+from chaos.watch import Held, Lateness, grown, until_whole, what_is_held
 
 WHOLE_LIMIT_S, SETTLE_S, LEASE_ENDS_S = 60.0, 120.0, 45.0
 IDLE_S = 6.0
@@ -84,19 +84,23 @@ async def _act(play: Play, scene: Scene, faults: dict[str, Fault], seed: int) ->
         return [], []
     load, windows = Load(scene.stage, scene.tenants, seed), []
     stopping = asyncio.Event()
+    lateness = Lateness()
+    watching = asyncio.create_task(lateness.watch())
     running = asyncio.create_task(load.run(lambda _: play.rate, play.demo_rate, stopping))
     await asyncio.sleep(play.quiet_s / 2)
     for name, fault in faults.items():
         scene.notes = {}
+        lateness.take()
         window = Window(name, time.monotonic(), notes=scene.notes)
         await fault(scene)
         window.end_s = time.monotonic()
         window.whole_after_s = await until_whole(scene.stage, WHOLE_LIMIT_S)
         await asyncio.sleep(max(0.0, window.end_s + play.quiet_s - time.monotonic()))
-        window.next_s = time.monotonic()
+        window.next_s, window.late_s = time.monotonic(), lateness.take()
         windows.append(window)
         _say(f"{name}: {judge.row_of(window, [one for one in load.asked if one.end_s])}")
     stopping.set()
+    watching.cancel()
     await running
     return load.asked, windows
 

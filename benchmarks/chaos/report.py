@@ -13,7 +13,8 @@ HEAD = (
     "refused",
     "harmed",
     "harmed after",
-    "recovered after",
+    "the last after",
+    "whole after",
     "holds",
 )
 
@@ -30,7 +31,8 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         f"|{'---|' * len(HEAD)}",
         *(f"| {' | '.join(_cells(row))} |" for row in report["faults"]),
         "",
-        "*Harmed*: answers that were cut, failed or never came, of requests that began during the fault, and after it.",
+        "*Harmed*: cut, failed or never answered, of the requests that began during the fault, and in the quiet after "
+        "it, with the last such. *Whole*: all parts serve and see each other again, after the fault's end.",
         "",
         "| what must hold | does |",
         "|---|---|",
@@ -48,7 +50,6 @@ def as_markdown(report: Mapping[str, Any]) -> str:
 def _cells(row: Mapping[str, Any]) -> list[str]:
     during = row["during"]
     harmed = sum(during.get(name, 0) for name in ("cut", "failed", "no_answer", "unreachable"))
-    recovery_s = row["recovery_s"]
     return [
         row["fault"],
         f"{row['seconds']} s",
@@ -57,7 +58,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         str(during.get("refused", 0)),
         str(harmed),
         str(sum(row["suffered_after"].values())),
-        "never" if recovery_s is None else f"{recovery_s} s",
+        f"{row['last_failure_after_s']} s",
+        "never" if row["whole_after_s"] is None else f"{row['whole_after_s']} s",
         "yes" if row["recovered"] else "**no**",
     ]
 

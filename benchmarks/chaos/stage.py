@@ -1,4 +1,4 @@
-"""The processes: two gateways, two scripted engines and one with the demo model, a trace store, on one PostgreSQL."""
+"""The processes: two gateways, two scripted engines and two with the demo model, a trace store, on one PostgreSQL."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from chaos.places import SmallDisk, Wires, WrongClock
 from moiety_podrun.network import ROUTER
 
 SCRIPTED, DEMO = "scripted", "moiety-demo"
-NUM_GATEWAYS, NUM_SCRIPTED = 2, 2
+NUM_GATEWAYS, NUM_SCRIPTED, NUM_DEMO = 2, 2, 2
 GATEWAY_PORT, ENGINE_PORT, TRACES_PORT = 8000, 5757, 4318
-STEP_MS = 8
+STEP_MS, TOKENS_PER_STEP = 32, 4
+BATCH_CONCURRENCY = 2  # lines of batches at a gateway, so that a batch lasts
 DISK_MIB = 48
 TRACES_FILE = "disk/traces/traces.db"
 Part = tuple[str, int]
@@ -55,13 +56,14 @@ class Stage(Cluster):
                 "MOIETY_TRACES_TOKEN": token,
                 "MOIETY_TRACES_ENDPOINT": f"http://{ROUTER}:{TRACES_PORT}/otlp",
                 "MOIETY_TRACES_DATABASE_URL": f"sqlite:///{folder / TRACES_FILE}",
+                "MOIETY_BATCH_CONCURRENCY": str(BATCH_CONCURRENCY),
                 "OMP_NUM_THREADS": "1",
                 **environment,
             },
         )
         self.wires, self.clock, self.skewed = wires, clock, skewed
         self.demo = demo
-        num_engines = NUM_SCRIPTED + demo
+        num_engines = NUM_SCRIPTED + demo * NUM_DEMO
         self.addresses = [f"tcp://{wires.peers[f'engine-{n}'].address}:{ENGINE_PORT}" for n in range(num_engines)]
         self.journals = [folder / f"engine-{number}.jsonl" for number in range(num_engines)]
         self.parts: list[Part] = [("traces", 0), *(("engine", n) for n in range(num_engines))]
@@ -72,7 +74,9 @@ class Stage(Cluster):
     @staticmethod
     def names(*, demo: bool) -> list[str]:
         """Of the parts with a network of their own."""
-        return [f"gateway-{n}" for n in range(NUM_GATEWAYS)] + [f"engine-{n}" for n in range(NUM_SCRIPTED + demo)]
+        return [f"gateway-{n}" for n in range(NUM_GATEWAYS)] + [
+            f"engine-{n}" for n in range(NUM_SCRIPTED + demo * NUM_DEMO)
+        ]
 
     @property
     def traces_file(self) -> Path:
@@ -98,6 +102,7 @@ class Stage(Cluster):
 
     def _engine(self, number: int) -> list[str]:
         scripted = ["--scripted", "--name", SCRIPTED, "--scripted-step-ms", str(STEP_MS)]
+        scripted += ["--scripted-tokens-per-step", str(TOKENS_PER_STEP)]
         words = ["engine", "--listen", self.addresses[number], "--usage-journal", str(self.journals[number])]
         words += ["--unsettled-usage", str(self.folder / "disk" / f"engine-{number}.unsettled")]
         return words + (scripted if number < NUM_SCRIPTED else ["--device", "cpu", "--threads", "1"])

@@ -13,6 +13,7 @@ import psutil
 from chaos.stage import Part, Stage
 
 SAMPLES, SAMPLE_S = 5, 0.3
+LATENESS_EVERY_S = 0.1
 MAX_GROWTH = 0.03  # of memory
 LITTLE_BYTES = 1 << 20  # of growth, which is no leak of a small process
 SPARE_DESCRIPTORS = 4  # connections of pools that come and go
@@ -70,6 +71,23 @@ def grown(before: dict[int, Held], after: dict[int, Held]) -> list[dict[str, obj
             }
         )
     return sorted(rows, key=lambda row: str(row["process"]))
+
+
+class Lateness:
+    """How much later than it should this process runs, at most, since it was last asked: so busy is the machine."""
+
+    def __init__(self) -> None:
+        self._worst_s = 0.0
+
+    async def watch(self) -> None:
+        while True:
+            due_s = time.monotonic() + LATENESS_EVERY_S
+            await asyncio.sleep(LATENESS_EVERY_S)
+            self._worst_s = max(self._worst_s, time.monotonic() - due_s)
+
+    def take(self) -> float:
+        worst_s, self._worst_s = self._worst_s, 0.0
+        return worst_s
 
 
 async def until_whole(stage: Stage, limit_s: float) -> float | None:
