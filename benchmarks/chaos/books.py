@@ -49,7 +49,7 @@ async def what_is_left(stage: Stage, postgres: Postgres, waited_s: float) -> dic
     """What engines still hold, and what is leased once the gateways have been stopped, which this does."""
     async with stage.admin() as client:
         found = (await client.get("/engines")).json()["data"]
-    engines = [{name: one["load"][name] for name in HELD} for one in found]
+    engines = [{name: one["load"][name] for name in HELD} if one["load"] else {"not_there": 1} for one in found]
     codes = []
     for number in range(NUM_GATEWAYS):
         stage.held.add(("gateway", number))

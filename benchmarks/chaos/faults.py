@@ -6,16 +6,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import httpx
 import psutil
 from postgres import Postgres
 
 from chaos.load import Tenant
 from chaos.places import SmallDisk
 from chaos.poison import Poison
-from chaos.stage import Part, Stage
+from chaos.stage import DEMO, SCRIPTED, Part, Stage
 from chaos.watch import until_whole
 
 ENGINE, DEMO_ENGINE, OTHER_DEMO_ENGINE = ("engine", 0), ("engine", 2), ("engine", 3)
@@ -25,6 +27,7 @@ PAUSE_S, CUT_S, AWAY_S, FULL_S, CLOCK_S, POISON_S = 6.0, 8.0, 5.0, 8.0, 6.0, 8.0
 SLOW_BITS_PER_S = 120_000
 BACK_S, AHEAD_S = -3600.0, 120.0
 READY_S = 60.0
+NUM_LONG, LONG_PROMPT = 8, 150
 
 
 @dataclass
@@ -130,16 +133,37 @@ async def core_killed(scene: Scene) -> None:
 
 
 async def engine_without_memory(scene: Scene) -> None:
-    """An engine gets no more memory than it has; then the kernel's own end for it."""
+    """An engine gets no more memory than it has, and prompts that need some; then the kernel's own end for it."""
     part = DEMO_ENGINE if scene.stage.demo else ENGINE
     family = scene.stage.family(part)
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms,) * 2)
-    await asyncio.sleep(AWAY_S)
+    scene.notes["long_prompts"] = await _ask_long(scene)
     scene.notes["survived_the_limit"] = scene.stage.process(*part).pid == family[0].pid
     if scene.notes["survived_the_limit"]:
         await kill(scene, part, family[-1])
+
+
+async def _ask_long(scene: Scene) -> dict[str, int]:
+    """Prompts of many tokens, for whichever engine of the model; what was answered, by status."""
+    stage, begin_s = scene.stage, time.monotonic()
+    tenant = next(one for one in scene.tenants if one.service == "standard")
+    body = {"model": DEMO if stage.demo else SCRIPTED, "max_tokens": 16, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {tenant.key}"}
+    found: Counter[str] = Counter()
+    async with httpx.AsyncClient(base_url=stage.url(0), headers=headers, timeout=READY_S) as client:
+
+        async def ask(number: int) -> None:
+            prompt = f"{number} " + "what is 17 + 25? " * LONG_PROMPT
+            try:
+                found[str((await client.post("/v1/completions", json={**body, "prompt": prompt})).status_code)] += 1
+            except httpx.HTTPError as error:
+                found[type(error).__name__] += 1
+
+        await asyncio.gather(*(ask(number) for number in range(NUM_LONG)))
+    await asyncio.sleep(max(0.0, begin_s + AWAY_S - time.monotonic()))
+    return dict(found)
 
 
 async def both_killed(scene: Scene) -> None:

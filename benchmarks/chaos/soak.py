@@ -168,3 +168,7 @@ async def _report(
         "samples": list(samples),
         "ended_by_themselves": [f"{kind}-{number}: {code}" for _, (kind, number), code in stage.ends],
     }
+
+
+if __name__ == "__main__":
+    main()

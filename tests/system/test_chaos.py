@@ -22,8 +22,8 @@ TENANT_LIMITS = {
 def chaos(monkeypatch):
     """The judge, and what makes a request that a client has sent."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from chaos import judge  # noqa: PLC0415 - found by the line above
-    from chaos.load import Asked, Outcome, Tenant  # noqa: PLC0415
+    from chaos import judge
+    from chaos.load import Asked, Outcome, Tenant
 
     class Chaos:
         of = judge
