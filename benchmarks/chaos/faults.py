@@ -211,6 +211,7 @@ async def _until(holds: Callable[[], bool], what: str) -> None:
 
 
 Fault = Callable[[Scene], Awaitable[None]]
+BOTH = "gateway and engine killed"
 SOFT: Mapping[str, Fault] = {  # after these every process is the one that it was
     "engine paused": engine_paused,
     "gateway paused": gateway_paused,
@@ -225,12 +226,12 @@ SOFT: Mapping[str, Fault] = {  # after these every process is the one that it wa
     "clock jumps": clock_jumps,
 }
 HARD: Mapping[str, Fault] = {
-    "trace store killed": traces_killed,
     "gateway killed": gateway_killed,
+    "trace store killed": traces_killed,
     "engine front killed": front_killed,
     "engine core killed": core_killed,
     "engine out of memory": engine_without_memory,
-    "gateway and engine killed": both_killed,
+    BOTH: both_killed,
     "rolling restart": rolled,
 }
 SHORT = ("gateway killed", "engine paused", "link cut")

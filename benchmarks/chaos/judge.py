@@ -173,8 +173,8 @@ def attainment(asked: Iterable[Asked], windows: Sequence[Window]) -> tuple[float
 
 def row_of(window: Window, asked: Sequence[Asked]) -> dict[str, Any]:
     """The report's row of one fault."""
-    during = [one for one in asked if window.begin_s <= one.due_s < window.end_s]
-    after = [one for one in asked if window.end_s <= one.due_s < window.next_s]
+    during = [one for one in asked if window.begin_s <= one.end_s and one.due_s < window.end_s]
+    after = [one for one in asked if window.end_s <= one.due_s and one.end_s < window.next_s]
     last_s = max((one.due_s - window.end_s for one in after if one.suffered), default=0.0)
     return {
         "fault": window.name,

@@ -24,7 +24,7 @@ NUM_GATEWAYS, NUM_SCRIPTED, NUM_DEMO = 2, 2, 2
 GATEWAY_PORT, ENGINE_PORT, TRACES_PORT = 8000, 5757, 4318
 STEP_MS, TOKENS_PER_STEP = 32, 4
 BATCH_CONCURRENCY = 2  # lines of batches at a gateway, so that a batch lasts
-DISK_MIB = 48
+DISK_MIB, DEMO_KV = 48, "16MiB"
 TRACES_FILE = "disk/traces/traces.db"
 Part = tuple[str, int]
 SCRIPTED_PARTS: frozenset[Part] = frozenset(
@@ -105,7 +105,8 @@ class Stage(Cluster):
         scripted += ["--scripted-tokens-per-step", str(TOKENS_PER_STEP)]
         words = ["engine", "--listen", self.addresses[number], "--usage-journal", str(self.journals[number])]
         words += ["--unsettled-usage", str(self.folder / "disk" / f"engine-{number}.unsettled")]
-        return words + (scripted if number < NUM_SCRIPTED else ["--device", "cpu", "--threads", "1"])
+        demo = ["--device", "cpu", "--threads", "1", "--kv-memory-bytes", DEMO_KV]
+        return words + (scripted if number < NUM_SCRIPTED else demo)
 
     def _gateway(self, number: int) -> list[str]:
         words = ["gateway", "--host", self.wires.peers[f"gateway-{number}"].address, "--port", str(GATEWAY_PORT)]

@@ -16,7 +16,7 @@ SAMPLES, SAMPLE_S = 5, 0.3
 LATENESS_EVERY_S = 0.1
 MAX_GROWTH = 0.03  # of memory
 LITTLE_BYTES = 1 << 20  # of growth, which is no leak of a small process
-SPARE_DESCRIPTORS = 4  # connections of pools that come and go
+SPARE_DESCRIPTORS = 10  # connections of pools that come and go
 
 
 @dataclass(frozen=True, slots=True)
