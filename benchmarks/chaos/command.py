@@ -41,7 +41,12 @@ def perform(
     except CannotStage as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    places = ("output", "folder")
+    settings = {
+        name: value.name if isinstance(value, Path) else value
+        for name, value in vars(options).items()
+        if name not in places
+    }
     command = " ".join([f"python -m {module}", *sys.argv[1:]])
     head = {"date": date.today().isoformat(), "command": command, "environment": describe_environment()}
     report = {**head, "settings": settings, **found}

@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 
-FIRST_HOURS = 8  # of the day, by which the rest is predicted
+MORNING, AFTERNOON = 10, 15  # hours of the day between which growth is measured, and from which on memory is flat
 MAX_MISSED = 0.15  # of the predicted size
 HOUR_MS = 3_600_000
 
@@ -77,10 +77,11 @@ def find_forgotten(url: str, traces: Path, keys_s: float, traces_h: float, upkee
 
 
 def predicted_size(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of the tables that only grow: their bytes at the end, and what the first hours let expect by the requests."""
-    first, early, last = samples[0], samples[min(FIRST_HOURS, len(samples)) - 1], samples[-1]
-    each = (_bytes(early) - _bytes(first)) / max(1, early["rows"] - first["rows"])
-    predicted = _bytes(early) + each * (last["rows"] - early["rows"])
+    """Of the tables that only grow: their bytes at the end, and what the growth a request from the morning to the
+    afternoon lets expect. Before, tables are too small: a page of every index, and of each hour's sums."""
+    morning, afternoon, last = (samples[min(hour, len(samples)) - 1] for hour in (MORNING, AFTERNOON, len(samples)))
+    each = (_bytes(afternoon) - _bytes(morning)) / max(1, afternoon["rows"] - morning["rows"])
+    predicted = _bytes(afternoon) + each * (last["rows"] - afternoon["rows"])
     return {
         "bytes_a_request": round(each),
         "predicted": round(predicted),
@@ -90,8 +91,8 @@ def predicted_size(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def growth_of_memory(samples: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Of processes that lived through all of it: from the first hours' end to the last hours."""
-    first, last = samples[: FIRST_HOURS + 1][-3:], samples[-3:]
+    """Of processes that lived through all of it: from when caches, pools and arenas have what they need to the end."""
+    first, last = samples[: AFTERNOON + 1][-3:], samples[-3:]
     found = {}
     for name in samples[-1]["rss_bytes"]:
         if name.partition("/")[0] in parts and all(name in one["rss_bytes"] for one in (*first, *last)):
