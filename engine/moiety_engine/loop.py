@@ -45,6 +45,7 @@ from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import FailureCode, FinishReason
 
 MAX_NUM_LOGPROBS = 20
+_SETTLING_S = 0.5  # that a start waits for the weights to be gathered, which goes on meanwhile
 
 
 class EngineLoop:
@@ -181,6 +182,7 @@ class EngineLoop:
     def warm_up(self) -> None:
         """See that the first request does not pay for what is done once. Only before the first request."""
         self.scheduler.swap_costs(self._awake().warm_up())
+        self.model.settle(_SETTLING_S)
         if self.scheduler.speculator is not None:
             self.scheduler.speculator.costs.measured(self._awake().time_decodes(self._clock_ns))
 

@@ -112,6 +112,11 @@ class Transformer:
         return KvCache(tuple(layer(one.attention) for one in self._own.layers), num_blocks, block_size)
 
     @property
+    def only_kernels(self) -> bool:
+        """Whether the layers are known to compute without torch, on threads of our own."""
+        return self._programs is not None and self._programs.only_kernels
+
+    @property
     def away(self) -> bool:
         """Whether the weights are in host memory, where they went with `leave`."""
         return self._residence.away
@@ -125,6 +130,10 @@ class Transformer:
     def come_back(self, on_progress: Callable[[], None]) -> None:
         """The weights are on the device again. Raises OutOfMemory."""
         self._residence.come_back(on_progress)
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until the weights lie as they are read fastest, or as long as that."""
+        self._residence.settle(timeout_s)
 
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return logits_LV, float32, of the rows that are wanted."""

@@ -8,6 +8,8 @@ D model width, L tokens that a step samples.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +80,10 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
         """Queue the step. A token that is pending in its sequences is one that the step launched before it samples."""
+        with _one_torch_thread() if self._model.only_kernels else contextlib.nullcontext():
+            return self._launch(plan)
+
+    def _launch(self, plan: Plan) -> Flight:
         self.staging.turn()
         host, before_L = self._builder.arrange(plan), self._sampled_L
         rows = rows_of(plan)
@@ -106,3 +112,15 @@ class Runner:
         token_ids, logprobs = flight.drawn.unpack()
         vectors = [] if flight.unit_ED is None else as_bytes(flight.unit_ED)
         return Results(token_ids, logprobs, vectors, [] if flight.scores is None else flight.scores.unpack())
+
+
+@contextlib.contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Torch computes on the calling thread alone. Its others spin for some milliseconds after each operation, on the
+    processors that the threads of our kernels want next."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
