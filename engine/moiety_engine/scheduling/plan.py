@@ -27,7 +27,8 @@ class Chunk(NamedTuple):
 class Plan:
     """One step. Chunks that decode come first: a single token each, or one and a draft. `preempted` left the batch to
     make room. Before the model runs, blocks are copied: first those of `swap_out` (device block, host block), then
-    those of `swap_in` (host block, device block)."""
+    those of `swap_in` (host block, device block); of several groups of ranks each one's are numbered after those of the
+    groups before it."""
 
     chunks: list[Chunk]
     num_decode: int

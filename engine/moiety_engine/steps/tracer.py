@@ -41,7 +41,6 @@ class StepTracer:
 
 def _step(plan: Plan, scheduler: Scheduler, number: int, now_ns: int) -> Step:
     prefills = plan.chunks[plan.num_decode :]
-    pool = scheduler.kv.pool
     return Step(
         trace_id=secrets.token_bytes(16),
         number=number,
@@ -54,6 +53,6 @@ def _step(plan: Plan, scheduler: Scheduler, number: int, now_ns: int) -> Step:
         num_preempted=len(plan.preempted),
         num_output_tokens=sum(map(_SAMPLES, plan.chunks)),
         num_waiting=scheduler.num_waiting,
-        kv_blocks_used=pool.num_used,
-        kv_blocks_total=pool.num_blocks,
+        kv_blocks_used=scheduler.groups.num_used,
+        kv_blocks_total=scheduler.groups.num_blocks,
     )
