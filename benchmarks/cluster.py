@@ -48,20 +48,28 @@ class Cluster:
         self._processes: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
 
     async def start_all(self) -> None:
-        for number in range(NUM_ENGINES):
+        for number in range(len(self.addresses)):
             self.start("engine", number)
         for number in range(len(self.ports)):
             self.start("gateway", number)
             await self.ready(number)
 
     def start(self, kind: str, number: int) -> None:
-        arguments = self._engine(number) if kind == "engine" else self._gateway(number)
+        command, environment = self.command(kind, number)
         with (self.folder / f"{kind}-{number}.log").open("ab") as log:
-            command = [sys.executable, "-m", "moiety_platform.cli", *arguments]
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=self._environment)
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         if self._cores is not None:
             os.sched_setaffinity(process.pid, self._cores[kind == "engine"])
         self._processes[kind, number] = process
+
+    def command(self, kind: str, number: int) -> tuple[list[str], Mapping[str, str]]:
+        """How a process is started, and its environment."""
+        arguments = self._engine(number) if kind == "engine" else self._gateway(number)
+        return [sys.executable, "-m", "moiety_platform.cli", *arguments], self._environment
+
+    def process(self, kind: str, number: int) -> subprocess.Popen[bytes]:
+        """The one that runs now, or ran last."""
+        return self._processes[kind, number]
 
     def _engine(self, number: int) -> list[str]:
         arguments = ["engine", *self._engine_options, "--listen", self.addresses[number]]
@@ -138,10 +146,10 @@ class Cluster:
                 await asyncio.sleep(1)
         return round(time.monotonic() - begin_s, 1)
 
-    async def reconcile(self) -> dict:
-        """What `moiety usage reconcile` says of the last two hours, engines' journals included."""
+    async def reconcile(self, hours: int = 2) -> dict:
+        """What `moiety usage reconcile` says of the last hours, engines' journals included."""
         command = [sys.executable, "-m", "moiety_platform.cli", "usage", "reconcile", "--json", "--url", self.url(0)]
-        command += ["--admin-key", self.admin_key, "--hours", "2"]
+        command += ["--admin-key", self.admin_key, "--hours", str(hours)]
         command += [part for path in self.journals for part in ("--journal", str(path))]
         done = await asyncio.to_thread(subprocess.run, command, stdout=subprocess.PIPE, text=True, check=False)
         return json.loads(done.stdout)

@@ -2,11 +2,13 @@
 
     python benchmarks/dashboard_pages.py [--stores sqlite,postgres] [--tenants 500] [--requests 2000000]
         [--spans 5000000] [--rounds 12] [--pairs 10] [--seconds 20]
+    python benchmarks/dashboard_pages.py --stores sqlite --made /tmp/large [--postgres-url URL] [--parts idle,serving]
 
-On each store, made by `large_store.py`: every page is drawn by its script against a real gateway, some times while
-nothing else happens and some times beside so many requests a second; each read of the admin API behind them is timed.
-Then serving latency with and without visitors, who open another page every three seconds, in pairs of runs in random
-order. Needs the `dev` extra.
+On each store, made by `large_store.py`, or as that has left it in a folder: every page is drawn by its script against a
+real gateway, some times while nothing else happens and some times beside so many requests a second; each read of the
+admin API behind them is timed. Then serving latency with and without visitors, who open another page every three
+seconds, in pairs of runs in random order. With `--parts` some of it is measured, and the others' figures in the output
+are kept; pairs are added to those there. Needs the `dev` extra.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from postgres import Postgres  # noqa: E402
 
 from moiety_platform.bench.environment import describe_environment  # noqa: E402
 
+PARTS = ("idle", "under_load", "serving")
 BOUND_S = 1.5
 NUM_RESAMPLES = 4000
 
@@ -53,6 +56,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each run of a pair")
     parser.add_argument("--visitors", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where the stores are made, and deleted afterwards")
+    parser.add_argument("--made", type=Path, help="the data folder of a store that is there; it is kept")
+    parser.add_argument("--postgres-url", help="of that store, where it is not SQLite")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=",".join(PARTS))
     parser.add_argument("--output", type=Path, default=HERE / "results" / "dashboard_pages.json")
     add_options(parser)
     options = parser.parse_args()
@@ -61,19 +67,25 @@ def main() -> None:
         "command": " ".join(["python", *sys.argv]),
         "environment": describe_environment(),
         "bound_ms": 1000 * BOUND_S,
-        "stores": {},
+        "stores": json.loads(options.output.read_text())["stores"] if set(options.parts) < set(PARTS) else {},
     }
     for name in options.stores.split(","):
-        with tempfile.TemporaryDirectory(prefix=f"moiety-large-{name}-", dir=options.folder) as folder:
-            Path(folder).chmod(0o755)  # PostgreSQL runs as a user of its own
-            report["stores"][name] = measure_store(name, Path(folder), options)
+        found = report["stores"].setdefault(name, {})
+        if options.made is None:
+            with tempfile.TemporaryDirectory(prefix=f"moiety-large-{name}-", dir=options.folder) as folder:
+                Path(folder).chmod(0o755)  # PostgreSQL runs as a user of its own
+                make_and_measure(name, Path(folder), options, found)
+        else:
+            measure_store(options.made, options.postgres_url, options, found)
+        parts = [found[part]["pages"] for part in PARTS[:2] if part in found]
+        found["slowest_page_p95_ms"] = max((one["p95_ms"] for pages in parts for one in pages.values()), default=None)
         options.output.write_text(json.dumps(report, indent=2) + "\n")
     slow = {name: store["slowest_page_p95_ms"] for name, store in report["stores"].items()}
     print(json.dumps(slow))
-    sys.exit(0 if max(slow.values()) <= 1000 * BOUND_S else 1)
+    sys.exit(0 if all(p95_ms is None or p95_ms <= 1000 * BOUND_S for p95_ms in slow.values()) else 1)
 
 
-def measure_store(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def make_and_measure(name: str, folder: Path, options: argparse.Namespace, found: dict[str, Any]) -> None:
     with contextlib.ExitStack() as stack:
         url = None
         if name == "postgres":
@@ -82,14 +94,22 @@ def measure_store(name: str, folder: Path, options: argparse.Namespace) -> dict[
             url = postgres.url
         data_dir = folder / "data"
         data_dir.mkdir()
-        made = seed(argparse.Namespace(**vars(options) | {"data_dir": data_dir, "postgres_url": url}))
-        senders = read_senders(data_dir)
-        with serving(data_dir, url) as (gateway, _, admin_key):
-            visitor = Visitor(gateway, admin_key, senders[0].tenant_id)
-            pages = measure_pages(visitor, lambda: cpu_s_of(data_dir), gateway, senders, options.rounds)
-            serving_figures = compare(gateway, admin_key, senders, options)
-    slowest = max(figures["p95_ms"] for part in ("idle", "under_load") for figures in pages[part]["pages"].values())
-    return {"store": made, "slowest_page_p95_ms": slowest, **pages, "serving": serving_figures}
+        found["store"] = seed(argparse.Namespace(**vars(options) | {"data_dir": data_dir, "postgres_url": url}))
+        measure_store(data_dir, url, options, found)
+
+
+def measure_store(data_dir: Path, url: str | None, options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Each part that is wanted."""
+    senders = read_senders(data_dir)
+    with serving(data_dir, url) as (gateway, _, admin_key):
+        visitor = Visitor(gateway, admin_key, senders[0].tenant_id)
+        if "idle" in options.parts:
+            found["idle"] = draw_all(visitor, options.rounds, lambda: cpu_s_of(data_dir))
+        if "under_load" in options.parts:
+            with beside(send_until, gateway, senders):
+                found["under_load"] = draw_all(visitor, options.rounds, lambda: cpu_s_of(data_dir))
+        if "serving" in options.parts:
+            found["serving"] = compare(gateway, admin_key, senders, options, found.get("serving", {}))
 
 
 def cpu_s_of(data_dir: Path) -> float:
@@ -99,16 +119,6 @@ def cpu_s_of(data_dir: Path) -> float:
         one for one in psutil.process_iter(["cmdline"]) if all(part in (one.info["cmdline"] or ()) for part in mine)
     ]
     return sum(sum(one.cpu_times()[:2]) for one in (*gateways, psutil.Process()))
-
-
-def measure_pages(
-    visitor: Visitor, cpu_s: Callable[[], float], gateway: str, senders: list[Sender], rounds: int
-) -> dict[str, Any]:
-    """Of each page and each read, idle and beside requests."""
-    found = {"idle": draw_all(visitor, rounds, cpu_s)}
-    with beside(send_until, gateway, senders):
-        found["under_load"] = draw_all(visitor, rounds, cpu_s)
-    return found
 
 
 def draw_all(visitor: Visitor, rounds: int, cpu_s: Callable[[], float]) -> dict[str, Any]:
@@ -158,10 +168,12 @@ def beside(target: Any, *arguments: Any, number: int = 1) -> Iterator[Any]:
         sys.exit("a process beside the measurement has failed; its complaint stands above")
 
 
-def compare(gateway: str, admin_key: str, senders: list[Sender], options: argparse.Namespace) -> dict[str, Any]:
-    """Serving latency with visitors and without, pair by pair."""
-    rng, pairs = random.Random(11), []
-    num_drawn = 0
+def compare(
+    gateway: str, admin_key: str, senders: list[Sender], options: argparse.Namespace, before: dict[str, Any]
+) -> dict[str, Any]:
+    """Serving latency with visitors and without, pair by pair; added to what was measured before."""
+    rng, pairs = random.Random(), []
+    num_drawn = before.get("pages_drawn_meanwhile", 0)
     for _ in range(options.pairs):
         pair: dict[str, list[Sent]] = {}
         for kind in rng.sample(["without", "with"], 2):
@@ -169,11 +181,15 @@ def compare(gateway: str, admin_key: str, senders: list[Sender], options: argpar
                 pair[kind] = send(gateway, senders, options.seconds)
                 continue
             with beside(visit_until, gateway, admin_key, senders[0].tenant_id, number=options.visitors) as drawn:
-                before = drawn()
+                num_drawn -= drawn()
                 pair[kind] = send(gateway, senders, options.seconds)
-                num_drawn += drawn() - before
+                num_drawn += drawn()
         pairs.append(pair)
-    p99 = {kind: [p99_ms(pair[kind]) for pair in pairs] for kind in ("without", "with")}
+    answers, p99 = before.get("answers", {}), before.get("p99_ms", {})
+    for kind in ("without", "with"):
+        p99[kind] = [*p99.get(kind, ()), *(round(p99_ms(pair[kind]), 2) for pair in pairs)]
+        ended = Counter(f"{one.status} {one.code}".strip() for pair in pairs for one in pair[kind])
+        answers[kind] = dict(ended + Counter(answers.get(kind, {})))
     differences = np.subtract(p99["with"], p99["without"])
     resampled = np.random.default_rng(7).choice(differences, (NUM_RESAMPLES, len(differences))).mean(axis=1)
     low, high = np.percentile(resampled, [2.5, 97.5])
@@ -181,10 +197,9 @@ def compare(gateway: str, admin_key: str, senders: list[Sender], options: argpar
         "requests_per_s": RATE,
         "visitors": options.visitors,
         "pages_drawn_meanwhile": num_drawn,
-        "statuses": {
-            kind: Counter(str(one.status) for pair in pairs for one in pair[kind]) for kind in ("without", "with")
-        },
-        "p99_ms": {kind: [round(value, 2) for value in values] for kind, values in p99.items()},
+        "seconds_a_run": options.seconds,
+        "answers": answers,
+        "p99_ms": p99,
         "p99_difference_ms": {
             "mean": round(float(differences.mean()), 2), "low": round(float(low), 2), "high": round(float(high), 2),
         },

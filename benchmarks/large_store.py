@@ -45,7 +45,7 @@ from moiety_platform.quota.lease import Charge, WindowId  # noqa: E402
 from moiety_platform.quota.models import Quota  # noqa: E402
 from moiety_platform.quota.store import LeaseStore, Want, book  # noqa: E402
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord  # noqa: E402
-from moiety_platform.usage.ledger import HOURS  # noqa: E402
+from moiety_platform.usage.ledger import add_to_hours  # noqa: E402
 from moiety_platform.usage.minutes import MINUTES  # noqa: E402
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageRecord  # noqa: E402
 from moiety_platform.usage.row import UsageRow  # noqa: E402
@@ -137,7 +137,7 @@ class Seeder:
         self._store.write(LedgerEntry, [entry(row) for row in rows])
         recent = [row for row in rows if row.started_at > until - timedelta(hours=BUSY_HOURS)]
         async with self._database.write() as session:
-            await HOURS.add(session, rows)
+            await add_to_hours(session, rows)
             await MINUTES.add(session, recent)
         month = window_start(Kind.TOKENS_PER_MONTH.period, until)
         for row in rows:

@@ -7,6 +7,7 @@ are whole documents with a Content-Length; a connection is used again once its a
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class Sent:
     end_s: float = 0.0
     status: int = NO_ANSWER
     retry_after: bool = False  # whether the answer says when to come back
+    code: str = ""  # of an error
 
     @property
     def latency_s(self) -> float:
@@ -59,6 +61,8 @@ class _Connection(asyncio.Protocol):
             return
         sent, self._now = self._now, None
         sent.status, sent.retry_after = int(head[9:12]), b"\r\nretry-after:" in head
+        if sent.status >= 400:
+            sent.code = _code_of(bytes(self._received[end + len(_HEADER_END) :]))
         self._received.clear()
         self._free.append(self)
         self._end(sent)
@@ -71,6 +75,13 @@ class _Connection(asyncio.Protocol):
     def _end(self, sent: Sent) -> None:
         sent.end_s = time.perf_counter()
         self._on_end(sent)
+
+
+def _code_of(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 class OpenLoop:

@@ -59,6 +59,20 @@ class Postgres:
         finally:
             self._server.ensure_postgres_running()
 
+    @contextlib.contextmanager
+    def killed(self) -> Iterator[None]:
+        """Every process is killed at once, as by a power cut; what comes up again has its log to recover from."""
+        postmaster = psutil.Process(self._server.get_pid())
+        postmaster.send_signal(signal.SIGSTOP)  # first, so that it starts no more
+        processes = [postmaster, *postmaster.children(recursive=True)]
+        for process in processes:
+            process.kill()
+        psutil.wait_procs(processes)
+        try:
+            yield
+        finally:
+            self._server.ensure_postgres_running()
+
     def close(self) -> None:
         self._server.cleanup()
 

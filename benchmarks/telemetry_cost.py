@@ -1,16 +1,19 @@
 """What telemetry costs the gateway: paired runs with traces, their store and metrics by OTLP, and without.
 
-    python benchmarks/telemetry_cost.py [--pairs 6] [--seconds 5]
+    python benchmarks/telemetry_cost.py [--starts 3] [--pairs 10] [--seconds 1.5] [--add]
 
-Each run is a `moiety bench gateway`: one process on a core of its own before the scripted engine, with keys, limits and
-the ledger. The two of a pair follow each other, in an order that changes from pair to pair, so that what else the
-machine does falls on both. The figure to go by is the processor time a request, which other load changes least. Also
-told: what counting a request and telling all metrics take by themselves.
+Two gateways as `moiety bench gateway` starts them, on one core, with keys, limits and the ledger: one with all of that,
+one without. They are loaded in turn, for a moment each, in an order that changes from pair to pair, so that what else
+the machine does falls on both; and started anew some times, since no two processes are quite the same. `--add` adds to
+the pairs that the output has, so that a machine need be quiet for two minutes only. The figure to go by is the
+gateway's processor time a request, which other load changes least. Also told: what counting a request and telling all
+metrics take by themselves.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import math
@@ -18,37 +21,53 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, date, datetime
+from operator import itemgetter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from moiety_platform.bench.environment import describe_environment
+from moiety_platform.bench.gateway import RunningGateway, chat_requests, make_tenants, running
 from moiety_platform.metrics import Metrics
 from moiety_platform.usage.row import UsageRow
 
 HERE = Path(__file__).parent
-T_975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 12: 2.20, 16: 2.13}
+T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)  # of 2 pairs on
 MOST = 0.05  # of the gateway's processor time a request: what the whole interval must lie below
 ROWS = 20_000
+OUTPUT_TOKENS, WARM_UP_S = 16, 3.0
+METRIC_SETTINGS = "MOIETY_OTLP_METRICS_ENDPOINT", "MOIETY_OTLP_METRICS_INTERVAL_MS"
+
+Pair = dict[str, dict[str, float]]  # figures of the gateway with all of it (on), and of that without (off)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=6, choices=sorted(T_975))
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each part of a run")
+    parser.add_argument("--starts", type=int, default=3, help="how often the gateways are started")
+    parser.add_argument("--pairs", type=int, default=10, help="of each start")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each load of a pair")
     parser.add_argument("--tenants", type=int, default=50)
+    parser.add_argument("--connections", type=int, default=16)
+    parser.add_argument("--add", action="store_true", help="to the pairs that the output has")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "telemetry_cost.json")
     options = parser.parse_args()
-    pairs = [pair(options, number) for number in range(options.pairs)]
+    if options.pairs < 2:
+        parser.error("--pairs must be at least 2: an interval needs them")
+    starts = before(options)
+    starts += [measure(options, number) for number in range(len(starts), len(starts) + options.starts)]
+    pairs = [pair for pairs in starts for pair in pairs]
     figures = {name: compared(pairs, of) for name, of in FIGURES.items()}
     report = {
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
         "environment": describe_environment() | {"load_average": os.getloadavg()},
-        "settings": {name: value for name, value in vars(options).items() if name != "output"},
-        "pairs": pairs,
+        "settings": settings_of(options),
+        "starts": starts,
+        "more_by_start": [compared(pairs, FIGURES["cpu_us_per_request"])["more"] for pairs in starts],
         "figures": figures,
         "metrics_alone": metrics_alone(),
         "verdict": {"at_most_5_percent": figures["cpu_us_per_request"]["interval"][1] <= MOST},
@@ -57,27 +76,58 @@ def main() -> None:
     print(json.dumps({name: report[name] for name in ("figures", "metrics_alone", "verdict")}, indent=2))
 
 
-FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
-    "cpu_us_per_request": lambda run: run["cpu_us_per_request"],
-    "requests_per_s": lambda run: run["requests_per_s"],
-    "latency_ms_p50": lambda run: run["latency_ms"]["p50"],
-}
+FIGURES = {name: itemgetter(name) for name in ("cpu_us_per_request", "requests_per_s", "latency_ms_p50")}
 
 
-def pair(options: argparse.Namespace, number: int) -> dict[str, dict[str, Any]]:
-    """One run with and one without."""
-    order = ("on", "off") if number % 2 == 0 else ("off", "on")
-    return {which: run(options, is_on=which == "on") for which in order}
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Those that make pairs comparable."""
+    return {name: getattr(options, name) for name in ("seconds", "tenants", "connections")}
 
 
-def run(options: argparse.Namespace, *, is_on: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "moiety_platform.cli", "bench", "gateway", "--json"]
-    command += ["--tenants", str(options.tenants), "--seconds", str(options.seconds), "--stream-tokens", "100"]
-    with receiver() if is_on else contextlib.nullcontext({}) as environment:
-        command += [] if is_on else ["--no-traces"]
-        done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, check=True)
-    report: dict[str, Any] = json.loads(done.stdout)
-    return {name: report[name] for name in ("requests_per_s", "latency_ms", "cpu_us_per_request")}
+def before(options: argparse.Namespace) -> list[list[Pair]]:
+    """The pairs of each start that the output has, where some are added to them."""
+    if not options.add:
+        return []
+    known = json.loads(options.output.read_text())
+    if known["settings"] != settings_of(options):
+        sys.exit(f"{options.output} was measured with {known['settings']}; give the same, or leave --add out")
+    return list(known["starts"])
+
+
+def measure(options: argparse.Namespace, seed: int) -> list[Pair]:
+    """The pairs of one start of both gateways."""
+    with contextlib.ExitStack() as stack:
+        off = stack.enter_context(running(Path(stack.enter_context(folder())), traces=False))
+        os.environ |= stack.enter_context(receiver())
+        on = stack.enter_context(running(Path(stack.enter_context(folder())), traces=True))
+        for name in METRIC_SETTINGS:
+            del os.environ[name]
+        return asyncio.run(load_in_turn({"on": on, "off": off}, options, Random(seed)))
+
+
+def folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="moiety-telemetry-")
+
+
+async def load_in_turn(gateways: dict[str, RunningGateway], options: argparse.Namespace, rng: Random) -> list[Pair]:
+    requests = {}
+    for name, gateway in gateways.items():
+        keys = await make_tenants(gateway, options.tenants)
+        requests[name] = chat_requests(keys, OUTPUT_TOKENS, stream=False)
+        await gateway.load(requests[name], options.connections, WARM_UP_S)
+    pairs = []
+    for _ in range(options.pairs):
+        pair: Pair = {}
+        for name in rng.sample(sorted(gateways), 2):
+            gateway, cpu_s = gateways[name], gateways[name].cpu_s
+            tally = await gateway.load(requests[name], options.connections, options.seconds)
+            pair[name] = {
+                "requests_per_s": round(tally.requests_per_s, 1),
+                "latency_ms_p50": round(1000 * statistics.median(tally.latencies_s), 3),
+                "cpu_us_per_request": round((gateway.cpu_s - cpu_s) / len(tally.latencies_s) * 1e6, 1),
+            }
+        pairs.append(pair)
+    return pairs
 
 
 @contextlib.contextmanager
@@ -88,16 +138,17 @@ def receiver() -> Iterator[dict[str, str]]:
         assert process.stdout is not None
         endpoint = f"http://127.0.0.1:{int(process.stdout.readline())}/v1/metrics"
         try:
-            yield {"MOIETY_OTLP_METRICS_ENDPOINT": endpoint, "MOIETY_OTLP_METRICS_INTERVAL_MS": "1000"}
+            yield dict(zip(METRIC_SETTINGS, (endpoint, "1000"), strict=True))
         finally:
             process.kill()
 
 
-def compared(pairs: Sequence[dict[str, dict[str, Any]]], of: Callable[[dict[str, Any]], float]) -> dict[str, Any]:
+def compared(pairs: Sequence[Pair], of: Callable[[dict[str, float]], float]) -> dict[str, Any]:
     """The medians, and by how much `on` is more than `off`: the geometric mean of the pairs' ratios, with its 95 %
     interval."""
     ratios = [math.log(of(one["on"]) / of(one["off"])) for one in pairs]
-    mean, margin = statistics.mean(ratios), T_975[len(ratios)] * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    t = T_975[min(len(ratios), len(T_975) + 1) - 2]
+    mean, margin = statistics.mean(ratios), t * statistics.stdev(ratios) / math.sqrt(len(ratios))
     return {
         "on": statistics.median(of(one["on"]) for one in pairs),
         "off": statistics.median(of(one["off"]) for one in pairs),

@@ -17,7 +17,8 @@ from typing import Any
 
 import httpx
 
-TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
+TIMEOUT_S = 30.0  # who looks waits for a turn, longer than the gateway lets anybody wait
 MAX_PAGES = 20
 PAGE_LIMIT = 500
 ADMIN = "/admin/v1"

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import streamlit as st
 
-from moiety_dashboard.client import TIMEOUT_S, AdminClient, ApiError, GatewayAway
+from moiety_dashboard.client import CONNECT_TIMEOUT_S, TIMEOUT_S, AdminClient, ApiError, GatewayAway
 from moiety_dashboard.settings import DashboardSettings
 
 CREDENTIAL = "credential"
@@ -20,7 +20,7 @@ NOTICE = "notice"
 @st.cache_resource
 def connections() -> httpx.Client:
     """Shared by all sessions: it knows no credential, and making one takes longer than asking."""
-    return httpx.Client(timeout=TIMEOUT_S)
+    return httpx.Client(timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S))
 
 
 def client_of(settings: DashboardSettings, credential: str) -> AdminClient:

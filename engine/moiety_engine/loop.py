@@ -46,6 +46,7 @@ from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import FailureCode, FinishReason
 
 MAX_NUM_LOGPROBS = 20
+_SETTLING_S = 0.5  # that a start waits for the weights to be gathered, which goes on meanwhile
 
 
 class EngineLoop:
@@ -74,15 +75,12 @@ class EngineLoop:
         self._tenants = None if model.experts is None else TenantSlots()
         self._resident: Resident | None = self._move_in()
         self._experts = self._watch_experts()
-        host = HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None
-        pool = BlockPool(sizes.num_blocks)
-        apart = model.arithmetic.invariant
-        ledger = KvLedger(pool, sizes.block_size, prefix_caching=config.prefix_caching, host=host, answers_apart=apart)
+        first, *further = [self._ledger() for _ in range(model.ranks.across.size)]
         limits = Limits(sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms)
         policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
         draft_tokens = 0 if config.speculate is Speculate.OFF else config.speculate_tokens
         strategy = STRATEGIES[config.batching]
-        self.scheduler = Scheduler(ledger, limits, strategy, policy, draft_tokens=draft_tokens)
+        self.scheduler = Scheduler(first, limits, strategy, policy, draft_tokens=draft_tokens, further=further)
         self._flight: Flight | None = None  # launched, and not collected
         self._outputs: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
@@ -189,6 +187,7 @@ class EngineLoop:
     def warm_up(self) -> None:
         """See that the first request does not pay for what is done once. Only before the first request."""
         self.scheduler.swap_costs(self._awake().warm_up())
+        self.model.settle(_SETTLING_S)
         if self.scheduler.speculator is not None:
             self.scheduler.speculator.costs.measured(self._awake().time_decodes(self._clock_ns))
 
@@ -210,7 +209,7 @@ class EngineLoop:
             self._experts.finish(self._clock_ns() / 1e9, resident.runner.staging)
         freed = self._leave(on_progress) + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
         self._orders.give(Release())
-        self.scheduler.kv.forget()
+        self.scheduler.groups.forget()
         self.exchange.serve(None)
         self._resident = None
         del resident
@@ -280,24 +279,24 @@ class EngineLoop:
         return step
 
     def load(self) -> CoreLoad:
-        scheduler, pool, arrivals = self.scheduler, self.scheduler.kv.pool, self.exchange.arrivals
+        scheduler, groups, arrivals = self.scheduler, self.scheduler.groups, self.exchange.arrivals
         return CoreLoad(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + self.exchange.num_waiting,
             num_paused=scheduler.num_paused,
-            kv_blocks_total=pool.num_blocks,
-            kv_blocks_used=pool.num_used,
-            kv_blocks_cached=pool.num_cached,
+            kv_blocks_total=groups.num_blocks,
+            kv_blocks_used=groups.num_used,
+            kv_blocks_cached=sum(kv.pool.num_cached for kv in groups),
             block_size=self.block_size,
             steps_total=self.steps_total,
             prompt_tokens_total=scheduler.prompt_tokens_total,
             cached_tokens_total=scheduler.cached_tokens_total,
             output_tokens_total=scheduler.output_tokens_total,
             requests_total=self._requests_total,
-            host_blocks_total=scheduler.kv.host.num_blocks if scheduler.kv.host else 0,
-            host_blocks_used=scheduler.kv.host.num_used if scheduler.kv.host else 0,
-            swapped_out_blocks_total=scheduler.kv.swapped_out_total,
-            swapped_in_blocks_total=scheduler.kv.swapped_in_total,
+            host_blocks_total=sum(host.num_blocks for host in groups.hosts),
+            host_blocks_used=sum(host.num_used for host in groups.hosts),
+            swapped_out_blocks_total=sum(kv.swapped_out_total for kv in groups),
+            swapped_in_blocks_total=sum(kv.swapped_in_total for kv in groups),
             classes=scheduler.class_loads(),
             overshot_tokens_total=scheduler.overshot_tokens_total,
             drafted_tokens_total=scheduler.drafted_tokens_total,
@@ -308,6 +307,17 @@ class EngineLoop:
             handed_over_requests_total=self.exchange.handed_over_requests_total,
             taken_over_requests_total=0 if arrivals is None else arrivals.taken_over_requests_total,
             lost_transfers_total=0 if arrivals is None else arrivals.lost_transfers_total,
+        )
+
+    def _ledger(self) -> KvLedger:
+        """Of one group of ranks."""
+        sizes = self.sizes
+        return KvLedger(
+            BlockPool(sizes.num_blocks),
+            sizes.block_size,
+            prefix_caching=self.config.prefix_caching,
+            host=HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None,
+            answers_apart=self.model.arithmetic.invariant,
         )
 
     def _enter(self, submit: CoreSubmit) -> None:
@@ -371,9 +381,12 @@ class EngineLoop:
         if flight is not None:
             found = resident.runner.collect(flight)
             now_ns = self._clock_ns()
-            self._tracer.ended(flight.plan, self.scheduler, self.steps_total, now_ns)
+            pace = None if self._experts is None else self._experts.pace
+            self._tracer.ended(flight.plan, self.scheduler, self.steps_total, now_ns, pace)
             self._outputs += [CoreOutput(key, [], scores=scores) for key, scores in found.scores]
-            self._outputs += self.scheduler.commit(flight.plan, found.token_ids, found.logprobs, now_ns, found.vectors)
+            came = self.scheduler.commit(flight.plan, found.token_ids, found.logprobs, now_ns, found.vectors)
+            self._tracer.committed(came)
+            self._outputs += came
             self.steps_total += 1
 
     def _emit(self, output: CoreOutput | None) -> None:

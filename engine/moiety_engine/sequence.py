@@ -58,6 +58,7 @@ class Sequence:
         "first_deadline_s",
         "first_token_unix_ns",
         "ghost",
+        "group",
         "guide",
         "history",
         "host_blocks",
@@ -134,7 +135,7 @@ class Sequence:
         self.num_drafted = self.num_accepted = 0  # tokens guessed and computed; of them, those that came true
         self.history: Any = None  # what was guessed for it, of a scheduler that drafts
         self.pending_row = -1  # of the pending token in what the running step samples; -1 if none is pending
-        self.place = Place.WAITING
+        self.place, self.group = Place.WAITING, 0  # of ranks, whose blocks it has; while it has none it may change
         self.entry = 0  # raised when it enters or leaves a policy's queue: older entries are void; odd while queued
         self.delay: Reason | None = None  # what last kept it from starting
         self.events: list[CoreEvent] = []
@@ -165,6 +166,11 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def holds_blocks(self) -> bool:
+        """On the device or, swapped out, on the host."""
+        return bool(self.blocks or self.host_blocks)
 
     @property
     def num_uncomputed(self) -> int:

@@ -326,6 +326,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     kv_blocks_used: int
     kv_blocks_total: int
     classes: dict[str, int] = {}  # sequences in it
+    # of the experts' counts that were taken last, some two seconds of steps; None without experts
+    active_experts: float | None = None  # of a layer, that had any tokens in a step
+    balancedness: float | None = None  # mean tokens of an expert, as a share of those of the busiest
 
 
 class StepNotes(msgspec.Struct, frozen=True, array_like=True):

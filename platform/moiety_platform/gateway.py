@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import os
 import secrets
 import signal
 import socket
@@ -32,7 +33,7 @@ from moiety_platform.clock import SystemClock
 from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.connections import ConnectionLimits, ServerConfig
 from moiety_platform.db.readiness import StoreReadiness
-from moiety_platform.db.session import Database
+from moiety_platform.db.session import LOOKING, Database
 from moiety_platform.engine_addresses import ForeignAddress, is_foreign, is_name
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.curve import CurveKeys
@@ -90,6 +91,7 @@ def run_gateway(settings: GatewaySettings) -> None:
     CannotUseEngine or CannotSendSpans."""
     configure_logging(settings.log_level, settings.log_format)
     _share_arenas()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # for texts in batches, and here they come one by one
     listener = bind(settings.host, settings.port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings, listener))
@@ -175,12 +177,8 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         tracing = _trace(settings, process_id)
         stack.push_async_callback(asyncio.to_thread, tracing.close)
         metrics.registry.register(TraceCollector(tracing))
-        database = Database.open(settings.store_url)
-        stack.push_async_callback(database.close)
-        traces = Database.open(settings.traces_url) if settings.traces_url != settings.store_url else None
-        if traces is not None:
-            stack.push_async_callback(traces.close)
-        metrics.watch_statements(lambda: database.num_statements)
+        database, looked_at, traces = _open_stores(stack, settings)
+        metrics.watch_statements(lambda: database.num_statements + looked_at.num_statements)
         store = StoreReadiness(database)
         stack.push_async_callback(store.close)
         usage = UsageRecorder(database, settings.data_dir / "usage-journal")
@@ -211,10 +209,10 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         stack.push_async_callback(alerts.stop)
         await stack.enter_async_context(_keep_up(settings, process_id, database, UpkeepMetrics(metrics.registry)))
         _send_metrics(stack, settings, metrics, process_id)
-        simulations = simulation_routes(_simulate(stack, settings, database), replicas.states)
+        simulations = simulation_routes(_simulate(stack, settings, looked_at), replicas.states)
         more = [*engine_routes(replicas), *expert_routes(ExpertService(replicas, clock)), *simulations]
         more += [*webhook_routes(reach, pepper), *erasure_routes(traces=traces)]
-        parts = (database, authenticator, classes, prices, quotas, pepper, clock)
+        parts = (looked_at, authenticator, classes, prices, quotas, pepper, clock)
         admin = admin_router(*parts, oidc=oidc, traces=traces, more=more)
         yield Services(
             authenticator=authenticator,
@@ -232,6 +230,18 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             store=store,
             batches=Batches(process_id, database, authenticator, quotas, metrics, tracing, clock, settings),
         )
+
+
+def _open_stores(stack: AsyncExitStack, settings: GatewaySettings) -> tuple[Database, Database, Database | None]:
+    """The store for those who are served, the same for those who look, and that of traces where it is another; until
+    the stack is closed."""
+    database, looked_at = Database.open(settings.store_url), Database.open(settings.store_url, pool=LOOKING)
+    apart = settings.traces_url != settings.store_url
+    traces = Database.open(settings.traces_url, pool=LOOKING) if apart else None
+    for opened in (database, looked_at, traces):
+        if opened is not None:
+            stack.push_async_callback(opened.close)
+    return database, looked_at, traces
 
 
 def _simulate(stack: AsyncExitStack, settings: GatewaySettings, database: Database) -> Simulations:

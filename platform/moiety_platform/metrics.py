@@ -64,7 +64,9 @@ class UpkeepMetrics:
     """Of what is past its time and deleted, in whichever process does it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        rows_help = "Rows that upkeep has deleted by chore; `files_without_end` were given an end."
+        rows_help = (
+            "Rows that upkeep has deleted by chore; `files_without_end` were given an end, `usage_days` summed up."
+        )
         self._rows = Counter("moiety_upkeep_rows", rows_help, ("chore",), registry=registry)
         failures_help = "Chores of upkeep that have failed; the log says why."
         self._failures = Counter("moiety_upkeep_failures", failures_help, ("chore",), registry=registry)

@@ -267,12 +267,13 @@ def test_a_step_tells_its_batch_and_how_it_was_predicted() -> None:
     said = {
         "number": 7, "decodes": 3, "prefills": 1, "prefill_tokens": 40, "preempted": 2, "output_tokens": 4,
         "waiting": 5, "kv_blocks_used": 25, "kv_blocks_total": 100, "classes": ["3 batch", "1 flex"],
-        "predicted_s": 0.004,
+        "predicted_s": 0.004, "active_experts": 5.5, "balancedness": 0.25,
     }  # fmt: skip
     attributes = {f"moiety.step.{name}": value for name, value in said.items()} | {"moiety.engine": "ipc://a"}
     linked = [{"trace_id": "x", "span": span("engine.step", 5, 10, None, attributes=attributes)}]
     (row,) = traces.steps_frame(linked, 10**18).to_dict("records")
     assert (row["took_ms"], row["predicted_ms"], row["kv_used"], row["classes"]) == (5, 4, 0.25, "3 batch, 1 flex")
+    assert (row["active_experts"], row["balancedness"]) == (5.5, 0.25)
     chart = waterfall.steps(traces.steps_frame(linked, 10**18), 20.0).to_dict()
     (drawn,) = chart["datasets"].values()
     assert [(one["part"], one["from"], one["to"]) for one in drawn] == [("decodes", 0, 3), ("prompt tokens", 3, 43)]

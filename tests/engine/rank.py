@@ -22,10 +22,11 @@ from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.errors import EngineError, OutOfMemory
 from moiety_engine.logs import configure_logs
 from moiety_engine.loop import EngineLoop, load_loop
-from moiety_engine.messages import CoreSubmit
+from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_engine.model import residence
 from moiety_engine.model.residence import Residence, named_tensors
 from moiety_engine.offline import run_all
+from moiety_wire.experts import AskExperts, unpack_counts
 
 
 class Work(msgspec.Struct):
@@ -34,6 +35,7 @@ class Work(msgspec.Struct):
     waves: list[list[CoreSubmit]]  # one after the other
     naps: bool = False  # between waves
     again: bool = False  # and again, until it is ended
+    counts: bool = False  # experts' picks
     fails: str = ""  # with these words on rank 0, after all
     lacks: str = ""  # room on rank 1 for what a nap moves: `host`, `device`; or on all ranks, for the `cache`
 
@@ -48,6 +50,9 @@ class Answer(msgspec.Struct):
     num_cached: int = 0
     num_swapped: int = 0
     weight_bytes: int = 0
+    num_computed: int = 0  # tokens
+    num_picks: int = 0  # of experts, counted for them
+    vectors: dict[int, list[float]] = {}
     refusals: list[str] = []
 
 
@@ -96,6 +101,12 @@ def lacking(what: str) -> Iterator[None]:
         yield
 
 
+def num_computed(submit: CoreSubmit, finish: CoreFinish) -> int:
+    """Tokens of a request that went through the model; its last one did not."""
+    num_tokens = len(submit.prompt_ids) + max(0, finish.num_output_tokens - 1)
+    return num_tokens - finish.num_cached_tokens + finish.num_recomputed_tokens
+
+
 def work_through(work: Work) -> Answer:
     with load_loop(work.config, meeting=work.meeting) as loop:
         return answer_of(work, loop)
@@ -107,17 +118,23 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
     storages = {tensor.untyped_storage() for _, tensor in named_tensors(loop.model._weights)}
     answer.weight_bytes = sum(storage.nbytes() for storage in storages)
     for wave in itertools.cycle(work.waves) if work.again else work.waves:
-        for key, result in run_all(loop, wave).items():
+        for submit, (key, result) in zip(wave, run_all(loop, wave).items(), strict=True):
             assert result.finish is not None
             answer.token_ids[key] = result.token_ids
             answer.best[key] = [one.top_logprobs for one in result.logprobs]
             answer.num_recomputed += result.finish.num_recomputed_tokens
             answer.num_cached += result.finish.num_cached_tokens
+            answer.num_computed += num_computed(submit, result.finish)
+            if result.finish.embedding:
+                answer.vectors[key] = list(memoryview(result.finish.embedding).cast("f"))
         if work.naps:
             answer.refusals.append(nap(loop, work.lacks))
     if work.fails:
         raise EngineError(work.fails)
     answer.num_swapped = loop.load().swapped_in_blocks_total
+    if work.counts:
+        loop.sleep()  # what was counted so far is in the history then
+        answer.num_picks = sum(unpack_counts(loop.expert_load(AskExperts(0, 0)).picks_LE))
     return answer
 
 

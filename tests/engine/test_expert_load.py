@@ -12,7 +12,7 @@ import torch
 from moiety_engine.config import Batching, EngineConfig, Overlap
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.moe.history import LoadHistory
+from moiety_engine.moe.history import ExpertPace, LoadHistory
 from moiety_engine.moe.shape import ExpertShape
 from moiety_engine.moe.tenants import NOBODY, OTHERS, TenantSlots
 from moiety_engine.moe.watch import TAKE_S, TELL_S
@@ -204,6 +204,28 @@ def test_the_balance_is_told_a_few_times_a_minute_and_only_where_there_is_news(l
     told = loop.take_expert_balance()
     assert told is not None
     assert told.picks_total == 2 * (3 + 5) * 2 * 2
+
+
+def test_a_step_that_is_looked_at_tells_how_the_experts_did_of_late(loops: Any) -> None:
+    clock = Clock()
+    loop = make_loop(loops, clock, overlap=Overlap.OFF, traced_steps_per_s=1000)
+    run_all(loop, [submit(1, "a", [9, 8, 7])])
+    settle(loop, clock)
+    loop.take_outputs()
+    clock.now_s += 1
+    loop.submit(submit(2, "a", [9, 8, 7]))
+    loop.step()
+    found = loop.take_outputs()
+    assert found is not None
+    (traced,) = found.traced
+    assert traced.step.balancedness is not None and 1 / 8 <= traced.step.balancedness < 1
+    assert traced.step.active_experts is not None and 2 <= traced.step.active_experts <= 8, "as many as a token has"
+
+
+def test_the_pace_of_some_steps_is_of_a_layer_and_a_step() -> None:
+    picks_LE = np.array([[4, 4, 4, 4], [8, 4, 2, 2]])
+    assert ExpertPace.of(picks_LE, np.array([8, 6]), steps=2) == ExpertPace(active=3.5, balancedness=8 / 12)
+    assert ExpertPace.of(0 * picks_LE, np.array([0, 0]), steps=0) == ExpertPace(active=0, balancedness=0)
 
 
 @pytest.mark.parametrize("counts", [[], [0, 255], [0, 256], [65536], [2**32, 1]])

@@ -16,6 +16,7 @@ from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.config import Batching, EngineConfig, LoadFormat, Overlap, PolicyName
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
+from moiety_engine.scheduling.groups import KvGroups
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.planner import Planner
 from moiety_engine.scheduling.steptime import StepTimeModel
@@ -304,7 +305,7 @@ def test_a_block_is_not_hashed_before_all_of_its_tokens_are_known() -> None:
     sequence = Sequence(make_submit(0, length=7), order=0, seed=0)
     assert kv.start(sequence, [], 8)
     sequence.expect_token(0)
-    planner = Planner(kv, 64, StepTimeModel())
+    planner = Planner(KvGroups([kv]), 64, StepTimeModel())
     assert planner.add_prefill(sequence, 8)  # as when it was preempted, and is computed again
     planner.will_compute(b"what another sequence starts with")
     sequence.token_came(5, 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moiety_engine.config import EngineConfig
+from moiety_engine.config import Batching, EngineConfig
 from moiety_engine.distribution.layout import Layout, Seat, layout_of
 from moiety_engine.distribution.meeting import meeting_from
 from moiety_engine.errors import InvalidConfig
@@ -23,7 +23,11 @@ LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_P
         ({"ep": 2}, "--ep 2 does not divide the 1 ranks"),
         ({"tp": 0}, "must each be at least 1"),
         ({"tp": 2, "batch_invariant": True}, "--batch-invariant cannot be had over several ranks"),
-        ({"dp_attention": 2}, "--dp-attention is not there yet"),
+        (
+            {"dp_attention": 2, "tp": 2, "ep": 3},
+            "--ep 3 does not divide the 4 ranks",
+        ),
+        ({"dp_attention": 2, "batching": Batching.PADDED}, "choose another --batching, or leave out --dp-attention"),
     ],
 )
 def test_parallel_settings_that_cannot_be_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -37,6 +41,7 @@ def test_parallel_settings_that_cannot_be_are_refused(settings: dict[str, Any], 
         (Layout(tp=3), "4 query heads cannot be divided by --tp 3"),
         (Layout(tp=32), "too small for --tp 32"),
         (Layout(tp=16, ep=16), "4 query heads cannot be divided by --tp 16"),
+        (Layout(dp=16, ep=16), "experts cannot be divided by --ep 16"),
         (Layout(pp=3), "--pp 3 is more than the model's 2 layers"),
     ],
     ids=str,

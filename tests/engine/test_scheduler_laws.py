@@ -96,17 +96,21 @@ def make_scheduler(
     max_waiting: int = 12,
     batching: Batching = Batching.CONTINUOUS,
     draft_tokens: int = 0,
+    num_groups: int = 1,
 ) -> Scheduler:
-    host = HostTier(host_blocks) if host_blocks else None
-    ledger = KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=True, host=host)
+    def ledger() -> KvLedger:
+        host = HostTier(host_blocks) if host_blocks else None
+        return KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=True, host=host)
+
     return Scheduler(
-        ledger,
+        ledger(),
         Limits(budget, max_running, batch_size=4, max_waiting=max_waiting),
         STRATEGIES[batching],
         policy,
         step_time=StepTimeModel((0.01, 0.05, 0.0, 0.0, 0.001, 0.001)),
         swap=SwapCost(1e-5),
         draft_tokens=draft_tokens,
+        further=[ledger() for _ in range(num_groups - 1)],
     )
 
 
@@ -208,12 +212,12 @@ class Replica:
         texts = [(sequence.submit.cache_salt, tuple(tokens[: i + 1])) for i in range(len(tokens))]
         end = sequence.num_computed + chunk.num_tokens
         for i, text in enumerate(texts[:end]):
-            slot = sequence.blocks[i // BLOCK_SIZE], i % BLOCK_SIZE
+            slot = self._block(sequence, i), i % BLOCK_SIZE
             if i < sequence.num_computed:
                 assert self._device.get(slot) == text, f"request {sequence.key} lost the KV of token {i}"
             self._device[slot] = text
         for i in range(end, end + chunk.num_pad):
-            self._device[sequence.blocks[i // BLOCK_SIZE], i % BLOCK_SIZE] = "padding"
+            self._device[self._block(sequence, i), i % BLOCK_SIZE] = "padding"
         if sequence.ghost:
             return []
         assert (chunk.embeds if sequence.submit.embed else chunk.samples) == (end == len(tokens))
@@ -226,6 +230,10 @@ class Replica:
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chunk.draft, said, strict=False)))
         wrong = [-2] * (len(chunk.draft) - right)  # what is sampled after a wrong guess is nothing that anybody may get
         return (said[: right + 1] + wrong) if chunk.samples else []
+
+    def _block(self, sequence: Sequence, position: int) -> int:
+        """By its number among all groups' blocks."""
+        return sequence.group * self.scheduler.kv.pool.num_blocks + sequence.blocks[position // BLOCK_SIZE]
 
     def _copy(self, plan: Plan) -> None:
         for copies, source, target in (
@@ -294,13 +302,14 @@ class Replica:
         assert full <= set(places.filled)
 
     def _check_blocks(self, sequences: list[Sequence]) -> None:
-        kv = self.scheduler.kv
-        assert kv.pool.num_used == len({block for s in sequences for block in s.blocks})
-        unsealed = [block for s in sequences for block in s.blocks[s.num_sealed :]]
-        assert len(unsealed) == len(set(unsealed)), "two sequences write one block"
-        if kv.host is not None:
-            assert kv.host.num_used == len({block for s in sequences for block in s.host_blocks})
-            assert kv.host.num_used + kv.host.num_cached + kv.host.num_blank == kv.host.num_blocks
+        for group, kv in enumerate(self.scheduler.groups):
+            members = [s for s in sequences if s.group == group]
+            assert kv.pool.num_used == len({block for s in members for block in s.blocks})
+            unsealed = [block for s in members for block in s.blocks[s.num_sealed :]]
+            assert len(unsealed) == len(set(unsealed)), "two sequences write one block"
+            if kv.host is not None:
+                assert kv.host.num_used == len({block for s in members for block in s.host_blocks})
+                assert kv.host.num_used + kv.host.num_cached + kv.host.num_blank == kv.host.num_blocks
         for s in sequences:
             assert not (s.blocks and s.host_blocks)
             assert s.num_computed <= max(len(s.blocks), len(s.host_blocks)) * BLOCK_SIZE
@@ -332,7 +341,7 @@ class Replica:
         self._flight = None
         stopped = [c for c in self.clients.values() if c.aborted or (c.tokens and c.tokens[-1] == EOS)]
         assert self.scheduler.overshot_tokens_total <= self.overlap * len(stopped), "computed in vain"
-        assert self.scheduler.kv.pool.num_used == 0
+        assert self.scheduler.groups.num_used == 0
         for client in self.clients.values():
             if client.finish is not None:
                 assert client.finish.num_output_tokens == len(client.tokens)
@@ -349,6 +358,7 @@ class Machine(RuleBasedStateMachine):
     batching = Batching.CONTINUOUS
     overlap = False
     draft_tokens = 0
+    num_groups = 1
 
     @initialize(
         num_blocks=st.integers(FEWEST_BLOCKS, 30),
@@ -365,6 +375,7 @@ class Machine(RuleBasedStateMachine):
             max_running,
             batching=self.batching,
             draft_tokens=self.draft_tokens,
+            num_groups=self.num_groups,
         )
         self.replica = Replica(scheduler, overlap=self.overlap)
 
@@ -469,8 +480,18 @@ class OverlapDraftingFcfsMachine(DraftingFcfsMachine):
     overlap = True
 
 
+class GroupsFcfsMachine(FcfsMachine):
+    num_groups = 3
+
+
+class OverlapDraftingGroupsMachine(OverlapDraftingMachine):
+    num_groups = 2
+
+
 PLAIN = [Machine, FcfsMachine, OverlapMachine, OverlapFcfsMachine, PaddedMachine, OverlapPaddedMachine]
 DRAFTING = [DraftingMachine, DraftingFcfsMachine, OverlapDraftingMachine, OverlapDraftingFcfsMachine]
+
+IN_GROUPS = [GroupsFcfsMachine, OverlapDraftingGroupsMachine]
 
 
 def name_of(machine: type[Machine]) -> str:
@@ -478,10 +499,11 @@ def name_of(machine: type[Machine]) -> str:
         f"{machine.policy}-{machine.batching}"
         + "-overlapped" * machine.overlap
         + "-drafting" * bool(machine.draft_tokens)
+        + "-groups" * (machine.num_groups > 1)
     )
 
 
-@pytest.mark.parametrize("machine", PLAIN + DRAFTING, ids=name_of)
+@pytest.mark.parametrize("machine", PLAIN + DRAFTING + IN_GROUPS, ids=name_of)
 def test_the_laws_hold_whatever_happens(machine: type[Machine]) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,

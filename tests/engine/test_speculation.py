@@ -93,6 +93,20 @@ def test_fewer_steps_are_taken(loops: Any) -> None:
     assert loop.steps_total < 60 - 10
 
 
+def test_steps_that_are_looked_at_tell_all_the_tokens_that_came_of_them(loops: Any) -> None:
+    loop = drafting(loops, traced_steps_per_s=1000)
+    for key in range(4):
+        loop.submit(make_submit(key))
+    steps = []
+    while not loop.scheduler.idle:
+        loop.step()
+        found = loop.take_outputs()
+        steps += [] if found is None else [traced.step for traced in found.traced]
+    assert len(steps) == loop.steps_total
+    assert loop.scheduler.accepted_tokens_total > 0
+    assert sum(step.num_output_tokens for step in steps) == loop.scheduler.output_tokens_total == 4 * 60
+
+
 def test_a_stop_token_a_bound_and_a_floor_hold_in_the_middle_of_a_draft(loops: Any) -> None:
     plain = run_all(loops.make(), [make_submit(0)])[0].token_ids
     often = max(set(plain), key=plain.count)

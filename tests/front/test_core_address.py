@@ -112,3 +112,30 @@ def test_where_gateways_have_no_file_with_room_beside_the_core_gets_a_private_di
     assert folder.stat().st_mode & 0o077 == 0
     address.remove()
     assert names_in(temporary) == []
+
+
+OWNER_ELSEWHERE = """
+import os, sys
+from moiety_engine.front.core_address import CoreAddress
+
+address = CoreAddress()
+if os.fork():
+    print(address, flush=True)
+    os._exit(0)  # whose pid the name carries; who lives on is to others as one in another container
+sys.stdin.read()
+"""
+
+
+def test_a_directory_of_a_front_in_another_container_stays_until_that_has_ended(temporary: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    command = [sys.executable, "-c", OWNER_ELSEWHERE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as owner:
+        assert owner.stdin is not None and owner.stdout is not None
+        folder = Path(owner.stdout.readline().decode().strip().removeprefix("ipc://")).parent
+        owner.wait(60)
+        CoreAddress().remove()
+        assert [*temporary.iterdir()] == [folder]
+        owner.stdin.close()
+        owner.stdout.read()  # until it has ended too
+        CoreAddress().remove()
+        assert [*temporary.iterdir()] == []

@@ -186,7 +186,8 @@ async def test_a_request_links_to_the_steps_that_it_ran_in_and_each_of_them_is_s
         counts = {"num_decodes": 3, "num_prefills": 1, "num_prefill_tokens": 40, "num_preempted": 2}
         more = {"num_output_tokens": 4, "num_waiting": 7, "kv_blocks_used": 5, "kv_blocks_total": 50}
         classes = {"flex": 1, "batch": 3}
-        return encode_step(Step(number.to_bytes(16), number, begin_ns, end_ns, 0.5, **counts, **more, classes=classes))
+        more |= {"classes": classes, "active_experts": 5.5, "balancedness": 0.25}
+        return encode_step(Step(number.to_bytes(16), number, begin_ns, end_ns, 0.5, **counts, **more))
 
     far = time.time_ns() + 10**12  # after the first token
     steps = encode_notes(9, [step(7, 1, 2), step(8, far, far + 10**7)])
@@ -202,6 +203,7 @@ async def test_a_request_links_to_the_steps_that_it_ran_in_and_each_of_them_is_s
     told = {name.removeprefix("moiety.step."): value for name, value in first.attributes.items()}
     assert (told["decodes"], told["prefill_tokens"], told["preempted"], told["predicted_s"]) == (3, 40, 2, 0.5)
     assert told["classes"] == ("3 batch", "1 flex")
+    assert (told["active_experts"], told["balancedness"]) == (5.5, 0.25)
     for _, children in traces_of(spans.spans):
         at_engine = [span for span in children if span.name in AT_ENGINE]
         assert {span.attributes["moiety.steps_seen"] for span in at_engine} == {9}

@@ -18,6 +18,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 import moiety_migrations
+import moiety_platform.gateway  # noqa: F401 - all tables, also where this file is run alone
 from moiety_migrations import (
     HEAD,
     REVISIONS,
@@ -41,7 +42,7 @@ BATCHES = {"files", "file_chunks", "batches", "batch_lines"}
 IDEMPOTENCY = {"idempotent_requests", "idempotency_tenants"}
 ALERTS = {"quota_thresholds", "quota_alerts", "webhooks", "webhook_deliveries", "erasures"}
 DECLARED = {"declarations"}
-UPKEEP = {"upkeep", "usage_cuts", "usage_minutes"}
+UPKEEP = {"upkeep", "usage_cuts", "usage_minutes", "usage_days", "usage_day_marks"}
 TRACES = {"traces", "spans"}
 KEPT = {"simulations", *DECLARED, *BATCHES, *IDEMPOTENCY, *ALERTS, *UPKEEP, *TRACES}
 LATER = {"service_classes", "responses", *QUOTAS, *USAGE, *KEPT}  # than the first

@@ -21,7 +21,7 @@ BARS = ("row", "label", "who", "start_ms", "end_ms", "duration_ms", "told", "ser
 EVENTS = ("row", "label", "span", "at_ms", "event", "reason", "told")
 STEPS = (
     *("number", "start_ms", "end_ms", "took_ms", "predicted_ms", "decodes", "prefills", "prefill_tokens", "preempted"),
-    *("output_tokens", "waiting", "kv_used", "classes", "engine"),
+    *("output_tokens", "waiting", "kv_used", "active_experts", "balancedness", "classes", "engine"),
 )
 
 
@@ -119,6 +119,8 @@ def _step(span: Mapping[str, Any], begin_ns: int) -> dict[str, Any]:
         "output_tokens": of["step.output_tokens"],
         "waiting": of["step.waiting"],
         "kv_used": of["step.kv_blocks_used"] / blocks if blocks else None,
+        "active_experts": of.get("step.active_experts"),
+        "balancedness": of.get("step.balancedness"),
         "classes": ", ".join(of.get("step.classes", ())),
         "engine": of["engine"],
     }

@@ -89,7 +89,7 @@ def draw_drift(client: AdminClient) -> None:
         return
     found = answer.data
     note = f"{found['since'][:16]} to {found['until'][:16]} UTC"
-    rows = [*different_tenants(found), *different_windows(found)]
+    rows = [*different_tenants(found), *different_days(found), *different_windows(found)]
     frame = pd.DataFrame(rows, columns=["what", "says", "instead of"])
     with panels.panel("Books", note, [answer], key="books", frame=frame):
         total = found["total"]
@@ -108,6 +108,13 @@ def different_tenants(found: Mapping[str, Any]) -> list[dict[str, str]]:
         for one in found["differences"]
         for book in ("requests", "hours")
         if one[book] != one["ledger"]
+    ]
+
+
+def different_days(found: Mapping[str, Any]) -> list[dict[str, str]]:
+    return [
+        {"what": f"days of {one['tenant_id']}", "says": str(one["days"]), "instead of": str(one["hours"])}
+        for one in found["days"]
     ]
 
 

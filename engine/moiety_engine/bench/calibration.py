@@ -88,7 +88,7 @@ def calibrate(
 def list_trials(loop: EngineLoop) -> list[Trial]:
     """From cheap to dear, as far as memory, context and limits allow."""
     limits = loop.scheduler.limits
-    kv_tokens = loop.scheduler.kv.pool.num_blocks * loop.block_size
+    kv_tokens = loop.scheduler.groups.num_blocks * loop.block_size
     longest = loop.max_context_tokens - _OUTPUT_TOKENS
     lengths = [length for length in (8, 32, 128, 512, 1024, 2048, 4096) if length <= longest]
     chunks = [length for length in lengths if length <= limits.max_batch_tokens]
@@ -181,7 +181,7 @@ def _fit(loop: EngineLoop, name: str, observed: list[tuple[StepShape, float]]) -
         kv_token_s=kv_token_s,
         pair_s=pair_s,
         exponent=1.0,
-        kv_tokens=loop.scheduler.kv.pool.num_blocks * loop.block_size,
+        kv_tokens=loop.scheduler.groups.num_blocks * loop.block_size,
         block_size=loop.block_size,
         max_batch_tokens=limits.max_batch_tokens,
         max_running=limits.max_running,

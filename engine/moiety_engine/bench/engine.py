@@ -87,7 +87,7 @@ def _settings(loop: EngineLoop, config: EngineConfig, lengths: list[Lengths], ou
         "max_running": loop.scheduler.limits.max_running,
         "static_batch_size": config.static_batch_size,
         "block_size": loop.block_size,
-        "kv_blocks": loop.scheduler.kv.pool.num_blocks,
+        "kv_blocks": loop.scheduler.groups.num_blocks,
         "quantization": config.quantization,
         "load_format": str(config.load_format),
         "overlap": loop.overlaps,

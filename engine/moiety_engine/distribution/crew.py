@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from moiety_engine.distribution.channel import Channel
-from moiety_engine.distribution.group import Group, Pipeline, Ranks
+from moiety_engine.distribution.group import Across, Exchange, Group, Pipeline, Ranks
 from moiety_engine.distribution.joining import LONGEST_WAIT, meet, open_store
 from moiety_engine.distribution.layout import Layout, Seat
 from moiety_engine.distribution.lifeline import SILENCE_S
@@ -100,5 +100,17 @@ def join(
     seat = Seat(layout, meeting.rank)
     column = range(meeting.rank % layout.stage_size, layout.num_ranks, layout.stage_size)
     pipeline = Pipeline(column, seat.pp_rank)
-    ranks = Ranks(seat, tensor, pipeline, Group(everyone))
+    ranks = Ranks(seat, tensor, pipeline, Group(everyone), _across(seat), _exchange(layout, device_type))
     return Crew(ranks, Channel(everyone), lifeline, store)
+
+
+def _across(seat: Seat) -> Across:
+    first = seat.rank - seat.dp_rank * seat.layout.tp
+    return Across([first + group * seat.layout.tp for group in range(seat.layout.dp)], seat.dp_rank)
+
+
+def _exchange(layout: Layout, device_type: str) -> Exchange | None:
+    if layout.dp == 1:
+        return None
+    stages = torch.arange(layout.num_ranks).view(layout.pp, layout.stage_size)
+    return Exchange(DeviceMesh(device_type, stages, mesh_dim_names=("pp", "stage")).get_group("stage"))

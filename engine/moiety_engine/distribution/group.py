@@ -1,7 +1,7 @@
 """The ways of a rank to the others that share a computation with it. A group of one computes nothing and waits for
 nobody, so whoever uses a group need not ask how large it is.
 
-L rows, C columns of each rank.
+L rows, C columns of each rank; N rows that a rank hands out, M that it is handed, B bytes or values a row, R ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Group:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over all ranks, on each of them, bit by bit the same; x may be overwritten."""
-        if self._handle is not None:
+        if self._handle is not None and x.numel():
             x = x.contiguous()
             dist.all_reduce(x, group=self._handle)
         return x
@@ -63,12 +63,13 @@ class Pipeline:
 
     def receive(self, x: Tensor) -> Tensor:
         """What the stage before gives, in x, which has its shape."""
-        dist.recv(x, self._ranks[self._stage - 1])
+        if x.numel():
+            dist.recv(x, self._ranks[self._stage - 1])
         return x
 
     def pass_on(self, x: Tensor) -> None:
         """To the stage after, if there is one."""
-        if not self._is_last:
+        if not self._is_last and x.numel():
             dist.send(x.contiguous(), self._ranks[self._stage + 1])
 
     def bring_home(self, x: Tensor) -> Tensor:
@@ -81,6 +82,64 @@ class Pipeline:
         return x
 
 
+class Across:
+    """The ranks that do the same part of attention, each for sequences of its own; of one such rank there is nothing
+    to bring."""
+
+    def __init__(self, ranks: Sequence[int] = (0,), rank: int = 0) -> None:
+        """`ranks`: all of them, in order; this is the one at `rank`."""
+        self._ranks, self.rank = ranks, rank
+        self.size = len(ranks)
+
+    def bring_first(self, x_LC: Tensor, num_rows: Sequence[int]) -> Tensor:
+        """All ranks' rows, one's after the other's, on the first one; on the others x itself. `num_rows`: of each."""
+        if self.rank:
+            if x_LC.numel():
+                dist.send(x_LC.contiguous(), self._ranks[0])
+            return x_LC
+        parts = [x_LC]
+        for rank, count in zip(self._ranks[1:], num_rows[1:], strict=True):
+            parts.append(x_LC.new_empty(count, x_LC.shape[1]))
+            if parts[-1].numel():
+                dist.recv(parts[-1], rank)
+        return torch.cat(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Rows on their way."""
+
+    _rows_NB: Tensor  # held until all have gone
+    _rows_MB: Tensor
+    _work: dist.Work
+
+    def wait(self) -> Tensor:
+        """What this rank was handed, [M, B], by the ranks in order."""
+        self._work.wait()
+        return self._rows_MB
+
+
+class Exchange:
+    """The ranks of a stage, each of which hands rows to each, as many as it likes, none included."""
+
+    def __init__(self, handle: dist.ProcessGroup) -> None:
+        self._handle = handle
+        self.size, self.rank = handle.size(), handle.rank()
+
+    def tell_counts(self, num_sent_R: Tensor) -> tuple[list[int], list[int]]:
+        """How many rows go to each rank, int64, and how many come from each."""
+        num_received_R = torch.empty_like(num_sent_R)
+        dist.all_to_all_single(num_received_R, num_sent_R, group=self._handle)
+        return num_sent_R.tolist(), num_received_R.tolist()
+
+    def hand_out(self, rows_NB: Tensor, num_sent: list[int], num_received: list[int]) -> Handover:
+        """Rows in the order of the ranks that they go to. Returns at once."""
+        rows_MB = rows_NB.new_empty(sum(num_received), rows_NB.shape[1])
+        work = dist.all_to_all_single(rows_MB, rows_NB, num_received, num_sent, group=self._handle, async_op=True)
+        assert work is not None, "this rank is none of the group"
+        return Handover(rows_NB, rows_MB, work)
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """Where a rank sits, and whom it computes with."""
@@ -89,6 +148,8 @@ class Ranks:
     tensor: Group = field(default_factory=Group)  # those that share attention and dense feed-forwards
     pipeline: Pipeline = field(default_factory=Pipeline)
     everyone: Group = field(default_factory=Group)
+    across: Across = field(default_factory=Across)  # those with other sequences
+    experts: Exchange | None = None  # those that share experts, where they do not all have all tokens
 
 
 ALONE = Ranks()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moiety_engine.config import Batching
 from moiety_engine.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -89,11 +90,14 @@ ONLY_SEAT = Seat()
 
 def layout_of(config: EngineConfig) -> Layout:
     """What the settings ask for. Raises InvalidConfig."""
-    if config.dp_attention > 1:
-        raise InvalidConfig("--dp-attention is not there yet: divide the model with --tp, --ep and --pp")
     layout = Layout(config.tp, config.dp_attention, config.ep, config.pp)
     if config.batch_invariant and layout.num_ranks > 1:
         raise InvalidConfig(
             "--batch-invariant cannot be had over several ranks, whose sums depend on how much is summed: leave it out"
+        )
+    if config.batching is Batching.PADDED and layout.dp > 1:
+        raise InvalidConfig(
+            "padded batching starts a batch at once in one cache, and --dp-attention makes one of each group: choose "
+            "another --batching, or leave out --dp-attention"
         )
     return layout

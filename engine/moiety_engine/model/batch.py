@@ -14,8 +14,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """How a step's tokens are spread over groups of ranks, each of which has a batch of its own."""
+
+    num_tokens: tuple[int, ...]  # of each group
+    num_wanted: tuple[int, ...]
+    order_L: Tensor  # int64, where each wanted row of the step is among the groups' one after the other
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's tokens. Decodes, sequences with exactly one query token, come first."""
+    """One step's tokens, those of one group of ranks. Decodes, sequences with exactly one query token, come first."""
 
     token_ids_T: Tensor  # int64
     positions_T: Tensor  # int64
@@ -28,6 +37,7 @@ class Batch:
     max_context: int  # Python ints, so that nothing waits for the device
     max_query: int
     owner_T: Tensor | None = None  # int64, whose token it is: a slot of moe.tenants. None: nobody counts experts
+    spread: Spread | None = None  # None: there is one group. Else `owner_T` is of all groups' tokens
 
 
 @dataclass(frozen=True, slots=True)

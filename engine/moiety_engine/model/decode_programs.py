@@ -81,6 +81,11 @@ class DecodePrograms:
         self._times_seen[sequences] += 1
         return self._times_seen[sequences] > STEPS_TO_PAY
 
+    @property
+    def only_kernels(self) -> bool:
+        """Whether a recording has shown that the layers compute without torch."""
+        return self._recordable and bool(self._recorded)
+
     def forget(self) -> None:
         """Weights or cache are about to move: what was recorded would read them where they were."""
         self._cache, self._recorded = None, {}

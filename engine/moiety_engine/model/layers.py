@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import Batch, LatentCache
+    from moiety_engine.model.dispatch import Dispatch
     from moiety_engine.model.rotary import RotaryTable
     from moiety_engine.model.spec import AttentionSpec, DenseSpec, SharedSpec
     from moiety_engine.model.weights import SharedWeights
@@ -139,23 +140,45 @@ class SharedExperts:
 class MixtureOfExperts:
     """Router, then the chosen experts of each token, weighted and summed; then the shared ones, if there are any."""
 
-    def __init__(self, spec: MoeSpec, weights: MoeWeights, chosen: list[Tensor], arithmetic: Arithmetic) -> None:
-        """`chosen` is handed the experts of each token, expert_TK, pass by pass."""
+    def __init__(
+        self,
+        spec: MoeSpec,
+        weights: MoeWeights,
+        chosen: list[Tensor],
+        arithmetic: Arithmetic,
+        dispatch: Dispatch | None = None,
+    ) -> None:
+        """`chosen` is handed the experts of each token, expert_TK, pass by pass. `dispatch`: to ranks that have other
+        tokens; all of them call this together, also with no token at all."""
         self._spec, self._weights, self._chosen = spec, weights, chosen
-        self._arithmetic = arithmetic
+        self._arithmetic, self._dispatch = arithmetic, dispatch
         self._shared = (
             SharedExperts(spec.shared, weights.shared, arithmetic) if spec.shared and weights.shared else None
         )
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        spec, weights = self._spec, self._weights
-        widen = spec.exact_router and x_TD.dtype is not torch.float32
-        invariant = self._arithmetic.invariant
-        routed_by_TD = x_TD.float() if widen else x_TD
-        logits_TE = linear(routed_by_TD, weights.router_ED, weights.router_bias_E, invariant=invariant)
-        weight_TK, expert_TK = route(logits_TE, spec.routing, weights.selection_bias_E)
+        weight_TK, expert_TK = self._route(x_TD)
         self._chosen.append(expert_TK)
-        routed_TD = experts(
+        if self._dispatch is not None:
+            onto_TD = torch.zeros_like(x_TD)
+            return self._dispatch(x_TD, weight_TK, expert_TK, self._routed, lambda: self._add_shared(onto_TD, x_TD))
+        return self._add_shared(self._routed(x_TD, weight_TK, expert_TK), x_TD)
+
+    def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """The weight and the number of each token's experts."""
+        spec, weights = self._spec, self._weights
+        if not len(x_TD):
+            none_TK = x_TD.new_empty(0, spec.routing.top_k, dtype=torch.float32)
+            return none_TK, none_TK.int()
+        widen = spec.exact_router and x_TD.dtype is not torch.float32
+        routed_by_TD = x_TD.float() if widen else x_TD
+        logits_TE = linear(routed_by_TD, weights.router_ED, weights.router_bias_E, invariant=self._arithmetic.invariant)
+        return route(logits_TE, spec.routing, weights.selection_bias_E)
+
+    def _routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        """What the experts give that are held here."""
+        spec, weights = self._spec, self._weights
+        return experts(
             x_TD,
             weight_TK,
             self._here(expert_TK),
@@ -165,9 +188,11 @@ class MixtureOfExperts:
             gate_up_bias_E2F=weights.gate_up_bias_E2F,
             down_bias_ED=weights.down_bias_ED,
             kernel=self._arithmetic.moe_kernel,
-            invariant=invariant,
+            invariant=self._arithmetic.invariant,
         )
-        return routed_TD if self._shared is None else self._shared.added_to(routed_TD, x_TD)
+
+    def _add_shared(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
+        return routed_TD if self._shared is None or not len(x_TD) else self._shared.added_to(routed_TD, x_TD)
 
     def _here(self, expert_TK: Tensor) -> Tensor:
         """The choices by the places of experts among those that are held here, -1 for the others."""
@@ -198,10 +223,12 @@ def feed_forward(
     weights: DenseWeights | MoeWeights,
     chosen: list[Tensor],
     arithmetic: Arithmetic,
+    dispatch: Dispatch | None = None,
 ) -> FeedForward:
-    """The feed-forward that the spec describes; one with experts appends its choices to `chosen`."""
+    """The feed-forward that the spec describes; one with experts appends its choices to `chosen`. `dispatch`: to ranks
+    that have other tokens."""
     if isinstance(spec, MoeSpec):
         assert isinstance(weights, MoeWeights)
-        return MixtureOfExperts(spec, weights, chosen, arithmetic)
+        return MixtureOfExperts(spec, weights, chosen, arithmetic, dispatch)
     assert isinstance(weights, DenseWeights)
     return DenseFeedForward(spec, weights, arithmetic)

@@ -1,4 +1,4 @@
-"""Where a model's weights are: how much memory they take, and how they leave a device and come back.
+"""Where a model's weights are: how much memory they take, in what pages, and how they leave a device and come back.
 
 What leaves keeps its tensors, only their memory goes: whoever holds one, or a view of one, has it again afterwards. But
 it may come back to another address.
@@ -16,6 +16,7 @@ from moiety_engine.errors import OutOfMemory
 from moiety_engine.memory import Memory, available_bytes
 from moiety_engine.model.spec import ModelSpec
 from moiety_engine.model.weights import ModelWeights, allocate
+from moiety_kernels.cpu import pages
 
 
 def named_tensors(weights: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -60,6 +61,12 @@ class Residence:
         storages = (tensor.untyped_storage() for _, tensor in named_tensors(weights))
         self._storages = list({storage._cdata: storage for storage in storages}.values())  # tensors may share one
         self._away: list[Tensor] | None = None
+        self._gathering = pages.enlarge(map(_bytes_of, self._storages))
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until the weights lie as they are read fastest, or as long as that."""
+        if self._gathering is not None:
+            self._gathering.join(timeout_s)
 
     @property
     def away(self) -> bool:
@@ -95,6 +102,7 @@ class Residence:
                 storage.resize_(0)
             raise OutOfMemory("the device has no room for the weights any more: end what else uses it") from exc
         self._away = None
+        self._gathering = pages.enlarge(map(_bytes_of, self._storages))
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 from moiety_engine.distribution.group import ALONE, Ranks
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
-from moiety_engine.model.layers import attention, feed_forward
+from moiety_engine.model.dispatch import Dispatch
+from moiety_engine.model.layers import MixtureOfExperts, attention, feed_forward
 from moiety_engine.model.norms import make_norm
 from moiety_engine.model.residence import Residence, named_tensors
 from moiety_engine.model.rotary import RotaryTable
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from moiety_engine.distribution.group import Group
     from moiety_engine.distribution.layout import Seat
     from moiety_engine.model.decode_programs import DecodePrograms
+    from moiety_engine.model.spec import DenseSpec
     from moiety_engine.model.weights import NormWeights
 
 _PLAIN = Arithmetic()
@@ -83,9 +85,13 @@ class Transformer:
             (make_norm(spec.norm, w.attention_norm), make_norm(spec.norm, w.ffn_norm)) for w in weights.layers
         ]
         self._final_norm = make_norm(spec.norm, weights.final_norm)
-        self._ffns = [
-            self._whole(feed_forward(one.ffn, w.ffn, self._chosen, arithmetic), ranks.tensor, w.ffn_post_norm)
+        feeds = [
+            feed_forward(one.ffn, w.ffn, self._chosen, arithmetic, _dispatch(one.ffn, ranks))
             for one, w in zip(own.layers, weights.layers, strict=True)
+        ]
+        self._mixtures = [feed for feed in feeds if isinstance(feed, MixtureOfExperts)]
+        self._ffns = [
+            self._whole(feed, ranks.tensor, w.ffn_post_norm) for feed, w in zip(feeds, weights.layers, strict=True)
         ]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
@@ -112,6 +118,11 @@ class Transformer:
         return KvCache(tuple(layer(one.attention) for one in self._own.layers), num_blocks, block_size)
 
     @property
+    def only_kernels(self) -> bool:
+        """Whether the layers are known to compute without torch, on threads of our own."""
+        return self._programs is not None and self._programs.only_kernels
+
+    @property
     def away(self) -> bool:
         """Whether the weights are in host memory, where they went with `leave`."""
         return self._residence.away
@@ -126,6 +137,10 @@ class Transformer:
         """The weights are on the device again. Raises OutOfMemory."""
         self._residence.come_back(on_progress)
 
+    def settle(self, timeout_s: float) -> None:
+        """Wait until the weights lie as they are read fastest, or as long as that."""
+        self._residence.settle(timeout_s)
+
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return logits_LV, float32, of the rows that are wanted."""
         return self.logits(self.hidden(batch, kv))
@@ -133,9 +148,9 @@ class Transformer:
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None) -> Tensor:
         """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the rows that are
-        wanted; in another stage than the first and the last something else. `on_stored` is called with each layer that
-        has stored them."""
-        pipeline = self.ranks.pipeline
+        wanted, on the first group of ranks of all groups' rows; in another stage than the first and the last something
+        else. `on_stored` is called with each layer that has stored them."""
+        pipeline, spread = self.ranks.pipeline, batch.spread
         if pipeline.is_first:
             x_TD = self._vocabulary.embed(batch.token_ids_T, self.activation_dtype)
             x_TD = _times(self.spec.embedding_multiplier, x_TD)
@@ -148,13 +163,17 @@ class Transformer:
         else:
             x_TD, normed_TD = self._layers(x_TD, batch, kv, on_stored)
             pipeline.pass_on(x_TD)
-        return pipeline.bring_home(normed_TD.index_select(0, batch.wanted_rows_L))
+        hidden_LD = pipeline.bring_home(normed_TD.index_select(0, batch.wanted_rows_L))
+        if spread is None or not pipeline.is_first:
+            return hidden_LD
+        hidden_LD = self.ranks.across.bring_first(hidden_LD, spread.num_wanted)
+        return hidden_LD if self.ranks.across.rank else hidden_LD.index_select(0, spread.order_L)
 
     @torch.inference_mode()
     def logits(self, hidden_LD: Tensor) -> Tensor:
         """logits_LV, float32, of hidden states after the final norm; on another rank than the first some of them,
         or none."""
-        if not self.ranks.pipeline.is_first:
+        if not self.ranks.pipeline.is_first or self.ranks.across.rank:
             return hidden_LD[:, :0].float()
         logits_LV = self._vocabulary.logits(hidden_LD)
         logits_LV, cap = _times(self.spec.logits_multiplier, logits_LV), self.spec.logit_softcap
@@ -177,6 +196,11 @@ class Transformer:
         """What all layers, of this rank's stage, make of x, and its final norm; the experts that they chose are
         counted."""
         self._chosen.clear()
+        if not len(x_TD):  # of this group: others' tokens may have experts here
+            for mixture in self._mixtures:
+                mixture(x_TD)
+            self._count_experts(batch)
+            return x_TD, x_TD
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [attention_norm for attention_norm, _ in self._norms[1:]] + [self._final_norm]
         share = self.spec.residual_multiplier
@@ -188,13 +212,32 @@ class Transformer:
                 on_stored(number)
             x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attended_TD))
             x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, feed(normed_TD)))
-        if self.expert_counter is not None and batch.owner_T is not None:
-            self.expert_counter.count(self._chosen, batch.owner_T)
+        self._count_experts(batch)
         return x_TD, normed_TD
+
+    def _count_experts(self, batch: Batch) -> None:
+        """Those that all groups' tokens chose, of this rank's stage."""
+        if self.expert_counter is None:
+            return
+        chosen, spread, seat = self._chosen, batch.spread, self.ranks.seat
+        if spread is not None:
+            if seat.tp_rank or seat.pp_rank:
+                return
+            num_picks = chosen[0].shape[1]
+            all_TC = self.ranks.across.bring_first(torch.cat(chosen, dim=1), spread.num_tokens)
+            chosen = [picks_TK.contiguous() for picks_TK in torch.split(all_TC, num_picks, dim=1)]
+        if batch.owner_T is not None:
+            self.expert_counter.count(chosen, batch.owner_T)
 
 
 def _times(factor: float, values: Tensor) -> Tensor:
     return values if factor == 1.0 else values * factor
+
+
+def _dispatch(spec: DenseSpec | MoeSpec, ranks: Ranks) -> Dispatch | None:
+    if ranks.experts is None or not isinstance(spec, MoeSpec):
+        return None
+    return Dispatch(ranks.seat, ranks.experts, spec.routing.num_experts // ranks.seat.layout.ep)
 
 
 def _expert_shape(own: ModelSpec, weights: ModelWeights, seat: Seat, first_layer: int) -> ExpertShape | None:

@@ -28,6 +28,20 @@ NUM_INTERVALS = 60
 BALANCE_MINUTES = 5  # that the balance is told of
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertPace:
+    """Some steps that were counted together: experts of a layer that were picked at all in a step, mean of the layers;
+    and the mean picks of an expert as a share of those of the busiest."""
+
+    active: float
+    balancedness: float
+
+    @classmethod
+    def of(cls, picks_LE: np.ndarray, active_L: np.ndarray, steps: int) -> ExpertPace:
+        largest = max(int(picks_LE.max(axis=1).sum()), 1)
+        return cls(float(active_L.mean()) / max(steps, 1), float(picks_LE.mean(axis=1).sum()) / largest)
+
+
 @dataclass(slots=True)
 class _Minute:
     """Counts of one interval, which begins at `at_unix_s`."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
-from moiety_engine.moe.history import INTERVAL_S, LoadHistory
+from moiety_engine.moe.history import INTERVAL_S, ExpertPace, LoadHistory
 from moiety_engine.moe.load import Counts, ExpertCounter
 from moiety_engine.moe.shape import ExpertShape
 from moiety_engine.moe.tenants import TenantSlots
@@ -57,6 +58,7 @@ class ExpertWatch:
         self._due_s = self._tell_s = 0.0
         self._minute = int(now_s) // INTERVAL_S
         self._is_news = False
+        self.pace: ExpertPace | None = None  # of the counts that were read last
 
     def look(self, now_s: float, ways: Ways) -> None:
         """To be called between steps: reads counts that have arrived, and has the next ones come when they are due."""
@@ -100,6 +102,9 @@ class ExpertWatch:
         picks_SLE = coming.counts.picks_SLE.numpy()
         picks_of = {name: picks_SLE[slot] for slot, name in coming.names.items() if picks_SLE[slot].any()}
         self._slots.weigh({name: int(picks_LE[0].sum()) for name, picks_LE in picks_of.items()})
-        self.history.add(picks_of, coming.counts.active_L.numpy(), coming.steps, now_s)
+        active_L = coming.counts.active_L.numpy()
+        self.history.add(picks_of, active_L, coming.steps, now_s)
+        if picks_of:
+            self.pace = ExpertPace.of(np.sum(list(picks_of.values()), axis=0), active_L, coming.steps)
         self.history.keep_apart(self._slots.names().values())
         self._is_news = True

@@ -138,7 +138,7 @@ def explain(ranked: list[Candidate], advised: dict[str, Candidate | None]) -> li
     if best is not None and not best.in_engine:
         sentences.append(
             f"Attention in {best.layout.dp} groups of {best.layout.tp} with experts over {best.layout.ep} ranks would "
-            f"do better ({_figures(best)}), but the engine has no --dp-attention yet."
+            f"do better ({_figures(best)}), but would need copies of experts, which the engine has not yet."
         )
     refused = Counter(_kind_of(one.problem) for one in ranked if one.problem is not None)
     for problem, count in refused.most_common(4):

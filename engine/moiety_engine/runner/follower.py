@@ -36,6 +36,7 @@ class Follower:
 
     def __init__(self, model: Transformer, crew: Crew, *, overlaps: bool) -> None:
         self._model, self._crew, self._overlaps = model, crew, overlaps
+        self._group = crew.ranks.seat.dp_rank
         self._decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
         self._kv: KvCache | None = None
         self._host_kv: HostKv | None = None
@@ -56,7 +57,7 @@ class Follower:
                 self._step(order)
             case Swap():
                 assert self._host_kv is not None, "blocks are swapped, and there is no host tier"
-                self._host_kv.run(order.outs, order.ins)
+                self._host_kv.run_own(self._group, order.outs, order.ins)
             case Allocate():
                 self._release()
                 self._together(lambda: self._allocate(order))
@@ -95,7 +96,8 @@ class Follower:
     def _step(self, step: Step) -> None:
         assert self._kv is not None, "a step is to run, and there is no cache"
         self._staging.turn()
-        hidden_LD = self._model.hidden(self._builder.upload(step.batch(), self._sampled_L), self._kv)
+        host, spread = step.parts[self._group].batch(), step.spread(self._staging)
+        hidden_LD = self._model.hidden(self._builder.upload(host, self._sampled_L, spread), self._kv)
         self._model.logits(hidden_LD[: step.num_sampled])
         if self._overlaps and step.num_sampled:
             token_L = torch.empty(step.num_sampled, dtype=torch.int64, device=self._model.device)

@@ -6,13 +6,13 @@ samples.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moiety_engine.model.batch import Batch
+from moiety_engine.model.batch import Batch, Spread
 from moiety_engine.moe.tenants import NOBODY, TenantSlots
 from moiety_engine.runner.tables import BlockTables
 from moiety_engine.scheduling.plan import Chunk, Plan
@@ -44,6 +44,13 @@ class HostBatch:
     def decodes_only(self) -> bool:
         """Whether every row decodes one token, and is wanted."""
         return len(self.token_ids_T) == self.num_decode == len(self.wanted_rows_L) and not self.num_scored
+
+    @staticmethod
+    def empty() -> HostBatch:
+        """That of a group of ranks which has nothing of its own in a step."""
+        none, none_64 = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
+        one, table = np.zeros(1, dtype=np.int32), np.zeros((0, 1), dtype=np.int32)
+        return HostBatch(none_64, none_64, none_64, none_64, one, none, table, none_64, 0, none_64, none_64, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,23 @@ class BatchBuilder:
     def arrange(self, plan: Plan) -> HostBatch:
         """`wanted_rows` are those of the chunks that sample, of each its newest token and its draft, then of those that
         embed, then those before the tokens that are scored, each in the plan's order."""
+        self._tables.keep_only([chunk.sequence for chunk in plan.chunks])
+        return self._arrange(plan, self._tenants)
+
+    def arrange_groups(self, plan: Plan, num_groups: int) -> list[HostBatch]:
+        """The same for each group of ranks, of those sequences that are its own. The first one's `owner_T` is of all
+        groups' tokens."""
+        self._tables.keep_only([chunk.sequence for chunk in plan.chunks])
+        plans = [part_of(plan, group) for group in range(num_groups)]
+        hosts = [self._arrange(part, None) if part.chunks else HostBatch.empty() for part in plans]
+        if self._tenants is None:
+            return hosts
+        chunks = [chunk for part in plans for chunk in part.chunks]
+        num_tokens = [chunk.num_tokens for chunk in chunks]
+        slots = self._tenants.slots_of([chunk.sequence.tenant for chunk in chunks], num_tokens)
+        return [replace(hosts[0], owner_T=np.repeat(np.array(slots, dtype=np.int64), num_tokens)), *hosts[1:]]
+
+    def _arrange(self, plan: Plan, tenants: TenantSlots | None) -> HostBatch:
         chunks, parts = plan.chunks, self._parts(plan)
         sequences, count = parts.sequences, len(parts.sequences)
         num_tokens = np.array(parts.num_tokens, dtype=np.int32)
@@ -108,7 +132,6 @@ class BatchBuilder:
         tables = np.zeros((count, max(len(sequence.blocks) for sequence in sequences)), dtype=np.int32)
         for s, sequence in enumerate(sequences):
             tables[s, : len(sequence.blocks)] = self._tables.of(sequence)
-        self._tables.keep_only(sequences)
         sequence_T = np.repeat(np.arange(count), lengths)
         positions = np.arange(starts[-1]) + (firsts - starts[:-1])[sequence_T]
         in_block, offset = np.divmod(positions, self._block_size)
@@ -127,7 +150,7 @@ class BatchBuilder:
             token_ids_T=token_ids,
             positions_T=positions,
             slots_T=tables[sequence_T, in_block].astype(np.int64) * self._block_size + offset,
-            owner_T=self._owners(parts, lengths, starts),
+            owner_T=_owners(tenants, parts, lengths, starts),
             query_start_S1=starts,
             context_len_S=contexts,
             block_table_SB=tables,
@@ -140,7 +163,7 @@ class BatchBuilder:
             max_query=int(lengths.max()),
         )
 
-    def upload(self, host: HostBatch, sampled_L: Tensor | None = None) -> Batch:
+    def upload(self, host: HostBatch, sampled_L: Tensor | None = None, spread: Spread | None = None) -> Batch:
         """To the device, tokens that only it knows put in their places."""
         upload = self._staging.upload
         token_ids_T = upload(host.token_ids_T)
@@ -157,20 +180,8 @@ class BatchBuilder:
             max_context=host.max_context,
             max_query=host.max_query,
             owner_T=None if self._tenants is None else upload(host.owner_T),
+            spread=spread,
         )
-
-    def _owners(self, parts: _Parts, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """The slot of each row's tenant; pads are nobody's."""
-        if self._tenants is None:
-            return np.full(starts[-1], NOBODY, dtype=np.int64)
-        slots = self._tenants.slots_of([sequence.tenant for sequence in parts.sequences], parts.num_tokens)
-        owner_T = np.array(slots, dtype=np.int64)
-        if len(owner_T) < starts[-1]:
-            owner_T = np.repeat(owner_T, lengths)
-        if any(parts.num_pads):
-            for end, num_pad in zip(starts[1:], parts.num_pads, strict=True):
-                owner_T[end - num_pad : end] = NOBODY
-        return owner_T
 
 
 def put_pending(token_ids_T: Tensor, host: HostBatch, sampled_L: Tensor | None, staging: Staging) -> None:
@@ -181,12 +192,20 @@ def put_pending(token_ids_T: Tensor, host: HostBatch, sampled_L: Tensor | None, 
         token_ids_T.index_copy_(0, staging.upload(host.pending_rows_P), tokens_P)
 
 
+def part_of(plan: Plan, group: int) -> Plan:
+    """What one group of ranks has of a step."""
+    chunks = [chunk for chunk in plan.chunks if chunk.sequence.group == group]
+    num_decode = sum(chunk.sequence.group == group for chunk in plan.chunks[: plan.num_decode])
+    return Plan(chunks, num_decode, sum(chunk.num_tokens for chunk in chunks), [])
+
+
 def scored(plan: Plan) -> list[Scored]:
     """The parts of prompts whose tokens this step scores, in the order of `wanted_rows`."""
-    return [part for chunk in plan.chunks if (part := _scored_of(chunk)) is not None]
+    return [part for chunk in plan.chunks if (part := scored_of(chunk)) is not None]
 
 
-def _scored_of(chunk: Chunk) -> Scored | None:
+def scored_of(chunk: Chunk) -> Scored | None:
+    """What of a chunk is scored, if anything."""
     sequence, first = chunk.sequence, chunk.sequence.num_computed
     count = sequence.submit.sampling.num_prompt_logprobs
     end = min(first + chunk.num_tokens, sequence.num_prompt - 1)
@@ -195,10 +214,24 @@ def _scored_of(chunk: Chunk) -> Scored | None:
     return Scored(sequence.key, first + 1, sequence.tokens[first + 1 : end + 1], count)
 
 
+def _owners(tenants: TenantSlots | None, parts: _Parts, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """The slot of each row's tenant; pads are nobody's."""
+    if tenants is None:
+        return np.full(starts[-1], NOBODY, dtype=np.int64)
+    slots = tenants.slots_of([sequence.tenant for sequence in parts.sequences], parts.num_tokens)
+    owner_T = np.array(slots, dtype=np.int64)
+    if len(owner_T) < starts[-1]:
+        owner_T = np.repeat(owner_T, lengths)
+    if any(parts.num_pads):
+        for end, num_pad in zip(starts[1:], parts.num_pads, strict=True):
+            owner_T[end - num_pad : end] = NOBODY
+    return owner_T
+
+
 def _scored_rows(chunks: list[Chunk], parts: _Parts, starts: np.ndarray) -> np.ndarray:
     rows = []
     for chunk, part in zip(chunks, parts.prompts, strict=True):
-        found = _scored_of(chunk)
+        found = scored_of(chunk)
         if found is not None:
             first = starts[part] + found.position - 1 - parts.firsts[part]
             rows.append(np.arange(first, first + len(found.token_ids), dtype=np.int64))

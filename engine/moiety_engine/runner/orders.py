@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from moiety_engine.errors import OutOfMemory
+from moiety_engine.model.batch import Spread
 from moiety_engine.moe.tenants import NOBODY
 from moiety_engine.runner.inputs import HostBatch
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.distribution.crew import Crew
+    from moiety_engine.staging import Staging
 
 _INT32 = ("query_start_S1", "context_len_S", "block_table_SB")
 _INT64 = ("token_ids_T", "positions_T", "slots_T", "wanted_rows_L", "pending_rows_P", "sampled_rows_P")
@@ -40,24 +42,27 @@ class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Give up the cache."""
 
 
-class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Run one. `arrays` are those of HostBatch, by name. The first `num_sampled` of the wanted rows are sampled, the
-    last `num_scored` come before tokens that are scored."""
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """What a group of ranks has of a step. `arrays` are those of HostBatch, by name."""
 
     arrays: dict[str, bytes]
+    num_tokens: int
+    num_wanted: int
+    num_scored: int
     num_decode: int
     max_context: int
     max_query: int
-    num_sampled: int
-    num_scored: int
 
     @staticmethod
-    def of(host: HostBatch, num_sampled: int) -> Step:
+    def of(host: HostBatch) -> Part:
         arrays = {name: getattr(host, name).tobytes() for name in _INT32 + _INT64}
-        return Step(arrays, host.num_decode, host.max_context, host.max_query, num_sampled, host.num_scored)
+        counts = len(host.token_ids_T), len(host.wanted_rows_L), host.num_scored
+        return Part(arrays, *counts, host.num_decode, host.max_context, host.max_query)
 
     def batch(self) -> HostBatch:
         """What it was made of."""
+        if not self.num_tokens:
+            return HostBatch.empty()
         arrays = {name: np.frombuffer(bytearray(self.arrays[name]), dtype=np.int32) for name in _INT32}
         arrays |= {name: np.frombuffer(bytearray(self.arrays[name]), dtype=np.int64) for name in _INT64}
         arrays["block_table_SB"] = arrays["block_table_SB"].reshape(len(arrays["context_len_S"]), -1)
@@ -71,8 +76,28 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
         )
 
 
+class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Run one. `order` says where each wanted row of the step is among those of all parts, int64; the first
+    `num_sampled` of them are sampled, the last ones come before tokens that are scored."""
+
+    parts: list[Part]
+    order: bytes
+    num_sampled: int
+
+    @property
+    def num_scored(self) -> int:
+        return sum(part.num_scored for part in self.parts)
+
+    def spread(self, staging: Staging) -> Spread | None:
+        if len(self.parts) == 1:
+            return None
+        order_L = staging.upload(np.frombuffer(bytearray(self.order), dtype=np.int64))
+        num_tokens, num_wanted = zip(*((part.num_tokens, part.num_wanted) for part in self.parts), strict=True)
+        return Spread(num_tokens, num_wanted, order_L)
+
+
 class Swap(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Copy blocks out and in, as `HostKv.run`."""
+    """Copy blocks out and in, as a plan has them of all groups."""
 
     outs: list[tuple[int, int]]
     ins: list[tuple[int, int]]
@@ -121,9 +146,9 @@ class Orders:
         if not all_did:
             raise OutOfMemory("another rank has no room: its log says for what, and what to do")
 
-    def step(self, host: HostBatch, num_sampled: int) -> None:
+    def step(self, hosts: list[HostBatch], order_L: np.ndarray, num_sampled: int) -> None:
         if self._crew is not None:
-            self.give(Step.of(host, num_sampled))
+            self.give(Step([Part.of(host) for host in hosts], order_L.tobytes(), num_sampled))
 
     def swap(self, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
         if outs or ins:

@@ -52,17 +52,21 @@ def largest_step(
     max_running: int,
     max_context: int,
 ) -> int:
-    """Run a step of as many prompt tokens as a step may have, then one of as many decodes, over a cache that is
-    allocated for it and given up; all rows want the costliest sampling. Returns the cache's bytes."""
-    lengths = _prompt_lengths(max_batch_tokens, max_running, max_context - 1)
+    """Run a step of as many prompt tokens as a step may have, each group of ranks its part of them, then one of as
+    many decodes, over a cache that is allocated for it and given up; all rows want the costliest sampling. Returns the
+    cache's bytes."""
+    num_groups = model.ranks.across.size
+    lengths = _prompt_lengths(max_batch_tokens, max_running, min(max_context - 1, -(-max_batch_tokens // num_groups)))
     sequences = []
-    num_blocks = 0
-    for length in lengths:
+    blocks_of = [0] * num_groups
+    for index, length in enumerate(lengths):
         sequence = Sequence(CoreSubmit(0, "", STANDARD, [0] * length, _GREEDIEST, 2, 0, [], 2, b"", 0), order=0, seed=0)
+        sequence.group = group = index % num_groups
         count = -(-(length + 1) // block_size)
-        sequence.blocks = list(range(num_blocks, num_blocks + count))
-        num_blocks += count
+        sequence.blocks = list(range(blocks_of[group], blocks_of[group] + count))
+        blocks_of[group] += count
         sequences.append(sequence)
+    num_blocks = max(blocks_of)
     with orders.together(Allocate(num_blocks, block_size, 0)):
         kv = model.allocate_kv(num_blocks, block_size)
     runner = Runner(model, kv, orders)

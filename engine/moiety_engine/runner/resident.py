@@ -79,7 +79,7 @@ class Resident:
         runs."""
         if self.host_kv is not None:
             self._orders.swap(plan.swap_out, plan.swap_in)
-            self.host_kv.run(plan.swap_out, plan.swap_in)
+            self.host_kv.run_own(0, plan.swap_out, plan.swap_in)
         for landing in plan.landings:
             assert self._arrivals is not None, "KV lands where none comes"
             self._arrivals.land(*landing)
@@ -92,13 +92,16 @@ class Resident:
         if self.host_kv is not None:
             cost = SwapCost(self.host_kv.block_bytes / self.host_kv.measure_bandwidth())
         blank = CoreSubmit(0, "", STANDARD, [0] * 4, Sampling(), 1, 0, [], 1, b"", 0)
-        sequence = Sequence(blank, order=0, seed=0)
-        sequence.blocks = list(range(-(-5 // self._sizes.block_size)))
-        for num_tokens, num_decode in ((4, 0), (1, 1)):
-            plan = Plan([Chunk(sequence, num_tokens, samples=True)], num_decode, num_tokens, [])
+        sequences = [Sequence(blank, order=0, seed=0) for _ in range(self._model.ranks.across.size)]
+        for group, sequence in enumerate(sequences):
+            sequence.group, sequence.blocks = group, list(range(-(-5 // self._sizes.block_size)))
+        for num_tokens, decodes in ((4, False), (1, True)):
+            chunks = [Chunk(sequence, num_tokens, samples=True) for sequence in sequences]
+            plan = Plan(chunks, len(chunks) if decodes else 0, num_tokens * len(chunks), [])
             self.runner.collect(self.runner.launch(plan))
-            sequence.num_computed += num_tokens
-            sequence.tokens.append(0)
+            for sequence in sequences:
+                sequence.num_computed += num_tokens
+                sequence.tokens.append(0)
         if self._sizes.graphs:
             self._capture()
         return cost

@@ -8,8 +8,11 @@ D model width, L tokens that a step samples.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,14 +22,17 @@ from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.embeddings import as_bytes, unit_vectors
 from moiety_engine.runner.graphs import DecodeGraphs
-from moiety_engine.runner.inputs import BatchBuilder, scored
+from moiety_engine.runner.inputs import BatchBuilder, HostBatch, scored
 from moiety_engine.runner.masks import MaskMaker
 from moiety_engine.runner.orders import Orders
 from moiety_engine.runner.scoring import Scores, score
+from moiety_engine.runner.spreading import order_of, spread_of
 from moiety_engine.sampling import Drawn, Sampler, rows_of
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.staging import Mark, Staging
 from moiety_engine.transfer.departures import Departures
+
+_IN_ORDER = np.zeros(0, dtype=np.int64)  # of one group of ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,7 @@ class Runner:
         self._builder = BatchBuilder(kv.block_size, model.device, self.staging, answers_apart=apart, tenants=tenants)
         self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
         self._masks = MaskMaker(num_mask_words, model.spec.vocab_size, model.device)
+        self._num_groups = model.ranks.across.size
         self._newest: Flight | None = None
         self._sampled_L: Tensor | None = None
         self.graphs: DecodeGraphs | None = None
@@ -81,28 +88,40 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
         """Queue the step. A token that is pending in its sequences is one that the step launched before it samples."""
+        with _one_torch_thread() if self._model.only_kernels else contextlib.nullcontext():
+            return self._launch(plan)
+
+    def _launch(self, plan: Plan) -> Flight:
         self.staging.turn()
-        host, before_L = self._builder.arrange(plan), self._sampled_L
+        hosts, before_L = self._arrange(plan), self._sampled_L
         rows = rows_of(plan)
         masks = self._masks.begin(rows, self._newest)
-        self._orders.step(host, len(rows))
+        order_L = order_of(plan, hosts) if len(hosts) > 1 else _IN_ORDER
+        self._orders.step(hosts, order_L, len(rows))
         leaving = None if self._departures is None else self._departures.of(plan, self._kv)
-        if self.graphs is not None and leaving is None and self.graphs.takes(host):
-            hidden_LD = self.graphs.run(host, before_L)
+        if self.graphs is not None and leaving is None and self.graphs.takes(hosts[0]):
+            hidden_LD = self.graphs.run(hosts[0], before_L)
         else:
-            hidden_LD = self._model.hidden(self._builder.upload(host, before_L), self._kv, leaving)
+            spread = spread_of(hosts, self.staging.upload(order_L)) if len(hosts) > 1 else None
+            hidden_LD = self._model.hidden(self._builder.upload(hosts[0], before_L, spread), self._kv, leaving)
         logits_LV = self._model.logits(hidden_LD[: len(rows)])
         drawn = self._sampler.sample(logits_LV, rows, before_L, None if masks is None else masks.wait())
         self._sampled_L = drawn.token_L
         self._orders.tell_tokens(drawn.token_L)
-        unit_ED, scores, end = None, None, len(hidden_LD) - host.num_scored
+        num_scored = sum(host.num_scored for host in hosts)
+        unit_ED, scores, end = None, None, len(hidden_LD) - num_scored
         if end > len(rows):
             unit_ED = self.staging.download(unit_vectors(hidden_LD[len(rows) : end]))
-        if host.num_scored:
+        if num_scored:
             scores = score(self._model, hidden_LD[end:], scored(plan), self.staging)
         astray = [] if masks is None else masks.problems
         self._newest = Flight(plan, drawn.download(self.staging), unit_ED, scores, self.staging.mark(), astray)
         return self._newest
+
+    def _arrange(self, plan: Plan) -> list[HostBatch]:
+        """What each group of ranks has of the step."""
+        groups = self._num_groups
+        return [self._builder.arrange(plan)] if groups == 1 else self._builder.arrange_groups(plan, groups)
 
     def collect(self, flight: Flight) -> Results:
         """Wait for the step's results."""
@@ -110,3 +129,15 @@ class Runner:
         token_ids, logprobs = flight.drawn.unpack()
         vectors = [] if flight.unit_ED is None else as_bytes(flight.unit_ED)
         return Results(token_ids, logprobs, vectors, [] if flight.scores is None else flight.scores.unpack())
+
+
+@contextlib.contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Torch computes on the calling thread alone. Its others spin for some milliseconds after each operation, on the
+    processors that the threads of our kernels want next."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

@@ -29,8 +29,9 @@ def sizes_for(model: Transformer, config: EngineConfig, orders: Orders, local_ra
     with its other ranks. Raises InvalidConfig and OutOfMemory."""
     on_cuda = model.device.type == "cuda"
     block_size = config.block_size or (16 if on_cuda else 4)  # on a CPU small blocks cost next to nothing
-    max_batch_tokens = config.max_batch_tokens or max(8192 if on_cuda else 512, config.max_running or 0)
-    max_running = config.max_running or min(256 if on_cuda else 64, max_batch_tokens)
+    groups = model.ranks.across.size
+    max_batch_tokens = config.max_batch_tokens or max(groups * (8192 if on_cuda else 512), config.max_running or 0)
+    max_running = config.max_running or min(groups * (256 if on_cuda else 64), max_batch_tokens)
     if max_batch_tokens < max_running:
         raise InvalidConfig(
             f"max_batch_tokens ({max_batch_tokens}) must be at least max_running ({max_running}): every running "

@@ -50,6 +50,16 @@ class HostKv:
         self._device = first.device
         self._stream = torch.cuda.Stream(self._device) if on_cuda else None  # type: ignore[no-untyped-call]
 
+    def run_own(self, group: int, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
+        """Of a plan's copies those of this group of ranks: of each group, blocks are numbered after those of the groups
+        before it, on the device and on the host."""
+        device, host = group * self._kv.num_blocks, group * self.num_blocks
+        held = range(device, device + self._kv.num_blocks)
+        self.run(
+            [(block - device, to - host) for block, to in outs if block in held],
+            [(source - host, block - device) for source, block in ins if block in held],
+        )
+
     @torch.inference_mode()
     def run(self, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
         """Copy `outs` (device block, host block), then `ins` (host block, device block). On a GPU this returns at

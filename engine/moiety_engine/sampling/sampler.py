@@ -101,7 +101,7 @@ class Sampler:
         penalised_rows = [i for i, row in enumerate(rows) if has_penalty(row)]
         if self._on_cpu:
             self._penalise(logits_LV, rows, penalised_rows, sampled_L)
-            token_L = logits_LV.argmax(dim=-1)
+            token_L = _best(logits_LV)
             self._draw(logits_LV, rows, token_L)
         elif penalised_rows or any(row.submit.sampling.temperature > 0 for row in rows):
             lowered = penalties_of(rows, penalised_rows, self._vocab_size, sampled_L, upload)
@@ -225,6 +225,12 @@ def _filter(
     by_p_L = (top_k_L == vocab_size) & (top_p_L < 1) & ~in_p_LK[:, -1]
     enough_L = by_k_L | by_p_L | ~in_min_LK[:, -1]
     return best_LK * (in_k_LK & in_p_LK & in_min_LK), enough_L
+
+
+def _best(logits_LV: Tensor) -> Tensor:
+    """The first of each row's largest logits, in host memory; of a NaN where there is one. As `argmax`, which takes ten
+    times as long."""
+    return torch.from_numpy(logits_LV.numpy().argmax(axis=1))
 
 
 def _invert(weights_LK: Tensor, uniform_L: Tensor) -> Tensor:

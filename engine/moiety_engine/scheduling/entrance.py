@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from moiety_engine.guiding.follower import Follower
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreSubmit
-from moiety_engine.scheduling.kv import KvLedger
+from moiety_engine.scheduling.groups import KvGroups
 from moiety_engine.scheduling.places import Places
 from moiety_engine.scheduling.policy import Policy, Verdict
 from moiety_engine.scheduling.tally import Tally
@@ -21,7 +21,7 @@ class Entrance:
 
     def __init__(
         self,
-        kv: KvLedger,
+        kv: KvGroups,
         places: Places,
         policy: Policy,
         tally: Tally,
@@ -47,11 +47,11 @@ class Entrance:
             order=self._num_seen,
             seed=seed,
             queued_unix_ns=now_ns,
-            answer_apart=self._kv.answers_apart,
+            answer_apart=self._kv.first.answers_apart,
             guide=guide,
         )
         self._num_seen += 1
-        sequence.num_uncached = len(sequence.tokens) - len(self._kv.find_prefix(sequence)) * self._kv.block_size
+        sequence.num_uncached = len(sequence.tokens) - self._kv.num_cached(sequence)
         sequence.set_deadlines()
         verdict = self._judge(sequence, now_ns / 1e9)
         service = verdict.service

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from moiety_engine.scheduling.kv import Hit, KvLedger
+from moiety_engine.scheduling.groups import KvGroups
+from moiety_engine.scheduling.kv import Hit
 from moiety_engine.scheduling.places import Places, by_arrival
 from moiety_engine.scheduling.planner import Planner
 from moiety_engine.scheduling.policy import BatchView, Policy
@@ -31,7 +32,7 @@ class _Given(Enum):
 class Filling:
     """Fills one step after the other."""
 
-    def __init__(self, kv: KvLedger, places: Places, policy: Policy, room: Room, tally: Tally) -> None:
+    def __init__(self, kv: KvGroups, places: Places, policy: Policy, room: Room, tally: Tally) -> None:
         self._kv = kv
         self._places = places
         self._policy = policy
@@ -45,12 +46,16 @@ class Filling:
         now_s = now_ns / 1e9
         set_aside: list[Sequence] = []
         blocked: list[Sequence] = []
-        given = _Given.ALL
+        full: set[int] = set()  # groups of which the step takes no more
+        closed: set[int] = set()  # groups that nobody else may join
         while planner.rows_left > 0 and len(set_aside) < MAX_LOOKS:
             sequence = self._policy.pop(now_s)
             if sequence is None:
                 break
             reason = None
+            if self._must_wait(sequence, full, closed):
+                set_aside.append(sequence)
+                continue
             if sequence.place is not Place.RUNNING:
                 reason = self._join(sequence, planner, view, joinable, now_ns)
                 if reason is None:
@@ -63,33 +68,59 @@ class Filling:
                 if reason is Reason.NO_BLOCKS:
                     view.somebody_lacks_blocks = True
                     blocked.append(sequence)
-                if self._ends_the_search(reason, sequence, view, now_s):
+                if self._ends_the_search(reason, sequence, view, now_s, closed):
                     break
                 continue
             given = self._advance(sequence, planner)
             if given is not _Given.ALL:
                 set_aside.append(sequence)
-            if given is _Given.NOTHING:
+            if given is _Given.NOTHING and self._fills_the_last(sequence.group, full):
                 break
         self.put_back(set_aside, now_s)
-        if planner.rows_left > 0 and given is not _Given.NOTHING:
+        if planner.rows_left > 0 and len(full) < self._kv.count:
             self.go_on(planner, now_s)
 
     def go_on(self, planner: Planner, now_s: float) -> None:
         """Prefill for those already in the batch, whoever waits before them in the policy's queue."""
         going = [s for s in self._places.prefilling if s.entry & 1 and not planner.prefills(s)]
+        full: set[int] = set()
         for sequence in sorted(going, key=by_arrival):
+            if sequence.group in full:
+                continue
             self._policy.discard(sequence)
             given = self._advance(sequence, planner)
             if given is not _Given.ALL:
                 self._policy.push(sequence, now_s)
-            if given is _Given.NOTHING or planner.rows_left <= 0:
+            if given is _Given.NOTHING and self._fills_the_last(sequence.group, full):
+                break
+            if planner.rows_left <= 0:
                 break
 
-    def _ends_the_search(self, reason: Reason, sequence: Sequence, view: BatchView, now_s: float) -> bool:
-        """Whether nobody behind this one can join either, or may: there is no place, or it must not be overtaken."""
+    def _must_wait(self, sequence: Sequence, full: set[int], closed: set[int]) -> bool:
+        """Whether the sequence's group takes no more in this step. One that holds no blocks is put into the best group
+        first."""
+        if self._kv.count == 1:
+            return False
+        shut = full if sequence.place is Place.RUNNING else full | closed
+        if not sequence.holds_blocks and len(shut) < self._kv.count:
+            self._kv.choose(sequence, self._places.running, shut)
+        return sequence.group in shut
+
+    def _fills_the_last(self, group: int, full: set[int]) -> bool:
+        """The group takes no more in this step; whether none does."""
+        full.add(group)
+        return len(full) == self._kv.count
+
+    def _ends_the_search(
+        self, reason: Reason, sequence: Sequence, view: BatchView, now_s: float, closed: set[int]
+    ) -> bool:
+        """Whether nobody behind this one can join either, or may: there is no place, or it must not be overtaken, which
+        whoever joins another group than the one that has its blocks does not do."""
         if reason is Reason.NO_BLOCKS:
-            return not self._policy.may_overtake(sequence, view, now_s)
+            if self._policy.may_overtake(sequence, view, now_s):
+                return False
+            closed.add(sequence.group)
+            return not sequence.holds_blocks or len(closed) == self._kv.count
         return reason is Reason.BATCH_FULL and not sequence.boosted  # which came out of its turn
 
     def mark_started(self, sequence: Sequence, now_ns: int) -> None:
@@ -121,12 +152,13 @@ class Filling:
         """What it kept, what was swapped out, or its prefix hits, found if not handed in. False: nothing taken."""
         if sequence.blocks:
             return True  # it kept them, and grows as it goes
+        kv = self._kv.of(sequence)
         if sequence.host_blocks:
-            return self._kv.swap_in(sequence, num_tokens)
-        if not self._kv.start(sequence, self._kv.find_prefix(sequence) if hits is None else hits, num_tokens):
+            return kv.swap_in(sequence, num_tokens)
+        if not kv.start(sequence, kv.find_prefix(sequence) if hits is None else hits, num_tokens):
             return False
         if sequence.num_landing:
-            self._kv.land(sequence)
+            kv.land(sequence)
         return True
 
     def _advance(self, sequence: Sequence, planner: Planner) -> _Given:
@@ -134,7 +166,8 @@ class Filling:
         limit = planner.prefill_room(sequence)
         if limit <= 0:
             return _Given.NOTHING
-        self._room.reclaim(self._kv.blocks_for(sequence.num_computed + limit) - len(sequence.blocks))
+        kv = self._kv.of(sequence)
+        self._room.reclaim(kv.blocks_for(sequence.num_computed + limit) - len(sequence.blocks), kv)
         if planner.add_prefill(sequence, limit):
             return _Given.ALL
         return _Given.SOME if planner.prefills(sequence) else _Given.NOTHING
@@ -144,18 +177,19 @@ class Filling:
         now_s = now_ns / 1e9
         if joinable <= 0 and not self._room.free_place_for(sequence, planner, now_ns):
             return Reason.BATCH_FULL
-        num_tokens = len(sequence.tokens)
+        num_tokens, kv = len(sequence.tokens), self._kv.of(sequence)
         hits: list[Hit] | None = None
         if sequence.blocks:
-            num_new = self._kv.blocks_for(num_tokens) - len(sequence.blocks)
+            num_new = kv.blocks_for(num_tokens) - len(sequence.blocks)
         elif sequence.host_blocks:
-            num_new = self._kv.num_blocks_to_swap_in(sequence, num_tokens)
+            num_new = kv.num_blocks_to_swap_in(sequence, num_tokens)
         else:
-            hits = self._kv.find_prefix(sequence)
-            if not sequence.num_landing and planner.will_compute(self._kv.next_hash(sequence, len(hits))):
+            hits = kv.find_prefix(sequence)
+            next_hash = None if sequence.num_landing else kv.next_hash(sequence, len(hits))
+            if planner.will_compute(next_hash, sequence.group):
                 return Reason.SHARED_PREFIX
-            num_new = self._kv.num_blocks_to_start(hits, num_tokens)
-        view.blocks_free = self._kv.pool.num_free
+            num_new = kv.num_blocks_to_start(hits, num_tokens)
+        view.look_at(self._room.peers(sequence.group), kv.pool.num_free)
         view.shape = planner.shape
         view.worst_rank = self._places.worst_rank_running
         reason = self._policy.delays(sequence, view, num_new, now_s)
@@ -170,6 +204,7 @@ class Filling:
         return None
 
     def _make_room(self, sequence: Sequence, num_blocks: int, planner: Planner, now_ns: int) -> bool:
-        if self._room.reclaim(num_blocks) or self._room.free_for(sequence, num_blocks, planner, now_ns):
+        kv = self._kv.of(sequence)
+        if self._room.reclaim(num_blocks, kv) or self._room.free_for(sequence, num_blocks, planner, now_ns):
             return True
-        return self._room.reclaim(self._kv.blocks_for(len(sequence.tokens)))  # its hits may have been taken meanwhile
+        return self._room.reclaim(kv.blocks_for(len(sequence.tokens)), kv)  # its hits may have been taken meanwhile

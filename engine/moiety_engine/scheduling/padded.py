@@ -34,7 +34,7 @@ class PaddedFilling:
         longest, reserve = _padded_lengths(batch) if batch else (0, 0)
         for sequence in batch:
             sequence.num_padded, sequence.num_reserved = longest, reserve
-            self._room.reclaim(self._kv.blocks_for(reserve) - len(sequence.blocks))
+            self._room.reclaim(self._kv.blocks_for(reserve) - len(sequence.blocks), self._kv)
             reserved = self._kv.grow(sequence, reserve)
             assert reserved or len(batch) == 1, "a padded batch was admitted that does not fit"
         unfinished += [s for s in batch if not planner.add_prefill(s, planner.prefill_room(s))]
@@ -43,7 +43,7 @@ class PaddedFilling:
     def _start(self, sequence: Sequence) -> bool:
         num_tokens = len(sequence.tokens)
         return self._filling.take_blocks(sequence, num_tokens, None) or (
-            self._room.reclaim(self._kv.blocks_for(num_tokens))
+            self._room.reclaim(self._kv.blocks_for(num_tokens), self._kv)
             and self._filling.take_blocks(sequence, num_tokens, None)
         )
 

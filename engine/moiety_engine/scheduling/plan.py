@@ -36,7 +36,8 @@ class Landing(NamedTuple):
 class Plan:
     """One step. Chunks that decode come first: a single token each, or one and a draft. `preempted` left the batch to
     make room. Before the model runs, blocks are copied: first those of `swap_out` (device block, host block), then
-    those of `swap_in` (host block, device block); then what came from other engines lands."""
+    those of `swap_in` (host block, device block); of several groups of ranks each one's are numbered after those of the
+    groups before it. Then what came from other engines lands."""
 
     chunks: list[Chunk]
     num_decode: int

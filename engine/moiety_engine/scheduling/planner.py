@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moiety_engine.scheduling.kv import KvLedger
+from moiety_engine.scheduling.groups import KvGroups
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.policy import StepBudget
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
@@ -14,18 +14,21 @@ class Planner:
     blocks, unless it is dropped first."""
 
     def __init__(
-        self, kv: KvLedger, budget_rows: int, step_time: StepTimeModel, max_answer_rows: int | None = None
+        self, kv: KvGroups, budget_rows: int, step_time: StepTimeModel, max_answer_rows: int | None = None
     ) -> None:
-        """`max_answer_rows`: tokens of answers that a step takes, decoded or computed once more; None: any number."""
+        """`max_answer_rows`: tokens of answers that a step takes, decoded or computed once more; None: any number. Of
+        prompts each group of ranks takes what is left of its part of the rows."""
         self._kv = kv
         self._answer_rows_left = max_answer_rows
         self._budget_rows = budget_rows
+        self._rows_of_group = -(-budget_rows // kv.count)
+        self._taken_of_group = [0] * kv.count
         self._step_time = step_time
         self._budget: StepBudget | None = None
         self._decodes: list[Chunk] = []
         self._decoding: set[Sequence] | None = None  # made when somebody asks
         self._prefills: dict[Sequence, Chunk] = {}
-        self._in_flight: set[bytes] = set()
+        self._in_flight: set[tuple[int, bytes]] = set()  # group, hash
         self._unhashed: list[tuple[Sequence, int]] = []  # whose blocks up to which token are in flight, too
         self._decode_context = 0
         self.num_drafted = 0
@@ -54,14 +57,15 @@ class Planner:
     def limit_time(self, budget: StepBudget | None) -> None:
         self._budget = budget
 
-    def will_compute(self, block_hash: bytes | None) -> bool:
-        """Whether this step fills the block with this hash, so that it can be hit in the next."""
+    def will_compute(self, block_hash: bytes | None, group: int = 0) -> bool:
+        """Whether this step fills the block with this hash in the group, so that it can be hit there in the next."""
         if block_hash is None:
             return False
         for sequence, end in self._unhashed:
-            self._in_flight.update(self._kv.completed_hashes(sequence, end))
+            hashes = self._kv.of(sequence).completed_hashes(sequence, end)
+            self._in_flight.update((sequence.group, block_hash) for block_hash in hashes)
         self._unhashed.clear()
-        return block_hash in self._in_flight
+        return (group, block_hash) in self._in_flight
 
     def prefills(self, sequence: Sequence) -> bool:
         return sequence in self._prefills
@@ -73,6 +77,9 @@ class Planner:
         self._decode_context += context
         self.num_rows += len(chunks)
         self._take_answer_rows(len(chunks))
+        if self._kv.count > 1:
+            for chunk in chunks:
+                self._taken_of_group[chunk.sequence.group] += 1
 
     def drop_decode(self, sequence: Sequence) -> None:
         """Take back a decode of this step, so that its sequence can give way."""
@@ -81,21 +88,22 @@ class Planner:
             self._decoding = None
             self._decode_context -= sequence.num_computed
             self.num_rows -= 1
+            self._taken_of_group[sequence.group] -= 1
             self._take_answer_rows(-1)
 
     def draft(self, place: int, draft: list[int]) -> None:
         """Let a decode of this step verify guesses of what follows its token; fewer where rows or blocks are few. What
         others of the step may lack is left to them. Nothing may join the step afterwards."""
         sequence = self._decodes[place].sequence
-        first = sequence.num_computed
-        num_spare = max(0, self._kv.pool.num_free - len(self._decodes))
-        room = (len(sequence.blocks) + num_spare) * self._kv.block_size - first - 1
+        first, kv = sequence.num_computed, self._kv.of(sequence)
+        num_spare = max(0, kv.pool.num_free - len(self._decodes))
+        room = (len(sequence.blocks) + num_spare) * kv.block_size - first - 1
         limit = min(len(draft), self.rows_left, room)
         if self._answer_rows_left is not None:
             limit = min(limit, self._answer_rows_left)
         if limit <= 0:
             return
-        grown = self._kv.grow(sequence, first + 1 + limit)
+        grown = kv.grow(sequence, first + 1 + limit)
         assert grown, "blocks that were free are not there"
         self._decodes[place] = Chunk(sequence, 1 + limit, True, draft=tuple(draft[:limit]))
         self.num_rows += limit
@@ -106,6 +114,8 @@ class Planner:
     def prefill_room(self, sequence: Sequence) -> int:
         """How many of the sequence's uncomputed tokens rows and the step's time allow."""
         limit = min(sequence.num_uncomputed, self.rows_left)
+        if self._kv.count > 1:
+            limit = min(limit, self._rows_of_group - self._taken_of_group[sequence.group])
         if self._answer_rows_left is not None:
             prompt_left = max(0, sequence.num_prompt - sequence.num_computed)
             limit = min(limit, prompt_left + max(0, self._answer_rows_left))
@@ -119,21 +129,23 @@ class Planner:
     def add_prefill(self, sequence: Sequence, limit: int) -> bool:
         """As much of the sequence's uncomputed tokens as `limit` and free blocks allow, possibly nothing. True: its
         tokens are complete with this step."""
-        room = self._kv.room_tokens(sequence) - sequence.num_computed
+        kv = self._kv.of(sequence)
+        room = kv.room_tokens(sequence) - sequence.num_computed
         num_tokens = min(limit, room)
         if num_tokens <= 0:
             return False
         first = sequence.num_computed
         end = first + num_tokens
-        grown = self._kv.grow(sequence, end)
+        grown = kv.grow(sequence, end)
         assert grown, "room_tokens promised blocks that are not there"
         ends = end == len(sequence.tokens)
         pad = min(max(sequence.num_padded - end, 0), self.rows_left - num_tokens) if ends else 0
-        pad = min(pad, len(sequence.blocks) * self._kv.block_size - end)
+        pad = min(pad, len(sequence.blocks) * kv.block_size - end)
         self._unhashed.append((sequence, min(end, sequence.num_known)))
         embeds = ends and sequence.submit.embed
         self._prefills[sequence] = Chunk(sequence, num_tokens, ends and not embeds, pad, embeds)
         self.num_rows += num_tokens + pad
+        self._taken_of_group[sequence.group] += num_tokens + pad
         self._prefill_rows += num_tokens + pad
         self._take_answer_rows(max(0, end - max(first, sequence.num_prompt)))
         self._attended_pairs += num_tokens * (first + num_tokens // 2)

@@ -45,6 +45,7 @@ class BatchView:
         "blocks_free",
         "blocks_of_tenant",
         "blocks_total",
+        "peers",
         "predicted_output",
         "running",
         "shape",
@@ -66,18 +67,25 @@ class BatchView:
         self.shape = shape
         self.slack_s = slack_s  # until the first token is due that a running request still owes in time
         self.running = running
+        self.peers = running  # of them, those that have their blocks where the sequence in question would
         self.worst_rank = worst_rank  # of those running; -1 if none runs
-        self.blocks_free = blocks_free
+        self.blocks_free = blocks_free  # these two are of that one place
         self.blocks_total = blocks_total
         self.predicted_output = predicted_output  # tokens that all running answers are predicted to have
         self.somebody_lacks_blocks = False  # of those whose turn it was in this step
         self.blocks_of_tenant: dict[str, int] | None = None  # counted when somebody asks
 
+    def look_at(self, peers: list[Sequence], blocks_free: int) -> None:
+        """It is asked for a sequence that would have its blocks where these have theirs."""
+        if peers is not self.peers:
+            self.peers, self.blocks_of_tenant = peers, None
+        self.blocks_free = blocks_free
+
     def tenant_blocks(self, tenant: str) -> int:
-        """Blocks that running sequences of the tenant hold (shared ones counted for each)."""
+        """Blocks that running sequences of the tenant hold there (shared ones counted for each)."""
         if self.blocks_of_tenant is None:
             self.blocks_of_tenant = {}
-            for s in self.running:
+            for s in self.peers:
                 self.blocks_of_tenant[s.tenant] = self.blocks_of_tenant.get(s.tenant, 0) + len(s.blocks)
         return self.blocks_of_tenant.get(tenant, 0)
 
@@ -92,7 +100,7 @@ class PolicyContext:
     max_batch_tokens: int
     max_running: int
     max_waiting: int
-    num_blocks: int
+    num_blocks: int  # of each group of ranks
     block_size: int
     cached_tokens: Callable[[Sequence], int]  # how many of its tokens the prefix cache holds now
 

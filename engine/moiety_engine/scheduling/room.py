@@ -7,8 +7,10 @@ that and the way back are predicted to take less than computing it again.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
+from moiety_engine.scheduling.groups import KvGroups
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.places import Places
 from moiety_engine.scheduling.plan import Chunk
@@ -31,7 +33,7 @@ class Room:
     """Takes blocks from sequences. Holds the preempted of the step that is being planned."""
 
     def __init__(
-        self, kv: KvLedger, places: Places, policy: Policy, step_time: StepTimeModel, tally: Tally, swap: SwapCost
+        self, kv: KvGroups, places: Places, policy: Policy, step_time: StepTimeModel, tally: Tally, swap: SwapCost
     ) -> None:
         self._kv = kv
         self._places = places
@@ -41,15 +43,15 @@ class Room:
         self.swap = swap
         self.preempted: list[Sequence] = []
 
-    def reclaim(self, num_blocks: int) -> bool:
-        """See that so many blocks are free, at the cost of sequences that are not in the batch. False: all of them
-        together have too few."""
-        pool = self._kv.pool
+    def reclaim(self, num_blocks: int, kv: KvLedger) -> bool:
+        """See that a ledger has so many free blocks, at the cost of sequences that are not in the batch. False: all of
+        them together have too few."""
+        pool = kv.pool
         if pool.num_free >= num_blocks:
             return True
         for holders in (self._places.parked, self._places.returning):
             for sequence in reversed(holders):
-                if sequence.blocks:
+                if sequence.blocks and self._kv.of(sequence) is kv:
                     self._take_blocks(sequence)
                     if pool.num_free >= num_blocks:
                         return True
@@ -58,20 +60,14 @@ class Room:
     def secure_decodes(self, now_ns: int) -> list[Chunk]:
         """Rows of the running sequences that can decode in this step, each with a block for its next token; others stay
         out of the step, or give way to those."""
-        kv, pool, decoding = self._kv, self._kv.pool, self._places.decoding
+        decoding = self._places.decoding
         short = self._short_of_a_block()
         if not short:
             return list(decoding.values())
-        waiting = self._policy.waiting_for_others(short)
-        if waiting:
-            short = [s for s in short if s not in waiting]
-        if len(short) > pool.num_free and not self.reclaim(len(short)):
-            self._free_for_decodes(short, now_ns)
-        if len(short) > pool.num_free:
-            short.sort(key=_first_served)
-            waiting = waiting + short[pool.num_free :]
-            del short[pool.num_free :]
-        kv.grow_each(short)
+        waiting: list[Sequence] = []
+        for kv in self._kv:
+            of_group = short if self._kv.count == 1 else [s for s in short if self._kv.of(s) is kv]
+            waiting += self._give_blocks(of_group, kv, now_ns) if of_group else []
         self._places.filled = dict.fromkeys(waiting)
         if waiting:
             return [chunk for s, chunk in decoding.items() if s not in waiting]
@@ -79,10 +75,10 @@ class Room:
 
     def free_for(self, beneficiary: Sequence, num_blocks: int, planner: Planner, now_ns: int) -> bool:
         """Let running sequences give way to an urgent one until so many blocks are free. All or nothing."""
-        pool = self._kv.pool
+        pool = self._kv.of(beneficiary).pool
         chosen = []
         gained = pool.num_free
-        for victim in self._policy.victims(self._places.running, beneficiary, now_ns / 1e9):
+        for victim in self._policy.victims(self.peers(beneficiary.group), beneficiary, now_ns / 1e9):
             if gained >= num_blocks:
                 break
             if self._may_go(victim, planner):
@@ -110,7 +106,9 @@ class Room:
     def break_deadlock(self, now_ns: int) -> bool:
         """Half-filled sequences hold all blocks among them: the youngest gives way so that the others end."""
         holders = [s for s in self._places.running if s.blocks]
-        if len(holders) < 2:
+        num_of = Counter(s.group for s in holders)
+        holders = [s for s in holders if num_of[s.group] > 1]
+        if not holders:
             return False
         victims = self._policy.victims(holders, None, now_ns / 1e9) or sorted(holders, key=lambda s: -s.order)
         self.preempt(victims[0], Reason.DECODE_NEEDS_BLOCKS, now_ns, None, take_blocks=True)
@@ -124,7 +122,7 @@ class Room:
         if take_blocks:
             self._take_blocks(victim)
         if victim.ghost:
-            self._kv.release(victim)
+            self._kv.of(victim).release(victim)
             self._places.end(victim)
             return
         victim.num_preemptions += 1
@@ -138,11 +136,31 @@ class Room:
         self._policy.push(victim, now_ns / 1e9)
         self.preempted.append(victim)
 
-    def _free_for_decodes(self, short: list[Sequence], now_ns: int) -> None:
+    def peers(self, group: int) -> list[Sequence]:
+        """The running sequences that have their blocks in the group."""
+        running = self._places.running
+        return running if self._kv.count == 1 else [s for s in running if s.group == group]
+
+    def _give_blocks(self, short: list[Sequence], kv: KvLedger, now_ns: int) -> list[Sequence]:
+        """One more block of the ledger for each, or for as many as can have one. Returns the others."""
+        pool = kv.pool
+        waiting = self._policy.waiting_for_others(short)
+        if waiting:
+            short = [s for s in short if s not in waiting]
+        if len(short) > pool.num_free and not self.reclaim(len(short), kv):
+            self._free_for_decodes(short, kv, now_ns)
+        if len(short) > pool.num_free:
+            short.sort(key=_first_served)
+            waiting = waiting + short[pool.num_free :]
+            del short[pool.num_free :]
+        kv.grow_each(short)
+        return waiting
+
+    def _free_for_decodes(self, short: list[Sequence], kv: KvLedger, now_ns: int) -> None:
         """Preempt until the decodes that are left have their blocks, or nobody may be preempted any more."""
-        pool = self._kv.pool
-        for victim in self._policy.victims(list(self._places.running), None, now_ns / 1e9):
-            if len(short) <= pool.num_free or len(self._places.decoding) < 2:
+        pool, group = kv.pool, short[0].group
+        for victim in self._policy.victims(list(self.peers(group)), None, now_ns / 1e9):
+            if len(short) <= pool.num_free or self._num_decoding(group) < 2:
                 break
             if victim in self._places.verifying:
                 continue
@@ -152,7 +170,7 @@ class Room:
 
     def _short_of_a_block(self) -> list[Sequence]:
         """Decoding sequences whose blocks are full."""
-        size, decoding = self._kv.block_size, self._places.decoding
+        size, decoding = self._kv.first.block_size, self._places.decoding
         short = [
             s
             for s in self._places.filled
@@ -161,23 +179,29 @@ class Room:
         self._places.filled = dict.fromkeys(short)
         return short
 
+    def _num_decoding(self, group: int) -> int:
+        decoding = self._places.decoding
+        return len(decoding) if self._kv.count == 1 else sum(s.group == group for s in decoding)
+
     def _take_blocks(self, sequence: Sequence) -> None:
+        kv = self._kv.of(sequence)
         if self._swap_is_cheaper(sequence):
-            self._kv.swap_out(sequence)
+            kv.swap_out(sequence)
         else:
-            self._kv.release(sequence)
+            kv.release(sequence)
 
     def _swap_is_cheaper(self, sequence: Sequence) -> bool:
-        return self._kv.can_swap_out(sequence) and self._swap_s(sequence) < self._recompute_s(sequence)
+        return self._kv.of(sequence).can_swap_out(sequence) and self._swap_s(sequence) < self._recompute_s(sequence)
 
     def _cost_s(self, sequence: Sequence) -> float:
         """What it will take, all told, to take the sequence's blocks and to bring back what they held."""
         again_s = self._recompute_s(sequence)
-        return min(again_s, self._swap_s(sequence)) if self._kv.can_swap_out(sequence) else again_s
+        return min(again_s, self._swap_s(sequence)) if self._kv.of(sequence).can_swap_out(sequence) else again_s
 
     def _swap_s(self, sequence: Sequence) -> float:
-        out = self._kv.num_to_copy_out(sequence)
-        back = self._kv.blocks_for(sequence.num_computed)
+        kv = self._kv.of(sequence)
+        out = kv.num_to_copy_out(sequence)
+        back = kv.blocks_for(sequence.num_computed)
         return (out + back) * self.swap.seconds_per_block
 
     def _recompute_s(self, sequence: Sequence) -> float:
@@ -190,7 +214,7 @@ class Room:
         return not planner.prefills(victim) and victim not in self._places.verifying
 
     def _would_free(self, sequence: Sequence) -> int:
-        return self._kv.num_unshared(sequence)
+        return self._kv.of(sequence).num_unshared(sequence)
 
 
 def _why(victim: Sequence, beneficiary: Sequence) -> Reason:

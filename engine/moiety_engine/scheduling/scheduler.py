@@ -21,6 +21,7 @@ from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreL
 from moiety_engine.scheduling.endings import finish_of, why_it_ends
 from moiety_engine.scheduling.entrance import Entrance
 from moiety_engine.scheduling.filling import Filling
+from moiety_engine.scheduling.groups import KvGroups
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.lengths import OutputPredictor
 from moiety_engine.scheduling.limits import Limits
@@ -58,8 +59,10 @@ class Scheduler:
         lengths: OutputPredictor | None = None,
         swap: SwapCost | None = None,
         draft_tokens: int = 0,  # the longest draft; only where nothing is padded
+        further: Iterable[KvLedger] = (),  # of more groups of ranks, `kv` being the first one's; the same holds
     ) -> None:
         self.kv = kv
+        self.groups = groups = KvGroups([kv, *further])
         self.limits = limits
         self._strategy = strategy
         self.step_time = step_time or StepTimeModel()
@@ -77,13 +80,13 @@ class Scheduler:
                 max_waiting=limits.max_waiting,
                 num_blocks=kv.pool.num_blocks,
                 block_size=kv.block_size,
-                cached_tokens=lambda sequence: len(kv.find_prefix(sequence)) * kv.block_size,
+                cached_tokens=groups.num_cached,
             ),
         )
-        self._room = Room(kv, self.places, self.policy, self.step_time, self.tally, swap or SwapCost())
-        self._filling = Filling(kv, self.places, self.policy, self._room, self.tally)
+        self._room = Room(groups, self.places, self.policy, self.step_time, self.tally, swap or SwapCost())
+        self._filling = Filling(groups, self.places, self.policy, self._room, self.tally)
         self._padded = PaddedFilling(kv, self.policy, self._room, self._filling)
-        self._entrance = Entrance(kv, self.places, self.policy, self.tally, limits.max_waiting, self._drop)
+        self._entrance = Entrance(groups, self.places, self.policy, self.tally, limits.max_waiting, self._drop)
         self._running: Plan | None = None  # launched, and not committed
         self._watch = StepWatch(self.step_time)
         self.speculator = Speculator(draft_tokens, self.step_time) if draft_tokens else None
@@ -145,7 +148,7 @@ class Scheduler:
         waits for the step that runs."""
         fixed = None if self.policy.sizes_chunks else self.limits.chunk_tokens
         answers = self.limits.max_running if self.kv.answers_apart else None
-        planner = Planner(self.kv, fixed or self.limits.max_batch_tokens, self.step_time, answers)
+        planner = Planner(self.groups, fixed or self.limits.max_batch_tokens, self.step_time, answers)
         self._room.preempted = []
         self._plan_into(planner, now_ns)
         while planner.empty and self._running is None and self._room.break_deadlock(now_ns):
@@ -352,7 +355,7 @@ class Scheduler:
             sequence.peak_computed = end
         sequence.num_computed = end
         if end // self.kv.block_size > sequence.num_sealed:
-            self.kv.seal(sequence)
+            self.groups.of(sequence).seal(sequence)
             self.places.filled[sequence] = None
 
     # ── endings ──
@@ -380,7 +383,7 @@ class Scheduler:
         self.policy.discard(sequence)
         self.policy.ended(sequence, sequence.finished_unix_ns / 1e9)
         self.places.end(sequence)
-        self.kv.release(sequence)
+        self.groups.of(sequence).release(sequence)
 
     def _retire_ghosts(self) -> None:
         """A padded batch is over when all of its rows are: then the blocks go back together."""
@@ -400,4 +403,4 @@ class Scheduler:
         self.policy.discard(sequence)
         self.tally.of(sequence.service.name).num_running -= 1
         self.places.finish(sequence)
-        self.kv.release(sequence)
+        self.groups.of(sequence).release(sequence)

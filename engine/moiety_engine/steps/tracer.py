@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
+from collections.abc import Iterable
 from operator import attrgetter
 
-from moiety_engine.messages import TracedStep
+import msgspec
+
+from moiety_engine.messages import CoreOutput, TracedStep
+from moiety_engine.moe.history import ExpertPace
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.steps.sampler import StepSampler
@@ -15,8 +19,7 @@ from moiety_wire.messages import Step
 
 MAX_KEPT = 16
 
-# a batch may have hundreds of chunks, and the next step waits
-_KEY, _SAMPLES = attrgetter("sequence.submit.key"), attrgetter("samples")
+_KEY = attrgetter("sequence.submit.key")  # a batch may have hundreds of chunks, and the next step waits
 
 
 class StepTracer:
@@ -25,12 +28,21 @@ class StepTracer:
     def __init__(self, per_s: float) -> None:
         self._sampler = StepSampler(per_s)
         self._kept: deque[TracedStep] = deque(maxlen=MAX_KEPT)
+        self._ended: TracedStep | None = None
 
-    def ended(self, plan: Plan, scheduler: Scheduler, number: int, now_ns: int) -> None:
+    def ended(self, plan: Plan, scheduler: Scheduler, number: int, now_ns: int, experts: ExpertPace | None) -> None:
         """A step has ended, and is not yet committed: its requests are still what they were in it."""
         if self._sampler.is_due(now_ns):
             keys = list(map(_KEY, plan.chunks))
-            self._kept.append(TracedStep(_step(plan, scheduler, number, now_ns), keys))
+            self._ended = TracedStep(_step(plan, scheduler, number, now_ns, experts), keys)
+
+    def committed(self, outputs: Iterable[CoreOutput]) -> None:
+        """What came of the step that has ended: with drafts that is known only now."""
+        if self._ended is not None:
+            num_tokens = sum(len(output.token_ids) for output in outputs)
+            step = msgspec.structs.replace(self._ended.step, num_output_tokens=num_tokens)
+            self._kept.append(TracedStep(step, self._ended.keys))
+            self._ended = None
 
     def take(self) -> list[TracedStep]:
         """What was looked at since the last call."""
@@ -39,9 +51,8 @@ class StepTracer:
         return kept
 
 
-def _step(plan: Plan, scheduler: Scheduler, number: int, now_ns: int) -> Step:
+def _step(plan: Plan, scheduler: Scheduler, number: int, now_ns: int, experts: ExpertPace | None) -> Step:
     prefills = plan.chunks[plan.num_decode :]
-    pool = scheduler.kv.pool
     return Step(
         trace_id=secrets.token_bytes(16),
         number=number,
@@ -52,8 +63,10 @@ def _step(plan: Plan, scheduler: Scheduler, number: int, now_ns: int) -> Step:
         num_prefills=len(prefills),
         num_prefill_tokens=sum(chunk.num_tokens for chunk in prefills),
         num_preempted=len(plan.preempted),
-        num_output_tokens=sum(map(_SAMPLES, plan.chunks)),
+        num_output_tokens=0,
         num_waiting=scheduler.num_waiting,
-        kv_blocks_used=pool.num_used,
-        kv_blocks_total=pool.num_blocks,
+        kv_blocks_used=scheduler.groups.num_used,
+        kv_blocks_total=scheduler.groups.num_blocks,
+        active_experts=None if experts is None else experts.active,
+        balancedness=None if experts is None else experts.balancedness,
     )

@@ -27,8 +27,10 @@ from moiety_platform.quota.kinds import Level
 from moiety_platform.quota.models import Quota, QuotaLease, QuotaRate, QuotaThreshold, QuotaWindow
 from moiety_platform.quota.owners import Condition, own_key, own_quota
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
+from moiety_platform.usage.models import UsageDayMark
 
-SHARED: frozenset[type[Base]] = frozenset({ClassRecord, PriceRecord})  # of no tenant: everybody may know them
+# of no tenant: everybody may know them
+SHARED: frozenset[type[Base]] = frozenset({ClassRecord, PriceRecord, UsageDayMark})
 
 
 class UnownedTable(Exception):

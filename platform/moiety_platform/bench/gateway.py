@@ -63,7 +63,7 @@ class GatewayBench:
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class RunningGateway:
     """A gateway that is ready."""
 
     process: psutil.Process
@@ -92,15 +92,15 @@ def measure_gateway(settings: GatewayBench, say: Callable[[str], None]) -> dict[
     """The figures. Raises BenchFailed, or what `run_closed_loop` raises."""
     with (
         tempfile.TemporaryDirectory(prefix="moiety-bench-") as folder,
-        _running(Path(folder), settings.traces) as gateway,
+        running(Path(folder), settings.traces) as gateway,
     ):
         return asyncio.run(_measure(settings, gateway, say))
 
 
-async def _measure(settings: GatewayBench, gateway: _Running, say: Callable[[str], None]) -> dict[str, Any]:
+async def _measure(settings: GatewayBench, gateway: RunningGateway, say: Callable[[str], None]) -> dict[str, Any]:
     say(f"making {settings.tenants} tenants with keys and limits …")
-    keys = await _make_tenants(gateway, settings.tenants)
-    answers = _requests(keys, settings.output_tokens, stream=False)
+    keys = await make_tenants(gateway, settings.tenants)
+    answers = chat_requests(keys, settings.output_tokens, stream=False)
     say("warming up …")
     await gateway.load(answers, settings.connections, WARM_UP_S)
     say("one connection …")
@@ -110,7 +110,7 @@ async def _measure(settings: GatewayBench, gateway: _Running, say: Callable[[str
     busy = await gateway.load(answers, settings.connections, settings.seconds)
     statements, cpu_s = await count_statements(gateway.address) - statements, gateway.cpu_s - cpu_s
     say("streams …")
-    events = _requests(keys, settings.stream_tokens, stream=True)
+    events = chat_requests(keys, settings.stream_tokens, stream=True)
     streams = await gateway.load(events, settings.connections, settings.seconds)
     figures = {
         "requests_per_s": round(busy.requests_per_s, 1),
@@ -127,7 +127,7 @@ async def _measure(settings: GatewayBench, gateway: _Running, say: Callable[[str
 
 
 async def _soak(
-    settings: GatewayBench, gateway: _Running, answers: Iterator[bytes], say: Callable[[str], None]
+    settings: GatewayBench, gateway: RunningGateway, answers: Iterator[bytes], say: Callable[[str], None]
 ) -> dict[str, Any]:
     """How memory grows: resident bytes after a tenth of the requests, and after all of them."""
     rss_bytes = []
@@ -139,7 +139,7 @@ async def _soak(
     return {"requests": settings.soak_requests, "rss_bytes": rss_bytes, "growth": growth}
 
 
-def _requests(keys: list[str], output_tokens: int, stream: bool) -> Iterator[bytes]:
+def chat_requests(keys: list[str], output_tokens: int, stream: bool) -> Iterator[bytes]:
     """Chat completions of all tenants in turn, for ever."""
     body = json.dumps(
         {
@@ -165,7 +165,7 @@ def _spread_ms(tally: Tally) -> dict[str, float]:
 
 
 @contextmanager
-def _running(folder: Path, traces: bool) -> Iterator[_Running]:
+def running(folder: Path, traces: bool) -> Iterator[RunningGateway]:
     """The engine, the trace store if it is wanted, and the gateway on a core of its own, ready. Raises BenchFailed."""
     if not hasattr(os, "sched_setaffinity"):
         raise BenchFailed("this system cannot give the gateway a core of its own; run it on Linux")
@@ -202,7 +202,7 @@ def _running(folder: Path, traces: bool) -> Iterator[_Running]:
         _wait_ready("127.0.0.1", port, processes, folder)
         keys = read_first_keys(data_dir)
         assert keys is not None, "a gateway that is ready has written its first keys"
-        yield _Running(psutil.Process(processes["gateway"].pid), port, keys.admin_key)
+        yield RunningGateway(psutil.Process(processes["gateway"].pid), port, keys.admin_key)
     finally:
         for process in processes.values():
             process.terminate()
@@ -234,7 +234,7 @@ def _last_lines(log: Path) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-10:])
 
 
-async def _make_tenants(gateway: _Running, count: int) -> list[str]:
+async def make_tenants(gateway: RunningGateway, count: int) -> list[str]:
     """Tenants with a key and limits of every kind each; their keys."""
     headers = {"Authorization": f"Bearer {gateway.admin_key}"}
     async with httpx.AsyncClient(base_url=f"{gateway.address}/admin/v1", headers=headers, timeout=30) as client:

@@ -132,6 +132,10 @@ def show_reconciliation(report: dict[str, Any]) -> None:
     typer.echo("requests, ledger and sums agree" if not report["differences"] else "they differ:")
     for one in report["differences"]:
         typer.echo(f"  tenant {one['tenant_id']}: {one['requests']} · {one['ledger']} · {one['hours']}")
+    if report["days"]:
+        typer.echo("sums of days are not those of their hours; DELETE FROM usage_day_marks has upkeep make them anew:")
+    for one in report["days"]:
+        typer.echo(f"  tenant {one['tenant_id']}: {one['days']} · {one['hours']}")
     typer.echo("limits add up" if not report["windows"] else "limits do not add up:")
     for one in report["windows"]:
         typer.echo(f"  {one}")

@@ -57,4 +57,9 @@ def _told(step: Step) -> dict[str, Attribute]:
         "moiety.step.kv_blocks_total": step.kv_blocks_total,
         "moiety.step.classes": tuple(f"{count} {name}" for name, count in sorted(step.classes.items())),
     }
-    return told if step.predicted_s is None else told | {"moiety.step.predicted_s": step.predicted_s}
+    known = {
+        "moiety.step.predicted_s": step.predicted_s,
+        "moiety.step.active_experts": step.active_experts,
+        "moiety.step.balancedness": step.balancedness,
+    }
+    return told | {name: value for name, value in known.items() if value is not None}

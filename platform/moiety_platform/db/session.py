@@ -12,6 +12,7 @@ import copy
 import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Self
 
 from sqlalchemy import Connection, event, text
@@ -27,8 +28,6 @@ from moiety_platform.db.url import sqlite_path, to_async_url
 SQLITE_BUSY_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 STATEMENT_TIMEOUT_S = 15.0
-POOL_SIZE = 10
-SQLITE_POOL_SIZE = 5  # one writes at a time, and each has a thread
 SQLITE_CACHE_KIB = 512  # a connection's pages; the system's cache has the others
 SQLITE_STATEMENTS = 32  # that a connection keeps prepared; those of many rows are large
 
@@ -37,25 +36,38 @@ UNRESTRICTED = {"moiety_unrestricted": True}  # execution options of a statement
 _BEGIN_OPTION = "moiety_sqlite_begin"
 
 
-def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S) -> AsyncEngine:
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """How many transactions there are at once, and how long one more waits for its turn."""
+
+    size: int
+    sqlite_size: int  # one writes at a time, and each has a thread
+    wait_s: float
+
+
+SERVING = Pool(10, 5, CONNECT_TIMEOUT_S)
+LOOKING = Pool(4, 3, 20.0)  # apart from those who are served: who only looks waits longer, and takes nobody's place
+
+
+def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S, pool: Pool = SERVING) -> AsyncEngine:
     """An engine that connects at first use. `url` may be plain (`sqlite:///f.db`, `postgresql://…`) or name its async
     driver. `busy_timeout_s` is how long a SQLite writer waits for another. Raises BadDatabaseUrl."""
     async_url = to_async_url(url)
     if sqlite_path(url) is None:
         return create_async_engine(
             async_url,
-            pool_size=POOL_SIZE,
+            pool_size=pool.size,
             max_overflow=0,
-            pool_timeout=CONNECT_TIMEOUT_S,
+            pool_timeout=pool.wait_s,
             pool_pre_ping=True,
             hide_parameters=True,
             connect_args={"timeout": CONNECT_TIMEOUT_S, "command_timeout": STATEMENT_TIMEOUT_S},
         )
     engine = create_async_engine(
         async_url,
-        pool_size=SQLITE_POOL_SIZE,
+        pool_size=pool.sqlite_size,
         max_overflow=0,
-        pool_timeout=CONNECT_TIMEOUT_S,
+        pool_timeout=pool.wait_s,
         pool_use_lifo=True,  # one connection's prepared statements and pages serve most of what comes
         hide_parameters=True,  # tracebacks and logs are no place for hashes of keys
         connect_args={"cached_statements": SQLITE_STATEMENTS, "timeout": busy_timeout_s, "factory": _Connection},
@@ -81,9 +93,9 @@ class Database:
         self.num_statements += 1
 
     @classmethod
-    def open(cls, url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S) -> Self:
+    def open(cls, url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S, pool: Pool = SERVING) -> Self:
         """A database by its URL; nothing is connected yet. Raises BadDatabaseUrl."""
-        return cls(create_engine(url, busy_timeout_s=busy_timeout_s))
+        return cls(create_engine(url, busy_timeout_s=busy_timeout_s, pool=pool))
 
     def restricted(self, criteria: Sequence[ORMOption]) -> Self:
         """The same store as if it held only the rows that meet the criteria (of `with_loader_criteria`): others are

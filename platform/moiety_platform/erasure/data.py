@@ -20,7 +20,7 @@ from moiety_platform.quota.models import Quota, QuotaAlert, QuotaLease, QuotaRat
 from moiety_platform.tenants.models import ApiKey, Erasure, Project, Tenant
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.upkeep.models import ChoreRecord
-from moiety_platform.usage.models import LedgerEntry, UsageCut, UsageHour, UsageRecord
+from moiety_platform.usage.models import LedgerEntry, UsageCut, UsageDay, UsageHour, UsageRecord
 from moiety_platform.webhooks.models import Webhook, WebhookDelivery
 
 Table = type[Base]
@@ -28,10 +28,10 @@ Table = type[Base]
 ROWS_AT_ONCE = 500
 _ROWS_AT_ONCE: Mapping[Table, int] = MappingProxyType({FileChunk: 64})  # of a quarter of a megabyte
 
-_NUMBERS: frozenset[Table] = frozenset({UsageRecord, LedgerEntry, UsageHour, UsageCut}) | frozenset(
+_NUMBERS: frozenset[Table] = frozenset({UsageRecord, LedgerEntry, UsageHour, UsageDay, UsageCut}) | frozenset(
     {Quota, QuotaWindow, QuotaLease, QuotaRate, QuotaThreshold, QuotaAlert}
 )
-_BLANKED: frozenset[Table] = frozenset({Tenant, Project, ApiKey, AuditEntry, UsageRecord, UsageHour})
+_BLANKED: frozenset[Table] = frozenset({Tenant, Project, ApiKey, AuditEntry, UsageRecord, UsageHour, UsageDay})
 _OURS: frozenset[Table] = frozenset({Erasure, Webhook, WebhookDelivery, ChoreRecord})
 KEPT_ELSEWHERE: frozenset[Table] = frozenset({SpanRecord, TraceRecord})  # where traces have a database of their own
 KEPT: frozenset[Table] = _NUMBERS | _BLANKED | _OURS

@@ -7,13 +7,14 @@ from collections import Counter
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, CursorResult, delete, or_, select, update
+from sqlalchemy import ColumnElement, CursorResult, and_, delete, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.auth.reach import rows_of
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.prices.models import PriceRecord
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
+from moiety_platform.usage.days import DAY, day_of, unmark
 from moiety_platform.usage.models import UsageHour, UsageRecord
 
 ERASED = "erased"
@@ -47,9 +48,16 @@ async def blank_models(session: AsyncSession, tenant_id: str) -> Counter[str]:
         UsageHour.model.not_in(served),
         UsageHour.model.not_in(select(PriceRecord.model)),
     )
-    found = select(UsageHour).where(*made_up).order_by(*(getattr(UsageHour, name) for name in _KEYS))
+    in_order = [getattr(UsageHour, name) for name in _KEYS]
+    soon = select(UsageHour.hour).where(*made_up).order_by(*in_order).limit(HOURS_AT_ONCE)
+    days = {day_of(hour) for hour in await session.scalars(soon)}
     counts: Counter[str] = Counter()
-    for hour in (await session.scalars(found.limit(HOURS_AT_ONCE).with_for_update())).all():
+    if not days:
+        return counts
+    await unmark(session, days)  # before their hours are locked, which is everybody's order
+    of_days = or_(*(and_(UsageHour.hour >= day, UsageHour.hour < day + DAY) for day in days))
+    found = select(UsageHour).where(*made_up, of_days).order_by(*in_order).limit(HOURS_AT_ONCE)
+    for hour in (await session.scalars(found.with_for_update())).all():
         counts[UsageRecord.__tablename__] += await _rename_rows(session, hour)
         await _move_sums(session, hour)
         counts[UsageHour.__tablename__] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -74,7 +74,7 @@ class Replicas:
         self,
         model: str,
         service: ServiceClass,
-        prefix: Sequence[bytes] = (),
+        prefix: Iterable[bytes] = (),
         avoid: Collection[Connection] = (),
         need: Need = Need.ANSWER,
     ) -> tuple[EngineClient, EngineState]:

@@ -1,4 +1,5 @@
-"""The chores: every table that grows with traffic, and what makes its rows go. `docs/administration.md` says the same.
+"""The chores: every table that grows with traffic, and what makes its rows go; and days of usage, summed up once they
+are over. `docs/administration.md` says the same.
 
 What is not here stays: the ledger, the sums of hours and the audit log; and the single requests, unless a setting says
 for how long.
@@ -24,6 +25,7 @@ from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations import store as simulations
 from moiety_platform.upkeep.service import Chore
 from moiety_platform.upkeep.turns import Now
+from moiety_platform.usage.days import sum_up_some
 from moiety_platform.usage.minutes import KEPT_HOURS, purge_minutes
 from moiety_platform.usage.purge import purge_requests
 from moiety_platform.webhooks.deliveries import forget_alerts, forget_old
@@ -44,6 +46,9 @@ def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) 
     async def purge_old_minutes(session: AsyncSession) -> int:
         return await purge_minutes(session, await _ago(session, timedelta(hours=KEPT_HOURS), now))
 
+    async def sum_up_days(session: AsyncSession) -> int:
+        return await sum_up_some(session, await _ago(session, timedelta(), now))
+
     chores = [
         Chore("idempotent_requests", KeyStore(now=now).purge),
         Chore("responses", ResponseStore(now).purge),
@@ -51,6 +56,7 @@ def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) 
         Chore("batches", partial(purge_batches, keep_ms=settings.keep_batches_days * DAY_MS, now=now)),
         Chore("webhook_deliveries", partial(forget_old, now=now)),
         Chore("usage_minutes", purge_old_minutes),
+        Chore("usage_days", sum_up_days),
         Chore("simulations", partial(simulations.purge, now=now)),
         Chore("quota_windows", purge_old_windows),
         Chore("forsaken_limits", purge_forsaken),

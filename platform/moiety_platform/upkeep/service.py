@@ -30,8 +30,9 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Chore:
-    """`purge` deletes some of what is past its time, within the caller's transaction; how many rows, 0 once there is
-    nothing left. Whatever it is killed in the middle of, it finds the rest when it is called again."""
+    """`purge` deletes some of what is past its time, or sums some of it up, within the caller's transaction; how many
+    rows or days, 0 once there is nothing left. Whatever it is killed in the middle of, it finds the rest when it is
+    called again."""
 
     name: str
     purge: Callable[[AsyncSession], Awaitable[int]]

@@ -6,7 +6,8 @@ request: its tokens and cost in `usage` are the sum of its entries; and every ro
 requests.
 
 Rows of `usage` may be deleted when they are old; `usage_cuts` then has what they came to. So of every tenant and hour:
-requests and cuts = ledger = hours. `usage_minutes` are for looking at, proven by nothing, and gone after some hours.
+requests and cuts = ledger = hours. `usage_days` are sums of hours, made when a day is over and forgotten when its hours
+change. `usage_minutes` are for looking at, proven by nothing, and gone after some hours.
 """
 
 from __future__ import annotations
@@ -77,13 +78,10 @@ class LedgerEntry(Base):
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger)
 
 
-class UsageHour(Base):
-    """Sums over the requests that started in one hour; those of times in milliseconds, over the requests that have
-    them, whose number stands beside."""
+class _Sums:
+    """Keys and sums of the next two; times in milliseconds are summed over the requests that have them, whose number
+    stands beside."""
 
-    __tablename__ = "usage_hours"
-
-    hour: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
     tenant_id: Mapped[str] = mapped_column(Text, primary_key=True)
     project_id: Mapped[str] = mapped_column(Text, primary_key=True)
     key_id: Mapped[str] = mapped_column(Text, primary_key=True)
@@ -103,6 +101,31 @@ class UsageHour(Base):
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger)
     num_kept: Mapped[int] = mapped_column(BigInteger)  # promises
     num_promised: Mapped[int] = mapped_column(BigInteger)
+
+
+class UsageHour(_Sums, Base):
+    """Sums over the requests that started in one hour."""
+
+    __tablename__ = "usage_hours"
+
+    hour: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True, sort_order=-1)
+
+
+class UsageDay(_Sums, Base):
+    """The sums of one day's hours, of a day that is done (`UsageDayMark`)."""
+
+    __tablename__ = "usage_days"
+
+    day: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True, sort_order=-1)
+
+
+class UsageDayMark(Base):
+    """A day that is long over: whether its hours are summed up, and nothing was added to them since."""
+
+    __tablename__ = "usage_day_marks"
+
+    day: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
+    is_done: Mapped[bool]
 
 
 class UsageCut(Base):

@@ -22,13 +22,15 @@ from sqlalchemy import (
     union_all,
 )
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import InstrumentedAttribute
 
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import BadRequest
 from moiety_platform.query_parameters import parse_moment, parse_text
 from moiety_platform.tenants.checks import check_moment
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
-from moiety_platform.usage.models import UsageHour, UsageMinute, UsageRecord
+from moiety_platform.usage.days import Span, longest_done
+from moiety_platform.usage.models import UsageDay, UsageHour, UsageMinute, UsageRecord
 from moiety_platform.usage.schemas import RequestPage, RequestView, UsageGroup, UsageReport, UsageTotals
 
 MAX_GROUPS = 1000
@@ -55,7 +57,9 @@ class UsageFilter:
     outcome: str | None = None
     service_class: str | None = None
 
-    def conditions(self, table: type[UsageRecord | UsageHour | UsageMinute] = UsageRecord) -> list[ColumnElement[bool]]:
+    def conditions(
+        self, table: type[UsageRecord | UsageHour | UsageDay | UsageMinute] = UsageRecord
+    ) -> list[ColumnElement[bool]]:
         """As SQL, but for the time."""
         names = ("tenant_id", "project_id", "key_id", "model", "outcome", "service_class")
         given = {name: getattr(self, name) for name in names}
@@ -99,10 +103,11 @@ def _moment(text: str | None, param: str) -> datetime | None:
 
 
 async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequence[str]) -> UsageReport:
-    """Sums a group, the groups with most output first; by time, if grouped by the hour. Whole hours come from their
-    sums, so that a long time costs no more than its hours; the rest is added up."""
+    """Sums a group, the groups with most output first; by time, if grouped by the hour. Whole days and hours come from
+    their sums, so that a long time costs no more than its days; the rest is added up."""
     columns = [_COLUMNS.get(name, name) for name in grouping]
-    source = _source(session.get_bind().dialect.name, wanted, columns)
+    days = None if "hour" in grouping else await longest_done(session, *wanted.whole_hours)
+    source = _source(session.get_bind().dialect.name, wanted, columns, days)
     keys = [source.c[name] for name in columns]
     statement = select(*keys, *_sums(source))
     if keys:
@@ -160,18 +165,21 @@ def _floor(moment: datetime) -> datetime:
     return moment.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
 
 
-def _source(dialect: str, wanted: UsageFilter, keys: Sequence[str]) -> Subquery:
-    """What is to be added up: the sums of whole hours, and single requests before and after them."""
+def _source(dialect: str, wanted: UsageFilter, keys: Sequence[str], days: Span | None) -> Subquery:
+    """What is to be added up: the sums of these days and of the whole hours around them, and single requests before and
+    after those."""
     start, end = wanted.whole_hours
     started = UsageRecord.started_at
     if start >= end:
         return _rows(dialect, wanted, and_(started >= wanted.since, started < wanted.until)).subquery()
     before, after = and_(started >= wanted.since, started < start), and_(started >= end, started < wanted.until)
-    parts = (
-        _rows(dialect, wanted, before),
-        _rows(dialect, wanted, after),
-        _hours(dialect, wanted, start, end),
-    )
+    parts = [_rows(dialect, wanted, before), _rows(dialect, wanted, after)]
+    if days is None:
+        parts.append(_summed(dialect, wanted, UsageHour.hour, start, end))
+    else:
+        parts.append(_summed(dialect, wanted, UsageHour.hour, start, days[0]))
+        parts.append(_summed(dialect, wanted, UsageDay.day, *days))
+        parts.append(_summed(dialect, wanted, UsageHour.hour, days[1], end))
     return union_all(*(_added_up(part, keys) for part in parts)).subquery()
 
 
@@ -207,13 +215,15 @@ def _rows(dialect: str, wanted: UsageFilter, in_time: ColumnElement[bool]) -> Se
     ).where(in_time, *wanted.conditions())
 
 
-def _hours(dialect: str, wanted: UsageFilter, start: datetime, end: datetime) -> Select[Any]:
-    """Sums of hours, with the same columns."""
-    sums = [column for column in UsageHour.__table__.columns if not column.primary_key]
-    keys = [getattr(UsageHour, name) for name in _KEYS]
-    in_time = UsageHour.hour >= start, UsageHour.hour < end
-    hour = _hour(dialect, UsageHour.hour).label("hour")
-    return select(hour, *keys, *sums).where(*in_time, *wanted.conditions(UsageHour))
+def _summed(
+    dialect: str, wanted: UsageFilter, moment: InstrumentedAttribute[datetime], start: datetime, end: datetime
+) -> Select[Any]:
+    """Sums of hours or days, with the same columns; a day's say no hour that one could go by."""
+    table: Any = moment.class_
+    sums = [column for column in table.__table__.columns if not column.primary_key]
+    keys = [getattr(table, name) for name in _KEYS]
+    in_time = moment >= start, moment < end
+    return select(_hour(dialect, moment).label("hour"), *keys, *sums).where(*in_time, *wanted.conditions(table))
 
 
 def _hour(dialect: str, moment: Any) -> ColumnElement[str]:

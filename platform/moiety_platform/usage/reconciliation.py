@@ -1,5 +1,5 @@
 """Whether all that says what was used says the same: requests (with what deleted ones came to), the ledger, the sums of
-hours, and limits."""
+hours and of days, and limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from sqlalchemy import BigInteger, Select, case, cast, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.quota.models import LeaseState, QuotaLease, QuotaWindow
-from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageCut, UsageHour, UsageRecord
+from moiety_platform.usage.days import longest_done
+from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageCut, UsageDay, UsageHour, UsageRecord
 
 MAX_SHOWN = 100
 _HOUR = timedelta(hours=1)
@@ -36,6 +37,14 @@ class Difference(msgspec.Struct, frozen=True):
     requests: Amounts
     ledger: Amounts
     hours: Amounts
+
+
+class DaysDifference(msgspec.Struct, frozen=True):
+    """A tenant of which the sums of days are not those of their hours."""
+
+    tenant_id: str
+    hours: Amounts
+    days: Amounts
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -66,6 +75,7 @@ class Reconciliation(msgspec.Struct, frozen=True):
     total: Amounts
     tenants: int
     differences: list[Difference]
+    days: list[DaysDifference]
     windows: list[Window]
     quarantined: list[Quarantine]
 
@@ -91,17 +101,29 @@ async def reconcile(session: AsyncSession, since: datetime, until: datetime) -> 
         for tenant_id in sorted({*requests, *ledger, *hours})
         if not requests[tenant_id] == ledger[tenant_id] == hours[tenant_id]
     ]
-    windows = await _unbalanced(session)
+    days, windows = await _different_days(session, start, end), await _unbalanced(session)
     return Reconciliation(
         since=start,
         until=end,
-        agrees=not differences and not windows,
+        agrees=not differences and not days and not windows,
         total=_sum(*requests.values()),
         tenants=len(requests),
         differences=differences[:MAX_SHOWN],
+        days=days[:MAX_SHOWN],
         windows=windows[:MAX_SHOWN],
         quarantined=await _quarantined(session),
     )
+
+
+async def _different_days(session: AsyncSession, start: datetime, end: datetime) -> list[DaysDifference]:
+    """Of the days within the time that are summed up."""
+    done = await longest_done(session, start, end)
+    if done is None:
+        return []
+    hours = await _amounts(session, _of(UsageHour, UsageHour.hour, func.sum(UsageHour.requests), *done))
+    days = await _amounts(session, _of(UsageDay, UsageDay.day, func.sum(UsageDay.requests), *done))
+    named = sorted({*hours, *days})
+    return [DaysDifference(one, hours[one], days[one]) for one in named if hours[one] != days[one]]
 
 
 def _sum(*parts: Amounts) -> Amounts:

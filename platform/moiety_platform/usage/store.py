@@ -15,7 +15,7 @@ from moiety_platform.quota.kinds import Kind, Unit
 from moiety_platform.quota.lease import Charge
 from moiety_platform.quota.models import Quota
 from moiety_platform.quota.store import book, have_room
-from moiety_platform.usage.ledger import HOURS, correct, settle
+from moiety_platform.usage.ledger import add_to_hours, correct, settle
 from moiety_platform.usage.minutes import MINUTES
 from moiety_platform.usage.models import EntryKind, UsageRecord
 from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow
@@ -52,7 +52,7 @@ async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
     new = [row for row in first.values() if row.request_id in new_ids]
     if new:
         await _insert_usage(session, [_columns_of(row) for row in new])
-        await HOURS.add(session, new)
+        await add_to_hours(session, new)
         await MINUTES.add(session, new)
     charges = [charge for row in new for charge in row.charges]
     known = [row for row in first.values() if row.error_code != GATEWAY_KILLED and row.request_id not in new_ids]

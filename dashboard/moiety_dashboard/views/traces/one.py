@@ -153,10 +153,16 @@ def step_columns(frame: pd.DataFrame) -> dict[str, Any]:
         "preempted": column.NumberColumn("Preempted"),
         "waiting": column.NumberColumn("Waiting", help="Requests in the queue"),
         "kv_used": column.ProgressColumn("KV in use", min_value=0.0, max_value=1.0, format="percent"),
+        "active_experts": column.NumberColumn(
+            "Active experts", format="%.1f", help="Of a layer in a step, mean of the last two seconds or so"
+        ),
+        "balancedness": column.NumberColumn(
+            "Balancedness", format="percent", help="Tokens of a mean expert over those of the busiest, in that time"
+        ),
         "classes": column.TextColumn("Of the classes"),
         "engine": column.TextColumn("Engine", width=150),
     }
     return {name: one for name, one in shown.items() if frame[name].notna().any() or name not in OPTIONAL}
 
 
-OPTIONAL = ("predicted_ms", "kv_used")
+OPTIONAL = ("predicted_ms", "kv_used", "active_experts", "balancedness")

@@ -93,7 +93,7 @@ class Claims:
         held = (view.blocks_total - view.blocks_free) * size + len(joining.tokens)
         if held + view.predicted_output() + joining.predicted_output <= total:
             return True  # even if all of them ended together
-        batch = [(s.predicted_output - len(s.tokens) + s.num_prompt, len(s.tokens)) for s in view.running]
+        batch = [(s.predicted_output - len(s.tokens) + s.num_prompt, len(s.tokens)) for s in view.peers]
         batch.append((joining.predicted_output - joining.num_output, len(joining.tokens)))
         batch.sort(reverse=True)
         held = 0
@@ -107,7 +107,7 @@ class Claims:
     def may_reclaim(self, sequence: Sequence, view: BatchView) -> bool:
         """Whether others of its rank would give way to it, since they hold more than their share and its tenant little
         of its own: it joins though the batch's peak does not fit."""
-        return bool(self._over_their_share(view.running, sequence))
+        return bool(self._over_their_share(view.peers, sequence))
 
     # ── giving way ──
 

@@ -17,7 +17,8 @@ from moiety_engine.sequence import Place, Sequence
 
 
 class Guarantees:
-    """Holds no blocks itself; of what is promised, only who runs in the batch counts."""
+    """Holds no blocks itself; of what is promised, only who runs in the batch counts, and has its blocks in the same
+    group of ranks."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._num_blocks = num_blocks
@@ -52,8 +53,8 @@ class Guarantees:
         needed = -(-max(num_tokens, len(sequence.tokens)) // self._size)
         if not self._owed and self._reserved_total + needed <= self._num_blocks:
             return True  # even if all that was ever reserved ran now
-        firm = self._firm()
-        owed = [s for s in self._owed if s.place is Place.RUNNING]
+        firm = self._firm(sequence.group)
+        owed = self._owed_of(sequence.group)
         if not firm and not owed:
             return True
         if sequence in self._owed:
@@ -65,12 +66,12 @@ class Guarantees:
         return firm + sum(ends) + unlikely <= self._num_blocks
 
     def waiting_for_others(self, growing: Iterable[Sequence]) -> list[Sequence]:
-        """Of those that need one more block now, the owed that must wait until others have ended."""
+        """Of those of one group that need one more block now, the owed that must wait until others have ended."""
         asking = [s for s in growing if s in self._owed]
         if not asking:
             return []
-        states = {s: self._state(s) for s in self._owed if s.place is Place.RUNNING}
-        firm = self._firm()
+        states = {s: self._state(s) for s in self._owed_of(asking[0].group)}
+        firm = self._firm(asking[0].group)
         nearest = min(states, key=lambda s: (states[s][0], s.order))
         held_up = []
         for s in sorted(asking, key=lambda s: (states[s][0], s.order)):
@@ -83,9 +84,13 @@ class Guarantees:
 
     # ── within ──
 
-    def _firm(self) -> int:
+    def _owed_of(self, group: int) -> list[Sequence]:
+        return [s for s in self._owed if s.place is Place.RUNNING and s.group == group]
+
+    def _firm(self, group: int) -> int:
         """Blocks held back for those with a reservation."""
-        return sum(n for s, n in self._reserved.items() if s.place is Place.RUNNING and self._within(s))
+        running = [(s, n) for s, n in self._reserved.items() if s.place is Place.RUNNING and s.group == group]
+        return sum(n for s, n in running if self._within(s))
 
     def _within(self, sequence: Sequence) -> bool:
         return len(sequence.tokens) <= sequence.reserved_tokens

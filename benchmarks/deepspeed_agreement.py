@@ -1,0 +1,138 @@
+"""Checks, not speed: a mixture of experts over two ranks that have different tokens, ours (`--dp-attention 2 --ep 2`)
+and DeepSpeed's `moe.layer.MoE` with `ep_size` 2, of the same random weights, on processors in float32.
+
+DeepSpeed stands in an environment of its own beside ours:
+
+    .venv/bin/pip install -c constraints.txt deepspeed
+    .venv/bin/python benchmarks/deepspeed_agreement.py
+
+Its gate takes two experts a token and divides their weights by their sum, as Mixtral does; no token is dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from moiety_engine.distribution.group import Exchange
+from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.model.arithmetic import Arithmetic
+from moiety_engine.model.dispatch import Dispatch
+from moiety_engine.model.layers import MixtureOfExperts
+from moiety_engine.model.spec import MoeSpec
+from moiety_engine.model.weights import MoeWeights
+from moiety_kernels.environment import describe_environment
+from moiety_kernels.route import RoutingSpec
+
+RESULTS = Path(__file__).parent / "results" / "deepspeed_agreement.json"
+NUM_RANKS, NUM_EXPERTS, TOP_K, WIDTH, HIDDEN = 2, 8, 2, 128, 96
+CASES = {"even": ((64, 64), 0.0), "uneven": ((201, 7), 0.0), "skewed": ((64, 32), 20.0)}
+
+
+class Expert(nn.Module):
+    """What DeepSpeed makes copies of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(WIDTH, 2 * HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(nn.functional.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+def whole_weights(skew: float) -> dict[str, Tensor]:
+    """The same on each rank. With `skew` nearly all tokens choose the first two experts, both on the first rank."""
+    torch.manual_seed(0)
+    router = torch.randn(NUM_EXPERTS, WIDTH) / WIDTH**0.5
+    router[:2, 0] += skew
+    gate_up = torch.randn(NUM_EXPERTS, 2 * HIDDEN, WIDTH) / WIDTH**0.5
+    return {"router": router, "gate_up": gate_up, "down": torch.randn(NUM_EXPERTS, WIDTH, HIDDEN) / HIDDEN**0.5}
+
+
+def ours(rank: int, whole: dict[str, Tensor], x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """The layer's result, and the chosen experts."""
+    seat = Seat(Layout(dp=NUM_RANKS, ep=NUM_RANKS), rank)
+    num_held = NUM_EXPERTS // NUM_RANKS
+    held = range(rank * num_held, (rank + 1) * num_held)
+    part = slice(held.start, held.stop)
+    weights = MoeWeights(whole["router"], whole["gate_up"][part], whole["down"][part], None, None, None, None, None)
+    spec = MoeSpec(HIDDEN, RoutingSpec(NUM_EXPERTS, TOP_K, renormalize=True), held=held)
+    chosen: list[Tensor] = []
+    assert dist.group.WORLD is not None
+    dispatch = Dispatch(seat, Exchange(dist.group.WORLD), num_held)
+    return MixtureOfExperts(spec, weights, chosen, Arithmetic(), dispatch)(x_TD), chosen[0]
+
+
+def theirs(rank: int, whole: dict[str, Tensor], x_TD: Tensor) -> Tensor:
+    from deepspeed.moe.layer import MoE
+
+    layer = MoE(
+        WIDTH, Expert(), NUM_EXPERTS, NUM_RANKS, TOP_K, drop_tokens=False, use_rts=False, top2_2nd_expert_sampling=False
+    ).eval()
+    layer.set_deepspeed_parallelism()
+    num_held = NUM_EXPERTS // NUM_RANKS
+    layer.deepspeed_moe.gate.wg.weight.copy_(whole["router"])
+    for place, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
+        expert.gate_up.weight.copy_(whole["gate_up"][rank * num_held + place])
+        expert.down.weight.copy_(whole["down"][rank * num_held + place])
+    result: Tensor = layer(x_TD)[0]
+    return result
+
+
+@torch.inference_mode()
+def compare(rank: int, port: int, report: dict[str, Any]) -> None:
+    """One rank of all cases; the first one fills in the report."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_SIZE": str(NUM_RANKS)}
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    for name, (counts, skew) in CASES.items():
+        whole = whole_weights(skew)
+        torch.manual_seed(1 + rank)
+        x_TD = torch.randn(counts[rank], WIDTH)
+        x_TD[:, 0] = x_TD[:, 0].abs() + 0.5
+        own_TD, chosen_TK = ours(rank, whole, x_TD)
+        found = torch.stack(((own_TD - theirs(rank, whole, x_TD)).abs().max(), own_TD.abs().max()))
+        first = (chosen_TK < NUM_EXPERTS // NUM_RANKS).sum().view(1).float()
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        dist.all_reduce(first)
+        report[name] = {
+            "tokens": counts,
+            "share_of_first_rank": round(first.item() / (TOP_K * sum(counts)), 3),
+            "largest_difference": found[0].item(),
+            "largest_value": found[1].item(),
+        }
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    out = parser.parse_args().out
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with mp.Manager() as manager:
+        shared = manager.dict()
+        mp.spawn(compare, (port, shared), nprocs=NUM_RANKS)
+        cases = dict(shared)
+    environment = describe_environment("torch", "deepspeed")
+    out.write_text(json.dumps({"environment": environment, "cases": cases}, indent=1) + "\n")
+    for name, case in cases.items():
+        print(name, case)
+        assert case["largest_difference"] < 1e-5 * max(1.0, case["largest_value"]), f"{name}: they do not agree"
+
+
+if __name__ == "__main__":
+    main()

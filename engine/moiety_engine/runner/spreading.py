@@ -1,0 +1,51 @@
+"""How what groups of ranks give of a step comes together again.
+
+L rows whose results are wanted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moiety_engine.model.batch import Spread
+from moiety_engine.runner.inputs import scored_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moiety_engine.runner.inputs import HostBatch
+    from moiety_engine.scheduling.plan import Chunk, Plan
+
+
+def order_of(plan: Plan, hosts: list[HostBatch]) -> np.ndarray:
+    """Where the step's wanted rows, in the order that `BatchBuilder.arrange` would give them, are among those of its
+    groups, one group's after the other's."""
+    nexts = np.cumsum([0, *(len(host.wanted_rows_L) for host in hosts)]).tolist()
+    order: list[int] = []
+    for count_of in (_num_sampled, _num_embedded, _num_scored):
+        for chunk in plan.chunks:
+            group = chunk.sequence.group
+            first, nexts[group] = nexts[group], nexts[group] + count_of(chunk)
+            order += range(first, nexts[group])
+    return np.array(order, dtype=np.int64)
+
+
+def spread_of(hosts: list[HostBatch], order_L: Tensor) -> Spread:
+    return Spread(
+        tuple(len(host.token_ids_T) for host in hosts), tuple(len(host.wanted_rows_L) for host in hosts), order_L
+    )
+
+
+def _num_sampled(chunk: Chunk) -> int:
+    return 1 + len(chunk.draft) if chunk.samples else 0
+
+
+def _num_embedded(chunk: Chunk) -> int:
+    return int(chunk.embeds)
+
+
+def _num_scored(chunk: Chunk) -> int:
+    found = scored_of(chunk)
+    return 0 if found is None else len(found.token_ids)

@@ -1,0 +1,60 @@
+"""What is gathered into large pages stays as it is and where it is; where the system gives them, it is in some."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moiety_kernels.cpu.pages import LARGE_PAGE, enlarge
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+gives_large_pages = pytest.mark.skipif(
+    not sys.platform.startswith("linux")
+    or tuple(map(int, platform.release().split(".")[:2])) < (6, 1)
+    or not SETTING.exists()
+    or "[never]" in SETTING.read_text(),
+    reason="this system gives no large pages, or cannot gather them",
+)
+
+
+def in_large_pages(tensor: Tensor) -> int:
+    """Bytes in large pages of the mappings in which the tensor lies."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+            inside = begin < tensor.data_ptr() + tensor.nbytes and end > tensor.data_ptr()
+        elif inside and first == "AnonHugePages:":
+            found += int(rest.split()[0]) << 10
+    return found
+
+
+def test_what_is_gathered_keeps_its_place_and_its_values() -> None:
+    tensors = [torch.arange(count, dtype=torch.int64) for count in (3, 1 << 17, 1 << 20, 70_001)]
+    before = [(one.data_ptr(), one.clone()) for one in tensors]
+    gathering = enlarge(tensors)
+    if gathering is not None:
+        gathering.join(60)
+        assert not gathering.is_alive()
+    for one, (address, values) in zip(tensors, before, strict=True):
+        assert one.data_ptr() == address
+        assert torch.equal(one, values)
+
+
+def test_less_than_a_large_page_is_left_alone() -> None:
+    assert enlarge([torch.zeros(LARGE_PAGE // 8)]) is None
+
+
+@gives_large_pages
+def test_memory_is_in_large_pages_once_it_is_gathered() -> None:
+    filled = torch.ones(8 * LARGE_PAGE, dtype=torch.uint8)
+    gathering = enlarge([filled])
+    if gathering is not None:
+        gathering.join(60)
+    assert gathering is None or in_large_pages(filled) >= LARGE_PAGE

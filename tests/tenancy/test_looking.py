@@ -1,0 +1,46 @@
+"""Who only looks takes no connection from those who are served, and waits for a turn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import httpx
+import psycopg
+
+from moiety_platform.app import create_app
+from moiety_platform.clock import ManualClock
+from moiety_platform.db.session import LOOKING, SERVING, Database
+from moiety_platform.gateway import build_services
+from moiety_platform.settings import GatewaySettings
+
+from .conftest import PEPPER, make_demo
+
+DEADLINE_S = 60.0
+STUCK = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+
+
+async def test_however_many_look_a_client_is_served_and_all_who_look_get_an_answer(
+    clean_postgres: str, clock: ManualClock, tmp_path: Path
+) -> None:
+    database = Database.open(clean_postgres)
+    demo = await make_demo(database, clock)
+    await database.close()
+    settings = GatewaySettings(database_url=clean_postgres, data_dir=tmp_path, key_pepper=PEPPER.decode())
+    with contextlib.closing(psycopg.connect(clean_postgres, autocommit=True)) as watcher:
+        async with build_services(settings) as services, asyncio.timeout(DEADLINE_S):
+            transport = httpx.ASGITransport(app=create_app(settings, services))  # type: ignore[arg-type]
+            async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=None) as http:
+                admin, tenant = ({"Authorization": f"Bearer {key}"} for key in (demo.admin_key, demo.key))
+                with contextlib.closing(psycopg.connect(clean_postgres)) as holder:
+                    holder.execute("LOCK TABLE audit_log IN ACCESS EXCLUSIVE MODE")  # reads of it take so long
+                    looks = [
+                        asyncio.create_task(http.get("/admin/v1/audit", headers=admin)) for _ in range(2 * SERVING.size)
+                    ]
+                    while watcher.execute(STUCK).fetchone() != (LOOKING.size,):  # noqa: ASYNC110 - another process's state
+                        await asyncio.sleep(0.02)
+                    served = await http.get("/v1/models", headers=tenant)  # with a key that was not seen before
+                    assert served.status_code == 200, served.text
+                    assert not any(look.done() for look in looks)
+                assert {look.status_code for look in await asyncio.gather(*looks)} == {200}
