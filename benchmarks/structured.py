@@ -126,7 +126,7 @@ def median_step_ms(
     for key in range(first_key, first_key + streams):
         loop.submit(text.request(key, guide, max_tokens=NUM_STEPS, min_tokens=NUM_STEPS - 1))
     clock_ms, work_ms, until_s = [], [], time.monotonic() + PATIENCE_S
-    while not loop.scheduler.idle or loop.waits_for_guides:
+    while not loop.scheduler.idle or loop.waits_for_others:
         assert time.monotonic() < until_s, "the streams do not end"
         begin, work_begin = time.perf_counter(), time.process_time()
         loop.step()

@@ -12,7 +12,17 @@ import typer
 import zmq
 
 from moiety_engine.checkpoint import model_name, resolve_checkpoint
-from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap, PolicyName, Speculate
+from moiety_engine.config import (
+    Batching,
+    EngineConfig,
+    KvWay,
+    LoadFormat,
+    MoeKernel,
+    Overlap,
+    PolicyName,
+    Speculate,
+    TransferConfig,
+)
 from moiety_engine.distribution.layout import layout_of
 from moiety_engine.distribution.meeting import meeting_from, require_ranks
 from moiety_engine.errors import CheckpointError, InvalidConfig
@@ -26,6 +36,7 @@ from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_text.errors import TextError
 from moiety_text.folder import TextModel, read_text_model
+from moiety_wire.roles import EngineRole
 
 CORE_MODULE = "moiety_engine.core"
 WRONG_USE = 2  # exit code
@@ -77,6 +88,10 @@ def engine(
     speculate: options.SpeculateOption = Speculate.OFF,
     speculate_tokens: options.SpeculateTokensOption = 7,
     cuda_graphs: options.CudaGraphsOption = True,
+    role: options.RoleOption = EngineRole.BOTH,
+    kv_listen: options.KvListenOption = "",
+    kv_way: options.KvWayOption = KvWay.AUTO,
+    kv_landing_bytes: options.KvLandingBytesOption = "",
     tp: options.TpOption = 1,
     dp_attention: options.DpAttentionOption = 1,
     ep: options.EpOption = 1,
@@ -110,8 +125,10 @@ def engine(
             drain_timeout_s=drain_timeout,
             core_silence_s=core_silence_s,
             curve_secret_key=_read_curve_key(curve_key_file),
+            role=role,
         )
         if scripted:
+            _refuse_role(role, kv_listen)
             script = _script(scripted_tokens_per_step, scripted_step_ms, max_context_tokens, max_running)
             script = msgspec.structs.replace(script, traced_steps_per_s=traced_steps_per_s)
             text, make_core = scripted_text_model(), _scripted(script)
@@ -149,6 +166,13 @@ def engine(
                 pp=pp,
                 join_timeout_s=join_timeout_s,
                 traced_steps_per_s=traced_steps_per_s,
+                transfer=TransferConfig(
+                    role=role,
+                    listen=kv_listen or (_beside(listen) if role is EngineRole.DECODE else ""),
+                    key_file=str(curve_key_file or ""),
+                    way=kv_way,
+                    landing_bytes=parse_size(kv_landing_bytes) if kv_landing_bytes else None,
+                ),
             )
             _follow_if_launched_so(config)
             text, make_core = _text_and_process(folder, config, settings)
@@ -160,6 +184,17 @@ def engine(
         typer.echo(f"Error: cannot listen on {listen}: {exc}; choose another --listen", err=True)
         raise typer.Exit(CANNOT_LISTEN) from exc
     raise typer.Exit(ending)
+
+
+def _refuse_role(role: EngineRole, kv_listen: str) -> None:
+    if role is not EngineRole.BOTH or kv_listen:
+        raise InvalidConfig("a scripted engine has no KV: leave --role and --kv-listen out, or --scripted")
+
+
+def _beside(listen: str) -> str:
+    """Another port of the address that gateways connect to; of a file, one of this host."""
+    host = listen.removeprefix("tcp://").rpartition(":")[0] if listen.startswith("tcp://") else "127.0.0.1"
+    return f"tcp://{host}:0"
 
 
 def _script(tokens_per_step: int, step_ms: float, max_context_tokens: int | None, max_running: int | None) -> Script:

@@ -7,6 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from moiety_engine.errors import InvalidConfig
+from moiety_wire.roles import EngineRole
 
 
 class Batching(StrEnum):
@@ -53,6 +54,14 @@ class Speculate(StrEnum):
     NGRAM = "ngram"  # what followed the newest words when the text said them before
 
 
+class KvWay(StrEnum):
+    """How KV goes to another engine."""
+
+    AUTO = "auto"  # by shared memory on one host, else by TCP
+    TCP = "tcp"
+    MEMORY = "memory"
+
+
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
@@ -67,6 +76,16 @@ class MoeKernel(StrEnum):
     TRITON = "triton"
     GROUPED = "grouped"
     REFERENCE = "reference"
+
+
+class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How KV goes from one engine to another."""
+
+    role: EngineRole = EngineRole.BOTH
+    listen: str = ""  # ZeroMQ address for KV from other engines; "" takes none
+    key_file: str = ""  # with the secret CURVE key, the same for all engines; "": the link is open
+    way: KvWay = KvWay.AUTO
+    landing_bytes: int | None = None  # of KV on its way, in host memory; None: a tenth of what is there
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +122,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ep: int = 1  # parts that the experts are divided into
     pp: int = 1  # stages of layers, one after the other
     join_timeout_s: float = 60.0  # how long ranks wait for each other at the start
+    transfer: TransferConfig = TransferConfig()
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -139,5 +159,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not 0 <= self.traced_steps_per_s <= MAX_TRACED_PER_S:
             raise InvalidConfig(f"traced_steps_per_s must lie between 0 and {MAX_TRACED_PER_S}")
+        self._check_transfer()
         if self.batch_timeout_ms < 0:
             raise InvalidConfig(f"batch_timeout_ms must be 0 or more, not {self.batch_timeout_ms}")
+
+    def _check_transfer(self) -> None:
+        transfer = self.transfer
+        if transfer.role is EngineRole.BOTH and not transfer.listen:
+            return
+        if self.batching is not Batching.CONTINUOUS:
+            raise InvalidConfig(f"KV goes from engine to engine with --batching continuous only, not {self.batching}")
+        if self.tp * self.dp_attention * self.pp > 1:
+            raise InvalidConfig(
+                "KV goes between engines of one rank each so far: leave --tp, --dp-attention and --pp at 1, or take "
+                "--role both without --kv-listen"
+            )
+        if transfer.landing_bytes is not None and transfer.landing_bytes < 1:
+            raise InvalidConfig("kv_landing_bytes must be at least 1; leave it out to have it chosen")

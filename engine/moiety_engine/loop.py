@@ -41,6 +41,7 @@ from moiety_engine.scheduling.limits import Limits
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.steps.tracer import StepTracer
+from moiety_engine.transfer.exchange import exchange_of
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import FailureCode, FinishReason
 
@@ -70,6 +71,7 @@ class EngineLoop:
         self._orders = Orders(crew, overlaps=self.overlaps)
         self.sizes = sizes = sizes_for(model, config, self._orders, local_ranks)
         self._lobby = Lobby(library)
+        self.exchange = exchange_of(config.transfer)
         self._tenants = None if model.experts is None else TenantSlots()
         self._resident: Resident | None = self._move_in()
         self._experts = self._watch_experts()
@@ -112,19 +114,24 @@ class EngineLoop:
         room = self.max_context_tokens - num_prompt
         if not submit.embed and submit.max_tokens > room:
             submit = msgspec.structs.replace(submit, max_tokens=room, min_tokens=min(submit.min_tokens, room))
-        if submit.guide is not None:
-            self._lobby.enter(submit)
+        if submit.hand_over is not None:
+            submit = self.exchange.depart(submit)
+        if submit.transfer_id and self.exchange.arrivals is not None:
+            self.exchange.arrivals.enter(submit)
         else:
-            self._queue(submit, None)
+            self._enter(submit)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool) -> None:
         """Raise a request's credit (a total)."""
+        arrivals = self.exchange.arrivals
+        if arrivals is not None and arrivals.extend(key, credit_tokens, last=last):
+            return
         if not self._lobby.extend(key, credit_tokens, last=last):
             self._emit(self.scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns()))
 
     def abort(self, key: int, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request before the next step; its blocks are free when this returns."""
-        guest = self._lobby.leave(key)
+        guest = self.exchange.leave(key) or self._lobby.leave(key)
         if guest is not None:
             num_resumed = len(guest.resumed_ids or ())
             ended = CoreFinish(reason, "", 0, num_resumed, 0, 0, self._clock_ns(), guest.service.name, [], 0)
@@ -137,9 +144,9 @@ class EngineLoop:
         return self._lobby.is_open
 
     @property
-    def waits_for_guides(self) -> bool:
-        """Whether a request waits for its guide to be compiled, which ends by itself."""
-        return not self._lobby.is_empty
+    def waits_for_others(self) -> bool:
+        """Whether a request waits for its guide to be compiled, or its KV to come, which ends by itself."""
+        return not self._lobby.is_empty or self.exchange.num_waiting > 0
 
     def step(self) -> bool:
         """Plan a step and launch it; then take in the result of the step before, where steps overlap, or else of this
@@ -148,6 +155,7 @@ class EngineLoop:
             return self._step(self._awake())
 
     def _step(self, resident: Resident) -> bool:
+        self._take_arrivals()
         self._take_from_lobby()
         plan = self.scheduler.plan(self._clock_ns())
         resident.copy_blocks(plan)
@@ -202,6 +210,7 @@ class EngineLoop:
         freed = self._leave(on_progress) + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
         self._orders.give(Release())
         self.scheduler.groups.forget()
+        self.exchange.serve(None)
         self._resident = None
         del resident
         free_cached_memory(self.model.device)
@@ -253,7 +262,8 @@ class EngineLoop:
             self._orders.abandon(f"the first rank cannot go on: {exc or type(exc).__name__}")
 
     def close(self) -> None:
-        """End the other ranks, if there are any. The loop is not used any more."""
+        """End the other ranks, if there are any, and the links to other engines. The loop is not used any more."""
+        self.exchange.close()
         self._orders.close()
 
     def take_outputs(self) -> CoreStep | None:
@@ -263,15 +273,16 @@ class EngineLoop:
         traced = self._tracer.take()
         if not self._outputs and not failures and not admissions and not traced:
             return None
-        step = CoreStep(self._outputs, failures, self.load(), admissions, traced)
+        outputs = self.exchange.told(self._outputs, failures)
+        step = CoreStep(outputs, failures, self.load(), admissions, traced)
         self._outputs, self._failures = [], []
         return step
 
     def load(self) -> CoreLoad:
-        scheduler, groups = self.scheduler, self.scheduler.groups
+        scheduler, groups, arrivals = self.scheduler, self.scheduler.groups, self.exchange.arrivals
         return CoreLoad(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + self.exchange.num_waiting,
             num_paused=scheduler.num_paused,
             kv_blocks_total=groups.num_blocks,
             kv_blocks_used=groups.num_used,
@@ -293,6 +304,9 @@ class EngineLoop:
             max_batch_tokens=scheduler.limits.max_batch_tokens,
             max_running=scheduler.limits.max_running,
             step_costs=scheduler.step_time.costs(),
+            handed_over_requests_total=self.exchange.handed_over_requests_total,
+            taken_over_requests_total=0 if arrivals is None else arrivals.taken_over_requests_total,
+            lost_transfers_total=0 if arrivals is None else arrivals.lost_transfers_total,
         )
 
     def _ledger(self) -> KvLedger:
@@ -306,10 +320,26 @@ class EngineLoop:
             answers_apart=self.model.arithmetic.invariant,
         )
 
+    def _enter(self, submit: CoreSubmit) -> None:
+        if submit.guide is not None:
+            self._lobby.enter(submit)
+        else:
+            self._queue(submit, None)
+
     def _queue(self, submit: CoreSubmit, guide: Follower | None) -> None:
         seed = submit.sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
-        self.scheduler.add(submit, seed=seed, now_ns=self._clock_ns(), guide=guide)
+        num_landing = self.exchange.num_landing(submit.key)
+        self.scheduler.add(submit, seed=seed, now_ns=self._clock_ns(), guide=guide, num_landing=num_landing)
+
+    def _take_arrivals(self) -> None:
+        """Whose KV is there, or is lost, go on."""
+        if self.exchange.arrivals is None or not self.exchange.num_waiting:
+            return
+        for come in list(self.exchange.arrivals.take_ready()):
+            self._enter(come.submit)
+            if come.credit_last:
+                self.extend(come.submit.key, come.submit.credit_tokens, last=True)
 
     def _take_from_lobby(self) -> None:
         """Whose guides are there queue now; who cannot be served is told with this step."""
@@ -330,8 +360,12 @@ class EngineLoop:
                 self._failures.append(CoreFailure(key, FailureCode.GUIDE_REFUSED, problem, num_output))
 
     def _move_in(self) -> Resident:
-        num_mask_words = self._lobby.num_words
-        return Resident(self.model, self.sizes, self._orders, self._tenants, num_mask_words=num_mask_words)
+        num_mask_words, exchange = self._lobby.num_words, self.exchange
+        resident = Resident(
+            self.model, self.sizes, self._orders, self._tenants, num_mask_words=num_mask_words, exchange=exchange
+        )
+        exchange.serve(resident.kv)
+        return resident
 
     def _watch_experts(self) -> ExpertWatch | None:
         counter = self.model.expert_counter

@@ -14,6 +14,7 @@ from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.guides import Guide
 from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling, Step, StepCosts
+from moiety_wire.roles import Arrival, HandOver
 
 
 class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
@@ -37,6 +38,8 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     embed: bool = False  # ends with its prefill; `max_tokens` is 0
     sibling_tokens: int = 0  # prompt tokens beside its own that the promise allows time for
     guide: Guide | None = None  # what its answer must be
+    hand_over: HandOver | None = None  # where its KV goes; it ends with its next token, unless that was its last
+    transfer_id: str = ""  # under which its KV comes
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -104,6 +107,7 @@ class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
     embedding: bytes = b""  # a unit vector, little-endian float32
     num_drafted_tokens: int = 0  # guessed and computed
     num_accepted_tokens: int = 0  # of them, those that came true
+    arrival: Arrival | None = None
 
 
 class CoreScores(msgspec.Struct, frozen=True, array_like=True):
@@ -160,6 +164,9 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
     max_batch_tokens: int = 0
     max_running: int = 0
     step_costs: StepCosts | None = None
+    handed_over_requests_total: int = 0
+    taken_over_requests_total: int = 0
+    lost_transfers_total: int = 0
 
 
 class CoreState(StrEnum):
@@ -181,6 +188,9 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     device: str = ""
     embedding_width: int = 0  # 0: this core makes no embeddings
     follows_guides: bool = False
+    hands_over: bool = False
+    kv_address: str = ""  # where it takes KV from other engines
+    kv_host: str = ""
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):

@@ -67,6 +67,8 @@ class Sequence:
         "num_cached",
         "num_computed",
         "num_drafted",
+        "num_landed",
+        "num_landing",
         "num_overtaken",
         "num_padded",
         "num_preemptions",
@@ -126,6 +128,8 @@ class Sequence:
         self.credit_last = False
         self.num_preemptions = 0
         self.num_overtaken = 0  # joins of others since it first found no blocks at the head of the queue
+        # Tokens whose KV has come from another engine and waits for blocks, and those whose KV went into blocks so.
+        self.num_landing = self.num_landed = 0
         self.num_recomputed = 0  # tokens whose KV was computed more than once
         self.peak_computed = 0  # the most tokens whose KV was there at any time
         self.num_drafted = self.num_accepted = 0  # tokens guessed and computed; of them, those that came true
@@ -149,8 +153,7 @@ class Sequence:
         self.scheduled_unix_ns = self.first_token_unix_ns = self.finished_unix_ns = 0
         # The padded strategy only: the length that its batch pads prompts to, the positions it reserves, and whether
         # the sequence has ended but its row is still computed because the batch has not.
-        self.num_padded = 0
-        self.num_reserved = 0
+        self.num_padded = self.num_reserved = 0
         self.ghost = False
         self._answer_apart = answer_apart
         self._root = root_hash(submit.cache_salt)
@@ -225,6 +228,12 @@ class Sequence:
             self.completion_deadline_s = self.arrival_s + service.completion_s
         else:
             self.completion_deadline_s = math.inf
+
+    def go_on(self, now_s: float) -> None:
+        """Its first token came from another engine: see whether that was in time, and when the next one is due."""
+        pace = self.service.tpot_s
+        self.on_time = now_s <= self.due_s
+        self.due_s = self.next_due_s = math.inf if pace is None or not self.on_time else self.due_s + pace
 
     def expect_token(self, row: int) -> None:
         """The running step samples its next token, in this row."""

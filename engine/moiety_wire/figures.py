@@ -25,6 +25,9 @@ COUNTERS = (
     ("overshot_tokens", "Tokens computed for requests that had ended by then; nobody pays for them."),
     ("drafted_tokens", "Tokens guessed and computed, of speculative decoding; nobody pays for a guess."),
     ("accepted_tokens", "Of these, tokens that came true."),
+    ("handed_over_requests", "Requests whose prompts it computed, and which other engines went on with."),
+    ("taken_over_requests", "Requests that came with their prompt's KV from another engine."),
+    ("lost_transfers", "Requests that came without it, although it was to come; it computed their prompts again."),
 )
 CLASS_GAUGES = (  # the field, what it is called as a metric, and what it means
     ("num_waiting", "num_waiting", "Requests of the class that wait."),

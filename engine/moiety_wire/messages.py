@@ -33,6 +33,7 @@ import msgspec
 from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.guides import Guide
+from moiety_wire.roles import Arrival, EngineRole, HandOver
 
 PROTOCOL_VERSION = 5
 HEARTBEAT_INTERVAL_S = 0.5
@@ -43,6 +44,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence token, stop token id or stop string
     LENGTH = "length"  # max_tokens, the model's context, or a refused credit (see Finished.detail)
     ABORT = "abort"  # the gateway asked for it, or went silent
+    HANDED_OVER = "handed_over"  # another engine is to go on with it: see `Submit.hand_over`
 
 
 class FailureCode(StrEnum):
@@ -73,6 +75,7 @@ class Reason(StrEnum):
     IN_TIME = "in_time"  # the promise is predicted to be kept
     ACCEPTED_LATE = "accepted_late"  # it is not, but the class waits
     FAILED_OVER = "failed_over"  # another engine had admitted it and was lost
+    HANDED_OVER = "handed_over"  # another engine had admitted it and computed its prompt
     # downgraded, rejected
     PREDICTED_LATE = "predicted_late"  # the class's promise is predicted to be missed
     KV_PEAK = "kv_peak"  # the predicted peak of KV memory does not fit
@@ -93,6 +96,9 @@ class Reason(StrEnum):
     WAITED_TOO_LONG = "waited_too_long"
     RECOMPUTE = "recompute"  # resumed by computing its KV again
     SWAP = "swap"  # resumed by copying its KV back from host memory
+    # migrated
+    TRANSFERRED = "transferred"  # its KV came from the engine that had computed it
+    KV_LOST = "kv_lost"  # it did not come, and is computed again
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -164,6 +170,8 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     sibling_tokens: int = 0  # of the client's other prompts in the same request, for which its promise allows time too
     shown_ids: tuple[int, ...] = ()  # special tokens that have a text in this answer: those that mark calls of tools
     guide: Guide | None = None  # what the answer must be
+    hand_over: HandOver | None = None  # after its first token it is to end here, and its KV to go elsewhere
+    transfer_id: str = ""  # under which its KV comes from the engine that has computed it
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
@@ -222,6 +230,10 @@ class Card(msgspec.Struct, frozen=True, tag="card"):
     embedding_width: int = 0  # numbers of a vector; 0 where the engine makes none
     extensible: bool = True  # False: credit cannot be raised, nor does it remember what ended requests used
     follows_guides: bool = False
+    role: EngineRole = EngineRole.BOTH
+    hands_over: bool = False  # it takes `Submit.hand_over`
+    kv_address: str = ""  # where it takes KV from other engines; "" where it takes none
+    kv_host: str = ""  # engines of one host share memory
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):
@@ -273,6 +285,7 @@ class EventKind(StrEnum):
     RELEGATED = "relegated"  # cannot keep its promise any more, and goes after those that can
     PREEMPTED = "preempted"
     RESUMED = "resumed"
+    MIGRATED = "migrated"  # came from the engine that has computed its prompt
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
@@ -341,12 +354,14 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     served_class: str = ""
     events: list[Event] = []
     num_recomputed_tokens: int = 0  # computed again after preemptions; metered, not billed
-    detail: str = ""  # the stop string that matched; max_tokens, context, credit_refused; silent_gateway, draining
+    detail: str = ""  # the stop string that matched; max_tokens, context, credit_refused; silent_gateway, draining;
+    # of a request that is handed over, why its KV does not go along
     embedding: bytes = b""  # of `Submit.embed`, unless aborted: a unit vector, little-endian float32
     num_drafted_tokens: int = 0  # guessed and computed; nobody pays for a guess
     num_accepted_tokens: int = 0  # of them, those that came true
     steps: bytes = b""
     prompt_logprobs: list[TokenLogprob] | None = None  # where asked for: of each of its tokens but the first
+    arrival: Arrival | None = None  # how its KV came from the engine that had computed it
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
@@ -439,6 +454,9 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     max_batch_tokens: int = 0  # of a step; 0 where that is not known
     max_running: int = 0
     step_costs: StepCosts | None = None  # None until it has learned them
+    handed_over_requests_total: int = 0  # requests that other engines went on with
+    taken_over_requests_total: int = 0  # that came with their KV …
+    lost_transfers_total: int = 0  # … or without it, although it was to come, and were computed again
 
 
 ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled | ExpertLoad | ExpertBalance

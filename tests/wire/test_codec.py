@@ -53,8 +53,9 @@ TO_ENGINE = [Hello("g"), Heartbeat(3), SUBMIT, Extend("r", 1, 32, last=True), Ab
 LOGPROBS = [TokenLogprob("\N{REPLACEMENT CHARACTER}", b"\xe6", -0.25, [TopLogprob("a", b"a", -1.0)])]
 EVENT = Event(5, EventKind.PREEMPTED, Reason.URGENT_NEEDS_BLOCKS, "other")
 CLASS_LOAD = ClassLoad("flex", 1, 2, 0.5, 3, {"shed": 1}, 0, {"over_share": 2}, 0, 1, 9)
+CARD = Card("e", "m", "qwen3_moe", "{}", "", {"eos_token": "</s>"}, (2,), 4096, 32000, 20, 1, "bfloat16", "cpu")
 TO_GATEWAY = [
-    Card("e", "m", "qwen3_moe", "{}", "", {"eos_token": "</s>"}, (2,), 4096, 32000, 20, 1, "bfloat16", "cpu"),
+    CARD,
     Accepted("r", 0, "standard", Reason.IN_TIME, 0.25),
     Tokens("r", 1, 0, [5, 6], "", LOGPROBS),
     Finished("r", 2, FinishReason.STOP, 3, 0, 2, Phases(1, 2, 3, 4), "é", "flex", [EVENT], 7, "\n\n"),
@@ -126,3 +127,13 @@ def test_messages_in_frames_arrive_whole_and_in_order_and_only_one_alone_is_larg
     assert [message for some in arrived for message in some] == messages
     assert [len(some) for some in arrived] == [num_messages for _, num_messages in frames]
     assert all(len(frame) <= max_bytes + 5 or num_messages == 1 for frame, num_messages in frames)
+
+
+def test_releases_that_know_roles_and_those_that_do_not_understand_each_other() -> None:
+    told = msgspec.msgpack.decode(encode(SUBMIT))
+    assert not {"hand_over", "transfer_id"} & told.keys(), "an older engine is told nothing that it does not know"
+    older = msgspec.msgpack.decode(encode(CARD))
+    for name in ("role", "hands_over", "kv_address", "kv_host"):
+        del older[name]
+    assert decode_to_gateway(msgspec.msgpack.encode(older)) == [CARD]
+    assert decode_to_gateway(msgspec.msgpack.encode({**older, "what_comes_next": 1})) == [CARD]

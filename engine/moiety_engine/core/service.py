@@ -67,7 +67,7 @@ def _serve(link: FrontLink, loop: EngineLoop, config: EngineConfig) -> None:
         if balance is not None:
             link.send(balance)
         waits_for_company = config.batching is Batching.DYNAMIC and loop.scheduler.num_waiting
-        waits_soon = waits_for_company or loop.waits_for_guides
+        waits_soon = waits_for_company or loop.waits_for_others
         wait_ms = 0 if stepped else COMPANY_WAIT_MS if waits_soon else IDLE_WAIT_MS
 
 
@@ -83,6 +83,9 @@ def hello_of(loop: EngineLoop) -> CoreHello:
         device=str(loop.model.device),
         embedding_width=loop.model.spec.hidden_size,
         follows_guides=loop.follows_guides,
+        hands_over=loop.exchange.departures is not None,
+        kv_address=loop.exchange.address,
+        kv_host=loop.exchange.host,
     )
 
 

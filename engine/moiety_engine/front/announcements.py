@@ -7,6 +7,7 @@ import time
 from moiety_engine.messages import CoreHello, CoreLoad
 from moiety_text.folder import TextModel
 from moiety_wire.messages import Card, Load, SleepState
+from moiety_wire.roles import EngineRole
 
 
 def make_load(
@@ -51,10 +52,15 @@ def make_load(
         max_batch_tokens=load.max_batch_tokens,
         max_running=load.max_running,
         step_costs=load.step_costs,
+        handed_over_requests_total=load.handed_over_requests_total,
+        taken_over_requests_total=load.taken_over_requests_total,
+        lost_transfers_total=load.lost_transfers_total,
     )
 
 
-def make_card(model: str, engine_id: str, text: TextModel, hello: CoreHello) -> Card:
+def make_card(
+    model: str, engine_id: str, text: TextModel, hello: CoreHello, role: EngineRole = EngineRole.BOTH
+) -> Card:
     return Card(
         engine_id=engine_id,
         model=model,
@@ -71,4 +77,8 @@ def make_card(model: str, engine_id: str, text: TextModel, hello: CoreHello) -> 
         device=hello.device,
         embedding_width=hello.embedding_width,
         follows_guides=hello.follows_guides,
+        role=role,
+        hands_over=hello.hands_over,
+        kv_address=hello.kv_address,
+        kv_host=hello.kv_host,
     )

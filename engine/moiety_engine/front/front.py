@@ -261,7 +261,7 @@ class Front:
         self._end(Ending.CORE_DIED if was_ready else Ending.CORE_DID_NOT_START)
 
     def _become_ready(self, hello: CoreHello) -> None:
-        self.card = make_card(self.settings.model, self.engine_id, self._text, hello)
+        self.card = make_card(self.settings.model, self.engine_id, self._text, hello, self.settings.role)
         self._desk.limits = ModelLimits.of(self.card)
         for session in self._sessions.all():
             if session.wants_card:

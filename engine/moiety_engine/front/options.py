@@ -8,10 +8,21 @@ from typing import Annotated
 
 import typer
 
-from moiety_engine.config import MAX_TRACED_PER_S, Batching, LoadFormat, MoeKernel, Overlap, PolicyName, Speculate
+from moiety_engine.config import (
+    MAX_TRACED_PER_S,
+    Batching,
+    KvWay,
+    LoadFormat,
+    MoeKernel,
+    Overlap,
+    PolicyName,
+    Speculate,
+)
+from moiety_wire.roles import EngineRole
 
 LISTENING = "Where it listens"
 MEMORY = "Batching and memory"
+ROLES = "Prompts and answers on engines of their own"
 RANKS = "Over several devices"
 TESTING = "Without a model"
 
@@ -132,6 +143,38 @@ LoadFormatOption = Annotated[
     typer.Option(
         envvar="MOIETY_ENGINE_LOAD_FORMAT",
         help="Where weights come from; dummy: drawn at random, so that config.json and the tokenizer are enough.",
+    ),
+]
+RoleOption = Annotated[
+    EngineRole,
+    typer.Option(
+        envvar="MOIETY_ENGINE_ROLE",
+        rich_help_panel=ROLES,
+        help="prefill: computes prompts, and hands them over to engines of the role decode, which write the answers.",
+    ),
+]
+KvListenOption = Annotated[
+    str,
+    typer.Option(
+        envvar="MOIETY_ENGINE_KV_LISTEN",
+        rich_help_panel=ROLES,
+        help="ZeroMQ address for KV from other engines, tcp://; with --role decode a free port beside --listen's.",
+    ),
+]
+KvWayOption = Annotated[
+    KvWay,
+    typer.Option(
+        envvar="MOIETY_ENGINE_KV_WAY",
+        rich_help_panel=ROLES,
+        help="How KV leaves for other engines; auto: by shared memory on one host, else by TCP.",
+    ),
+]
+KvLandingBytesOption = Annotated[
+    str,
+    typer.Option(
+        envvar="MOIETY_ENGINE_KV_LANDING_BYTES",
+        rich_help_panel=ROLES,
+        help="Host memory for KV on its way, such as 4GiB; empty: a tenth of what is there.",
     ),
 ]
 TpOption = Annotated[

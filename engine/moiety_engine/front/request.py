@@ -198,7 +198,7 @@ class OpenRequest:
         """The last message. `name_of` tells the request id of a key, for the events."""
         text, reason, detail = "", finish.reason, finish.detail
         if self.stopped_by is None:
-            text = self._last_text()
+            text = "" if reason is FinishReason.HANDED_OVER else self._last_text()  # the other engine goes on with it
             if detail == "max_tokens" and self._is_clipped:
                 detail = "context"
             if reason is FinishReason.ABORT:
@@ -223,6 +223,7 @@ class OpenRequest:
             embedding=finish.embedding,
             num_drafted_tokens=finish.num_drafted_tokens,
             num_accepted_tokens=finish.num_accepted_tokens,
+            arrival=finish.arrival,
             steps=b"" if self._steps is None else self._steps.packed(),
             prompt_logprobs=self._prompt_logprobs(),
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moiety_wire.messages import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S
+from moiety_wire.roles import EngineRole
 
 CORE_SILENCE_S = 60.0  # longer than the longest step on a slow processor
 
@@ -19,6 +20,7 @@ class FrontSettings:
     unsettled_usage: Path | None = None  # what gateways have not settled is kept here, beyond this engine's life
     metrics_listen: str | None = None  # host:port of its own /metrics; port 0 takes a free one
     drain_timeout_s: float = 30.0
+    role: EngineRole = EngineRole.BOTH  # what gateways are told that it is for
     core_silence_s: float = CORE_SILENCE_S  # a core process that says nothing for so long hangs
     curve_secret_key: bytes | None = None  # Z85; with it only clients that know our public key get in
     heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from moiety_engine.messages import CoreSubmit
@@ -14,6 +15,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
 MAX_PENALTY = 1000.0
 MAX_CLASS_NAME_LENGTH = 64  # a name labels the engine's counters
+TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...]
     makes_embeddings: bool
     follows_guides: bool = False
+    hands_over: bool = False
+    takes_over: bool = False
 
     @classmethod
     def of(cls, card: Card) -> ModelLimits:
@@ -36,6 +40,8 @@ class ModelLimits:
             eos_token_ids=card.eos_token_ids,
             makes_embeddings=card.embedding_width > 0,
             follows_guides=card.follows_guides,
+            hands_over=card.hands_over,
+            takes_over=bool(card.kv_address),
         )
 
 
@@ -65,6 +71,7 @@ def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
         or _length_complaint(submit, limits)
         or _stopping_complaint(submit.stopping, limits)
         or _guide_complaint(submit, limits)
+        or _transfer_complaint(submit, limits)
     )
     return Refusal(FailureCode.INVALID_REQUEST, complaint) if complaint else None
 
@@ -94,6 +101,8 @@ def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
         guide=submit.guide,
         embed=submit.embed,
         sibling_tokens=submit.sibling_tokens,
+        hand_over=submit.hand_over,
+        transfer_id=submit.transfer_id,
     )
 
 
@@ -197,6 +206,21 @@ def _guide_complaint(submit: Submit, limits: ModelLimits) -> str:
         return "an answer that is held to a form ends with it; leave ignore_eos out"
     if len(submit.guide.text.encode(errors="replace")) > MAX_GUIDE_BYTES:
         return f"the form of an answer may have {MAX_GUIDE_BYTES:,} bytes; shorten it"
+    return ""
+
+
+def _transfer_complaint(submit: Submit, limits: ModelLimits) -> str:
+    if submit.hand_over is not None:
+        if not limits.hands_over:
+            return "this engine hands nothing over; send hand_over to one whose card says that it does"
+        if submit.sampling.num_prompt_logprobs is not None:
+            return "a prompt whose tokens are scored is not handed over; leave hand_over out"
+        if not TRANSFER_ID.fullmatch(submit.hand_over.transfer_id):
+            return "a transfer_id is 32 hexadecimal digits"
+    if submit.transfer_id and not limits.takes_over:
+        return "this engine takes no KV from others; send transfer_id to one whose card has a kv_address"
+    if submit.transfer_id and not submit.resumed_ids:
+        return "what is taken over from another engine has at least one token: send resumed_ids"
     return ""
 
 

@@ -146,10 +146,10 @@ class Transformer:
         return self.logits(self.hidden(batch, kv))
 
     @torch.inference_mode()
-    def hidden(self, batch: Batch, kv: KvCache) -> Tensor:
+    def hidden(self, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None) -> Tensor:
         """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the rows that are
         wanted, on the first group of ranks of all groups' rows; in another stage than the first and the last something
-        else."""
+        else. `on_stored` is called with each layer that has stored them."""
         pipeline, spread = self.ranks.pipeline, batch.spread
         if pipeline.is_first:
             x_TD = self._vocabulary.embed(batch.token_ids_T, self.activation_dtype)
@@ -158,10 +158,10 @@ class Transformer:
             rows = len(batch.token_ids_T), self.spec.hidden_size
             x_TD = pipeline.receive(torch.empty(rows, dtype=self.activation_dtype, device=self.device))
         programs = self._programs
-        if programs is not None and programs.takes(batch):
+        if programs is not None and on_stored is None and programs.takes(batch):
             normed_TD = programs.run(x_TD, batch, kv)
         else:
-            x_TD, normed_TD = self._layers(x_TD, batch, kv)
+            x_TD, normed_TD = self._layers(x_TD, batch, kv, on_stored)
             pipeline.pass_on(x_TD)
         hidden_LD = pipeline.bring_home(normed_TD.index_select(0, batch.wanted_rows_L))
         if spread is None or not pipeline.is_first:
@@ -190,7 +190,9 @@ class Transformer:
         norm = make_norm(self.spec.norm, weights)
         return lambda *args: norm(summed(*args))
 
-    def _layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> tuple[Tensor, Tensor]:
+    def _layers(
+        self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """What all layers, of this rank's stage, make of x, and its final norm; the experts that they chose are
         counted."""
         self._chosen.clear()
@@ -202,10 +204,13 @@ class Transformer:
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [attention_norm for attention_norm, _ in self._norms[1:]] + [self._final_norm]
         share = self.spec.residual_multiplier
-        for attend, feed, (_, ffn_norm), cache, next_norm in zip(
-            self._attentions, self._ffns, self._norms, kv.layers, next_norms, strict=True
+        for number, (attend, feed, (_, ffn_norm), cache, next_norm) in enumerate(
+            zip(self._attentions, self._ffns, self._norms, kv.layers, next_norms, strict=True)
         ):
-            x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attend(normed_TD, batch, cache)))
+            attended_TD = attend(normed_TD, batch, cache)
+            if on_stored is not None:
+                on_stored(number)
+            x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attended_TD))
             x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, feed(normed_TD)))
         self._count_experts(batch)
         return x_TD, normed_TD

@@ -23,6 +23,7 @@ from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.room import SwapCost
 from moiety_engine.scheduling.speculation.costs import SIZES
 from moiety_engine.sequence import Sequence
+from moiety_engine.transfer.exchange import NO_EXCHANGE, Exchange
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
 
@@ -44,13 +45,17 @@ class Resident:
         tenants: TenantSlots | None = None,
         *,
         num_mask_words: int = 0,
+        exchange: Exchange = NO_EXCHANGE,
     ) -> None:
-        """`tenants`, `num_mask_words`: see Runner."""
+        """`tenants`, `num_mask_words`: see Runner. `exchange`: of KV with other engines."""
         self._model, self._sizes, self._orders = model, sizes, orders
+        self._arrivals = exchange.arrivals
         scratch = int(sizes.graphs)  # a block that no sequence gets
         with orders.together(Allocate(sizes.num_blocks + scratch, sizes.block_size, sizes.num_host_blocks)):
             self._allocate(sizes.num_blocks + scratch)
-        self.runner = Runner(model, self.kv, orders, tenants, num_mask_words=num_mask_words)
+        self.runner = Runner(
+            model, self.kv, orders, tenants, num_mask_words=num_mask_words, departures=exchange.departures
+        )
 
     def _allocate(self, num_blocks: int) -> None:
         model, sizes = self._model, self._sizes
@@ -70,10 +75,14 @@ class Resident:
             ) from exc
 
     def copy_blocks(self, plan: Plan) -> None:
-        """What the plan has copied between the cache and the host tier before it runs."""
+        """What the plan has copied between the cache and the host tier, and what lands from other engines, before it
+        runs."""
         if self.host_kv is not None:
             self._orders.swap(plan.swap_out, plan.swap_in)
             self.host_kv.run_own(0, plan.swap_out, plan.swap_in)
+        for landing in plan.landings:
+            assert self._arrivals is not None, "KV lands where none comes"
+            self._arrivals.land(*landing)
 
     def warm_up(self) -> SwapCost:
         """Run a prefill and a decode that no request asked for, so that the first request does not pay for compiling

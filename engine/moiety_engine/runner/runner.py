@@ -30,6 +30,7 @@ from moiety_engine.runner.spreading import order_of, spread_of
 from moiety_engine.sampling import Drawn, Sampler, rows_of
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.staging import Mark, Staging
+from moiety_engine.transfer.departures import Departures
 
 _IN_ORDER = np.zeros(0, dtype=np.int64)  # of one group of ranks
 
@@ -68,9 +69,11 @@ class Runner:
         tenants: TenantSlots | None = None,
         *,
         num_mask_words: int = 0,
+        departures: Departures | None = None,
     ) -> None:
         """`tenants` tells apart whose tokens experts are counted for; None where none are. `num_mask_words`: of the
-        guides' tokenizer; 0 where no row has a guide."""
+        guides' tokenizer; 0 where no row has a guide. `departures`: what leaves for other engines."""
+        self._departures = departures
         self._model, self._kv, self._orders = model, kv, orders
         self.staging = Staging(model.device)
         apart = model.arithmetic.invariant
@@ -95,11 +98,12 @@ class Runner:
         masks = self._masks.begin(rows, self._newest)
         order_L = order_of(plan, hosts) if len(hosts) > 1 else _IN_ORDER
         self._orders.step(hosts, order_L, len(rows))
-        if self.graphs is not None and self.graphs.takes(hosts[0]):
+        leaving = None if self._departures is None else self._departures.of(plan, self._kv)
+        if self.graphs is not None and leaving is None and self.graphs.takes(hosts[0]):
             hidden_LD = self.graphs.run(hosts[0], before_L)
         else:
             spread = spread_of(hosts, self.staging.upload(order_L)) if len(hosts) > 1 else None
-            hidden_LD = self._model.hidden(self._builder.upload(hosts[0], before_L, spread), self._kv)
+            hidden_LD = self._model.hidden(self._builder.upload(hosts[0], before_L, spread), self._kv, leaving)
         logits_LV = self._model.logits(hidden_LD[: len(rows)])
         drawn = self._sampler.sample(logits_LV, rows, before_L, None if masks is None else masks.wait())
         self._sampled_L = drawn.token_L

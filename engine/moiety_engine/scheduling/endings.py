@@ -14,7 +14,7 @@ def why_it_ends(sequence: Sequence, token_id: int) -> tuple[FinishReason, str] |
     if may_stop and token_id in submit.stop_token_ids:
         return FinishReason.STOP, "stop_token"
     if num_output >= submit.max_tokens:
-        return FinishReason.LENGTH, "max_tokens"
+        return (FinishReason.LENGTH, "max_tokens") if submit.hand_over is None else (FinishReason.HANDED_OVER, "")
     if sequence.credit_last and num_output >= sequence.credit_tokens:
         return FinishReason.LENGTH, "credit_refused"
     return None

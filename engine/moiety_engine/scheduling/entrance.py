@@ -38,7 +38,9 @@ class Entrance:
         self._admissions: list[CoreAdmission] = []
         self._failures: list[CoreFailure] = []
 
-    def add(self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: Follower | None = None) -> None:
+    def add(
+        self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: Follower | None = None, num_landing: int = 0
+    ) -> None:
         """Queue a request, or turn it away."""
         sequence = Sequence(
             submit,
@@ -65,6 +67,8 @@ class Entrance:
             sequence.note(now_ns, EventKind.DOWNGRADED, verdict.reason)
             self._tally.of(submit.service.name).downgraded += 1
         sequence.note(now_ns, EventKind.ADMITTED, verdict.reason)
+        if submit.transfer_id:
+            self._take_over(sequence, num_landing, now_ns)
         tally = self._tally.of(service.name)
         tally.admitted += 1
         tally.num_waiting += 1
@@ -82,9 +86,20 @@ class Entrance:
 
     def _judge(self, sequence: Sequence, now_s: float) -> Verdict:
         """Whom another engine has admitted is let in: a promise to a client is not judged twice."""
+        if sequence.submit.transfer_id:
+            return Verdict(sequence.service, Reason.HANDED_OVER)
         if sequence.submit.resumed_ids is not None:
             return Verdict(sequence.service, Reason.FAILED_OVER)
         return self._policy.admit(sequence, now_s)
+
+    def _take_over(self, sequence: Sequence, num_landing: int, now_ns: int) -> None:
+        """Another engine has computed its prompt. What did not come of that is computed again."""
+        sequence.go_on(now_ns / 1e9)
+        sequence.num_landing = num_landing
+        sequence.peak_computed = len(sequence.tokens) - 1
+        if num_landing:
+            sequence.num_uncached = len(sequence.tokens) - num_landing
+        sequence.note(now_ns, EventKind.MIGRATED, Reason.TRANSFERRED if num_landing else Reason.KV_LOST)
 
     def _shed(self, rank: int) -> bool:
         """Drop the newest of the least critical waiting requests for one of this rank. False: none is less critical."""

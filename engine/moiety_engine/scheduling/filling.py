@@ -131,9 +131,9 @@ class Filling:
         self._places.run(sequence)
         if sequence.scheduled_unix_ns == 0:
             sequence.scheduled_unix_ns = now_ns
-            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
+            sequence.num_cached = min(sequence.num_computed - sequence.num_landed, sequence.num_prompt)
             self.cached_tokens_total += sequence.num_cached
-            self.prompt_tokens_total += sequence.num_prompt
+            self.prompt_tokens_total += sequence.num_prompt - min(sequence.num_landed, sequence.num_prompt)
             if sequence.delay is not None:
                 sequence.note(now_ns, EventKind.DELAYED, sequence.delay)
             self._policy.started(sequence, sequence.num_uncomputed, now_ns / 1e9)
@@ -155,7 +155,11 @@ class Filling:
         kv = self._kv.of(sequence)
         if sequence.host_blocks:
             return kv.swap_in(sequence, num_tokens)
-        return kv.start(sequence, kv.find_prefix(sequence) if hits is None else hits, num_tokens)
+        if not kv.start(sequence, kv.find_prefix(sequence) if hits is None else hits, num_tokens):
+            return False
+        if sequence.num_landing:
+            kv.land(sequence)
+        return True
 
     def _advance(self, sequence: Sequence, planner: Planner) -> _Given:
         """Give the sequence what it may have of this step."""
@@ -181,7 +185,8 @@ class Filling:
             num_new = kv.num_blocks_to_swap_in(sequence, num_tokens)
         else:
             hits = kv.find_prefix(sequence)
-            if planner.will_compute(kv.next_hash(sequence, len(hits)), sequence.group):
+            next_hash = None if sequence.num_landing else kv.next_hash(sequence, len(hits))
+            if planner.will_compute(next_hash, sequence.group):
                 return Reason.SHARED_PREFIX
             num_new = kv.num_blocks_to_start(hits, num_tokens)
         view.look_at(self._room.peers(sequence.group), kv.pool.num_free)

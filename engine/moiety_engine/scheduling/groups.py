@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from moiety_engine.cache.host import Copies, HostTier
 from moiety_engine.scheduling.kv import KvLedger
+from moiety_engine.scheduling.plan import Landing
 from moiety_engine.sequence import Sequence as Request
 
 _NEAR = 1.25  # times the least load: so much may a group have to do without being passed over
@@ -97,6 +98,10 @@ class KvGroups:
             outs += [(block + device, to + host) for block, to in copies.outs]
             ins += [(source + host, block + device) for source, block in copies.ins]
         return Copies(outs, ins)
+
+    def take_landings(self) -> list[Landing]:
+        """What must land from other engines, once a plan, after the copies; nothing where there are several groups."""
+        return self.first.take_landings()
 
     def forget(self) -> None:
         """All caches' contents are lost. No sequence holds any."""

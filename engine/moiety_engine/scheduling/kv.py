@@ -2,7 +2,8 @@
 
 A sequence holds device blocks (`blocks`), or, swapped out, host blocks (`host_blocks`), never both; its `num_computed`
 tokens stand in whichever it holds. Copies between the two are queued as blocks change hands; whoever plans a step takes
-them with `take_copies` once a plan and has them run before the step's forward pass, also when the step is empty.
+them with `take_copies` once a plan and has them run before the step's forward pass, also when the step is empty. What
+comes from other engines lands after them: `take_landings`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import Copies, HostTier
+from moiety_engine.scheduling.plan import Landing
 from moiety_engine.sequence import Sequence
 
 
@@ -41,6 +43,7 @@ class KvLedger:
         self.swapped_out_total = 0  # blocks of sequences, those that needed no copy included
         self.swapped_in_total = 0
         self._prefix_caching = prefix_caching
+        self._landings: dict[int, Landing] = {}  # queued, by the sequences' keys
         if host is not None:
             pool.on_evict = host.keep
 
@@ -87,6 +90,24 @@ class KvLedger:
         in_use = sum(not hit.on_host and not self.pool.is_free(hit.block) for hit in hits)
         return self.blocks_for(num_tokens) - in_use
 
+    def land(self, sequence: Sequence) -> None:
+        """After `start`: what came for the sequence from another engine goes into its blocks, but for what its prefix
+        hits have."""
+        first, end = sequence.num_computed, sequence.num_landing
+        sequence.num_landing = 0
+        if end <= first:
+            return
+        grown = self.grow(sequence, end)
+        assert grown, "a sequence was started without blocks for all its tokens"
+        self._landings[sequence.key] = Landing(sequence.key, first, sequence.blocks[: self.blocks_for(end)])
+        sequence.num_computed = sequence.peak_computed = end
+        sequence.num_landed = end - first
+
+    def take_landings(self) -> list[Landing]:
+        """What must land, once a plan, after the copies."""
+        landings, self._landings = list(self._landings.values()), {}
+        return landings
+
     # ── growth ──
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -128,6 +149,8 @@ class KvLedger:
     def release(self, sequence: Sequence) -> None:
         """All blocks back, on the device and on the host; what was computed is forgotten, but may still be hit by its
         hashes."""
+        if self._landings.pop(sequence.key, None) is not None:  # it has not come into them yet, and still may
+            sequence.num_landing = sequence.num_computed
         self.pool.free(reversed(sequence.blocks))
         sequence.blocks = []
         if self.host is not None:
@@ -224,7 +247,7 @@ class KvLedger:
     def _host_places(self, sequence: Sequence) -> list[int | None] | None:
         """`_known_on_host`, if the host tier has room for the rest and there is anything to swap."""
         host = self.host
-        if host is None or sequence.num_computed == 0 or not sequence.blocks:
+        if host is None or sequence.num_computed == 0 or not sequence.blocks or sequence.key in self._landings:
             return None
         known = self._known_on_host(host, sequence)
         num_revived = sum(block is not None and host.is_free(block) for block in known)

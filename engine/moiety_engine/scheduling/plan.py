@@ -23,12 +23,21 @@ class Chunk(NamedTuple):
     draft: tuple[int, ...] = ()
 
 
+class Landing(NamedTuple):
+    """KV from another engine that goes into a sequence's blocks, which are those from its start: that of tokens `first`
+    and later."""
+
+    key: int
+    first: int
+    blocks: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One step. Chunks that decode come first: a single token each, or one and a draft. `preempted` left the batch to
     make room. Before the model runs, blocks are copied: first those of `swap_out` (device block, host block), then
     those of `swap_in` (host block, device block); of several groups of ranks each one's are numbered after those of the
-    groups before it."""
+    groups before it. Then what came from other engines lands."""
 
     chunks: list[Chunk]
     num_decode: int
@@ -37,4 +46,5 @@ class Plan:
     shape: StepShape = field(default_factory=StepShape)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    landings: list[Landing] = field(default_factory=list)
     planned_ns: int = 0

@@ -172,5 +172,6 @@ class Planner:
             shape=self.shape,
             swap_out=copies.outs,
             swap_in=copies.ins,
+            landings=self._kv.take_landings(),
             planned_ns=planned_ns,
         )

@@ -96,10 +96,12 @@ class Scheduler:
 
     # ── requests come and go ──
 
-    def add(self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: Follower | None = None) -> None:
+    def add(
+        self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: Follower | None = None, num_landing: int = 0
+    ) -> None:
         """Queue a request, or turn it away (see `take_verdicts`). The caller has seen to it that prompt and output fit
-        the pool."""
-        self._entrance.add(submit, seed=seed, now_ns=now_ns, guide=guide)
+        the pool. `num_landing`: of so many tokens KV has come from another engine."""
+        self._entrance.add(submit, seed=seed, now_ns=now_ns, guide=guide, num_landing=num_landing)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:
         """Raise a request's credit; ends it if this was the last and is used up."""
@@ -363,7 +365,7 @@ class Scheduler:
     ) -> CoreFinish:
         sequence.finished_unix_ns = now_ns
         sequence.forgo_token()
-        if reason is not FinishReason.ABORT and detail != "credit_refused":
+        if reason not in (FinishReason.ABORT, FinishReason.HANDED_OVER) and detail != "credit_refused":
             self.lengths.learn(sequence.tenant, sequence.num_output)
         if sequence.num_reserved and sequence.num_output and sequence.place is Place.RUNNING:  # its batch goes on
             if not sequence.ghost:

@@ -15,9 +15,11 @@ from rich.table import Table
 
 from moiety_engine.errors import EngineError, InvalidConfig
 from moiety_engine.simulator.comparison import Comparison, Scenario, compare, read_classes
-from moiety_engine.simulator.devices import find_device
+from moiety_engine.simulator.devices import Device, find_device
 from moiety_engine.simulator.options import AsJson, ClassShares, ClassTargets, DeviceName, Seed, TraceFile
 from moiety_engine.simulator.plots import check_plot, draw
+from moiety_engine.simulator.roles import KV_BYTES_PER_S
+from moiety_engine.simulator.roles_report import print_roles, simulate_roles
 from moiety_kernels.environment import describe_environment
 from moiety_wire.classes import SHIPPED
 from moiety_workload.errors import WorkloadError
@@ -43,6 +45,11 @@ def simulate_command(
     replicas: Annotated[
         int, typer.Option(min=1, help="without --load: of which one is simulated, with its share of the requests")
     ] = 1,
+    prefill: Annotated[int, typer.Option(min=0, help="devices that compute prompts for others; with --decode")] = 0,
+    decode: Annotated[int, typer.Option(min=0, help="devices that write the answers; every split is compared")] = 0,
+    kv_gb_per_s: Annotated[
+        float, typer.Option(min=0.001, help="what carries KV from the former to the latter")
+    ] = KV_BYTES_PER_S / 1e9,
     classes: ClassShares = None,
     class_targets: ClassTargets = None,
     duration: Annotated[float | None, typer.Option(min=1, help="seconds; a shorter trace is repeated")] = None,
@@ -85,6 +92,19 @@ def simulate_command(
         )
         seed_list = _parse_seeds(seeds) or [seed]
         known_classes = SHIPPED if class_targets is None else read_classes(class_targets)
+        if prefill or decode:
+            found = simulate_roles(
+                scenario,
+                chosen,
+                names,
+                known_classes,
+                seed_list[0],
+                num_prefill=prefill,
+                num_decode=decode,
+                kv_gb_per_s=kv_gb_per_s,
+            )
+            _tell_roles(found, scenario, chosen, as_json=as_json)
+            return
         with _progress(console) as on_progress:
             done = compare(
                 scenario,
@@ -114,20 +134,30 @@ def simulate_command(
     typer.echo(json.dumps(_report(scenario, settings, done)))
 
 
-def _report(scenario: Scenario, settings: dict[str, Any], done: Comparison) -> dict[str, Any]:
-    """The one object of `--json`."""
-    offered = {
+def _tell_roles(found: dict[str, Any], scenario: Scenario, device: Device, *, as_json: bool) -> None:
+    if not as_json:
+        print_roles(found)
+        return
+    settings = {**_offered(scenario), "device": msgspec.to_builtins(device)}
+    typer.echo(json.dumps({"environment": describe_environment("numpy"), "settings": settings, "roles": found}))
+
+
+def _offered(scenario: Scenario) -> dict[str, Any]:
+    return {
         "trace": None if scenario.trace is None else scenario.trace.name,
         "generate": scenario.spec,
         "load": scenario.load,
         "times": scenario.times,
         "replicas": scenario.num_replicas,
         "classes": scenario.shares,
-        "duration_s": done.duration_s,
-        "num_requests": done.num_requests,
         "weights": scenario.weights,
         "scale": scenario.scale,
     }
+
+
+def _report(scenario: Scenario, settings: dict[str, Any], done: Comparison) -> dict[str, Any]:
+    """The one object of `--json`."""
+    offered = {**_offered(scenario), "duration_s": done.duration_s, "num_requests": done.num_requests}
     return {
         "environment": describe_environment("numpy"),
         "settings": offered | settings,

@@ -24,7 +24,7 @@ from moiety_wire.messages import Sampling
 from moiety_workload.request import TraceRequest, Workload
 
 START_NS = 1_000_000_000_000  # the scheduler takes 0 for "not reached"
-_END_TOKEN, _OUTPUT_TOKEN, _FIRST_PROMPT_TOKEN = 0, 1, 2
+_END_TOKEN, OUTPUT_TOKEN, _FIRST_PROMPT_TOKEN = 0, 1, 2
 _POLL_NS = 1_000_000  # how soon a scheduler that planned nothing, although it has requests, is asked again
 _PATIENCE_NS = 120 * 10**9  # how long it may plan nothing before the run is called stuck
 _NUM_SAMPLES = 2400  # of the accounts, over the window of arrivals
@@ -140,6 +140,10 @@ class Driver:
             tenant_weight=weight,
             fallback=self._fallbacks[request.service_class],
         )
+        self._give(record, submit, now_ns)
+
+    def _give(self, record: Record, submit: CoreSubmit, now_ns: int) -> None:
+        """To the scheduler."""
         self._scheduler.add(submit, seed=record.key, now_ns=now_ns)
 
     def _prompt(self, request: TraceRequest) -> list[int]:
@@ -242,7 +246,7 @@ class Driver:
             record.latest_ns = max(record.latest_ns, late_ns)
             record.num_output = num_output = num_output + 1
             record.last_ns = end_ns
-            tokens.append(_OUTPUT_TOKEN if num_output < record.num_wanted else _END_TOKEN)
+            tokens.append(OUTPUT_TOKEN if num_output < record.num_wanted else _END_TOKEN)
         self._num_steps += 1
         self._busy_ns += end_ns - now_ns
         for output in self._scheduler.commit(plan, tokens, [None] * len(tokens), end_ns):

@@ -55,5 +55,5 @@ def make_scheduler(device: Device, policy_name: str, *, prefix_caching: bool, bi
 
 
 def num_copied(plan: Plan) -> int:
-    """Blocks that are copied from or to the host before the step."""
-    return len(plan.swap_out) + len(plan.swap_in)
+    """Blocks that are copied from or to the host before the step, or come from another engine."""
+    return len(plan.swap_out) + len(plan.swap_in) + sum(len(landing.blocks) for landing in plan.landings)

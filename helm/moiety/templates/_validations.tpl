@@ -22,6 +22,7 @@
 {{- $names = append $names .name -}}
 {{- include "moiety.validatePool" (include "moiety.wholePool" (list $ .) | fromJson) -}}
 {{- end -}}
+{{- include "moiety.validateRoles" . -}}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.enabled needs a Gateway to attach to: set httpRoute.parentRefs, such as [{name: public, namespace: gateways}]" -}}
 {{- end -}}
@@ -34,6 +35,20 @@
 {{- end -}}
 {{- if has $name (list "host" "port" "engines" "drain_s" "data_dir" "traces_endpoint" "otlp_endpoint") -}}
 {{- fail (printf "gateway.settings.%s is set by the chart itself: use engines, gateway.drainSeconds, gateway.service or traces instead" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "moiety.validateRoles" -}}
+{{- $answering := list -}}
+{{- range .Values.engines -}}
+{{- $pool := include "moiety.wholePool" (list $ .) | fromJson -}}
+{{- if eq $pool.role "decode" }}{{ $answering = append $answering $pool.model.name }}{{ end -}}
+{{- end -}}
+{{- range .Values.engines -}}
+{{- $pool := include "moiety.wholePool" (list $ .) | fromJson -}}
+{{- if and (eq $pool.role "prefill") (not (has $pool.model.name $answering)) -}}
+{{- fail (printf "pool %s computes prompts only, and no pool writes the answers: add a pool with role=decode and the same model.name" $pool.name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -57,6 +72,9 @@
 {{- if and (eq .kind "vllm") (not (or $model.hub $model.claim $model.image)) -}}
 {{- fail (printf "pool %s is of vLLM, which cannot serve the demo model: set model.hub, model.claim or model.image" .name) -}}
 {{- end -}}
+{{- if and (ne .role "both") (or (eq .kind "vllm") (gt (int .nodes) 1)) -}}
+{{- fail (printf "pool %s has the role %s, which is for engines of ours with one rank: set role=both, or kind=moiety and nodes=1" .name .role) -}}
+{{- end -}}
 {{- $ranks := mul .nodes (max 1 (int .gpus)) -}}
 {{- if and (gt (int .nodes) 1) (ne (int $ranks) (int (mul (.options.tp | default 1) (.options.pp | default 1) (get .options "dp-attention" | default 1)))) -}}
 {{- fail (printf "pool %s has %d ranks, one for each GPU of each of its nodes: set options.tp, options.pp and options.dp-attention so that their product is that" .name (int $ranks)) -}}
@@ -71,8 +89,8 @@
 {{- fail (printf "pool %s has more autoscaling.minReplicas than autoscaling.maxReplicas: raise the latter" .name) -}}
 {{- end -}}
 {{- range $option, $_ := .options -}}
-{{- if has $option (list "listen" "metrics-listen" "model" "name" "drain-timeout" "curve-key-file" "unsettled-usage" "host" "port" "served-model-name") -}}
-{{- fail (printf "pool %s sets the option %s, which the chart sets itself: use model, drainSeconds or stateSize" $.name $option) -}}
+{{- if has $option (list "listen" "metrics-listen" "role" "kv-listen" "model" "name" "drain-timeout" "curve-key-file" "unsettled-usage" "host" "port" "served-model-name") -}}
+{{- fail (printf "pool %s sets the option %s, which the chart sets itself: use model, role, drainSeconds or stateSize" $.name $option) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

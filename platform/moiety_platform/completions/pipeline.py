@@ -25,6 +25,7 @@ from moiety_platform.errors import Overloaded, PlatformError
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.routing.choose import are_extensible, card_of, cards_of, choose
 from moiety_platform.routing.replicas import Replicas
+from moiety_platform.routing.roles import Need
 from moiety_platform.traces.request_trace import Phase
 from moiety_wire.messages import Card, Submit
 
@@ -89,7 +90,8 @@ class Pipeline:
     ) -> tuple[Run, list[Submit]]:
         """Everything between the gate and the first message to an engine."""
         card, catalogue, chosen = choice.card, choice.catalogue, choice.chosen
-        state = choose(choice.states, generation.model, chosen.service)
+        need = Need.PROMPT if generation.embed else Need.ANSWER
+        state = choose(choice.states, generation.model, chosen.service, need=need)
         refusal = refuse_hopeless(chosen.service, state.class_load(chosen.service.name))
         if refusal is not None:
             raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
-from moiety_platform.engine_client.base import Connection, EngineClient
+from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
 from moiety_platform.errors import EngineFailed, NotFound, PlatformError, Unavailable
+from moiety_platform.randomness import random_hex
 from moiety_platform.routing.replicas import Replicas
+from moiety_platform.routing.roles import Need, is_handed_over, kv_address_of
 from moiety_wire.classes import ServiceClass
+from moiety_wire.roles import HandOver
 
 MAX_RESUBMISSIONS = 2  # after failed engines: what kills its engine must not kill them all
 
 
 class Place(msgspec.Struct, frozen=True):
-    """An engine, by the connection to it at the moment of the choice."""
+    """An engine, by the connection to it at the moment of the choice. Where it computes the prompt only, `partner` is
+    the engine that goes on, and `hand_over` says where the KV goes."""
 
     client: EngineClient
     connection: Connection
+    partner: Place | None = None
+    hand_over: HandOver | None = None
 
 
 class Placement:
@@ -34,9 +40,13 @@ class Placement:
         self._left: set[Connection] = set()  # which had a sequence of this request, or were gone
         self._num_failed = 0  # of them, those that failed while they had one
 
-    def choose(self, prefix: Iterable[bytes]) -> Place:
+    def choose(self, prefix: Iterable[bytes], need: Need) -> Place:
         """The engine for a new sequence. Raises NotFound or Unavailable."""
-        return self._choose(prefix, self._left)
+        return self._choose(prefix, need, self._left)
+
+    def expect(self, partner: Place) -> Callable[[], None]:
+        """A sequence is on its way there, until what this returns is called, once."""
+        return self._replicas.expect(partner.connection[0])
 
     def leave(self, connection: Connection, error: PlatformError) -> None:
         """That engine has ended a sequence with that error, and gets none of the request any more."""
@@ -44,7 +54,7 @@ class Placement:
             self._num_failed += 1
         self._left.add(connection)
 
-    async def choose_again(self, prefix: Iterable[bytes], failure: PlatformError) -> Place:
+    async def choose_again(self, prefix: Iterable[bytes], need: Need, failure: PlatformError) -> Place:
         """Another engine than those that were left; one of their addresses only once it has been connected anew and
         no other engine is there. Raises the failure if there is no engine in time, or too many have failed."""
         if self._num_failed > MAX_RESUBMISSIONS:
@@ -56,7 +66,7 @@ class Placement:
             same = {state.connection for state in self._replicas.states() if state.address in addresses}
             for avoided in (same | self._left, self._left):
                 try:
-                    return self._choose(prefix, avoided)
+                    return self._choose(prefix, need, avoided)
                 except (NotFound, Unavailable):
                     continue
             left_s = until - loop.time()
@@ -64,6 +74,14 @@ class Placement:
                 raise failure
             await self._replicas.wait_change(left_s)
 
-    def _choose(self, prefix: Iterable[bytes], avoid: Collection[Connection]) -> Place:
-        client, state = self._replicas.choose(self._model, self._service, prefix, avoid)
-        return Place(client, state.connection)
+    def _choose(self, prefix: Iterable[bytes], need: Need, avoid: Collection[Connection]) -> Place:
+        client, state = self._replicas.choose(self._model, self._service, prefix, avoid, need)
+        if not is_handed_over(state, need):
+            return Place(client, state.connection)
+        partner_client, partner = self._replicas.choose_partner(self._model, self._service, avoid)
+        return Place(client, state.connection, Place(partner_client, partner.connection), _hand_over_to(partner))
+
+
+def _hand_over_to(engine: EngineState) -> HandOver:
+    assert engine.card is not None, "chosen by its card"
+    return HandOver(random_hex(16), kv_address_of(engine), engine.card.kv_host)

@@ -20,7 +20,7 @@ from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import PlatformError, Unavailable
 from moiety_text.reasoning import AnswerReader
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import Accepted, EventKind, Finished, Submit, Tokens
+from moiety_wire.messages import Accepted, EventKind, Finished, FinishReason, Submit, Tokens
 
 CREDIT_REFUSED = "credit_refused"  # the detail of an end for want of credit
 
@@ -82,7 +82,7 @@ class Run:
         """Give a sequence to an engine, where `close` ends it. Raises NotFound or Unavailable."""
         sequence = Sequence(len(self._sequences), submit)
         self._to_close.append(sequence)
-        place = self._placement.choose(sequence.prefix)
+        place = self._placement.choose(sequence.prefix, sequence.need)
         try:
             await self._give(sequence, place, self._chosen.service)
         except Unavailable as error:  # gone since it was last heard
@@ -131,10 +131,28 @@ class Run:
         while True:
             stream, message = await self._inbox.get_any()
             sequence = self._of_stream[stream]
-            if not isinstance(message, PlatformError):
+            if isinstance(message, PlatformError):
+                await self._fail_over(sequence, message)
+            elif isinstance(message, Finished) and message.reason is FinishReason.HANDED_OVER:
+                await self._hand_over(sequence, message)
+            else:
                 sequence.take(message)
                 return sequence, message
-            await self._fail_over(sequence, message)
+
+    async def _hand_over(self, sequence: Sequence, finished: Finished) -> None:
+        """Submit a sequence whose prompt is computed to the engine that goes on with it, or, if that is gone, to any.
+        Raises Unavailable where there is none."""
+        partner, transfer_id = sequence.hand_over(finished)
+        del self._of_stream[sequence.stream]
+        try:
+            await self._give(sequence, partner, self._served(sequence), transfer_id)
+            sequence.was_handed_over()
+        except Unavailable as error:
+            self._placement.leave(partner.connection, error)
+            await self._submit_elsewhere(sequence, error)
+            self._note_failover(sequence, error, partner.connection[0])
+        self._of_stream[sequence.stream] = sequence
+        await self._extend(sequence)
 
     async def _fail_over(self, sequence: Sequence, error: PlatformError) -> None:
         """Submit a sequence that its engine has ended with that error to another. Raises the error where it is not
@@ -148,15 +166,18 @@ class Run:
         failed_address, _ = sequence.connection
         await self._submit_elsewhere(sequence, sequence.failure or error)
         self._of_stream[sequence.stream] = sequence
+        self._note_failover(sequence, error, failed_address)
+        await self._extend(sequence)  # what was granted while the engine died went to nobody
+
+    def _note_failover(self, sequence: Sequence, error: PlatformError, failed_address: str) -> None:
         self._record.failed_over(
             Failover(error.code, failed_address, sequence.connection[0], sequence.num_relayed, self._clock.unix_ns()),
             sequence.num_prompt_tokens + sequence.num_relayed if sequence.num_relayed else 0,
         )
-        await self._extend(sequence)  # what was granted while the engine died went to nobody
 
     async def _submit_elsewhere(self, sequence: Sequence, failure: PlatformError) -> None:
         while True:
-            place = await self._placement.choose_again(sequence.prefix, failure)
+            place = await self._placement.choose_again(sequence.prefix, sequence.need, failure)
             try:
                 await self._give(sequence, place, self._served(sequence))
             except Unavailable as error:
@@ -164,9 +185,9 @@ class Run:
             else:
                 return
 
-    async def _give(self, sequence: Sequence, place: Place, service: ServiceClass) -> None:
+    async def _give(self, sequence: Sequence, place: Place, service: ServiceClass, transfer_id: str = "") -> None:
         submitted_ns = self._clock.unix_ns()
-        await sequence.submit_to(place, self._inbox, service)
+        await sequence.submit_to(place, self._inbox, service, self._placement, transfer_id)
         self._record.submitted(place.client, sequence.request_id)
         sequence.attempt = Attempt(
             sequence.index, place.connection[0], sequence.stream, sequence.num_relayed, submitted_ns
@@ -250,14 +271,18 @@ class Run:
         for sequence in self._sequences:
             sequence.progress.num_cached_tokens = sequence.num_cached_tokens
             finished = sequence.stream.finished
-            if finished is None:
+            parts = sequence.handed_over
+            if finished is not None and finished not in parts:
+                parts = [*parts, finished]
+            for part in parts:
+                record.num_preemptions += sum(event.kind is EventKind.PREEMPTED for event in part.events)
+                record.num_recomputed_tokens += part.num_recomputed_tokens
+            if parts and parts[0].phases.scheduled_unix_ns:
+                queues_ns.append(parts[0].phases.scheduled_unix_ns - parts[0].phases.received_unix_ns)
+            if finished is None or finished.reason is FinishReason.HANDED_OVER:
                 continue
             if not finished.embedding:
                 record.finish_reasons.append(finished.reason.value)
             record.was_cut_by_limit |= finished.detail == CREDIT_REFUSED
-            record.num_preemptions += sum(event.kind is EventKind.PREEMPTED for event in finished.events)
-            record.num_recomputed_tokens += finished.num_recomputed_tokens
-            if finished.phases.scheduled_unix_ns:
-                queues_ns.append(finished.phases.scheduled_unix_ns - finished.phases.received_unix_ns)
         if queues_ns:
             record.queue_ms = max(queues_ns) / 1e6

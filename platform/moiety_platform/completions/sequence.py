@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import msgspec
 
 from moiety_platform.completions.attempts import Attempt
-from moiety_platform.completions.placement import Place
+from moiety_platform.completions.placement import Place, Placement
 from moiety_platform.completions.promise import Progress
 from moiety_platform.engine_client.base import Connection
 from moiety_platform.engine_client.inbox import Delivery, Inbox
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import EngineFailed, PlatformError, Unavailable
 from moiety_platform.routing.affinity import Prefix
+from moiety_platform.routing.roles import Need, need_of
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import Accepted, FinishReason, Submit, Tokens
+from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, Tokens
 
 
 class Sequence:
@@ -29,6 +31,10 @@ class Sequence:
         self.accepted: Accepted | None = None  # the first verdict
         self.failure: PlatformError | None = None  # that made it move; until it has been taken in elsewhere
         self.attempt: Attempt | None = None  # at the engine that has it
+        self.handed_over: list[Finished] = []  # what engines said that others went on after
+        self._place: Place | None = None
+        self._no_more_expected: Callable[[], None] | None = None  # by the engine that is to go on with it
+        self._was_handed_over = False  # to the engine that has it, and has not taken it in yet
         self._submit = submit
         self._output_ids: list[int] = []  # that came, from whichever engine
         self._stream: EngineStream | None = None
@@ -62,7 +68,8 @@ class Sequence:
     def num_claimed_tokens(self) -> int:
         """Output tokens for which limits must have room: its credit, until it has come to its end."""
         finished = self.stream.finished
-        is_over = finished is not None and finished.reason is not FinishReason.ABORT  # after which it may go on
+        goes_on = (FinishReason.ABORT, FinishReason.HANDED_OVER)  # as after the former it may, elsewhere
+        is_over = finished is not None and finished.reason not in goes_on
         return self.num_tokens if is_over else self.stream.credit_tokens
 
     @property
@@ -89,12 +96,31 @@ class Sequence:
         """By the engine that has it, which has not failed it."""
         return self._is_taken_in and not self.stream.has_failed
 
-    async def submit_to(self, place: Place, inbox: Inbox[EngineStream], service: ServiceClass) -> None:
+    @property
+    def need(self) -> Need:
+        """What it needs of engines from now on."""
+        return need_of(self._submit) if not self._output_ids else need_of(self._with_output())
+
+    async def submit_to(
+        self,
+        place: Place,
+        inbox: Inbox[EngineStream],
+        service: ServiceClass,
+        placement: Placement,
+        transfer_id: str = "",
+    ) -> None:
         """Give it to an engine: as a new request, or, once it was admitted, in the class in which it is served and
-        with what came of it. Raises Unavailable if the engine is gone."""
+        with what came of it. `transfer_id`: of its prompt's KV, which the engine before has sent there. Raises
+        Unavailable if the engine is gone."""
         await self.close()
         earlier = self._stream
         submit = self._submit if earlier is None or self.accepted is None else self._resumed(earlier, service)
+        self._place, self._was_handed_over = place, False
+        if transfer_id:
+            submit = msgspec.structs.replace(submit, transfer_id=transfer_id)
+        elif place.partner is not None:
+            submit = msgspec.structs.replace(submit, hand_over=place.hand_over)
+            self._no_more_expected = placement.expect(place.partner)
         held = place.client.open(submit, inbox)
         stream = await held.__aenter__()
         self._held = held
@@ -112,25 +138,41 @@ class Sequence:
             self._output_ids += message.token_ids
         elif isinstance(message, Accepted):
             self.accepted, self.failure, self._is_taken_in = self.accepted or message, None, True
+            self._was_handed_over = False
+
+    def hand_over(self, finished: Finished) -> tuple[Place, str]:
+        """Its engine has done its part: the engine that goes on, and under which id its KV went there, "" if it did
+        not. Told once."""
+        place = self._place
+        assert place is not None and place.partner is not None and place.hand_over is not None, "else none hands over"
+        self.handed_over.append(finished)
+        self._place = None
+        return place.partner, "" if finished.detail else place.hand_over.transfer_id
+
+    def was_handed_over(self) -> None:
+        """To the engine that it was just given to: if that does not take it in, another one may."""
+        self._was_handed_over = True
 
     def fail(self, error: PlatformError) -> bool:
         """Take note of what its engine ended with; whether another engine may take it. `failure` is then what made it
         move, and not what engines said since: one that was admitted is not answered with another engine's refusal."""
-        is_moving = self.failure is not None and self.accepted is not None
+        is_moving = (self.failure is not None or self._was_handed_over) and self.accepted is not None
         self.failure = self.failure or error
         return is_moving or isinstance(error, EngineFailed | Unavailable)
 
     async def close(self) -> None:
         """End it at its engine. Idempotent."""
+        if self._no_more_expected is not None:
+            self._no_more_expected()
+            self._no_more_expected = None
         held, self._held = self._held, None
         if held is not None:
             await held.__aexit__(None, None, None)
 
     def _resumed(self, earlier: EngineStream, service: ServiceClass) -> Submit:
         return msgspec.structs.replace(
-            self._submit,
-            service=service,
-            fallback=None,
-            credit_tokens=earlier.credit_tokens,
-            resumed_ids=self._output_ids.copy(),
+            self._with_output(), service=service, fallback=None, credit_tokens=earlier.credit_tokens
         )
+
+    def _with_output(self) -> Submit:
+        return msgspec.structs.replace(self._submit, resumed_ids=self._output_ids.copy())

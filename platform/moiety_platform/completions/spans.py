@@ -20,10 +20,11 @@ from moiety_platform.traces.request_trace import Phase
 from moiety_platform.traces.sampling import Verdict
 from moiety_platform.traces.span import Attribute, Link, Span, SpanEvent
 from moiety_platform.usage.row import UsageRow
-from moiety_wire.messages import Event, Finished, Phases
+from moiety_wire.messages import Event, Finished, FinishReason, Phases
 
 PROVIDER = "moiety"
 QUEUE, PREFILL, DECODE = "engine.queue", "engine.prefill", "engine.decode"
+TRANSFER = "engine.transfer"  # of a prompt's KV from the engine that computed it
 ATTEMPT = "engine.attempt"  # of which the engine never told what it did: it refused, or was lost
 
 Attributes = dict[str, Attribute]
@@ -154,34 +155,40 @@ def _of_attempt(record: RequestRecord, attempt: Attempt, own: Span, before: Link
     yield from steps_of(notes, attempt.address, shift_ns)
     if notes.num_seen > len(notes.steps):  # the others were let go, since it is so long
         attributes["moiety.steps_seen"] = notes.num_seen
-    for name, start_ns, end_ns in _engine_phases(finished.phases):
+    phases = list(_engine_phases(finished))
+    for name, start_ns, end_ns in phases:
         events = tuple(
             SpanEvent(f"moiety.{event.kind.value}", event.unix_ns + shift_ns, _of_event(event))
             for event in finished.events
-            if _phase_of(event.unix_ns, finished.phases) == name
+            if _phase_of(event.unix_ns, phases) == name
         )
         more = attributes | _of_engine_phase(name, finished)
-        ran_in = tuple(
-            link_to(step) for step in notes.steps if _phase_of(step.end_unix_ns - 1, finished.phases) == name
-        )
+        ran_in = tuple(link_to(step) for step in notes.steps if _phase_of(step.end_unix_ns - 1, phases) == name)
         begin, end = start_ns + shift_ns, end_ns + shift_ns
         yield _child(own, name, begin, end, more, events=events, links=links + ran_in)
         links = ()
 
 
-def _engine_phases(phases: Phases) -> Iterator[tuple[str, int, int]]:
-    """Those that the sequence got to."""
-    received, scheduled, first, finished = (
+def _engine_phases(finished: Finished) -> Iterator[tuple[str, int, int]]:
+    """Those that the sequence got to. Where its KV came from another engine, the prompt was computed there; where it is
+    handed over, the answer is written elsewhere."""
+    phases, arrival = finished.phases, finished.arrival
+    received, scheduled, first, ended = (
         phases.received_unix_ns,
         phases.scheduled_unix_ns,
         phases.first_token_unix_ns,
         phases.finished_unix_ns,
     )
-    yield QUEUE, received, scheduled or finished
+    if arrival is not None:
+        yield TRANSFER, arrival.begun_unix_ns, arrival.ended_unix_ns
+    yield QUEUE, received, scheduled or ended
+    if arrival is not None and scheduled:
+        yield DECODE, scheduled, ended
+        return
     if scheduled:
-        yield PREFILL, scheduled, first or finished
-    if first:
-        yield DECODE, first, finished
+        yield PREFILL, scheduled, first or ended
+    if first and finished.reason is not FinishReason.HANDED_OVER:
+        yield DECODE, first, ended
 
 
 def _shift_ns(phases: Phases, submitted_ns: int, ended_ns: int) -> int:
@@ -199,6 +206,13 @@ def _of_engine_phase(name: str, finished: Finished) -> Attributes:
             "gen_ai.usage.input_tokens": finished.num_prompt_tokens,
             "moiety.cached_tokens": finished.num_cached_tokens,
         }
+    if name == TRANSFER and finished.arrival is not None:
+        arrival = finished.arrival
+        return {
+            "moiety.transfer.tokens": arrival.num_tokens,
+            "moiety.transfer.bytes": arrival.num_bytes,
+            "moiety.transfer.way": arrival.way,
+        }
     if name == DECODE:
         decoded: Attributes = {
             "gen_ai.usage.output_tokens": finished.num_output_tokens,
@@ -212,13 +226,10 @@ def _of_engine_phase(name: str, finished: Finished) -> Attributes:
     return {}
 
 
-def _phase_of(unix_ns: int, phases: Phases) -> str:
-    """The span that what happened then belongs to: the last phase that had begun."""
-    if phases.first_token_unix_ns and unix_ns >= phases.first_token_unix_ns:
-        return DECODE
-    if phases.scheduled_unix_ns and unix_ns >= phases.scheduled_unix_ns:
-        return PREFILL
-    return QUEUE
+def _phase_of(unix_ns: int, phases: list[tuple[str, int, int]]) -> str:
+    """The span that what happened then belongs to: the last phase that had begun, of those that follow each other."""
+    begun = [name for name, start_ns, _ in phases if name != TRANSFER and start_ns <= unix_ns]
+    return begun[-1] if begun else QUEUE
 
 
 def _of_event(event: Event) -> Attributes:

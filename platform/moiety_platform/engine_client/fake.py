@@ -262,7 +262,10 @@ class FakeEngineClient:
             if run.num_emitted >= run.submit.stopping.max_tokens:
                 reason, detail = FinishReason.LENGTH, "max_tokens"
                 break
-        rest = "" if finder is None else finder.flush()
+            if run.submit.hand_over is not None:
+                reason = FinishReason.HANDED_OVER
+                break
+        rest = "" if finder is None or reason is FinishReason.HANDED_OVER else finder.flush()
         self._finish(run, verdict, received_ns, reason, detail, text=rest)
 
     async def _embed(self, run: _Running, verdict: Verdict, received_ns: int) -> None:

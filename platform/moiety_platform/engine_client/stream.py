@@ -52,6 +52,7 @@ class EngineStream:
         self.ended = False
         self._send = send
         self._embeds = submit.embed
+        self._may_hand_over = submit.hand_over is not None
         self._next_seq_in = 0
         self._next_seq_out = submit.seq + 1
         self._aborted = False
@@ -144,6 +145,9 @@ class EngineStream:
     def _take_finished(self, message: Finished) -> None:
         if self._embeds and message.reason is not FinishReason.ABORT and not message.embedding:
             self._break("an embedding ended without its vector")
+            return
+        if message.reason is FinishReason.HANDED_OVER and not self._may_hand_over:
+            self._break("a request was handed over that nobody is to go on with")
             return
         self.num_output_tokens, self.num_cached_tokens = message.num_output_tokens, message.num_cached_tokens
         self.finished = message

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import NotFound, Unavailable
 from moiety_platform.routing.affinity import weight
+from moiety_platform.routing.roles import Need, first_engines
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Card, SleepState
 
@@ -27,13 +28,15 @@ def choose(
     model: str,
     service: ServiceClass | None = None,
     prefix: Iterable[bytes] = (),
+    need: Need = Need.ANSWER,
 ) -> EngineState:
     """The healthy engine of that model that the prefix (keys by depth, the shallowest first) prefers, among those that
     have not much more to do than the least loaded. Where one depth's engine has, the next depth is asked; in the end,
     and for a prompt without a prefix, it is the least loaded: the shortest predicted wait in the class, then the least
     to do, then the earliest listed.
+    Where engines have roles, it is one of those that may have a request with that need first.
     Raises NotFound if no engine has that model, Unavailable if none of those that have it can take a request."""
-    able = _able(engines, model)
+    able = first_engines(able_engines(engines, model), need)
     if len(able) == 1:
         return able[0]
     least = min(able, key=lambda engine: (_wait(engine, service), *_work(engine)))
@@ -50,8 +53,8 @@ def card_of(engines: Sequence[EngineState], model: str, allowed: frozenset[str] 
     if allowed is not None and model not in allowed:
         served = sorted(allowed & cards_of(engines).keys())
         raise NotFound(model_not_found(model[:256], served), code=MODEL_NOT_FOUND, param="model")
-    card = choose(engines, model).card
-    assert card is not None, "choose returns engines that have a card"
+    card = able_engines(engines, model)[0].card
+    assert card is not None, "only engines that have a card are able"
     return card
 
 
@@ -72,7 +75,8 @@ def model_not_found(model: str, served: Sequence[str]) -> str:
     return f"the model {model!r} does not exist or your key may not use it; available: {', '.join(served) or 'none'}"
 
 
-def _able(engines: Sequence[EngineState], model: str) -> list[EngineState]:
+def able_engines(engines: Sequence[EngineState], model: str) -> list[EngineState]:
+    """Those of that model that can take requests. Raises NotFound or Unavailable."""
     candidates = [engine for engine in engines if engine.card is not None and engine.card.model == model]
     if not candidates:
         served = sorted({engine.card.model for engine in engines if engine.card is not None})

@@ -14,6 +14,7 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.openapi.described import fails
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import ClassLoad, Load, SleepState, StepCosts
+from moiety_wire.roles import EngineRole
 
 
 class CardView(msgspec.Struct, frozen=True):
@@ -28,6 +29,7 @@ class CardView(msgspec.Struct, frozen=True):
     vocab_size: int
     embedding_width: int
     created_unix_s: int
+    role: EngineRole
 
 
 class ClassLoadView(msgspec.Struct, frozen=True):
@@ -82,6 +84,9 @@ class LoadView(msgspec.Struct, frozen=True):
     max_batch_tokens: int
     max_running: int
     step_costs: StepCosts | None
+    handed_over_requests_total: int
+    taken_over_requests_total: int
+    lost_transfers_total: int
     classes: list[ClassLoadView]
 
     @classmethod

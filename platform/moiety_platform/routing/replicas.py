@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
 from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
 from moiety_platform.errors import NotFound
-from moiety_platform.routing.choose import card_of, cards_of, choose
+from moiety_platform.routing.choose import able_engines, card_of, cards_of, choose
+from moiety_platform.routing.roles import Need, partner_among
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Card
 
@@ -24,6 +26,7 @@ class Replicas:
         self._clients = {client.address: client for client in clients}
         self._retired: dict[str, EngineClient] = {}
         self._changed = asyncio.Event()  # replaced by a new one each time that it is set
+        self._coming: Counter[str] = Counter()  # requests that are on their way to an engine, by its address
 
     async def __aenter__(self) -> Self:
         for client in self._clients.values():
@@ -68,15 +71,39 @@ class Replicas:
         return [client.state for client in self._clients.values()]
 
     def choose(
-        self, model: str, service: ServiceClass, prefix: Iterable[bytes] = (), avoid: Collection[Connection] = ()
+        self,
+        model: str,
+        service: ServiceClass,
+        prefix: Iterable[bytes] = (),
+        avoid: Collection[Connection] = (),
+        need: Need = Need.ANSWER,
     ) -> tuple[EngineClient, EngineState]:
         """The client to submit a request of that class and prefix to, none of those to be avoided, and its state.
         Raises NotFound or Unavailable."""
-        states = self.states()
-        if avoid:
-            states = [state for state in states if state.connection not in avoid]
-        state = choose(states, model, service, prefix)
+        state = choose(self._states_but(avoid), model, service, prefix, need)
         return self._clients[state.address], state
+
+    def choose_partner(
+        self, model: str, service: ServiceClass, avoid: Collection[Connection]
+    ) -> tuple[EngineClient, EngineState]:
+        """Who goes on with a request of that class, once an engine has computed its prompt. Raises Unavailable."""
+        state = partner_among(able_engines(self._states_but(avoid), model), service, self._coming)
+        return self._clients[state.address], state
+
+    def expect(self, address: str) -> Callable[[], None]:
+        """A request is on its way to that engine, until what this returns is called, once."""
+        self._coming[address] += 1
+
+        def no_more() -> None:
+            self._coming[address] -= 1
+            if not self._coming[address]:
+                del self._coming[address]
+
+        return no_more
+
+    def _states_but(self, avoid: Collection[Connection]) -> list[EngineState]:
+        states = self.states()
+        return [state for state in states if state.connection not in avoid] if avoid else states
 
     async def wait_change(self, timeout_s: float) -> None:
         """Return when an engine has come or gone, or after the timeout."""

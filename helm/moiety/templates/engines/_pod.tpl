@@ -46,6 +46,12 @@ containers:
       - --drain-timeout={{ $pool.drainSeconds }}
       - --curve-key-file=/etc/moiety/curve/key
       - --unsettled-usage=/var/lib/moiety/unsettled.usage
+      {{- if ne $pool.role "both" }}
+      - --role={{ $pool.role }}
+      {{- end }}
+      {{- if eq $pool.role "decode" }}
+      - --kv-listen=tcp://0.0.0.0:5758
+      {{- end }}
       {{- include "moiety.options" (list $root $pool) | nindent 6 }}
     env:
       {{- if ne $role "all" }}
@@ -61,6 +67,9 @@ containers:
     ports:
       - {name: engine, containerPort: 5757}
       - {name: metrics, containerPort: 9400}
+      {{- if eq $pool.role "decode" }}
+      - {name: kv, containerPort: 5758}
+      {{- end }}
     {{- if ne $role "worker" }}
     startupProbe:
       tcpSocket: {port: engine}

@@ -1,0 +1,350 @@
+"""Prompts and answers on engines of their own: whether answers are those of one engine while engines are killed, and
+how much of a prompt's KV has arrived by the time that the prompt is computed.
+
+    python benchmarks/disaggregation.py [--requests 100] [--kills 10] [--prompt-tokens 4000] [--skip kills|overlap]
+
+Kills: two engines of each role on the demo model in float32, one gateway on SQLite. Half of the requests are greedy,
+half have a seed; answers are compared with those of one engine of both roles. Meanwhile engines are killed at random
+(SIGKILL) and started again. Overlap: an engine of the role prefill with random weights, whose KV goes to this process,
+which writes down when each piece came; by TCP and by shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import zmq
+
+from moiety_engine.checkpoint import resolve_checkpoint
+from moiety_engine.config import LoadFormat
+from moiety_engine.model.loading import load_model
+from moiety_engine.transfer.landing import LandingZone, Progress
+from moiety_engine.transfer.messages import Begin, Piece
+from moiety_engine.transfer.receiver import Receiver
+from moiety_engine.transfer.ways import own_host
+from moiety_platform.bench.environment import describe_environment
+from moiety_platform.clock import SystemClock
+from moiety_platform.engine_client.transport import ZmqEngineClient
+from moiety_platform.supervisor.ports import claim_port
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import Finished, Sampling, Stopping, Submit
+from moiety_wire.roles import HandOver
+
+HERE = Path(__file__).parent
+CLI = [sys.executable, "-m", "moiety_platform.cli"]
+START_S = 120.0
+ROLES = ("prefill", "prefill", "decode", "decode")
+WORDS = "What is {a} + {b}? Add {a} to {b}, and tell the capital of France as well."
+SHAPE = {  # of the model whose KV is timed; its vocabulary is the demo model's
+    "hidden_size": 256,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=1200, help="of the longest answer")
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--prompt-tokens", type=int, default=4000)
+    parser.add_argument("--prompts", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--skip", choices=("kills", "overlap"), default="")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "disaggregation.json")
+    options = parser.parse_args()
+    report: dict[str, Any] = {"date": date.today().isoformat(), "command": " ".join(["python", *sys.argv])}
+    report["environment"] = describe_environment()
+    with tempfile.TemporaryDirectory(prefix="moiety-roles-") as name:
+        if options.skip != "kills":
+            report["kills"] = asyncio.run(kills(options, Path(name)))
+        if options.skip != "overlap":
+            folder = make_checkpoint(Path(name) / "model")
+            report["overlap"] = {way: asyncio.run(overlap(options, folder, way)) for way in ("tcp", "memory")}
+    options.output.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps({name: report[name] for name in ("kills", "overlap") if name in report}, indent=1))
+
+
+# ── kills ──
+
+
+class Engines:
+    """Processes that are killed and started again, each at its own address."""
+
+    def __init__(self, folder: Path, roles: Sequence[str], options: Sequence[str] = ()) -> None:
+        self._folder, self._roles, self._options = folder, roles, options
+        folder.mkdir(parents=True)
+        self.addresses = [f"tcp://127.0.0.1:{claim_port('127.0.0.1', 0, '--port')}" for _ in roles]
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, number: int) -> None:
+        out = self._folder / f"engine-{number}.out"
+        role, address = self._roles[number], self.addresses[number]
+        command = [*CLI, "engine", "--role", role, "--listen", address, "--dtype", "float32", "--threads", "1"]
+        with out.open("wb") as stdout, (self._folder / f"engine-{number}.log").open("ab") as log:
+            self._processes[number] = subprocess.Popen(
+                [*command, "--name", "model", *self._options], stdin=subprocess.DEVNULL, stdout=stdout, stderr=log
+            )
+
+    def is_ready(self, number: int) -> bool:
+        assert self._processes[number].poll() is None, (self._folder / f"engine-{number}.log").read_text()[-2000:]
+        return "engine_ready" in (self._folder / f"engine-{number}.out").read_text()
+
+    async def start_all(self) -> None:
+        for number in range(len(self._roles)):
+            self.start(number)
+        for number in range(len(self._roles)):
+            await until(lambda number=number: self.is_ready(number))  # type: ignore[misc]
+
+    def kill(self, number: int) -> None:
+        self._processes[number].kill()
+        self._processes[number].wait()
+
+    def stop(self) -> None:
+        for process in self._processes.values():
+            process.terminate()
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+
+
+async def until(is_so: Any) -> None:
+    async with asyncio.timeout(START_S):
+        while not is_so():  # noqa: ASYNC110 - processes announce nothing
+            await asyncio.sleep(0.1)
+
+
+async def kills(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Every request's answer by one engine, then by pairs of engines that are killed meanwhile."""
+    requests = [body(number, options) for number in range(options.requests)]
+    async with serving(folder / "one", ["both"]) as (_, ask, _engines):
+        right = [await ask(request) for request in requests]
+    async with serving(folder / "pairs", ROLES) as (admin, ask, engines):
+        waiting = list(enumerate(requests))
+        got: dict[int, Any] = {}
+
+        killed: list[str] = []
+
+        async def client() -> None:
+            while waiting:
+                number, request = waiting.pop(0)
+                await until(lambda: len(killed) >= number * options.kills // options.requests)  # noqa: B023 - awaited
+                got[number] = await ask(request)
+
+        async def killer() -> None:
+            rng = random.Random(options.seed)
+            for count in range(options.kills):
+                await until(lambda count=count: len(got) >= count * options.requests // options.kills - options.clients)  # type: ignore[misc]
+                await asyncio.sleep(rng.random())  # at any moment of an answer
+                number = rng.randrange(len(ROLES))
+                engines.kill(number)
+                killed.append(ROLES[number])
+                engines.start(number)
+                await until(lambda number=number: engines.is_ready(number))  # type: ignore[misc]
+
+        begin_s = time.monotonic()
+        await asyncio.gather(killer(), *(client() for _ in range(options.clients)))
+        took_s = time.monotonic() - begin_s
+        loads = [engine["load"] or {} for engine in (await admin("/admin/v1/engines"))["data"]]
+        metrics = (await admin("/metrics", as_json=False)).splitlines()
+    same = sum(got[number] == right[number] for number in range(len(requests)))
+    return {
+        "requests": len(requests),
+        "answered": sum(answer["status"] == 200 for answer in got.values()),
+        "same_as_one_engine": same,
+        "killed": killed,
+        "took_s": round(took_s, 1),
+        "failovers": sum(float(line.split()[-1]) for line in metrics if line.startswith("moiety_failovers_total{")),
+        "of_engines_that_live": {
+            name: sum(load.get(name, 0) for load in loads)
+            for name in ("handed_over_requests_total", "taken_over_requests_total", "lost_transfers_total")
+        },
+    }
+
+
+def body(number: int, options: argparse.Namespace) -> dict[str, Any]:
+    rng = random.Random(1000 * options.seed + number)
+    prompt = " ".join(WORDS.format(a=rng.randrange(100), b=rng.randrange(100)) for _ in range(rng.randint(1, 12)))
+    sampling = {"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": number}
+    return {
+        "model": "model",
+        "prompt": prompt,
+        "max_tokens": rng.randint(options.tokens // 4, options.tokens),
+        "ignore_eos": True,
+        **sampling,
+    }
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, roles: Sequence[str]) -> Any:
+    """(GET as administrator, ask as tenant, the engines) of engines of these roles behind a gateway."""
+    engines = Engines(folder, roles)
+    port = claim_port("127.0.0.1", 0, "--port")
+    arguments = ["--data-dir", str(folder), "--port", str(port), "--migrate", "--first-keys", str(folder / "keys")]
+    with contextlib.ExitStack() as stack:
+        stack.callback(engines.stop)
+        await engines.start_all()
+        for address in engines.addresses:
+            arguments += ["--engine", address]
+        gateway = _start([*CLI, "gateway", *arguments], folder / "gateway.log")
+        stack.callback(gateway.wait)
+        stack.callback(gateway.terminate)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=START_S) as client:
+            await until(lambda: _is_up(port))
+            keys = json.loads((folder / "keys").read_text())
+            await _until_all_healthy(client, keys["admin_key"], len(roles))
+
+            async def admin(path: str, *, as_json: bool = True) -> Any:
+                told = await client.get(path, headers={"Authorization": f"Bearer {keys['admin_key']}"})
+                return told.json() if as_json else told.text
+
+            async def ask(request: dict[str, Any]) -> dict[str, Any]:
+                headers = {"Authorization": f"Bearer {keys['tenant_key']}"}
+                answer = await client.post("/v1/completions", json=request, headers=headers)
+                if answer.status_code != 200:
+                    return {"status": answer.status_code, "error": answer.text}
+                told = answer.json()
+                usage = {name: told["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
+                return {"status": 200, "text": told["choices"][0]["text"], **usage}
+
+            yield admin, ask, engines
+
+
+def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as file:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+
+
+def _is_up(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/readyz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def _until_all_healthy(client: httpx.AsyncClient, key: str, number: int) -> None:
+    async with asyncio.timeout(START_S):
+        while True:
+            told = await client.get("/admin/v1/engines", headers={"Authorization": f"Bearer {key}"})
+            if sum(engine["healthy"] for engine in told.json()["data"]) == number:
+                return
+            await asyncio.sleep(0.1)
+
+
+# ── overlap ──
+
+
+class TimedZone(LandingZone):
+    """Writes down when each piece came."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self.came: list[tuple[int, int]] = []  # unix nanoseconds, tokens of a layer
+
+    def begin(self, begin: Begin) -> str:
+        self.came.clear()
+        return super().begin(begin)
+
+    def put(self, piece: Piece, frames: Sequence[memoryview]) -> None:
+        super().put(piece, frames)
+        self.came.append((time.time_ns(), piece.end - piece.first))
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """A configuration and the demo model's tokenizer; weights are drawn at random."""
+    demo = resolve_checkpoint("")
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(demo / name, folder)
+    (folder / "config.json").write_text(json.dumps(json.loads((demo / "config.json").read_text()) | SHAPE))
+    return folder
+
+
+@contextlib.contextmanager
+def receiving(folder: Path) -> Iterator[tuple[TimedZone, Receiver]]:
+    """A place for KV of that model in this process."""
+    torch.set_num_threads(1)
+    zone = TimedZone(1 << 30)
+    zone.serve(load_model(folder, device="cpu", dtype="float32", load_format=LoadFormat.DUMMY).allocate_kv(1, 4))
+    receiver = Receiver("tcp://127.0.0.1:0", zone, None)
+    try:
+        yield zone, receiver
+    finally:
+        receiver.close()
+
+
+async def overlap(options: argparse.Namespace, folder: Path, way: str) -> dict[str, Any]:
+    """Of some prompts, what part of the KV had come when the first token was there."""
+    flags = ["--model", str(folder), "--load-format", "dummy", "--kv-way", way, "--kv-landing-bytes", "1GiB"]
+    engines = Engines(folder.parent / way, ["prefill"], flags)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    client = ZmqEngineClient(engines.addresses[0], context, SystemClock())
+    try:
+        await engines.start_all()
+        await client.start()
+        await until(lambda: client.state.healthy)
+        with receiving(folder) as (zone, receiver):
+            shares = [await _overlap_of_one(options, client, zone, receiver, n) for n in range(options.prompts)]
+    finally:
+        await client.close()
+        engines.stop()
+        context.destroy(linger=0)
+    return {"prompt_tokens": options.prompt_tokens, "prompts": shares}
+
+
+async def _overlap_of_one(
+    options: argparse.Namespace, client: ZmqEngineClient, zone: TimedZone, receiver: Receiver, number: int
+) -> dict[str, Any]:
+    rng = random.Random(number)
+    transfer_id = secrets.token_hex(16)
+    submit = Submit(
+        request_id=f"prompt-{number}",
+        seq=0,
+        model="model",
+        tenant_id="tenant",
+        service=STANDARD,
+        prompt_ids=[rng.randrange(10, 2000) for _ in range(options.prompt_tokens)],
+        sampling=Sampling(temperature=0.0),
+        stopping=Stopping(max_tokens=8, ignore_eos=True),
+        credit_tokens=8,
+        cache_salt=b"",
+        arrival_unix_ns=time.time_ns(),
+        hand_over=HandOver(transfer_id, receiver.address, own_host()),
+    )
+    async with client.open(submit) as stream:
+        ends = [message async for message in stream.messages() if isinstance(message, Finished)]
+    await until(lambda: zone.claim(transfer_id) is Progress.THERE)
+    phases, whole = ends[0].phases, sum(count for _, count in zone.came)
+    early = sum(count for at_ns, count in zone.came if at_ns <= phases.first_token_unix_ns)
+    last_ns = max(at_ns for at_ns, _ in zone.came)
+    zone.drop(transfer_id)
+    return {
+        "prefill_s": round((phases.first_token_unix_ns - phases.scheduled_unix_ns) / 1e9, 3),
+        "share_of_bytes_within_prefill": round(early / whole, 4),
+        "tail_ms": round((last_ns - phases.first_token_unix_ns) / 1e6, 1),
+        "pieces": len(zone.came),
+    }
+
+
+if __name__ == "__main__":
+    main()

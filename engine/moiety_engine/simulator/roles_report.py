@@ -1,0 +1,89 @@
+"""`moiety simulate --prefill N --decode M`: devices of two roles on a scenario's arrivals, as a table or as figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.simulator.capacity import measure_capacity
+from moiety_engine.simulator.comparison import Scenario
+from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.replica import check_policy
+from moiety_engine.simulator.roles import CO_LOCATED, KV_BYTES_PER_S, Fleet, compare_roles
+from moiety_wire.classes import ServiceClass
+
+
+def simulate_roles(
+    scenario: Scenario,
+    device: Device,
+    policies: list[str],
+    classes: Sequence[ServiceClass],
+    seed: int,
+    *,
+    num_prefill: int,
+    num_decode: int,
+    kv_gb_per_s: float = KV_BYTES_PER_S / 1e9,
+    on_progress: Callable[[str], None] = lambda name: None,
+) -> dict[str, Any]:
+    """See `compare_roles`. A load is a multiple of what all devices together complete. Raises InvalidConfig,
+    WorkloadError, Stuck."""
+    if len(policies) != 1:
+        raise InvalidConfig("roles are compared under one policy: name one with --policy, and leave --compare out")
+    check_policy(policies[0])
+    if scenario.num_replicas != 1:
+        raise InvalidConfig("--prefill and --decode say how many devices there are: leave --replicas out")
+    base = scenario.base(device, seed)
+    capacity = measure_capacity(base, device)
+    if scenario.load is not None:
+        scenario = replace(scenario, load=scenario.load * (num_prefill + num_decode))
+    workload = scenario.offered(base, capacity, seed)
+    unknown = sorted({request.service_class for request in workload.requests} - {service.name for service in classes})
+    if unknown:
+        raise InvalidConfig(f"the workload has requests of class {', '.join(unknown)}: describe it by --class-targets")
+    fleet = Fleet(
+        device,
+        policies[0],
+        {service.name: service for service in classes},
+        capacity,
+        kv_gb_per_s * 1e9,
+        on_progress,
+    )
+    found = compare_roles(workload, fleet, num_prefill, num_decode)
+    return {
+        "policy": policies[0],
+        "seed": seed,
+        "kv_gb_per_s": kv_gb_per_s,
+        "num_requests": len(workload.requests),
+        "duration_s": workload.duration_s,
+        **found,
+    }
+
+
+def print_roles(found: dict[str, Any]) -> None:
+    console = Console()
+    table = Table(
+        "prefill : decode", "in time", "first in time", "good requests/s", "TTFT p50 / p90 / p99 s", "TPOT p50 / p99 ms"
+    )
+    for name, one in found["splits"].items():
+        mark = " ←" if name == found["recommended"] else ""
+        tpot = one["tpot_s"]
+        table.add_row(
+            ("both" if name == CO_LOCATED else name) + mark,
+            f"{one['attainment']:.1%}",
+            f"{one['ttft_attainment']:.1%}",
+            f"{one['goodput_requests_per_s']:.2f}",
+            " / ".join("–" if value is None else f"{value:.2f}" for value in one["ttft_s"].values()),
+            " / ".join("–" if tpot[p] is None else f"{1000 * tpot[p]:.0f}" for p in ("p50", "p99")),
+        )
+    console.print(table)
+    chosen = found["recommended"]
+    console.print(
+        f"{found['num_requests']} requests in {found['duration_s']:.0f} s on {found['devices']} devices; "
+        + ("every device does both" if chosen == CO_LOCATED else f"{chosen} (prefill : decode)")
+        + " keeps most promises, with the shortest time between tokens among those that keep as many"
+    )

@@ -1,0 +1,75 @@
+"""What two engines say to each other about the KV of one request.
+
+The sender connects a DEALER socket to the receiver's ROUTER. `Begin` comes first, then a `Piece` for each layer of each
+stretch of the prompt as soon as it is computed, then `End`, or `Cancel` at any time. Bytes of a piece follow it as
+frames of their own, unless both engines see the same memory. The receiver answers with exactly one `Landed` or
+`Refused`: then nothing of the transfer concerns the sender any more.
+
+All pieces together fill `num_bytes`, each from its `offset` on: of a layer and a stretch of tokens first all keys, then
+all values, or whatever parts the layer's cache has, each token by token.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PartForm(msgspec.Struct, frozen=True, array_like=True):
+    """What a layer's cache has for each token: keys, values, scales or latent rows."""
+
+    dtype: str
+    shape: tuple[int, ...]  # of one token
+
+
+Form = tuple[tuple[PartForm, ...], ...]  # of all layers
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """KV of the first `num_tokens` tokens of a prompt is about to come."""
+
+    transfer_id: str
+    num_tokens: int
+    num_bytes: int
+    prompt_hash: bytes  # of those tokens
+    form: Form
+    segment: str = ""  # a file with the memory that the pieces go to; "": they come along
+    way: str = ""
+
+
+class Piece(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Of tokens `first` to `end` - 1, what one layer has."""
+
+    transfer_id: str
+    layer: int
+    first: int
+    end: int
+    offset: int
+
+
+class End(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """All pieces have been sent."""
+
+    transfer_id: str
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """No more pieces come, and nobody wants those that did."""
+
+    transfer_id: str
+
+
+class Landed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """All of it is there."""
+
+    transfer_id: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The receiver does not want it, and why."""
+
+    transfer_id: str
+    reason: str
+
+
+ToReceiver = Begin | Piece | End | Cancel
+ToSender = Landed | Refused

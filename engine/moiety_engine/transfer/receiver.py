@@ -1,0 +1,99 @@
+"""Where KV comes in: a socket and a thread that fills the landing zone. It wakes nobody: the step loop looks."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import msgspec
+import structlog
+import zmq
+
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.transfer.guard import Guard, guard_receiver
+from moiety_engine.transfer.landing import LandingZone
+from moiety_engine.transfer.messages import Begin, Cancel, End, Landed, Piece, Refused, ToReceiver, ToSender
+from moiety_wire.roles import ANY_HOST
+
+MAX_FRAME_BYTES = 1 << 30  # a piece of one layer has fewer
+_WILDCARDS = ("0.0.0.0", "[::]")
+
+log = structlog.get_logger()
+
+
+class Receiver:
+    """Owns its context, socket and thread, from its making to `close`."""
+
+    def __init__(self, listen: str, zone: LandingZone, secret_key: bytes | None) -> None:
+        """Raises InvalidConfig where the address cannot be had."""
+        self._zone = zone
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the senders
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        if secret_key is not None:
+            Guard(self._context, zmq.curve_public(secret_key))
+            guard_receiver(self._socket, secret_key)
+        try:
+            self._socket.bind(listen)
+        except zmq.ZMQError as exc:
+            self._socket.close(linger=0)
+            self._context.term()
+            raise InvalidConfig(f"cannot listen for KV on {listen}: {exc}; choose another --kv-listen") from exc
+        self.address = _as_told(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._thread = threading.Thread(target=self._run, name="kv-receiver", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; what has come stays in the zone."""
+        self._context.term()  # its thread is told so by the socket, and closes it
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(zmq.ContextTerminated):
+            while True:
+                frames = self._socket.recv_multipart(copy=False)
+                try:
+                    self._take(frames)
+                except zmq.ContextTerminated:
+                    raise
+                except Exception:  # the root of a thread: what a message made of it is lost, and computed again
+                    log.exception("kv_not_taken")
+        self._socket.close(linger=0)
+
+    def _take(self, frames: list[zmq.Frame]) -> None:
+        identity = frames[0].bytes
+        try:
+            message = self._decoder.decode(frames[1].buffer)
+        except (msgspec.MsgspecError, IndexError) as exc:
+            log.warning("kv_message_undecodable", reason=str(exc))
+            return
+        match message:
+            case Piece():
+                self._zone.put(message, [frame.buffer for frame in frames[2:]])
+            case Begin():
+                reason = self._zone.begin(message)
+                if reason:
+                    log.warning("kv_refused", reason=reason, num_tokens=message.num_tokens, num_bytes=message.num_bytes)
+                    self._answer(identity, Refused(message.transfer_id, reason))
+            case End():
+                is_there = self._zone.end(message.transfer_id)
+                answer = Landed(message.transfer_id) if is_there else Refused(message.transfer_id, "parts are missing")
+                self._answer(identity, answer)
+            case Cancel():
+                self._zone.drop(message.transfer_id)
+
+    def _answer(self, identity: bytes, message: ToSender) -> None:
+        with contextlib.suppress(zmq.Again):  # a sender that does not listen finds out by itself
+            self._socket.send_multipart((identity, self._encoder.encode(message)), zmq.NOBLOCK)
+
+
+def _as_told(endpoint: str) -> str:
+    """Where it listens on all addresses, who is told puts in the one that it knows."""
+    for wildcard in _WILDCARDS:
+        endpoint = endpoint.replace(f"tcp://{wildcard}:", f"tcp://{ANY_HOST}:")
+    return endpoint
