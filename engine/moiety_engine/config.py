@@ -103,6 +103,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ep: int = 1  # parts that the experts are divided into
     pp: int = 1  # stages of layers, one after the other
     join_timeout_s: float = 60.0  # how long ranks wait for each other at the start
+    adapters: dict[str, str] = {}  # of the operator: name → folder
+    adapter_memory_bytes: int | None = None  # of the device; 0: no adapters
+    max_adapters: int = 64  # in memory at once
+    max_adapter_rank: int = 64
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -124,6 +128,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "num_threads": self.num_threads,
             "static_batch_size": self.static_batch_size,
             "speculate_tokens": self.speculate_tokens,
+            "max_adapters": self.max_adapters,
+            "max_adapter_rank": self.max_adapter_rank,
         }
         for name, value in positive.items():
             if value is not None and value <= 0:
@@ -137,6 +143,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "the padded strategy computes every row as long as the longest, without drafts: choose "
                 "another --batching, or --speculate off"
             )
+        if self.adapter_memory_bytes is not None and self.adapter_memory_bytes < 0:
+            raise InvalidConfig(f"adapter_memory_bytes must be 0 (no adapters) or more, not {self.adapter_memory_bytes}")
+        if self.adapter_memory_bytes == 0 and self.adapters:
+            raise InvalidConfig("adapters were given, and adapter_memory_bytes is 0: raise it, or leave them out")
         if not 0 <= self.traced_steps_per_s <= MAX_TRACED_PER_S:
             raise InvalidConfig(f"traced_steps_per_s must lie between 0 and {MAX_TRACED_PER_S}")
         if self.batch_timeout_ms < 0:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from moiety_engine.adapters.registry import AdapterRegistry
 from moiety_engine.assembly import assemble, telling
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
@@ -60,7 +61,8 @@ class EngineLoop:
         library: Library | str = "it was made without a tokenizer",
     ) -> None:
         """`crew`: the other ranks that the model is on, `local_ranks` of them with this one on this host. `library`: of
-        guides for answers, or why there is none."""
+        guides for answers, or why there is none. Raises AdapterError for one of the operator's that cannot be served.
+        """
         self.model = model
         self.config = config
         self._clock_ns = clock_ns
@@ -68,7 +70,16 @@ class EngineLoop:
         self._orders = Orders(crew, overlaps=self.overlaps)
         self.sizes = sizes = sizes_for(model, config, self._orders, local_ranks)
         self._lobby = Lobby(library)
+        self.adapters = AdapterRegistry(
+            model,
+            max_bytes=sizes.adapter_bytes,
+            max_slots=config.max_adapters,
+            max_rank=config.max_adapter_rank,
+        )
         self._tenants = None if model.experts is None else TenantSlots()
+        for name, folder in config.adapters.items():
+            self.adapters.learn(name, Path(folder))
+        self.adapters.load_all()
         self._resident: Resident | None = self._move_in()
         self._experts = self._watch_experts()
         host = HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None
@@ -113,19 +124,20 @@ class EngineLoop:
         room = self.max_context_tokens - num_prompt
         if not submit.embed and submit.max_tokens > room:
             submit = msgspec.structs.replace(submit, max_tokens=room, min_tokens=min(submit.min_tokens, room))
-        if submit.guide is not None:
-            self._lobby.enter(submit)
+        if submit.adapter:
+            self.adapters.enter(submit)
         else:
-            self._queue(submit, None)
+            self._let_in(submit)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool) -> None:
         """Raise a request's credit (a total)."""
-        if not self._lobby.extend(key, credit_tokens, last=last):
+        waits = self.adapters.extend(key, credit_tokens, last=last) or self._lobby.extend(key, credit_tokens, last=last)
+        if not waits:
             self._emit(self.scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns()))
 
     def abort(self, key: int, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request before the next step; its blocks are free when this returns."""
-        guest = self._lobby.leave(key)
+        guest = self.adapters.abort(key) or self._lobby.leave(key)
         if guest is not None:
             num_resumed = len(guest.resumed_ids or ())
             ended = CoreFinish(reason, "", 0, num_resumed, 0, 0, self._clock_ns(), guest.service.name, [], 0)
@@ -138,9 +150,9 @@ class EngineLoop:
         return self._lobby.is_open
 
     @property
-    def waits_for_guides(self) -> bool:
-        """Whether a request waits for its guide to be compiled, which ends by itself."""
-        return not self._lobby.is_empty
+    def waits_for_threads(self) -> bool:
+        """Whether a request waits for its guide to be compiled, or its adapter to be read, which ends by itself."""
+        return not (self._lobby.is_empty and self.adapters.is_quiet)
 
     def step(self) -> bool:
         """Plan a step and launch it; then take in the result of the step before, where steps overlap, or else of this
@@ -149,7 +161,7 @@ class EngineLoop:
             return self._step(self._awake())
 
     def _step(self, resident: Resident) -> bool:
-        self._take_from_lobby()
+        self._take_guests()
         plan = self.scheduler.plan(self._clock_ns())
         resident.copy_blocks(plan)
         launched = resident.runner.launch(plan) if plan.chunks else None
@@ -202,6 +214,7 @@ class EngineLoop:
         freed = self._leave(on_progress) + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
         self._orders.give(Release())
         self.scheduler.kv.forget()
+        self.adapters.leave()
         self._resident = None
         del resident
         free_cached_memory(self.model.device)
@@ -245,6 +258,7 @@ class EngineLoop:
 
     def close(self) -> None:
         """End the other ranks, if there are any. The loop is not used any more."""
+        self.adapters.close()
         self._orders.close()
 
     def take_outputs(self) -> CoreStep | None:
@@ -254,6 +268,8 @@ class EngineLoop:
         traced = self._tracer.take()
         if not self._outputs and not failures and not admissions and not traced:
             return None
+        for ended in (*(output.key for output in self._outputs if output.finish), *(one.key for one in failures)):
+            self.adapters.ended(ended)
         step = CoreStep(self._outputs, failures, self.load(), admissions, traced)
         self._outputs, self._failures = [], []
         return step
@@ -291,8 +307,21 @@ class EngineLoop:
         seed = secrets.randbits(63) if seed is None else seed
         self.scheduler.add(submit, seed=seed, now_ns=self._clock_ns(), guide=guide)
 
-    def _take_from_lobby(self) -> None:
-        """Whose guides are there queue now; who cannot be served is told with this step."""
+    def _let_in(self, submit: CoreSubmit) -> None:
+        """Its adapter, if it wants one, is in its place."""
+        if submit.guide is not None:
+            self._lobby.enter(submit)
+        else:
+            self._queue(submit, None)
+
+    def _take_guests(self) -> None:
+        """Whose adapters and guides are there queue now; who cannot be served is told with this step."""
+        if not self.adapters.is_quiet:
+            for submit, credit_last in self.adapters.take_ready():
+                self._let_in(submit)
+                if credit_last:
+                    self.extend(submit.key, submit.credit_tokens, last=True)
+            self._failures += self.adapters.take_refused()
         if self._lobby.is_empty:
             return
         for ready in self._lobby.take_ready():
@@ -311,7 +340,10 @@ class EngineLoop:
 
     def _move_in(self) -> Resident:
         num_mask_words = self._lobby.num_words
-        return Resident(self.model, self.sizes, self._orders, self._tenants, num_mask_words=num_mask_words)
+        slots = self.adapters.slots if self.adapters.is_open else None
+        return Resident(
+            self.model, self.sizes, self._orders, self._tenants, num_mask_words=num_mask_words, adapters=slots
+        )
 
     def _watch_experts(self) -> ExpertWatch | None:
         counter = self.model.expert_counter

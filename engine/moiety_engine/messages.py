@@ -37,6 +37,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     embed: bool = False  # ends with its prefill; `max_tokens` is 0
     sibling_tokens: int = 0  # prompt tokens beside its own that the promise allows time for
     guide: Guide | None = None  # what its answer must be
+    adapter: str = ""  # "": the model as it is
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -63,7 +64,14 @@ class CoreRest(msgspec.Struct, frozen=True, tag="rest"):
     asleep: bool
 
 
-ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreRest | AskExperts
+class CoreAdapter(msgspec.Struct, frozen=True, tag="adapter"):
+    """From now on there is an adapter of this name, in a folder that stays while requests use it."""
+
+    name: str
+    folder: str
+
+
+ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreRest | CoreAdapter | AskExperts
 
 
 class CoreLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -181,6 +189,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     device: str = ""
     embedding_width: int = 0  # 0: this core makes no embeddings
     follows_guides: bool = False
+    takes_adapters: bool = False
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):

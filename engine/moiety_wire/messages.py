@@ -52,6 +52,8 @@ class FailureCode(StrEnum):
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     INVALID_REQUEST = "invalid_request"
     GUIDE_REFUSED = "guide_refused"  # what the answer is to be cannot be followed
+    ADAPTER_MISSING = "adapter_missing"  # the engine does not have it, or not any more: send it, and submit again
+    ADAPTER_REFUSED = "adapter_refused"  # it cannot be served beside this model
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     ENGINE_FAILED = "engine_failed"
@@ -164,6 +166,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     sibling_tokens: int = 0  # of the client's other prompts in the same request, for which its promise allows time too
     shown_ids: tuple[int, ...] = ()  # special tokens that have a text in this answer: those that mark calls of tools
     guide: Guide | None = None  # what the answer must be
+    adapter: str = ""  # the id of one that the engine was sent or started with; "": the model as it is
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):

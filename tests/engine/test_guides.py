@@ -112,7 +112,7 @@ def test_an_answer_that_is_not_of_its_form_is_ended_and_no_other(model: EngineLo
     model.submit(asked(1, resumed_ids=TOKENIZER.encode("never JSON")))
     model.submit(asked(2))
     failures, tokens = [], []
-    while not model.scheduler.idle or model.waits_for_guides:
+    while not model.scheduler.idle or model.waits_for_threads:
         model.step()
         step = model.take_outputs()
         if step is not None:
@@ -130,7 +130,7 @@ def test_who_has_no_guide_goes_on_while_one_is_compiled_and_who_leaves_meanwhile
     model.extend(2, 60, last=True)
     model.abort(3)
     outputs = []
-    while not model.scheduler.idle or model.waits_for_guides:
+    while not model.scheduler.idle or model.waits_for_threads:
         model.step()
         step = model.take_outputs()
         outputs += [] if step is None else step.outputs

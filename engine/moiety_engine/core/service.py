@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from pathlib import Path
 
 import structlog
 
@@ -14,6 +15,7 @@ from moiety_engine.errors import OutOfMemory
 from moiety_engine.loop import MAX_NUM_LOGPROBS, EngineLoop, load_loop
 from moiety_engine.messages import (
     CoreAbort,
+    CoreAdapter,
     CoreExtend,
     CoreHello,
     CoreRest,
@@ -70,7 +72,7 @@ def _serve(link: FrontLink, loop: EngineLoop, config: EngineConfig) -> None:
         if balance is not None:
             link.send(balance)
         waits_for_company = config.batching is Batching.DYNAMIC and loop.scheduler.num_waiting
-        waits_soon = waits_for_company or loop.waits_for_guides
+        waits_soon = waits_for_company or loop.waits_for_threads
         wait_ms = 0 if stepped else COMPANY_WAIT_MS if waits_soon else IDLE_WAIT_MS
 
 
@@ -86,11 +88,12 @@ def hello_of(loop: EngineLoop) -> CoreHello:
         device=str(loop.model.device),
         embedding_width=loop.model.spec.hidden_size,
         follows_guides=loop.follows_guides,
+        takes_adapters=loop.adapters.is_open,
     )
 
 
 def obey(loop: EngineLoop, command: ToCore) -> None:
-    """What concerns one request; rest and shutdown are the caller's."""
+    """What concerns one request or adapter; rest and shutdown are the caller's."""
     match command:
         case CoreSubmit():
             loop.submit(command)
@@ -98,6 +101,8 @@ def obey(loop: EngineLoop, command: ToCore) -> None:
             loop.extend(command.key, command.credit_tokens, last=command.last)
         case CoreAbort():
             loop.abort(command.key, command.reason)
+        case CoreAdapter():
+            loop.adapters.learn(command.name, Path(command.folder))
 
 
 def _rest(loop: EngineLoop, link: FrontLink, *, asleep: bool) -> CoreRested:

@@ -94,6 +94,7 @@ def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
         guide=submit.guide,
         embed=submit.embed,
         sibling_tokens=submit.sibling_tokens,
+        adapter=submit.adapter,
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from moiety_engine.model.adapted import Product
 from moiety_engine.model.batch import LayerCache
 from moiety_engine.model.latent_attention import LatentAttention
 from moiety_engine.model.spec import LatentAttentionSpec, MoeSpec
@@ -23,6 +24,7 @@ from moiety_kernels.route import RoutingSpec, route
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_engine.model.adapted import AdaptedRows, LayerFactors
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import Batch, LatentCache
     from moiety_engine.model.rotary import RotaryTable
@@ -39,7 +41,7 @@ class Attention(Protocol):
 class FeedForward(Protocol):
     """What follows attention in a layer."""
 
-    def __call__(self, x_TD: Tensor) -> Tensor: ...
+    def __call__(self, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor: ...
 
 
 class GroupedQueryAttention:
@@ -52,8 +54,9 @@ class GroupedQueryAttention:
         rotary: RotaryTable,
         norm_eps: float,
         arithmetic: Arithmetic,
+        adapters: LayerFactors,
     ) -> None:
-        self._spec, self._weights, self._rotary = spec, weights, rotary
+        self._spec, self._weights, self._rotary, self._adapters = spec, weights, rotary, adapters
         self._linear = partial(linear, invariant=arithmetic.invariant)
         self._plan = AttentionInputPlan(weights.q_norm, weights.k_norm, norm_eps, spec.clip)
 
@@ -61,6 +64,7 @@ class GroupedQueryAttention:
         assert isinstance(cache, LayerCache)
         spec, weights = self._spec, self._weights
         qkv_TC = self._linear(x_TD, weights.qkv_CD, weights.qkv_bias_C)
+        self._adapters.add(Product.QKV, qkv_TC, x_TD, batch.adapted)
         cos_PR, sin_PR = self._rotary.upto(batch.max_context)
         q_THd = attention_input(
             qkv_TC,
@@ -90,21 +94,31 @@ class GroupedQueryAttention:
             max_query=batch.max_query,
             max_context=batch.max_context,
         )
-        return self._linear(out_THd.view(out_THd.shape[0], -1), weights.output_DC, weights.output_bias_D)
+        heads_TC = out_THd.view(out_THd.shape[0], -1)
+        out_TD = self._linear(heads_TC, weights.output_DC, weights.output_bias_D)
+        return self._adapters.add(Product.OUTPUT, out_TD, heads_TC, batch.adapted)
 
 
 class DenseFeedForward:
     """A gated feed-forward for every token."""
 
-    def __init__(self, spec: DenseSpec, weights: DenseWeights, arithmetic: Arithmetic) -> None:
-        self._activation, self._weights = spec.activation, weights
+    def __init__(
+        self, spec: DenseSpec, weights: DenseWeights, arithmetic: Arithmetic, adapters: LayerFactors
+    ) -> None:
+        self._activation, self._weights, self._adapters = spec.activation, weights, adapters
         self._invariant = arithmetic.invariant
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
+    def __call__(self, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor:
         w = self._weights
-        biases = w.gate_up_bias_2F, w.down_bias_D
         return dense_glu(
-            x_TD, w.gate_up_2FD, w.down_DF, *biases, activation=self._activation, invariant=self._invariant
+            x_TD,
+            w.gate_up_2FD,
+            w.down_DF,
+            w.gate_up_bias_2F,
+            w.down_bias_D,
+            activation=self._activation,
+            invariant=self._invariant,
+            adapters=self._adapters.of_feed_forward(rows),
         )
 
 
@@ -139,15 +153,22 @@ class SharedExperts:
 class MixtureOfExperts:
     """Router, then the chosen experts of each token, weighted and summed; then the shared ones, if there are any."""
 
-    def __init__(self, spec: MoeSpec, weights: MoeWeights, chosen: list[Tensor], arithmetic: Arithmetic) -> None:
+    def __init__(
+        self,
+        spec: MoeSpec,
+        weights: MoeWeights,
+        chosen: list[Tensor],
+        arithmetic: Arithmetic,
+        adapters: LayerFactors,
+    ) -> None:
         """`chosen` is handed the experts of each token, expert_TK, pass by pass."""
-        self._spec, self._weights, self._chosen = spec, weights, chosen
+        self._spec, self._weights, self._chosen, self._adapters = spec, weights, chosen, adapters
         self._arithmetic = arithmetic
         self._shared = (
             SharedExperts(spec.shared, weights.shared, arithmetic) if spec.shared and weights.shared else None
         )
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
+    def __call__(self, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor:
         spec, weights = self._spec, self._weights
         widen = spec.exact_router and x_TD.dtype is not torch.float32
         invariant = self._arithmetic.invariant
@@ -166,6 +187,7 @@ class MixtureOfExperts:
             down_bias_ED=weights.down_bias_ED,
             kernel=self._arithmetic.moe_kernel,
             invariant=invariant,
+            adapters=self._adapters.of_feed_forward(rows),
         )
         return routed_TD if self._shared is None else self._shared.added_to(routed_TD, x_TD)
 
@@ -184,13 +206,14 @@ def attention(
     rotary: RotaryTable,
     norm_eps: float,
     arithmetic: Arithmetic,
+    adapters: LayerFactors,
 ) -> Attention:
     """The attention that the spec describes."""
     if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
         return LatentAttention(spec, weights, rotary, arithmetic)
     assert isinstance(weights, AttentionWeights)
-    return GroupedQueryAttention(spec, weights, rotary, norm_eps, arithmetic)
+    return GroupedQueryAttention(spec, weights, rotary, norm_eps, arithmetic, adapters)
 
 
 def feed_forward(
@@ -198,10 +221,11 @@ def feed_forward(
     weights: DenseWeights | MoeWeights,
     chosen: list[Tensor],
     arithmetic: Arithmetic,
+    adapters: LayerFactors,
 ) -> FeedForward:
     """The feed-forward that the spec describes; one with experts appends its choices to `chosen`."""
     if isinstance(spec, MoeSpec):
         assert isinstance(weights, MoeWeights)
-        return MixtureOfExperts(spec, weights, chosen, arithmetic)
+        return MixtureOfExperts(spec, weights, chosen, arithmetic, adapters)
     assert isinstance(weights, DenseWeights)
-    return DenseFeedForward(spec, weights, arithmetic)
+    return DenseFeedForward(spec, weights, arithmetic, adapters)

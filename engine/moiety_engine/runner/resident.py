@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 import torch
@@ -44,13 +44,14 @@ class Resident:
         tenants: TenantSlots | None = None,
         *,
         num_mask_words: int = 0,
+        adapters: Mapping[str, int] | None = None,
     ) -> None:
-        """`tenants`, `num_mask_words`: see Runner."""
+        """`tenants`, `num_mask_words`, `adapters`: see Runner."""
         self._model, self._sizes, self._orders = model, sizes, orders
         scratch = int(sizes.graphs)  # a block that no sequence gets
         with orders.together(Allocate(sizes.num_blocks + scratch, sizes.block_size, sizes.num_host_blocks)):
             self._allocate(sizes.num_blocks + scratch)
-        self.runner = Runner(model, self.kv, orders, tenants, num_mask_words=num_mask_words)
+        self.runner = Runner(model, self.kv, orders, tenants, num_mask_words=num_mask_words, adapters=adapters)
 
     def _allocate(self, num_blocks: int) -> None:
         model, sizes = self._model, self._sizes

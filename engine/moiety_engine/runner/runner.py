@@ -8,6 +8,7 @@ D model width, L tokens that a step samples.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -62,13 +63,16 @@ class Runner:
         tenants: TenantSlots | None = None,
         *,
         num_mask_words: int = 0,
+        adapters: Mapping[str, int] | None = None,
     ) -> None:
         """`tenants` tells apart whose tokens experts are counted for; None where none are. `num_mask_words`: of the
-        guides' tokenizer; 0 where no row has a guide."""
+        guides' tokenizer; 0 where no row has a guide. `adapters`: the slots of those that are loaded."""
         self._model, self._kv, self._orders = model, kv, orders
         self.staging = Staging(model.device)
         apart = model.arithmetic.invariant
-        self._builder = BatchBuilder(kv.block_size, model.device, self.staging, answers_apart=apart, tenants=tenants)
+        self._builder = BatchBuilder(
+            kv.block_size, model.device, self.staging, answers_apart=apart, tenants=tenants, adapters=adapters
+        )
         self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
         self._masks = MaskMaker(num_mask_words, model.spec.vocab_size, model.device)
         self._newest: Flight | None = None
