@@ -100,6 +100,7 @@ def engine(
     join_timeout_s: options.JoinTimeoutOption = 60.0,
     adapter: options.AdapterOption = None,
     adapter_memory_bytes: options.AdapterMemoryBytesOption = "",
+    adapter_disk_bytes: options.AdapterDiskBytesOption = "4GiB",
     max_adapters: options.MaxAdaptersOption = 64,
     max_adapter_rank: options.MaxAdapterRankOption = 64,
     drain_timeout: options.DrainTimeoutOption = 30.0,
@@ -120,6 +121,7 @@ def engine(
     kv_bytes = parse_size(kv_memory_bytes) if kv_memory_bytes else None
     host_bytes = parse_size(host_kv_memory_bytes) if host_kv_memory_bytes else None
     try:
+        adapters = named_folders(adapter or [])
         settings = FrontSettings(
             model=name or ("scripted" if scripted and not model else model_name(model)),
             listen=listen,
@@ -129,6 +131,8 @@ def engine(
             metrics_listen=metrics_listen,
             drain_timeout_s=drain_timeout,
             core_silence_s=core_silence_s,
+            adapters=tuple(adapters),
+            adapter_disk_bytes=parse_size(adapter_disk_bytes),
             curve_secret_key=_read_curve_key(curve_key_file),
         )
         if scripted:
@@ -168,7 +172,7 @@ def engine(
                 ep=ep,
                 pp=pp,
                 join_timeout_s=join_timeout_s,
-                adapters=named_folders(adapter or []),
+                adapters=adapters,
                 adapter_memory_bytes=parse_size(adapter_memory_bytes) if adapter_memory_bytes else None,
                 max_adapters=max_adapters,
                 max_adapter_rank=max_adapter_rank,

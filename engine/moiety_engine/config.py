@@ -144,7 +144,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "another --batching, or --speculate off"
             )
         if self.adapter_memory_bytes is not None and self.adapter_memory_bytes < 0:
-            raise InvalidConfig(f"adapter_memory_bytes must be 0 (no adapters) or more, not {self.adapter_memory_bytes}")
+            raise InvalidConfig(
+                f"adapter_memory_bytes must be 0 (no adapters) or more, not {self.adapter_memory_bytes}"
+            )
         if self.adapter_memory_bytes == 0 and self.adapters:
             raise InvalidConfig("adapters were given, and adapter_memory_bytes is 0: raise it, or leave them out")
         if not 0 <= self.traced_steps_per_s <= MAX_TRACED_PER_S:

@@ -200,7 +200,18 @@ class Rest(msgspec.Struct, frozen=True, tag="rest"):
     asleep: bool
 
 
-ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled | Rest | AskExperts
+class AdapterPart(msgspec.Struct, frozen=True, tag="adapter_part"):
+    """A part of an adapter's tensors, in their order; the first brings its configuration, as PEFT writes both. Once the
+    last has come, requests may name it, until the engine says that it is missing."""
+
+    adapter_id: str
+    index: int
+    data: bytes
+    config: str = ""  # JSON
+    is_last: bool = False
+
+
+ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled | Rest | AskExperts | AdapterPart
 
 # ── to the gateway ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -225,6 +236,8 @@ class Card(msgspec.Struct, frozen=True, tag="card"):
     embedding_width: int = 0  # numbers of a vector; 0 where the engine makes none
     extensible: bool = True  # False: credit cannot be raised, nor does it remember what ended requests used
     follows_guides: bool = False
+    takes_adapters: bool = False
+    adapters: tuple[str, ...] = ()  # that its operator has given it
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moiety_engine.adapters.dummy import ATTENTION, write_adapter
-from moiety_engine.adapters.peft import read_adapter
+from moiety_engine.adapters.peft import TENSORS, read_adapter
 from moiety_engine.config import EngineConfig, PolicyName
 from moiety_engine.errors import AdapterError, InvalidConfig
 from moiety_engine.loop import EngineLoop, load_loop
@@ -58,7 +58,7 @@ def merge(checkpoint: Path, adapter: Path, into: Path) -> Path:
     shutil.copytree(checkpoint, into)
     config = json.loads((adapter / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / (config["r"] ** (0.5 if config["use_rslora"] else 1))
-    weights, factors = load_file(checkpoint / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    weights, factors = load_file(checkpoint / "model.safetensors"), load_file(adapter / TENSORS)
     for name in [name for name in factors if name.endswith(".lora_A.weight")]:
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         weights[f"{module}.weight"] += scale * factors[name.replace("lora_A", "lora_B")] @ factors[name]
@@ -93,8 +93,7 @@ def test_each_answer_in_a_batch_of_many_adapters_is_that_of_its_merged_checkpoin
     merged = {name: merge(checkpoint, folder, tmp_path / f"merged-{name}") for name, folder in adapters.items()}
     names = ["", *adapters]
     submits = [
-        make_submit(key, names[key % len(names)], LENGTHS[key % len(LENGTHS)])
-        for key in range(1, 2 * len(names) + 1)
+        make_submit(key, names[key % len(names)], LENGTHS[key % len(LENGTHS)]) for key in range(1, 2 * len(names) + 1)
     ]
     given = {name: str(folder) for name, folder in adapters.items()}
     settings: dict[str, Any] = {"model": str(checkpoint), "name": "tiny", "dtype": "float32", "adapters": given}
@@ -263,8 +262,10 @@ def test_tensors_that_have_no_place_are_named(
     loops: Any, checkpoint: Path, tmp_path: Path, before: str, after: str, complaint: str
 ) -> None:
     folder = write_adapter(tmp_path / "odd", checkpoint)
-    tensors = load_file(folder / "adapter_model.safetensors")
-    save_file({name.replace(before, after): tensor for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    tensors = load_file(folder / TENSORS)
+    save_file(
+        {name.replace(before, after): tensor for name, tensor in tensors.items()}, folder / TENSORS
+    )
     with pytest.raises(AdapterError, match=complaint):
         read_adapter(folder, loops.model.spec, max_rank=64)
 
@@ -273,15 +274,15 @@ def test_a_number_that_is_none_is_refused_so_that_it_reaches_nobodys_step(
     loops: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
     folder = write_adapter(tmp_path / "nan", checkpoint)
-    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors = load_file(folder / TENSORS)
     next(iter(tensors.values()))[0, 0] = float("nan")
-    save_file(tensors, folder / "adapter_model.safetensors")
+    save_file(tensors, folder / TENSORS)
     with pytest.raises(AdapterError, match="finite"):
         read_adapter(folder, loops.model.spec, max_rank=64)
 
 
 def test_what_an_operator_gives_is_checked_at_the_start(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match="'mine'.*lacks adapter_config.json"):
+    with pytest.raises(AdapterError, match=r"'mine'.*lacks adapter_config.json"):
         load_loop(EngineConfig(model=str(checkpoint), name="tiny", adapters={"mine": str(tmp_path)}))
     with pytest.raises(InvalidConfig, match="over several ranks"):
         load_loop(EngineConfig(model=str(checkpoint), name="tiny", adapters={"mine": str(tmp_path)}, tp=2))

@@ -176,8 +176,8 @@ def _fused(
     parts = {f"model.layers.{index}.mlp.": None for index in range(len(spec.layers))}  # how names are written here
     places = placements(spec, outputs, set(parts))
     of_key: dict[Key, list[_Module]] = defaultdict(list)
-    for layer, module in downs:
-        of_key[layer, _place_of(module)[0]].append((layer, module))
+    for of_layer, name in downs:
+        of_key[of_layer, _place_of(name)[0]].append((of_layer, name))
     fused = {}
     for (layer, product), modules in of_key.items():
         form = form_of(spec.layers[layer], product, spec.hidden_size)

@@ -160,9 +160,7 @@ class AdapterRegistry:
         """Go on with bringing it into a slot. Whether it was read and there is no room for it yet."""
         if known.reading is None:
             assert self._readers is not None, "where none are served nobody waits"
-            known.reading = self._readers.submit(
-                read_adapter, known.folder, self._model.spec, max_rank=self._max_rank
-            )
+            known.reading = self._readers.submit(read_adapter, known.folder, self._model.spec, max_rank=self._max_rank)
         if not known.reading.done():
             return False
         try:

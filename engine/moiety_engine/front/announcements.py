@@ -54,7 +54,7 @@ def make_load(
     )
 
 
-def make_card(model: str, engine_id: str, text: TextModel, hello: CoreHello) -> Card:
+def make_card(model: str, engine_id: str, text: TextModel, hello: CoreHello, adapters: tuple[str, ...] = ()) -> Card:
     return Card(
         engine_id=engine_id,
         model=model,
@@ -71,4 +71,6 @@ def make_card(model: str, engine_id: str, text: TextModel, hello: CoreHello) -> 
         device=hello.device,
         embedding_width=hello.embedding_width,
         follows_guides=hello.follows_guides,
+        takes_adapters=hello.takes_adapters,
+        adapters=adapters,
     )

@@ -301,6 +301,14 @@ AdapterMemoryBytesOption = Annotated[
         help="Memory of the device for adapters, such as 2GiB; 0: none are served; empty: 1 GiB, of a GPU a 64th.",
     ),
 ]
+AdapterDiskBytesOption = Annotated[
+    str,
+    typer.Option(
+        envvar="MOIETY_ENGINE_ADAPTER_DISK_BYTES",
+        rich_help_panel=ADAPTERS,
+        help="Disk for adapters that gateways send, in the folder for temporary files.",
+    ),
+]
 MaxAdaptersOption = Annotated[
     int,
     typer.Option(

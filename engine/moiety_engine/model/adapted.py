@@ -117,7 +117,9 @@ class AdapterStacks:
         for index, layer in enumerate(self.layers):
             for product in Product:
                 if (index, product) in keys:
-                    layer.of[product] = self._moved(layer.of.get(product), self._form((index, product)), num_slots, rank, moves)
+                    layer.of[product] = self._moved(
+                        layer.of.get(product), self._form((index, product)), num_slots, rank, moves
+                    )
                 else:
                     layer.of.pop(product, None)
         self.keys, self.num_slots, self.rank = keys, num_slots, rank
@@ -159,5 +161,5 @@ def _slot_of(factors: Factors, slot: int) -> tuple[Tensor, Tensor]:
     """down_EPrD and up_ErN of one slot, as views."""
     experts, parts = factors.num_experts, len(factors.widths)
     some = slice(slot * experts, (slot + 1) * experts)
-    down = factors.down_SRD[some].unflatten(1, (parts, factors.rank))
+    down = factors.down_SRD[some].view(experts, parts, factors.rank, -1)
     return down, factors.up_SrN[some]

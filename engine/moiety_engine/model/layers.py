@@ -102,9 +102,7 @@ class GroupedQueryAttention:
 class DenseFeedForward:
     """A gated feed-forward for every token."""
 
-    def __init__(
-        self, spec: DenseSpec, weights: DenseWeights, arithmetic: Arithmetic, adapters: LayerFactors
-    ) -> None:
+    def __init__(self, spec: DenseSpec, weights: DenseWeights, arithmetic: Arithmetic, adapters: LayerFactors) -> None:
         self._activation, self._weights, self._adapters = spec.activation, weights, adapters
         self._invariant = arithmetic.invariant
 

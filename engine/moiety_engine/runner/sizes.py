@@ -8,7 +8,14 @@ from moiety_engine.config import EngineConfig
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.memory import available_bytes, device_memory
 from moiety_engine.model.transformer import Transformer
-from moiety_engine.runner.memory import ADAPTER_BYTES, ADAPTER_FRACTION, CPU_FRACTION, kv_budget_bytes, num_host_blocks, num_kv_blocks
+from moiety_engine.runner.memory import (
+    ADAPTER_BYTES,
+    ADAPTER_FRACTION,
+    CPU_FRACTION,
+    kv_budget_bytes,
+    num_host_blocks,
+    num_kv_blocks,
+)
 from moiety_engine.runner.orders import Orders
 from moiety_engine.runner.profiling import measure
 

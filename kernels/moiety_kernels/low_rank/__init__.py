@@ -35,4 +35,3 @@ def add_low_rank(out_TN: Tensor, x_TD: Tensor, factors: Factors, slot_T: Tensor)
         _cpu().add(out_TN, x_TD, factors, slot_T)
     else:
         reference.add(out_TN, x_TD, factors, slot_T)
-

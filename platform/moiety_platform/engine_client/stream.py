@@ -58,6 +58,11 @@ class EngineStream:
         self._end_waiter: asyncio.Future[None] | None = None
 
     @property
+    def wants_more(self) -> bool:
+        """Whether it has not ended, nor was told to."""
+        return not (self.ended or self._aborted)
+
+    @property
     def has_failed(self) -> bool:
         """Ended with an error, which is in the inbox or was read from it."""
         return self.ended and self.finished is None
@@ -100,6 +105,10 @@ class EngineStream:
         if not self.ended:
             self._end()
             self.inbox.put(self, error)
+
+    def was_not_sent(self) -> None:
+        """Nothing of it has reached the engine, so no end of it will come; its owner knows why."""
+        self._end()
 
     async def wait_ended(self, timeout_s: float) -> None:
         """Return when the stream has ended, or after the timeout; a cancellation meanwhile is raised only then."""
@@ -185,6 +194,10 @@ def error_of(failed: Failed) -> PlatformError:
         case FailureCode.INVALID_REQUEST | FailureCode.GUIDE_REFUSED:
             is_form = failed.code is FailureCode.GUIDE_REFUSED
             return BadRequest(failed.message, code=FORM_NOT_SUPPORTED if is_form else None)
+        case FailureCode.ADAPTER_REFUSED:
+            return BadRequest(failed.message, code="adapter_refused", param="model")
+        case FailureCode.ADAPTER_MISSING:
+            return Unavailable(failed.message, code="adapter_missing", retry_after_s=1)
         case FailureCode.OVERLOADED:
             return _overload_of(failed)
         case FailureCode.DRAINING:
