@@ -143,13 +143,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "the padded strategy computes every row as long as the longest, without drafts: choose "
                 "another --batching, or --speculate off"
             )
+        self._check_adapters()
+        if not 0 <= self.traced_steps_per_s <= MAX_TRACED_PER_S:
+            raise InvalidConfig(f"traced_steps_per_s must lie between 0 and {MAX_TRACED_PER_S}")
+        if self.batch_timeout_ms < 0:
+            raise InvalidConfig(f"batch_timeout_ms must be 0 or more, not {self.batch_timeout_ms}")
+
+    def _check_adapters(self) -> None:
         if self.adapter_memory_bytes is not None and self.adapter_memory_bytes < 0:
             raise InvalidConfig(
                 f"adapter_memory_bytes must be 0 (no adapters) or more, not {self.adapter_memory_bytes}"
             )
         if self.adapter_memory_bytes == 0 and self.adapters:
             raise InvalidConfig("adapters were given, and adapter_memory_bytes is 0: raise it, or leave them out")
-        if not 0 <= self.traced_steps_per_s <= MAX_TRACED_PER_S:
-            raise InvalidConfig(f"traced_steps_per_s must lie between 0 and {MAX_TRACED_PER_S}")
-        if self.batch_timeout_ms < 0:
-            raise InvalidConfig(f"batch_timeout_ms must be 0 or more, not {self.batch_timeout_ms}")

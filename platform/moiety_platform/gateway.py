@@ -203,12 +203,16 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         await meter.start()
         stack.push_async_callback(meter.stop)
         metrics.registry.register(StoreCollector(clock, store, usage, quotas, meter, recorder))
-        contents = AdapterContents(database)
-        replicas = await stack.enter_async_context(_connect(settings, clock, quotas.replica_id, meter, contents))
+        replicas = await stack.enter_async_context(
+            _connect(settings, clock, quotas.replica_id, meter, AdapterContents(database))
+        )
         quotas.quarantine.is_proven = replicas.have_settled_for
         authenticator = Authenticator(database, pepper, clock)
-        classes, prices = ClassCache(database, clock), PriceCache(database, clock)
-        adapters = AdapterCache(database, clock)
+        classes, prices, adapters = (
+            ClassCache(database, clock),
+            PriceCache(database, clock),
+            AdapterCache(database, clock),
+        )
         oidc = await stack.enter_async_context(_verify_tokens(settings, database, clock))
         reach = Reach(tuple(map(ip_network, settings.webhook_networks)))
         poster = await stack.enter_async_context(Poster(reach))

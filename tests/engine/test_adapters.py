@@ -263,9 +263,7 @@ def test_tensors_that_have_no_place_are_named(
 ) -> None:
     folder = write_adapter(tmp_path / "odd", checkpoint)
     tensors = load_file(folder / TENSORS)
-    save_file(
-        {name.replace(before, after): tensor for name, tensor in tensors.items()}, folder / TENSORS
-    )
+    save_file({name.replace(before, after): tensor for name, tensor in tensors.items()}, folder / TENSORS)
     with pytest.raises(AdapterError, match=complaint):
         read_adapter(folder, loops.model.spec, max_rank=64)
 

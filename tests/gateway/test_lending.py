@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import zmq
@@ -35,12 +36,9 @@ class Core(ScriptedCore):
     def send(self, commands) -> None:
         for command in commands:
             if isinstance(command, CoreAdapter):
-                folder = command.folder
-                with (
-                    open(f"{folder}/adapter_config.json") as config,
-                    open(f"{folder}/adapter_model.safetensors", "rb") as file,
-                ):
-                    self.found.append((command.name, config.read(), file.read()))
+                folder = Path(command.folder)
+                config, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+                self.found.append((command.name, config.read_text(), tensors.read_bytes()))
         super().send(commands)
 
 

@@ -16,7 +16,7 @@ import structlog
 from moiety_engine.front.meter import Meter
 from moiety_engine.front.request import OpenRequest, TokenTable
 from moiety_engine.front.sessions import GatewaySession
-from moiety_engine.front.validation import ModelLimits, find_refusal, to_core
+from moiety_engine.front.validation import ModelLimits, Refusal, find_refusal, to_core
 from moiety_engine.messages import (
     CoreAbort,
     CoreAdmission,
@@ -124,9 +124,9 @@ class RequestDesk:
             return FailureCode.ENGINE_FAILED, "this connection was given up meanwhile; say Hello, and send it again"
         if submit.request_id in session.open_keys:
             return FailureCode.INVALID_REQUEST, "a request with this id is still open; choose another id"
-        if submit.adapter and submit.adapter not in self._adapters:
-            return FailureCode.ADAPTER_MISSING, "the engine does not have this adapter; send it, and submit again"
         refusal = find_refusal(submit, self.limits)
+        if refusal is None and submit.adapter and submit.adapter not in self._adapters:
+            refusal = Refusal(FailureCode.ADAPTER_MISSING, "the engine does not have this adapter; send it once more")
         return None if refusal is None else (refusal.code, refusal.message)
 
     def extend(self, session: GatewaySession, extend: Extend) -> None:

@@ -77,8 +77,8 @@ class BatchBuilder:
     """Builds batches; pad rows take token 0 and the positions after their sequence's. With `answers_apart` every token
     of an answer attends as a decode does, also when it is computed once more after a preemption, and every token of a
     prompt as a chunk's does: the two ways round differently. A draft's tokens attend as decodes do, always: so a guess
-    that is right gets the bits that it would have got without. With `tenants` the batches say whose each token is, with `adapters` the slot of
-    each token's adapter."""
+    that is right gets the bits that it would have got without. With `tenants` the batches say whose each token is,
+    with `adapters` the slot of its adapter."""
 
     def __init__(
         self,

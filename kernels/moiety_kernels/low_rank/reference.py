@@ -32,7 +32,7 @@ def _products(x_RD: Tensor, factors: Factors, index_R: Tensor) -> Tensor:
     there_R = index_R.clamp(min=0)
     inner_RP = torch.bmm(factors.down_SRD[there_R], x_RD.unsqueeze(2)).squeeze(2)
     up_RrN = factors.up_SrN[there_R]
-    inner, outer = torch.split(inner_RP, factors.rank, dim=1), torch.split(up_RrN, factors.widths, dim=2)
+    inner, outer = torch.split(inner_RP, factors.rank, dim=1), torch.split(up_RrN, list(factors.widths), dim=2)
     found = [torch.bmm(part.unsqueeze(1), up).squeeze(1) for part, up in zip(inner, outer, strict=True)]
     return torch.where(index_R.unsqueeze(1) < 0, 0.0, torch.cat(found, dim=1))
 
