@@ -102,7 +102,7 @@ def engine(
     adapter_memory_bytes: options.AdapterMemoryBytesOption = "",
     adapter_disk_bytes: options.AdapterDiskBytesOption = "4GiB",
     max_adapters: options.MaxAdaptersOption = 64,
-    max_adapter_rank: options.MaxAdapterRankOption = 64,
+    max_adapter_rank: options.MaxAdapterRankOption = 32,
     drain_timeout: options.DrainTimeoutOption = 30.0,
     core_silence_s: options.CoreSilenceOption = CORE_SILENCE_S,
     traced_steps_per_s: options.TracedStepsOption = 20.0,

@@ -106,7 +106,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     adapters: dict[str, str] = {}  # of the operator: name → folder
     adapter_memory_bytes: int | None = None  # of the device; 0: no adapters
     max_adapters: int = 64  # in memory at once
-    max_adapter_rank: int = 64
+    max_adapter_rank: int = 32
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:

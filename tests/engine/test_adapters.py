@@ -66,13 +66,16 @@ def merge(checkpoint: Path, adapter: Path, into: Path) -> Path:
     return into
 
 
-def by_transformers(folder: Path, submit: CoreSubmit) -> list[int]:
+def by_transformers(folder: Path, submits: list[CoreSubmit]) -> dict[int, list[int]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = torch.tensor([submit.prompt_ids])
-    found = model.generate(ids, max_new_tokens=NUM_OUTPUT, do_sample=False, eos_token_id=None)
-    return list(found[0, ids.shape[1] :].tolist())
+    answers = {}
+    for submit in submits:
+        ids = torch.tensor([submit.prompt_ids])
+        found = model.generate(ids, max_new_tokens=NUM_OUTPUT, do_sample=False, eos_token_id=None)
+        answers[submit.key] = list(found[0, ids.shape[1] :].tolist())
+    return answers
 
 
 def adapters_of(folder: Path, checkpoint: Path, experts: tuple[str, ...]) -> dict[str, Path]:
@@ -97,7 +100,10 @@ def test_each_answer_in_a_batch_of_many_adapters_is_that_of_its_merged_checkpoin
     ]
     given = {name: str(folder) for name, folder in adapters.items()}
     settings: dict[str, Any] = {"model": str(checkpoint), "name": "tiny", "dtype": "float32", "adapters": given}
-    expected = {one.key: by_transformers(merged.get(one.adapter, checkpoint), one) for one in submits}
+    expected: dict[int, list[int]] = {}
+    for name in names:
+        own = [one for one in submits if one.adapter == name]
+        expected |= by_transformers(merged.get(name, checkpoint), own)
     loop = load_loop(EngineConfig(**settings))
     found = run_all(loop, submits)
     assert {key: one.token_ids for key, one in found.items()} == expected
@@ -173,6 +179,25 @@ def test_memory_for_adapters_is_a_bound_that_is_kept(loops: Any, checkpoint: Pat
     assert "--adapter-memory-bytes" in failed[4]
     stacks = loops.model.adapters
     assert stacks.num_bytes(stacks.keys, stacks.num_slots, stacks.rank) <= one_large
+
+
+def test_whoever_waits_for_a_slot_gets_one_though_others_keep_coming(loops: Any, many: dict[str, Path]) -> None:
+    loop = loops.make(max_adapters=1)
+    for name, folder in many.items():
+        loop.adapters.learn(name, folder)
+    loop.submit(make_submit(1, "a0", max_tokens=4))
+    loop.step()
+    key, ended, end = 2, set(), time.monotonic() + 60
+    loop.submit(make_submit(key, "a1", max_tokens=4))
+    while 2 not in ended:
+        assert time.monotonic() < end, "it waits for ever"
+        if loop.scheduler.num_running + loop.scheduler.num_waiting < 2:  # there is always one more for the first
+            key += 1
+            loop.submit(make_submit(key, "a0", max_tokens=4))
+        loop.step()
+        step = loop.take_outputs()
+        ended |= {output.key for output in step.outputs if output.finish} if step else set()
+    assert len(ended) > 2
 
 
 def test_the_same_prompt_shares_no_cache_with_another_adapter(loops: Any, many: dict[str, Path]) -> None:

@@ -6,6 +6,7 @@ between two steps, and stays there until another needs the room and no request t
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+PATIENCE_S = 1.0  # for which a request waits for room while later ones find their adapters in theirs
+
 
 @dataclass(slots=True)
 class _Adapter:
@@ -44,6 +47,7 @@ class _Adapter:
 class _Guest:
     submit: CoreSubmit
     credit_tokens: int
+    since_s: float
     credit_last: bool = False
 
 
@@ -89,7 +93,7 @@ class AdapterRegistry:
         elif known is None:
             self._refuse(submit.key, FailureCode.ADAPTER_MISSING, "this engine does not have the request's adapter")
         else:
-            self._guests[submit.key] = _Guest(submit, submit.credit_tokens)
+            self._guests[submit.key] = _Guest(submit, submit.credit_tokens, time.monotonic())
 
     def extend(self, key: int, credit_tokens: int, *, last: bool) -> bool:
         """False: there is no such guest."""
@@ -106,13 +110,16 @@ class AdapterRegistry:
         return None if guest is None else guest.submit
 
     def take_ready(self) -> Iterator[tuple[CoreSubmit, bool]]:
-        """Who need not wait any more, with the credit that it has now, and whether that is the last."""
+        """Who need not wait any more, with the credit that it has now, and whether that is the last. Where the slots are
+        full, who has waited for one for long holds up all that came later, so that some become free."""
         is_full = False  # who comes later does not take the room that somebody waits for
         for key, guest in list(self._guests.items()):
             name = guest.submit.adapter
             known = self._known[name]
             if known.slot < 0 and not known.problem and not is_full:
                 is_full = self._try_to_place(name, known)
+                if is_full and time.monotonic() - guest.since_s > PATIENCE_S:
+                    return
             if known.problem:
                 del self._guests[key]
                 self._refuse(key, FailureCode.ADAPTER_REFUSED, f"the adapter cannot be served: {known.problem}")
