@@ -76,8 +76,28 @@ def test_a_tenants_adapter_answers_it_by_name_and_nobody_else(
     assert foreign.text.replace(served_as, "") == missing.text.replace(f"{server.model}:none", "")
     assert other("GET", f"/v1/models/{served_as}").status_code == 404
 
-    rows = account.rows()
-    assert served_as in {row["model"] for row in rows}
+
+def test_it_costs_what_its_base_model_does_unless_it_has_a_price_of_its_own(
+    server: Any, account: Any, served_as: str, until: Callable[..., Any]
+) -> None:
+    prices = {server.model: "1", served_as: "10"}
+    until(lambda: account.post("/v1/completions", {"model": served_as, **PROMPT}).status_code == 200, "it is known")
+    costs = []
+    for number in range(2):
+        model = list(prices)[number]
+        set_price = {"model": model, "input": prices[model], "output": "0"}
+        assert server.admin.put("/admin/v1/prices", json=set_price).status_code == 200
+        answer = account.post("/v1/completions", {"model": served_as, **PROMPT})
+        row = until(lambda answer=answer: row_of(account, answer), "its row")
+        assert row["model"] == served_as
+        costs.append(row["cost_nanodollars"] / row["prompt_tokens"])
+    for model in prices:
+        server.admin.delete("/admin/v1/prices", params={"model": model})
+    assert costs == [1000, 10_000]
+
+
+def row_of(account: Any, answer: httpx.Response) -> Any:
+    return next((row for row in account.rows() if row["request_id"] == answer.json()["id"]), None)
 
 
 def test_an_engine_that_was_restarted_is_sent_the_adapter_again(

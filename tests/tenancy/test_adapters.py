@@ -12,10 +12,11 @@ import pytest
 from litestar import Litestar
 from sqlalchemy import func, select
 
-from moiety_platform.adapters.cache import AdapterCache
+from moiety_platform.adapters.cache import AdapterCache, NamedAdapter
 from moiety_platform.adapters.contents import AdapterContents
 from moiety_platform.adapters.controller import adapter_routes
 from moiety_platform.adapters.models import Adapter, AdapterChunk
+from moiety_platform.adapters.naming import allowed_of
 from moiety_platform.adapters.service import erase_some
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
@@ -152,6 +153,15 @@ async def test_what_is_no_adapters_file_is_not_published(api: Admin, demo: Demo,
 )
 async def test_what_makes_no_sense_is_refused(api: Admin, demo: Demo, changes: dict[str, Any]) -> None:
     assert (await begin(api, demo, expect=400, **changes))["error"]["message"]
+
+
+def test_a_key_for_some_models_may_use_what_it_names_and_all_adapters_of_a_model_that_it_names() -> None:
+    adapter = NamedAdapter("m:a", "m", "ada_1", 0)
+    assert allowed_of(None, adapter) is None
+    assert allowed_of(frozenset({"m"}), adapter) == {"m"}
+    assert allowed_of(frozenset({"m:a"}), adapter) == {"m", "m:a"}
+    assert allowed_of(frozenset({"m:a"}), None) == {"m:a"}
+    assert allowed_of(frozenset({"m:b"}), adapter) == {"m:b"}
 
 
 async def test_one_that_is_on_the_engines_needs_no_upload(api: Admin, demo: Demo, cache: AdapterCache) -> None:

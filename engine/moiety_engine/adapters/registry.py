@@ -110,8 +110,8 @@ class AdapterRegistry:
         return None if guest is None else guest.submit
 
     def take_ready(self) -> Iterator[tuple[CoreSubmit, bool]]:
-        """Who need not wait any more, with the credit that it has now, and whether that is the last. Where the slots are
-        full, who has waited for one for long holds up all that came later, so that some become free."""
+        """Who need not wait any more, with the credit that it has now, and whether that is the last. Where the slots
+        are full, who has waited for one for long holds up all that came later, so that some become free."""
         is_full = False  # who comes later does not take the room that somebody waits for
         for key, guest in list(self._guests.items()):
             name = guest.submit.adapter
