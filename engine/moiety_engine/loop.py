@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import torch
@@ -255,6 +256,15 @@ class EngineLoop:
         with self._orders.together(ComeBack()):
             if self.model.away:
                 self.model.come_back(on_progress)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: object, exc: BaseException | None, _traceback: object) -> None:
+        if exc is None:
+            self.close()
+        else:
+            self._orders.abandon(f"the first rank cannot go on: {exc or type(exc).__name__}")
 
     def close(self) -> None:
         """End the other ranks, if there are any. The loop is not used any more."""

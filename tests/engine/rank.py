@@ -34,6 +34,7 @@ class Work(msgspec.Struct):
     waves: list[list[CoreSubmit]]  # one after the other
     naps: bool = False  # between waves
     again: bool = False  # and again, until it is ended
+    fails: str = ""  # with these words on rank 0, after all
     lacks: str = ""  # room on rank 1 for what a nap moves: `host`, `device`; or on all ranks, for the `cache`
 
 
@@ -96,8 +97,12 @@ def lacking(what: str) -> Iterator[None]:
 
 
 def work_through(work: Work) -> Answer:
+    with load_loop(work.config, meeting=work.meeting) as loop:
+        return answer_of(work, loop)
+
+
+def answer_of(work: Work, loop: EngineLoop) -> Answer:
     answer = Answer()
-    loop = load_loop(work.config, meeting=work.meeting)
     loop.warm_up()
     storages = {tensor.untyped_storage() for _, tensor in named_tensors(loop.model._weights)}
     answer.weight_bytes = sum(storage.nbytes() for storage in storages)
@@ -110,8 +115,9 @@ def work_through(work: Work) -> Answer:
             answer.num_cached += result.finish.num_cached_tokens
         if work.naps:
             answer.refusals.append(nap(loop, work.lacks))
+    if work.fails:
+        raise EngineError(work.fails)
     answer.num_swapped = loop.load().swapped_in_blocks_total
-    loop.close()
     return answer
 
 

@@ -291,6 +291,15 @@ def wait_for(what: Callable[[], Any]) -> Any:
     return found
 
 
+def test_where_the_first_parallel_rank_cannot_go_on_the_other_says_why(folders: dict[str, Path]) -> None:
+    pair = RankProcesses(2)
+    _, second = wait_for(lambda: len(pair.pids()) == 2 and pair.pids())
+    pair.start(*ranks_of(settings_of(folders["qwen3_moe"], tp=2)), waves=requests()[:1], fails="no luck")
+    ended, logged = pair.end()
+    assert f"{second} {LOST_RANK}" in ended
+    assert "the first rank cannot go on: no luck" in logged
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_parallel_rank_ends_the_group_within_seconds(folders: dict[str, Path], number: int) -> None:
     pair = RankProcesses(2)

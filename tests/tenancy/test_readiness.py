@@ -39,7 +39,9 @@ async def test_a_store_that_was_ready_stays_so_during_an_outage(cuttable: Cuttab
     assert await settled(before) == ""
     assert "cannot be reached" in await settled(after)
     await cuttable.wire.mend()
-    assert await settled(after) == ""
+    async with asyncio.timeout(60):
+        while await settled(after):  # what was said last, until another look has ended
+            pass
 
 
 async def test_missing_tables_are_told_from_a_store_that_is_away(empty_url: str) -> None:

@@ -71,18 +71,18 @@ def calibrate(
     plain = msgspec.structs.replace(
         config, batching=Batching.CONTINUOUS, policy=PolicyName.FCFS, prefix_caching=False, overlap=Overlap.OFF
     )
-    loop = load_loop(plain, progress=on_load)
-    loop.warm_up()
-    bench = _Bench(loop, random.Random(seed))
-    trials = list_trials(loop)
-    observed: list[tuple[StepShape, float]] = []
-    begin_s = time.perf_counter()
-    for number, trial in enumerate(trials):
-        if time.perf_counter() - begin_s > limit_s:
-            break
-        observed += bench.run(trial)
-        on_trial(number + 1, len(trials))
-    return _fit(loop, config.name, observed)
+    with load_loop(plain, progress=on_load) as loop:
+        loop.warm_up()
+        bench = _Bench(loop, random.Random(seed))
+        trials = list_trials(loop)
+        observed: list[tuple[StepShape, float]] = []
+        begin_s = time.perf_counter()
+        for number, trial in enumerate(trials):
+            if time.perf_counter() - begin_s > limit_s:
+                break
+            observed += bench.run(trial)
+            on_trial(number + 1, len(trials))
+        return _fit(loop, config.name, observed)
 
 
 def list_trials(loop: EngineLoop) -> list[Trial]:

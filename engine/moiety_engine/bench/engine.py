@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -34,8 +33,7 @@ def measure(
 ) -> dict[str, Any]:
     """Load the model, run all requests at once, and report. `ready_s` counts from the start of this process.
     `on_load` gets bytes read and bytes in all, `on_done` the number of requests that have ended."""
-    loop = load_loop(config, progress=on_load)
-    with contextlib.closing(loop):
+    with load_loop(config, progress=on_load) as loop:
         return _measure(loop, config, lengths, seed, on_done)
 
 

@@ -35,11 +35,8 @@ PROGRESS_INTERVAL_S = 0.2
 def serve(link: FrontLink, config: EngineConfig, meeting: Meeting | None = None) -> None:
     """Runs until the front says shutdown. `meeting`: what a launcher said of other ranks. Raises EngineError where the
     model cannot be loaded."""
-    loop = load_loop(config, meeting=meeting, progress=_Progress(link))
-    try:
+    with load_loop(config, meeting=meeting, progress=_Progress(link)) as loop:
         _serve(link, loop, config)
-    finally:
-        loop.close()
 
 
 def _serve(link: FrontLink, loop: EngineLoop, config: EngineConfig) -> None:

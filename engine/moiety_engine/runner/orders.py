@@ -144,3 +144,9 @@ class Orders:
             self.give(Stop())
             self._crew.close()
             self._crew = None
+
+    def abandon(self, reason: str) -> None:
+        """This rank cannot go on, perhaps in the middle of what all do together: the others end, and say why."""
+        if self._crew is not None:
+            self._crew.abandon(reason)
+            self._crew = None
