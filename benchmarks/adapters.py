@@ -1,15 +1,16 @@
 """What adapters cost: 64 of 32 tenants in one batch against the same batch without any, interleaved in one process.
 
-    python benchmarks/adapters.py [--checkpoint FOLDER] [--rounds 3] [--rank 4] [--clock wall]
+    python benchmarks/adapters.py [--checkpoint FOLDER] [--rounds 3] [--rank 4] [--clock wall] [--work FOLDER]
 
-The demo model, and with --checkpoint the random Qwen3-MoE that benchmarks/checkpoint.py makes. Tokens are counted by
-seconds of processor time, which other load on the machine changes least (`--clock wall` counts those of the wall). Each
-answer in the batch must be the one that its adapter gives alone.
+The demo model, or with --checkpoint another, such as the random Qwen3-MoE that benchmarks/checkpoint.py makes. Tokens
+are counted by seconds of processor time, which other load on the machine changes least (`--clock wall` counts those of
+the wall). Each answer in the batch must be the one that its adapter gives alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -47,7 +48,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, help="besides the demo model")
+    parser.add_argument("--checkpoint", type=Path, help="instead of the demo model")
+    parser.add_argument("--work", type=Path, help="where adapters are written, or lie from a run before")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=32)
@@ -57,8 +59,8 @@ def main() -> None:
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="processor")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "adapters.json")
     options = parser.parse_args()
-    folders = [resolve_checkpoint("")] + ([options.checkpoint] if options.checkpoint is not None else [])
-    models = {folder.name: measure(folder, options) for folder in folders}
+    folder = options.checkpoint or resolve_checkpoint("")
+    models = {folder.name if options.checkpoint else "moiety-demo": measure(folder, options)}
     report = {
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
@@ -79,7 +81,7 @@ def main() -> None:
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All variants on one model, by turns."""
-    with tempfile.TemporaryDirectory() as work:
+    with tempfile.TemporaryDirectory() if options.work is None else contextlib.nullcontext(options.work) as work:
         plain = EngineConfig(
             model=str(folder),
             name=folder.name,
@@ -113,14 +115,11 @@ def make_loop(
     plain: EngineConfig, name: str, modules: tuple[str, ...], work: Path, options: argparse.Namespace
 ) -> EngineLoop:
     """With a model of its own, which owns the slots of adapters."""
-    given = {
-        f"a{number}": str(
-            write_adapter(
-                work / name / f"a{number}", Path(plain.model), modules=modules, rank=options.rank, seed=number
-            )
-        )
-        for number in range(NUM_ADAPTERS if modules else 0)
-    }
+    folders = {f"a{number}": work / name / f"a{number}" for number in range(NUM_ADAPTERS if modules else 0)}
+    for number, folder in enumerate(folders.values()):
+        if not folder.exists():
+            write_adapter(folder, Path(plain.model), modules=modules, rank=options.rank, seed=number)
+    given = {adapter: str(folder) for adapter, folder in folders.items()}
     config = msgspec.structs.replace(
         plain, adapters=given, max_adapters=NUM_ADAPTERS, adapter_memory_bytes=4 << 30, max_running=NUM_ADAPTERS
     )

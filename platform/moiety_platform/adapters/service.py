@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -16,6 +16,8 @@ from moiety_platform.errors import BadRequest, Conflict, NotFound, TooLarge
 from moiety_platform.prices.models import MAX_MODEL_LENGTH
 from moiety_platform.tenants.checks import is_id, new_id
 from moiety_platform.tenants.service import get_living_tenant
+
+Now = Callable[[], ColumnElement[int]]
 
 MAX_ADAPTERS_PER_TENANT = 1000
 ERASE_CHUNKS = 64  # in one transaction
@@ -134,10 +136,10 @@ async def delete_adapter(session: AsyncSession, adapter_id: str) -> Adapter:
     return adapter
 
 
-async def erase_some(session: AsyncSession) -> int:
+async def erase_some(session: AsyncSession, now: Now = now_ms) -> int:
     """Erase some parts of an adapter that is deleted, or whose upload was given up, or at last the adapter itself; how
     many rows, 0 where there is none."""
-    moment = int(await session.scalar(select(now_ms())) or 0)
+    moment = int(await session.scalar(select(now())) or 0)
     given_up = (Adapter.state == AdapterState.UPLOADING) & (Adapter.touched_ms < moment - ABANDONED_MS)
     over = select(Adapter.id).where((Adapter.state == AdapterState.DELETED) | given_up).limit(1)
     adapter_id = await session.scalar(over.with_for_update(skip_locked=True))

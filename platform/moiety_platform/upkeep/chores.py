@@ -52,7 +52,7 @@ def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) 
         Chore("batches", partial(purge_batches, keep_ms=settings.keep_batches_days * DAY_MS, now=now)),
         Chore("webhook_deliveries", partial(forget_old, now=now)),
         Chore("usage_minutes", purge_old_minutes),
-        Chore("adapters", erase_deleted_adapters),
+        Chore("adapters", partial(erase_deleted_adapters, now=now)),
         Chore("simulations", partial(simulations.purge, now=now)),
         Chore("quota_windows", purge_old_windows),
         Chore("forsaken_limits", purge_forsaken),
