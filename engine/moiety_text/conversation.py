@@ -17,6 +17,7 @@ import re
 import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -34,6 +35,7 @@ _MARKER_LENGTH = 10
 _BETWEEN = "\0"  # texts that are searched together; should a token have one in it, the careful way is taken once more
 _NOTHING = re.compile(r"(?!)")
 _NO_OPENING = Opening()
+_NOTHING_MORE: Mapping[str, Any] = MappingProxyType({})
 
 Structure = Mapping[str, Any]  # a message or a tool, as templates know them
 
@@ -90,16 +92,20 @@ class ConversationEncoder:
         tools: Sequence[Structure] = (),
         opening: Opening = _NO_OPENING,
         prefill: str = "",
+        extra: Structure = _NOTHING_MORE,
         max_tokens: int | None = None,
         is_plain: bool = False,
     ) -> list[int]:
         """The ids of a prompt for an answer to `messages` that may call `tools`, whose texts are the client's and whose
         roles are ours; with `prefill`, the client's as well, or an `opening`, for the rest of an answer that begins so.
+        `extra` are further variables of the template, none of them a client's text.
         `is_plain` says that none spells a control token, where that is known already. Raises TemplateRefused,
         TextNotEncodable, and TooManyTokens as `Tokenizer.encode` does."""
         if not is_plain and self.spells_control_token(messages, tools=tools, prefill=prefill):
-            return self.encode_guarded(messages, tools=tools, opening=opening, prefill=prefill, max_tokens=max_tokens)
-        rendered = self._template.render(messages, tools=tools or None) + opening.text + prefill
+            return self.encode_guarded(
+                messages, tools=tools, opening=opening, prefill=prefill, extra=extra, max_tokens=max_tokens
+            )
+        rendered = self._template.render(messages, tools=tools or None, extra=extra) + opening.text + prefill
         return self._tokenizer.encode(rendered, max_tokens=max_tokens)
 
     def encode_guarded(
@@ -109,6 +115,7 @@ class ConversationEncoder:
         tools: Sequence[Structure] = (),
         opening: Opening = _NO_OPENING,
         prefill: str = "",
+        extra: Structure = _NOTHING_MORE,
         max_tokens: int | None = None,
     ) -> list[int]:
         """The same, by the way that `encode` takes for texts that spell control tokens. Equal for all others."""
@@ -116,7 +123,7 @@ class ConversationEncoder:
             {name: value if name == "role" else self._broken(value) for name, value in message.items()}
             for message in messages
         ]
-        rendered = self._template.render(broken, tools=[self._broken(tool) for tool in tools] or None)
+        rendered = self._template.render(broken, tools=[self._broken(tool) for tool in tools] or None, extra=extra)
         rendered += opening.before + self._broken(opening.name) + opening.after + self._broken(prefill)
         self._tokenizer.check_fits(rendered, max_tokens)
         parts, end = [], 0

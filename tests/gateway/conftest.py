@@ -389,6 +389,14 @@ def tool_card():
 
 
 @pytest.fixture
+def thinking_card(tool_card):
+    """A card whose model thinks before it answers, and can be told not to; its markers are tokens."""
+    switch = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    template = (TOOL_TEMPLATES / "hermes.jinja").read_text() + switch
+    return tool_card("hermes", template=template, added=("<think>", "</think>"))
+
+
+@pytest.fixture
 async def tool_gateway(start_gateway, tool_card):
     """A gateway with a model of each family that calls tools, in `of`, and Anthropic's client beside OpenAI's."""
     engines = {family: FakeEngineClient(tool_card(family)) for family in ("hermes", "llama", "mistral")}

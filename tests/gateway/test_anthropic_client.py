@@ -293,13 +293,14 @@ BAD = [
     (message(role="user", content=[{"type": "text"}]), "messages.0.content.0.text", "missing"),
     *(
         (message(role="user", content=[{"type": kind}]), "messages.0.content.0.type", f"'{kind}' are not supported yet")
-        for kind in ("image", "document", "search_result", "thinking")
+        for kind in ("image", "document", "search_result", "redacted_thinking")
     ),
     ({"system": {"text": "x"}}, "system", "a string or a list of text blocks"),
     ({"system": [{"type": "image"}]}, "system.0.type", "not supported yet"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "not supported yet"),
     ({"output_config": {"format": {}}}, "output_config", "not supported yet"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking", "not supported yet"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, None, "does not think before it answers"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens", "greater than or equal to 1"),
     ({"temperature": 1.5}, "temperature", "less than or equal to 1"),
     ({"top_p": -1}, "top_p", "greater than or equal to 0"),
     ({"top_k": -1}, "top_k", "greater than or equal to 0"),

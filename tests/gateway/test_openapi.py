@@ -35,7 +35,7 @@ CALL = '<tool_call>\n{"name": "tool0", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def call_a_tool(submit):
-    return [(65, "Well."), (66, CALL)]
+    return [(65, "<think>Hm.</think>"), (65, "Well."), (66, CALL)]
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200 if EXAMPLES else 300)]
@@ -113,8 +113,8 @@ ANSWERED = [
 ]
 
 
-async def test_a_document_tells_of_every_field_of_whole_answers_and_of_events(start_gateway, tool_card):
-    engine = FakeEngineClient(tool_card("hermes"))
+async def test_a_document_tells_of_every_field_of_whole_answers_and_of_events(start_gateway, thinking_card):
+    engine = FakeEngineClient(thinking_card)
 
     def break_off(submit):
         yield from [(65, "x")] * 20

@@ -18,6 +18,13 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """Text that comes before the answer, and is none of it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallBegun:
     index: int
     name: str
@@ -46,7 +53,7 @@ class CallBroken:
     text: str
 
 
-Delta = Content | CallBegun | CallArguments | CallEnded | CallBroken
+Delta = Content | Thinking | CallBegun | CallArguments | CallEnded | CallBroken
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +62,20 @@ class Call:
     arguments: str  # a JSON object
 
 
-Parts = Sequence[str | Call]  # of a whole answer: its text and its calls in their order
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """What the model thought before it answered."""
+
+    text: str
 
 
-def assemble(deltas: Iterable[Delta]) -> list[str | Call]:
+Part = str | Call | Thought
+Parts = Sequence[Part]  # of a whole answer: its thought, if any, then its text and its calls in their order
+
+
+def assemble(deltas: Iterable[Delta]) -> list[Part]:
     """The parts of a whole answer, no text empty or next to another. A broken call is the text that the model wrote."""
-    parts: list[str | Call] = []
+    parts: list[Part] = []
     name, arguments = "", ""
     for delta in deltas:
         match delta:
@@ -69,6 +84,11 @@ def assemble(deltas: Iterable[Delta]) -> list[str | Call]:
                     parts[-1] = last + text
                 else:
                     parts.append(text)
+            case Thinking(text):
+                if parts and isinstance(last := parts[-1], Thought):
+                    parts[-1] = Thought(last.text + text)
+                else:
+                    parts.append(Thought(text))
             case CallBegun():
                 name, arguments = delta.name, ""
             case CallArguments():

@@ -13,13 +13,13 @@ from typing import ClassVar
 
 from moiety_text.tools.calls import CallObject, CallText
 from moiety_text.tools.deltas import (
-    Call,
     CallArguments,
     CallBegun,
     CallBroken,
     CallEnded,
     Content,
     Delta,
+    Part,
     assemble,
 )
 from moiety_text.tools.json_scanner import Malformed
@@ -63,7 +63,7 @@ class CallReader:
             self._give(self._held)
         return self._taken()
 
-    def read(self, text: str) -> list[str | Call]:
+    def read(self, text: str) -> list[Part]:
         """The whole answer, whose text is there."""
         return assemble([*self.feed(text), *self.end()])
 
@@ -91,7 +91,7 @@ class CallReader:
         markers = (self.opener, self.closer) if self._owes_closer else (self.opener,)
         found = [(at, marker) for marker in markers if (at := held.find(marker)) >= 0]
         if not found:
-            given = _without_space(held, len(held) - max(_overlap(held, marker) for marker in markers))
+            given = _without_space(held, len(held) - max(overlap(held, marker) for marker in markers))
             self._give(held[:given])
             self._held = held[given:]
             return ""
@@ -177,7 +177,7 @@ def _without_space(text: str, end: int) -> int:
     return start + len(text[start:end].rstrip())
 
 
-def _overlap(text: str, marker: str) -> int:
+def overlap(text: str, marker: str) -> int:
     """The longest end of `text` with which `marker` begins."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):

@@ -21,6 +21,14 @@ class AnswerTextBlock(TypedDict):
     text: str
 
 
+class AnswerThinkingBlock(TypedDict):
+    """What the model thought before it answered. The signature is empty: whoever sends the block back is believed."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
 class AnswerToolUseBlock(TypedDict):
     """A call of a tool, for the client to make."""
 
@@ -30,8 +38,8 @@ class AnswerToolUseBlock(TypedDict):
     input: Annotated[Any, Meta(extra_json_schema={"type": "object"})]
 
 
-AnswerBlock = AnswerTextBlock | AnswerToolUseBlock
-_AnswerBlock = Annotated[Any, either(AnswerTextBlock, AnswerToolUseBlock)]
+AnswerBlock = AnswerTextBlock | AnswerThinkingBlock | AnswerToolUseBlock
+_AnswerBlock = Annotated[Any, either(AnswerTextBlock, AnswerThinkingBlock, AnswerToolUseBlock)]
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
@@ -96,6 +104,13 @@ class TextDelta(TypedDict):
     text: str
 
 
+class ThinkingDelta(TypedDict):
+    """More of a thought."""
+
+    type: Literal["thinking_delta"]
+    thinking: str
+
+
 class InputJsonDelta(TypedDict):
     """More of a call's input, as JSON text."""
 
@@ -108,7 +123,7 @@ class ContentBlockDelta(TypedDict):
 
     type: Literal["content_block_delta"]
     index: Count
-    delta: Annotated[Any, either(TextDelta, InputJsonDelta)]
+    delta: Annotated[Any, either(TextDelta, ThinkingDelta, InputJsonDelta)]
 
 
 class ContentBlockStop(TypedDict):

@@ -1,4 +1,4 @@
-"""The blocks that messages are made of: text, calls of tools and their results, in Anthropic's fields."""
+"""The blocks that messages are made of: text, thoughts, calls of tools and their results, in Anthropic's fields."""
 
 from __future__ import annotations
 
@@ -44,6 +44,14 @@ class ToolUseBlock(StrictBody):
         return call_for_template(self.id, self.name, self.input)
 
 
+class ThinkingBlock(StrictBody):
+    """What an earlier answer has thought. Its signature, which is empty here, is not looked at."""
+
+    type: Annotated[str, shows(enum=["thinking"])]
+    thinking: str
+    signature: str | None = None
+
+
 class ToolResultBlock(StrictBody):
     type: Annotated[str, shows(enum=["tool_result"])]
     tool_use_id: str
@@ -56,21 +64,20 @@ class ToolResultBlock(StrictBody):
         return {"role": "tool", "content": content, "tool_call_id": self.tool_use_id}
 
 
-Block = TextBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 
-_OF_ROLE: dict[str, tuple[str, type[ToolUseBlock | ToolResultBlock]]] = {
-    "assistant": ("tool_use", ToolUseBlock),
-    "user": ("tool_result", ToolResultBlock),
+_OF_ROLE: dict[str, dict[str, type[Block]]] = {
+    "assistant": {"thinking": ThinkingBlock, "tool_use": ToolUseBlock},
+    "user": {"tool_result": ToolResultBlock},
 }
+_BY_TYPE = {name: schema for schemas in _OF_ROLE.values() for name, schema in schemas.items()}
 
 
 def _as_block(value: Any, info: ValidationInfo) -> Block:
     """By its type, so that complaints are of the one form that was meant."""
     kind = value.get("type") if isinstance(value, dict) else None
-    for name, schema in _OF_ROLE.values():
-        if kind == name:
-            return schema.model_validate(value, context=info.context)
-    return TextBlock.model_validate(value, context=info.context)
+    schema = _BY_TYPE.get(kind, TextBlock) if isinstance(kind, str) else TextBlock
+    return schema.model_validate(value, context=info.context)
 
 
 Blocks = Annotated[
@@ -86,7 +93,7 @@ def text_of(blocks: Sequence[Block]) -> str:
 
 def _blocks_of(role: str) -> dict[str, Any]:
     """A JSON schema: which blocks a turn of the role has."""
-    types = {"properties": {"type": {"enum": ["text", _OF_ROLE[role][0]]}}}
+    types = {"properties": {"type": {"enum": ["text", *_OF_ROLE[role]]}}}
     return {
         "if": {"properties": {"role": {"const": role}}},
         "then": {"properties": {"content": {"items": types}}},
@@ -94,7 +101,7 @@ def _blocks_of(role: str) -> dict[str, Any]:
 
 
 class Turn(StrictBody):
-    """One message. Calls are the assistant's, results the user's."""
+    """One message. Calls and thoughts are the assistant's, results the user's."""
 
     model_config = ConfigDict(json_schema_extra={"allOf": [_blocks_of(role) for role in _OF_ROLE]})
 
@@ -115,7 +122,7 @@ class Turn(StrictBody):
     def _of_the_role(cls, value: list[Block], info: ValidationInfo) -> list[Block]:
         role = info.data.get("role")
         for place, block in enumerate(value):
-            if role is not None and block.type not in ("text", _OF_ROLE[role][0]):
+            if role is not None and block.type not in ("text", *_OF_ROLE[role]):
                 raise refuse(f"block {place} is of type {block.type!r}, which is not the {role}'s")
         return value
 
@@ -151,5 +158,8 @@ def turn_messages(role: str, turns: Sequence[Turn]) -> list[dict[str, Any]]:
     if not spoken:
         return results
     message: dict[str, Any] = {"role": role, "content": "\n".join(text_of(turn.content) for turn in spoken)}
+    thoughts = [block.thinking for turn in turns for block in turn.content if isinstance(block, ThinkingBlock)]
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
     calls = [call.for_template() for turn in turns for call in turn.calls]
     return [*results, {**message, "tool_calls": calls} if calls else message]

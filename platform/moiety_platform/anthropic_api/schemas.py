@@ -47,6 +47,14 @@ class Metadata(StrictBody):
     user_id: Annotated[str, StringConstraints(max_length=512)] | None = None
 
 
+class ThinkingOption(StrictBody):
+    """Whether the model is to think before it answers. How much is up to it: `max_tokens` bounds thought and answer
+    together, and a budget of its own is not kept to."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
 class ConversationBody(StrictBody):
     """`POST /v1/messages/count_tokens`, and what `POST /v1/messages` has of it."""
 
@@ -68,7 +76,7 @@ class ConversationBody(StrictBody):
     container: _Unsupported = None
     output_config: _Unsupported = None
     output_format: _Unsupported = None
-    thinking: Annotated[Any, shows(enum=[None, {"type": "disabled"}])] = None
+    thinking: ThinkingOption | None = None
 
     @field_validator("thread")
     @classmethod
@@ -98,13 +106,6 @@ class ConversationBody(StrictBody):
             raise refuse("this is not supported yet; leave the field out")
         return value
 
-    @field_validator("thinking")
-    @classmethod
-    def _no_thinking(cls, value: Any) -> Any:
-        if value is not None and value != {"type": "disabled"}:
-            raise refuse("thinking is not supported yet; leave the field out")
-        return value
-
     @model_validator(mode="after")
     def _begun_or_forced(self) -> Self:
         offer = offer_of(self.tools, self.tool_choice)
@@ -127,7 +128,9 @@ class ConversationBody(StrictBody):
         system = text_of(self.system or [])
         if system:
             messages.insert(0, {"role": "system", "content": system})
-        return Conversation(tuple(messages), prefill, offer_of(self.tools, self.tool_choice))
+        offer = offer_of(self.tools, self.tool_choice)
+        thinks = None if self.thinking is None else self.thinking.type != "disabled"
+        return Conversation(tuple(messages), prefill, offer, thinks)
 
 
 class MessagesBody(ConversationBody, GeneratingBody):

@@ -1,4 +1,4 @@
-"""Calls of tools in messages: `tool_use` blocks, whole or in events."""
+"""Calls of tools and thoughts in messages: `tool_use` and `thinking` blocks, whole or in events."""
 
 from __future__ import annotations
 
@@ -9,26 +9,32 @@ import msgspec
 
 from moiety_platform.anthropic_api.answer_types import AnswerBlock
 from moiety_platform.anthropic_api.answers import PING, MessageEvents, MessageHead, event
-from moiety_text.tools.deltas import CallArguments, CallBegun, Content, Delta, Parts
-from moiety_text.tools.reader import CallReader
+from moiety_text.reasoning import AnswerReader
+from moiety_text.tools.deltas import Call, CallArguments, CallBegun, Content, Delta, Part, Parts, Thinking, Thought
 from moiety_wire.messages import Finished, TokenLogprob
 
 
 def blocks_of(parts: Parts) -> list[AnswerBlock]:
     """The content of a message; at least one block, if only of no text."""
-    return [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": "tool_use", "id": _new_id(), "name": part.name, "input": msgspec.Raw(part.arguments.encode())}
-        for part in parts or [""]
-    ]
+    return [_block_of(part) for part in parts or [""]]
+
+
+def _block_of(part: Part) -> AnswerBlock:
+    match part:
+        case Thought(text):
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        case Call(name, arguments):
+            return {"type": "tool_use", "id": _new_id(), "name": name, "input": msgspec.Raw(arguments.encode())}
+        case _:
+            return {"type": "text", "text": part}
 
 
 class ToolMessageEvents(MessageEvents):
-    """The events of a streamed answer that may call: a block for each stretch of text and each call. A call that breaks
+    """The events of a streamed answer that may call or think: a block for each stretch of text, the thought and each
+    call. A call that breaks
     off stays as it was told, and what the model wrote after it is text."""
 
-    def __init__(self, head: MessageHead, num_prompt_tokens: int, reader: CallReader) -> None:
+    def __init__(self, head: MessageHead, num_prompt_tokens: int, reader: AnswerReader) -> None:
         super().__init__(head, num_prompt_tokens)
         self._reader = reader
         self._num_blocks = 0
@@ -56,6 +62,10 @@ class ToolMessageEvents(MessageEvents):
             case Content(text):
                 begun = b"" if self._open == "text" else self._begin({"type": "text", "text": ""})
                 return begun + self._delta({"type": "text_delta", "text": text})
+            case Thinking(text):
+                thought: AnswerBlock = {"type": "thinking", "thinking": "", "signature": ""}
+                begun = b"" if self._open == "thinking" else self._begin(thought)
+                return begun + self._delta({"type": "thinking_delta", "thinking": text})
             case CallBegun():
                 self._has_called = True
                 return self._begin({"type": "tool_use", "id": _new_id(), "name": delta.name, "input": {}})

@@ -23,6 +23,12 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: Count
 
 
+class CompletionTokensDetails(TypedDict):
+    """Output tokens that the model thought with before it answered; they are billed as the others."""
+
+    reasoning_tokens: Count
+
+
 class CompletionUsage(TypedDict):
     """What is billed."""
 
@@ -30,6 +36,7 @@ class CompletionUsage(TypedDict):
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
 
 
 class AnswerFields(TypedDict):
@@ -83,11 +90,12 @@ class AnswerCall(TypedDict):
 
 
 class AssistantMessage(TypedDict):
-    """The answer's turn; beside calls there need be no content."""
+    """The answer's turn; beside calls there need be no content, and after a thought that a limit has cut."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[AnswerCall]]
 
 
@@ -125,10 +133,11 @@ class CallDelta(TypedDict):
 
 class ChatDelta(TypedDict):
     """What has come: `role` at the beginning, nothing at the end. Content is null at the beginning of an answer that
-    may call."""
+    may call or think."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str | None]
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[CallDelta]]
 
 

@@ -61,12 +61,15 @@ class Choice:
 
 
 def usage_fields(usage: Usage) -> CompletionUsage:
-    return {
+    fields: CompletionUsage = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.output_tokens,
         "total_tokens": usage.prompt_tokens + usage.output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.reasoning_tokens is not None:
+        fields["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return fields
 
 
 def chat_answer(

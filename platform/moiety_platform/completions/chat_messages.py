@@ -46,6 +46,7 @@ class ChatMessage(StrictBody):
     role: Annotated[str, shows(enum=list(ROLES))]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None
     name: str | None = None
+    reasoning_content: str | None = None  # of an assistant's: what it thought, which its template may leave out
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
     tool_calls: ChatCalls | None = None
     function_call: Annotated[Any, shows(enum=[None])] = None
@@ -98,6 +99,8 @@ class ChatMessage(StrictBody):
             message["name"] = self.name
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
+        if self.reasoning_content and self.role == "assistant":
+            message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message

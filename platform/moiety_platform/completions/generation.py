@@ -12,14 +12,16 @@ from moiety_wire.messages import Sampling
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """Messages for the model's chat template, each with `role` and text `content`. An assistant's may have
-    `tool_calls`, each an `id` and a `function` of `name` and `arguments` (an object); a tool's has the `tool_call_id`.
+    """Messages for the model's chat template, each with `role` and text `content`. An assistant's may have a
+    `reasoning_content`, which is what it thought, and `tool_calls`, each an `id` and a `function` of `name` and
+    `arguments` (an object); a tool's has the `tool_call_id`.
 
     The answer to them begins with `prefill`, and only the rest of it is generated. It may call what `tools` offers."""
 
     messages: tuple[dict[str, Any], ...]
     prefill: str = ""
     tools: ToolOffer | None = None
+    thinks: bool | None = None  # whether the model is to think before it answers; None: as its template has it
 
 
 Prompt = Conversation | str | tuple[int, ...]

@@ -18,7 +18,7 @@ from moiety_platform.completions.text import ModelText
 from moiety_platform.engine_client.inbox import Delivery, Inbox
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import PlatformError, Unavailable
-from moiety_text.tools.reader import CallReader
+from moiety_text.reasoning import AnswerReader
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, EventKind, Finished, Submit, Tokens
 
@@ -31,6 +31,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    reasoning_tokens: int | None = None  # of the output; None where the model is not known to think
 
 
 class Run:
@@ -71,11 +72,11 @@ class Run:
     def num_sequences(self) -> int:
         return len(self._sequences)
 
-    def new_readers(self) -> list[CallReader] | None:
-        """What tells the calls of tools in the text of each sequence; None where there can be none."""
+    def new_readers(self) -> list[AnswerReader] | None:
+        """What tells calls of tools and thoughts in the text of each sequence; None where there can be neither."""
         generation = self._record.generation
         assert generation is not None, "known before the request is submitted"
-        return self.text.new_readers(generation)
+        return self.text.new_readers(generation, self.prompts)
 
     async def submit(self, submit: Submit) -> None:
         """Give a sequence to an engine, where `close` ends it. Raises NotFound or Unavailable."""
@@ -215,7 +216,14 @@ class Run:
             prompt_tokens=sum(map(len, self.prompts)),
             cached_tokens=sum(sequence.num_cached_tokens for sequence in first_choices),
             output_tokens=sum(sequence.num_tokens for sequence in self._sequences),
+            reasoning_tokens=self._num_thought_tokens(),
         )
+
+    def _num_thought_tokens(self) -> int | None:
+        if not self.text.thinks or self._record.generation is None:
+            return None
+        output_ids = [sequence.output_ids for sequence in self._sequences]
+        return self.text.num_thought_tokens(self._record.generation, self.prompts, output_ids)
 
     def abort(self) -> None:
         """End every sequence at its engine, where it has not ended."""

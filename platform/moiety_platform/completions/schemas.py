@@ -70,6 +70,14 @@ class StreamOptions(StrictBody):
         return value
 
 
+class TemplateOptions(StrictBody):
+    """vLLM's field for variables of the chat template; of those, the one that is known here."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enable_thinking: bool | None = None
+
+
 class GenerationBody(GuidedBody, GeneratingBody):
     """What both endpoints share. null means the default, as everywhere in OpenAI's API."""
 
@@ -173,6 +181,8 @@ class ChatBody(GenerationBody):
     tools: ChatTools | None = None
     tool_choice: ChatChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None  # none: no thought
+    chat_template_kwargs: TemplateOptions | None = None
     functions: Annotated[list[Any], shows(maxItems=0)] | None = None
     function_call: Annotated[Any, shows(enum=[None])] = None
 
@@ -195,6 +205,12 @@ class ChatBody(GenerationBody):
             raise refuse("'top_logprobs' is allowed only when 'logprobs' is true")
         return self
 
+    def _thinks(self) -> bool | None:
+        """Efforts beside none are the model's own affair."""
+        if self.chat_template_kwargs is not None and self.chat_template_kwargs.enable_thinking is not None:
+            return self.chat_template_kwargs.enable_thinking
+        return False if self.reasoning_effort == "none" else None
+
     @property
     def output_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -202,7 +218,8 @@ class ChatBody(GenerationBody):
     def generation(self) -> Generation:
         offer = offer_of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
         require_one_form(self.guide(), offer, "response_format")
-        conversation = Conversation(tuple(message.for_template() for message in self.messages), tools=offer)
+        messages = tuple(message.for_template() for message in self.messages)
+        conversation = Conversation(messages, tools=offer, thinks=self._thinks())
         return self._generation((conversation,), (self.top_logprobs or 0) if self.logprobs else None)
 
 

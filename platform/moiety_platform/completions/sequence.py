@@ -71,6 +71,11 @@ class Sequence:
         return len(self._output_ids)
 
     @property
+    def output_ids(self) -> list[int]:
+        """Those tokens."""
+        return self._output_ids
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self._submit.prompt_ids)
 

@@ -13,14 +13,15 @@ from moiety_platform.errors import FORM_NOT_SUPPORTED, BadRequest, ContextTooLon
 from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder, texts_of
 from moiety_text.errors import TemplateRefused, TextNotEncodable, TokenOutOfRange, TooManyTokens
+from moiety_text.reasoning import CLOSER, OPENER, SWITCH, AnswerReader, num_thought_tokens, thoughts_of
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.formats import KNOWN, Opening, ToolFormat, format_of
-from moiety_text.tools.reader import CallReader
 from moiety_wire.guides import Guide
 from moiety_wire.messages import Card
 
 MAX_CACHED_MODELS = 16
 MESSAGE_COST = 64  # what rendering one more message counts, in bytes of text
+MARKER_TOKENS = 16  # in which a marker at a prompt's end stands, with white space after it
 ID_COST = 4  # what looking at one token id counts
 
 UNKNOWN_TOKEN = "unknown_token_id"  # the code of an error
@@ -37,12 +38,24 @@ class ModelText:
         )
         self._knows_tools = template is not None and template.knows_tools
         self._tool_format = format_of(card.chat_template) if self._knows_tools else None
+        self._thoughts = thoughts_of(card.chat_template)
+        ids = {token.content: one for one, token in self._tokenizer.added_tokens.items()}
+        self._opener_id, self._closer_id = ids.get(OPENER), ids.get(CLOSER)
+        markers = (self._opener_id, self._closer_id) if self._thoughts is not None else ()
+        self._special_thoughts = tuple(
+            one for one in markers if one is not None and self._tokenizer.added_tokens[one].special
+        )
         self._model = card.model
         self._vocab_size = card.vocab_size
         self._max_context_tokens = card.max_context_tokens
         self._inline_bytes = inline_bytes
         identity = f"{card.model}\0{card.family}\0{card.dtype}\0{card.device}"
         self.fingerprint = "fp_" + blake2b(identity.encode(), digest_size=5).hexdigest()
+
+    @property
+    def thinks(self) -> bool:
+        """Whether answers to chats may begin with a thought."""
+        return self._thoughts is not None
 
     async def encode(self, prompts: Sequence[Prompt], field: str = "prompt") -> list[list[int]]:
         """The ids of each prompt, at least one. Long text is worked on in a thread. Raises BadRequest, which may name
@@ -58,23 +71,53 @@ class ModelText:
             return self._decode(token_ids)
         return await asyncio.to_thread(self._decode, token_ids)
 
-    def new_reader(self, prompt: Prompt) -> CallReader | None:
-        """What tells the calls in an answer to an encoded prompt; None if there can be none."""
-        if not isinstance(prompt, Conversation) or prompt.tools is None:
-            return None
-        return self._format_of_tools().new_reader(prompt.tools, is_rest=bool(prompt.prefill.strip()))
-
-    def new_readers(self, generation: Generation) -> list[CallReader] | None:
-        """Such readers for each sequence of a generation; None where there can be no calls."""
-        readers = [self.new_reader(prompt) for prompt in generation.prompts for _ in range(generation.num_choices)]
+    def new_readers(self, generation: Generation, prompts: Sequence[Sequence[int]]) -> list[AnswerReader] | None:
+        """What tells calls and thoughts in the answer of each sequence of a generation; `prompts` are its token ids.
+        None where there can be neither."""
+        readers = [
+            self._new_reader(prompt, token_ids, generation.guide)
+            for prompt, token_ids in zip(generation.prompts, prompts, strict=True)
+            for _ in range(generation.num_choices)
+        ]
         found = [reader for reader in readers if reader is not None]
         return found if found else None
 
+    def num_thought_tokens(
+        self, generation: Generation, prompts: Sequence[Sequence[int]], answers: Sequence[list[int]]
+    ) -> int | None:
+        """How many tokens of the answers are of thoughts. None where that cannot be told: of a model that is not known
+        to think, and where what ends a thought is no token of its own."""
+        prompt = generation.prompts[0]  # of a chat, which has one
+        if self._closer_id is None or not self._may_think(prompt, generation.guide):
+            return None
+        is_open = self._end_of(prompts[0]).endswith(OPENER)
+        return sum(num_thought_tokens(ids, self._opener_id, self._closer_id, is_open=is_open) for ids in answers)
+
+    def _new_reader(self, prompt: Prompt, token_ids: Sequence[int], guide: Guide | None) -> AnswerReader | None:
+        if not isinstance(prompt, Conversation):
+            return None
+        calls = None
+        if prompt.tools is not None:
+            calls = self._format_of_tools().new_reader(prompt.tools, is_rest=bool(prompt.prefill.strip()))
+        if self._thoughts is None or not self._may_think(prompt, guide):
+            return calls
+        return self._thoughts.new_reader(self._end_of(token_ids), calls)
+
+    def _may_think(self, prompt: Prompt, guide: Guide | None) -> bool:
+        """A form is kept to from the first token on, and an answer that the client has begun is no thought."""
+        is_chat = isinstance(prompt, Conversation) and not prompt.prefill.strip()
+        return self._thoughts is not None and is_chat and guide is None
+
+    def _end_of(self, token_ids: Sequence[int]) -> str:
+        """The end of a prompt's text, in which a marker would stand."""
+        return self._decode(token_ids[-MARKER_TOKENS:]).rstrip()
+
     def shown_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """The special tokens that such an answer's text must show, for its reader."""
-        if not isinstance(prompt, Conversation) or prompt.tools is None:
+        if not isinstance(prompt, Conversation):
             return ()
-        return tuple(self._special_markers().values())
+        calls = () if prompt.tools is None else tuple(self._special_markers().values())
+        return calls + self._special_thoughts
 
     def guide_of_calls(self, prompt: Prompt) -> Guide | None:
         """What an answer to an encoded prompt must be for its strict tools; None if it has none. Raises BadRequest."""
@@ -142,6 +185,7 @@ class ModelText:
     def _encode_conversation(self, conversation: Conversation, is_plain: bool) -> list[int]:
         encoder, opening = self._conversation_encoder(), Opening()
         messages: Sequence[Mapping[str, Any]] = conversation.messages
+        extra = {} if conversation.thinks is None else self._switched(thinks=conversation.thinks)
         if conversation.tools is not None:
             opening = self._format_of_tools().opening(conversation.tools)
         if any("tool_calls" in message for message in messages):
@@ -153,8 +197,21 @@ class ModelText:
             tools=_tools_of(conversation),
             opening=opening,
             prefill=conversation.prefill,
+            extra=extra,
             max_tokens=self._max_context_tokens,
             is_plain=is_plain,
+        )
+
+    def _switched(self, *, thinks: bool) -> dict[str, bool]:
+        """The variables that make the template's model think or not. Raises BadRequest where it cannot be told to."""
+        if self._thoughts is not None and self._thoughts.can_switch:
+            return {SWITCH: thinks}
+        if thinks == (self._thoughts is not None):
+            return {}  # as it does anyhow
+        what = "thinks before every answer" if self._thoughts is not None else "does not think before it answers"
+        raise BadRequest(
+            f"the model {self._model!r} {what}, whatever it is told; leave that out, or use another model",
+            code="thinking_not_supported",
         )
 
     def _format_of_tools(self, field: str = "tools") -> ToolFormat:

@@ -13,8 +13,8 @@ from moiety_platform.completions.run import Run, Usage
 from moiety_platform.completions.schemas import ChatBody, CompletionBody, GenerationBody
 from moiety_platform.completions.text import ModelText
 from moiety_platform.errors import EngineFailed
+from moiety_text.reasoning import AnswerReader
 from moiety_text.tools.deltas import Parts
-from moiety_text.tools.reader import CallReader
 from moiety_wire.messages import Finished
 
 INLINE_CHARS = 16 * 1024  # of answers that may call; more are read in a thread
@@ -29,7 +29,7 @@ class EndedRun(Protocol):
     @property
     def num_sequences(self) -> int: ...
 
-    def new_readers(self) -> list[CallReader] | None: ...
+    def new_readers(self) -> list[AnswerReader] | None: ...
 
     def usage(self) -> Usage: ...
 

@@ -52,6 +52,23 @@ class ResponseCall(TypedDict):
     arguments: str
 
 
+class ThoughtText(TypedDict):
+    """Text of a thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ResponseThought(TypedDict):
+    """What the model thought before it answered. There are no summaries."""
+
+    id: str
+    type: Literal["reasoning"]
+    status: Status
+    summary: Annotated[list[Any], Meta(max_length=0)]
+    content: list[ThoughtText]
+
+
 class InputMessage(TypedDict):
     """A message of the client's."""
 
@@ -72,8 +89,8 @@ class InputResult(TypedDict):
     output: str
 
 
-OutputItem = Annotated[Any, either(ResponseMessage, ResponseCall)]
-InputItem = Annotated[Any, either(InputMessage, InputResult, ResponseMessage, ResponseCall)]
+OutputItem = Annotated[Any, either(ResponseMessage, ResponseCall, ResponseThought)]
+InputItem = Annotated[Any, either(InputMessage, InputResult, ResponseMessage, ResponseCall, ResponseThought)]
 
 
 class InputItemList(TypedDict):
@@ -107,7 +124,7 @@ class ResponseInputDetails(TypedDict):
 
 
 class ResponseOutputDetails(TypedDict):
-    """None are of reasoning."""
+    """Those that the model thought with before it answered, as far as that can be told."""
 
     reasoning_tokens: Count
 
@@ -155,9 +172,9 @@ class ResponseText(TypedDict):
 
 
 class ResponseReasoning(TypedDict):
-    """There is none."""
+    """What was asked for."""
 
-    effort: None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None
     summary: None
 
 
@@ -301,6 +318,20 @@ class ContentPartDone(_OfPart):
     part: OutputText
 
 
+class ReasoningTextDelta(_OfPart):
+    """More of a thought."""
+
+    type: Literal["response.reasoning_text.delta"]
+    delta: str
+
+
+class ReasoningTextDone(_OfPart):
+    """The thought is whole."""
+
+    type: Literal["response.reasoning_text.done"]
+    text: str
+
+
 class CallArgumentsDelta(_OfItem):
     """More of a call's arguments."""
 
@@ -354,6 +385,8 @@ EVENTS: Mapping[str, type] = MappingProxyType(
         "response.content_part.added": ContentPartAdded,
         "response.output_text.delta": OutputTextDelta,
         "response.output_text.done": OutputTextDone,
+        "response.reasoning_text.delta": ReasoningTextDelta,
+        "response.reasoning_text.done": ReasoningTextDone,
         "response.content_part.done": ContentPartDone,
         "response.function_call_arguments.delta": CallArgumentsDelta,
         "response.function_call_arguments.done": CallArgumentsDone,

@@ -11,11 +11,20 @@ from moiety_platform.completions.answers import chat_logprobs
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import OpenAIErrors
 from moiety_platform.responses_api.answers import ResponseHead
-from moiety_platform.responses_api.items import CALL, Item, text_part
-from moiety_platform.responses_api.output import ItemBegun, ItemEnded, MoreArguments, MoreText, ResponseOutput, Step
+from moiety_platform.responses_api.items import CALL, MESSAGE, THOUGHT, Item, text_part
+from moiety_platform.responses_api.output import (
+    ItemBegun,
+    ItemEnded,
+    MoreArguments,
+    MoreText,
+    MoreThought,
+    ResponseOutput,
+    Step,
+)
 from moiety_wire.messages import Finished, TokenLogprob
 
 _TEXT = "response.output_text"
+_THOUGHT = "response.reasoning_text"
 _ARGUMENTS = "response.function_call_arguments"
 
 _encode = msgspec.json.Encoder().encode
@@ -61,6 +70,8 @@ class ResponseEvents:
         match step:
             case MoreText(text, logprobs):
                 return self._more_text(text, logprobs)
+            case MoreThought(text):
+                return self.event(f"{_THOUGHT}.delta", {**self._place, "content_index": 0, "delta": text})
             case MoreArguments(text):
                 return self.event(f"{_ARGUMENTS}.delta", {**self._place, "delta": text})
             case ItemBegun(item):
@@ -82,7 +93,7 @@ class ResponseEvents:
         shared = _encode({"type": f"{_TEXT}.delta", **self._place, "content_index": 0})
         self._delta_start = b"event: %b.delta\ndata: %b," % (_TEXT.encode(), shared[:-1]) + b'"delta":'
         added = self.event("response.output_item.added", {"output_index": index, "item": item})
-        if item["type"] == CALL:
+        if item["type"] != MESSAGE:
             return added
         part = {**self._place, "content_index": 0, "part": text_part("")}
         return added + self.event("response.content_part.added", part)
@@ -91,6 +102,9 @@ class ResponseEvents:
         if item["type"] == CALL:
             told = {"name": item["name"], "arguments": item["arguments"]}
             done = self.event(f"{_ARGUMENTS}.done", {**self._place, **told})
+        elif item["type"] == THOUGHT:
+            told = {"content_index": 0, "text": item["content"][0]["text"]}
+            done = self.event(f"{_THOUGHT}.done", {**self._place, **told})
         else:
             (part,) = item["content"]
             place = {**self._place, "content_index": 0}

@@ -20,11 +20,13 @@ from moiety_platform.responses_api.items import (
     CALL,
     MESSAGE,
     RESULT,
+    THOUGHT,
     Item,
     call_item,
     message_item,
     result_item,
     text_part,
+    thought_item,
 )
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -121,9 +123,24 @@ class ResultItem(StrictBody):
         return result_item(self.call_id, "\n".join(part.text for part in self.output))
 
 
-InputItem = MessageItem | CallItem | ResultItem
+class GivenThought(StrictBody):
+    type: Literal["reasoning_text"]
+    text: str
 
-_ITEMS: dict[str, type[InputItem]] = {MESSAGE: MessageItem, CALL: CallItem, RESULT: ResultItem}
+
+class ThoughtItem(StrictBody):
+    """What an earlier answer has thought. A summary says less than the thought, so it is not looked at."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[GivenThought], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+
+    def checked(self) -> Item:
+        return thought_item("\n".join(part.text for part in self.content or ()))
+
+
+InputItem = MessageItem | CallItem | ResultItem | ThoughtItem
+
+_ITEMS: dict[str, type[InputItem]] = {MESSAGE: MessageItem, CALL: CallItem, RESULT: ResultItem, THOUGHT: ThoughtItem}
 
 
 class _Typed(StrictBody):

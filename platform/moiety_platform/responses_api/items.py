@@ -21,8 +21,9 @@ Item = dict[str, Any]
 MESSAGE = "message"
 CALL = "function_call"
 RESULT = "function_call_output"
+THOUGHT = "reasoning"
 
-_ID_PREFIXES = {MESSAGE: "msg_", CALL: "fc_", RESULT: "fco_"}
+_ID_PREFIXES = {MESSAGE: "msg_", CALL: "fc_", RESULT: "fco_", THOUGHT: "rs_"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,12 @@ def result_item(call_id: str, output: str) -> Item:
     return {"type": RESULT, "status": "completed", "call_id": call_id, "output": output}
 
 
+def thought_item(text: str | None, status: str = "completed") -> Item:
+    """What the model thought before it answered; without a text, what is known of it at first."""
+    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
+    return {"type": THOUGHT, "status": status, "summary": [], "content": content}
+
+
 def with_id(item: Item) -> Item:
     """The item with an id of its own."""
     return {"id": _ID_PREFIXES[item["type"]] + secrets.token_hex(16), **item}
@@ -82,18 +89,23 @@ def check_results(items: Iterable[Item]) -> None:
 
 
 def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The items as messages for the model's chat template: calls are the assistant message's before them. A call that
-    broke off is left out."""
+    """The items as messages for the model's chat template: calls are the assistant message's before them, and a
+    thought is that of the one after it. A call that broke off is left out."""
+    thought: dict[str, str] = {}
     messages: list[dict[str, Any]] = []
     for item in items:
         if item["type"] == MESSAGE:
             role = "system" if item["role"] == "developer" else item["role"]
-            messages.append({"role": role, "content": "\n".join(part["text"] for part in item["content"])})
+            messages.append({"role": role, "content": "\n".join(part["text"] for part in item["content"]), **thought})
+            thought = {}
+        elif item["type"] == THOUGHT:
+            thought = {"reasoning_content": "\n".join(part["text"] for part in item["content"])}
         elif item["type"] == RESULT:
             messages.append({"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]})
         elif _is_whole(item):
             if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
+                messages.append({"role": "assistant", "content": "", **thought})
+                thought = {}
             call = call_for_template(item["call_id"], item["name"], json.loads(item["arguments"]))
             messages[-1].setdefault("tool_calls", []).append(call)
     return messages

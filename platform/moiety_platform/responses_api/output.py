@@ -1,6 +1,7 @@
 """The items of one response, made from an answer's text as it comes. Knows no events and no HTTP.
 
 Without tools there is one message. With them there is a message for each stretch of text, and an item for each call.
+What the model thought comes before them.
 """
 
 from __future__ import annotations
@@ -10,9 +11,19 @@ from dataclasses import dataclass, field
 
 from moiety_platform.completions.answers import chat_logprobs
 from moiety_platform.completions.tools.message import new_call_id
-from moiety_platform.responses_api.items import CALL, Item, call_item, message_item, text_part, with_id
-from moiety_text.tools.deltas import CallArguments, CallBegun, CallBroken, CallEnded, Content, Delta
-from moiety_text.tools.reader import CallReader
+from moiety_platform.responses_api.items import (
+    CALL,
+    MESSAGE,
+    THOUGHT,
+    Item,
+    call_item,
+    message_item,
+    text_part,
+    thought_item,
+    with_id,
+)
+from moiety_text.reasoning import AnswerReader
+from moiety_text.tools.deltas import CallArguments, CallBegun, CallBroken, CallEnded, Content, Delta, Thinking
 from moiety_wire.messages import Finished, FinishReason, TokenLogprob
 
 
@@ -30,6 +41,11 @@ class MoreText:
 
 
 @dataclass(frozen=True, slots=True)
+class MoreThought:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class MoreArguments:
     text: str
 
@@ -41,7 +57,7 @@ class ItemEnded:
     item: Item
 
 
-Step = ItemBegun | MoreText | MoreArguments | ItemEnded  # of one item after the other
+Step = ItemBegun | MoreText | MoreThought | MoreArguments | ItemEnded  # of one item after the other
 
 
 @dataclass(slots=True)
@@ -60,6 +76,8 @@ class _Open:
         text = "".join(self.text)
         if self.is_call:
             return {**self.item, "status": status, "arguments": text}
+        if self.item["type"] == THOUGHT:
+            return {**thought_item(text, status), "id": self.item["id"]}
         logprobs = chat_logprobs(self.logprobs)["content"]
         return {**self.item, "status": status, "content": [text_part(text, logprobs)]}
 
@@ -70,7 +88,7 @@ class ResponseOutput:
     A call that breaks off stays, as incomplete, and what the model wrote after it is text. The log probabilities of a
     text are those of the tokens since the last one; a call has none."""
 
-    def __init__(self, reader: CallReader | None) -> None:
+    def __init__(self, reader: AnswerReader | None) -> None:
         self.items: list[Item] = []
         self.finished: Finished | None = None
         self._reader = reader
@@ -96,6 +114,11 @@ class ResponseOutput:
         match delta:
             case Content(text):
                 return self._told(text)
+            case Thinking(text):
+                steps = [] if self._is_open(THOUGHT) else self._begin(thought_item(None))
+                assert self._open is not None, "just begun, if it was not"
+                self._open.text.append(text)
+                return [*steps, MoreThought(text)]
             case CallBegun(_, name):
                 return self._begin(call_item(new_call_id(), name, ""))
             case CallArguments(_, text):
@@ -108,12 +131,15 @@ class ResponseOutput:
                 return self._close("incomplete")
 
     def _told(self, text: str) -> list[Step]:
-        steps = self._begin(message_item([])) if self._open is None or self._open.is_call else []
+        steps = [] if self._is_open(MESSAGE) else self._begin(message_item([]))
         assert self._open is not None, "just begun, if it was not"
         logprobs, self._logprobs = self._logprobs, []
         self._open.text.append(text)
         self._open.logprobs += logprobs
         return [*steps, MoreText(text, logprobs)]
+
+    def _is_open(self, kind: str) -> bool:
+        return self._open is not None and self._open.item["type"] == kind
 
     def _begin(self, item: Item) -> list[Step]:
         steps = self._close("completed")
@@ -124,7 +150,7 @@ class ResponseOutput:
         if self._open is None:
             return []
         item = self._open.ended(status)
-        if self._open.is_call:
+        if not self._is_open(MESSAGE):
             self._logprobs = []
         self._open = None
         self.items.append(item)

@@ -54,7 +54,6 @@ _UNSUPPORTED = ("conversation", "prompt", "context_management", "moderation")
 _Name = Annotated[str, StringConstraints(max_length=512)]
 _Part = Annotated[str, shows(enum=[LOGPROBS, *NOTHING_TO_INCLUDE])]
 _Unsupported = Annotated[Any, shows(enum=[None, [], {}])]
-_NO_REASONING = {"type": "object", "properties": {"effort": {"enum": [None, "none"]}}}
 _RULES: dict[str, Any] = {
     "allOf": [
         STREAMED_OPTIONS,
@@ -93,6 +92,12 @@ class TextOptions(StrictBody):
         return value
 
 
+class ReasoningOption(StrictBody):
+    """With the effort none the model is not to think before it answers; others are its own affair."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+
 class ResponsesBody(GeneratingBody):
     """`POST /v1/responses`. null means the default."""
 
@@ -120,7 +125,7 @@ class ResponsesBody(GeneratingBody):
     user: _Name | None = None
     safety_identifier: _Name | None = None
     prompt_cache_key: _Name | None = None
-    reasoning: Annotated[Any, shows(anyOf=[{"type": "null"}, _NO_REASONING])] = None
+    reasoning: ReasoningOption | None = None
     conversation: _Unsupported = None
     prompt: _Unsupported = None
     context_management: _Unsupported = None
@@ -139,13 +144,6 @@ class ResponsesBody(GeneratingBody):
     def _not_supported(cls, value: Any) -> Any:
         if value not in (None, [], {}):
             raise refuse("this is not supported yet; leave the field out")
-        return value
-
-    @field_validator("reasoning")
-    @classmethod
-    def _no_reasoning(cls, value: Any) -> Any:
-        if value is not None and not (isinstance(value, dict) and value.get("effort") in (None, "none")):
-            raise refuse("reasoning is not supported yet; leave the field out")
         return value
 
     @field_validator("background")
@@ -197,6 +195,9 @@ class ResponsesBody(GeneratingBody):
         body._continued = continued
         return body
 
+    def _thinks(self) -> bool | None:
+        return False if self.reasoning is not None and self.reasoning.effort == "none" else None
+
     def generation(self) -> Generation:
         """What is asked of the engines. Raises BadRequest for calls and results that do not belong together."""
         items = [*self._continued.items, *self.items()]
@@ -207,7 +208,7 @@ class ResponsesBody(GeneratingBody):
         require_one_form(guide, offer, "text.format")
         return Generation(
             model=self.model,
-            prompts=(Conversation((*instructions, *messages_of(items)), tools=offer),),
+            prompts=(Conversation((*instructions, *messages_of(items)), tools=offer, thinks=self._thinks()),),
             num_choices=1,
             sampling=Sampling(
                 temperature=1.0 if self.temperature is None else self.temperature,

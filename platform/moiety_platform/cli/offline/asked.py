@@ -26,7 +26,7 @@ from moiety_platform.embeddings.schemas import EmbeddingBody
 from moiety_platform.engine_client.stream import error_of
 from moiety_platform.errors import BadRequest, NotFound, PlatformError
 from moiety_platform.routing.choose import MODEL_NOT_FOUND
-from moiety_text.tools.reader import CallReader
+from moiety_text.reasoning import AnswerReader
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Card, Failed, Finished, Submit, Tokens
 
@@ -50,14 +50,15 @@ class Asked:
     arrival_unix_ns: int
     choices: list[Choice] = field(default_factory=list)
     num_open: int = 0
+    output_ids: list[list[int]] = field(default_factory=list)
     failure: Failed | None = None
 
     @property
     def num_sequences(self) -> int:
         return len(self.submits)
 
-    def new_readers(self) -> list[CallReader] | None:
-        return self.text.new_readers(self.generation)
+    def new_readers(self) -> list[AnswerReader] | None:
+        return self.text.new_readers(self.generation, self.prompts)
 
     def usage(self) -> Usage:
         ends = [choice.finished for choice in self.choices if choice.finished is not None]
@@ -65,6 +66,7 @@ class Asked:
             prompt_tokens=sum(map(len, self.prompts)),
             cached_tokens=sum(end.num_cached_tokens for end in ends[:: self.generation.num_choices]),
             output_tokens=sum(end.num_output_tokens for end in ends),
+            reasoning_tokens=self.text.num_thought_tokens(self.generation, self.prompts, self.output_ids),
         )
 
     def take(self, index: int, message: Tokens | Finished | Failed) -> None:
@@ -80,6 +82,7 @@ class Asked:
             self.num_open -= 1
         else:
             choice.logprobs += message.logprobs or []
+            self.output_ids[index] += message.token_ids
 
     async def answer(self) -> bytes:
         """The line of the output, once every sequence has ended."""
@@ -140,7 +143,9 @@ async def ask(work: Work, data: bytes, card: Card, text: ModelText) -> Asked | b
     )
     submits = submits_of(origin, generation, prompts, longest, text)
     choices = [Choice() for _ in submits]
-    return Asked(work, endpoint, body, generation, text, card, prompts, submits, now_ns, choices, len(submits))
+    output_ids: list[list[int]] = [[] for _ in submits]
+    parts = (prompts, submits, now_ns, choices, len(submits), output_ids)
+    return Asked(work, endpoint, body, generation, text, card, *parts)
 
 
 def refusal(work: Work, id_prefix: str, error: PlatformError) -> bytes:

@@ -1,4 +1,4 @@
-"""Calls of tools in OpenAI's streamed answers to chats."""
+"""Calls of tools and thoughts in OpenAI's streamed answers to chats."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from moiety_platform.completions.answer_types import CallDelta, ChatDelta
 from moiety_platform.completions.answers import AnswerHead, chat_logprobs
 from moiety_platform.completions.sse import ChatChunks
 from moiety_platform.completions.tools.message import finish_reason_of, new_call_id
-from moiety_text.tools.deltas import CallArguments, CallBegun, Content, Delta
-from moiety_text.tools.reader import CallReader
+from moiety_text.reasoning import AnswerReader
+from moiety_text.tools.deltas import CallArguments, CallBegun, Content, Delta, Thinking
 from moiety_wire.messages import Finished, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
 
 
 class ToolChunks(ChatChunks):
-    """`chat.completion.chunk` objects of an answer that may call. A call that breaks off stays as it was told, and what
-    the model wrote after it is content."""
+    """`chat.completion.chunk` objects of an answer that may call or think. A call that breaks off stays as it was told,
+    and what the model wrote after it is content."""
 
-    def __init__(self, head: AnswerHead, include_usage: bool, readers: Sequence[CallReader]) -> None:
+    def __init__(self, head: AnswerHead, include_usage: bool, readers: Sequence[AnswerReader]) -> None:
         super().__init__(head, include_usage)
         self._readers = readers
         self._has_called = [False] * len(readers)
@@ -52,6 +52,8 @@ class ToolChunks(ChatChunks):
         match delta:
             case Content(text):
                 return {"content": text}
+            case Thinking(text):
+                return {"reasoning_content": text}
             case CallBegun(number, name):
                 self._has_called[index] = True
                 call: CallDelta = {

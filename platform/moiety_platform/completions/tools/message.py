@@ -1,19 +1,26 @@
-"""Calls of tools in OpenAI's message of an answer to a chat."""
+"""Calls of tools and thoughts in OpenAI's message of an answer to a chat."""
 
 from __future__ import annotations
 
 import secrets
 
 from moiety_platform.completions.answer_types import CALLED, AssistantMessage
-from moiety_text.tools.deltas import Call, Parts
+from moiety_text.tools.deltas import Call, Parts, Thought
 from moiety_wire.messages import Finished, FinishReason
 
 
 def message_of(parts: Parts) -> AssistantMessage:
-    """The message of an answer with calls, or without. Beside calls there need be no content."""
+    """The message of an answer with calls, or without. Beside calls or a thought there need be no content."""
     calls = [part for part in parts if isinstance(part, Call)]
     content = "".join(part for part in parts if isinstance(part, str))
-    message: AssistantMessage = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    thought = "".join(part.text for part in parts if isinstance(part, Thought))
+    message: AssistantMessage = {
+        "role": "assistant",
+        "content": content or (None if calls or thought else ""),
+        "refusal": None,
+    }
+    if thought:
+        message["reasoning_content"] = thought
     if calls:
         message["tool_calls"] = [
             {"id": new_call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

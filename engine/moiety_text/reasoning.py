@@ -1,0 +1,134 @@
+"""What a model thinks before it answers, told apart from its answer.
+
+Models that think write it between two markers before the rest (`<think>` … `</think>`: Qwen 3, DeepSeek-R1). Some chat
+templates write the first marker themselves, so that an answer begins in the middle of a thought; a template that is
+told not to have the model think writes both. White space around a thought belongs to neither it nor the answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from moiety_text.tools.deltas import Content, Delta, Part, Thinking, assemble
+from moiety_text.tools.reader import overlap
+
+OPENER, CLOSER = "<think>", "</think>"
+SWITCH = "enable_thinking"  # the template's variable, where it has one
+
+
+class AnswerReader(Protocol):
+    """The text of one answer, as it comes, into its parts. Owned by whoever reads the answer."""
+
+    def feed(self, text: str) -> list[Delta]:
+        """What more text brings."""
+        ...
+
+    def end(self) -> list[Delta]:
+        """What is left once the text is over."""
+        ...
+
+    def read(self, text: str) -> list[Part]:
+        """The whole answer, whose text is there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtFormat:
+    """One model's way. `can_switch`: its template takes a variable that says whether the model is to think."""
+
+    can_switch: bool
+
+    def new_reader(self, prompt_end: str, rest: AnswerReader | None) -> ThoughtReader:
+        """For an answer to a prompt whose text ends so; `rest` reads what comes after the thought."""
+        return ThoughtReader(rest, is_open=prompt_end.rstrip().endswith(OPENER))
+
+
+def thoughts_of(template: str) -> ThoughtFormat | None:
+    """By what the chat template writes; None where the model is not known to think."""
+    return ThoughtFormat(SWITCH in template) if CLOSER in template else None
+
+
+def num_thought_tokens(token_ids: list[int], opener_id: int | None, closer_id: int, *, is_open: bool) -> int:
+    """Of an answer's tokens, how many are of its thought, markers included. What is never closed is thought to its
+    end."""
+    if not token_ids or not (is_open or token_ids[0] == opener_id):
+        return 0
+    return token_ids.index(closer_id) + 1 if closer_id in token_ids else len(token_ids)
+
+
+class ThoughtReader:
+    """Takes the thought off the beginning of an answer, and leaves the rest to another reader, if there is one."""
+
+    def __init__(self, rest: AnswerReader | None, *, is_open: bool = False) -> None:
+        """`is_open`: the prompt has opened the thought."""
+        self._rest = rest
+        self._held = ""  # which may be a marker, or white space before one
+        self._step = self._thought if is_open else self._start
+        self._has_thought = False  # some text of it
+        self._deltas: list[Delta] = []
+
+    def feed(self, text: str) -> list[Delta]:
+        self._step(text)
+        return self._taken()
+
+    def end(self) -> list[Delta]:
+        if self._step == self._thought:
+            self._give(self._held)
+        elif self._step == self._start:
+            self._answer(self._held)
+        if self._rest is not None:
+            self._deltas += self._rest.end()
+        return self._taken()
+
+    def read(self, text: str) -> list[Part]:
+        return assemble([*self.feed(text), *self.end()])
+
+    def _start(self, text: str) -> None:
+        held = self._held + text
+        begun = held.lstrip()
+        if begun.startswith(OPENER):
+            self._held, self._step = "", self._thought
+            self._thought(begun.removeprefix(OPENER))
+        elif OPENER.startswith(begun):  # also where there is only white space yet
+            self._held = held
+        else:
+            self._held, self._step = "", self._answer
+            self._answer(held)
+
+    def _thought(self, text: str) -> None:
+        held = self._held + text
+        if not self._has_thought:
+            held = held.lstrip()
+        at = held.find(CLOSER)
+        if at >= 0:
+            self._give(held[:at].rstrip())
+            self._held, self._step = "", self._gap
+            self._gap(held[at + len(CLOSER) :])
+            return
+        certain = len(held) - overlap(held, CLOSER)
+        certain = len(held[:certain].rstrip())  # white space may be the last of the thought
+        self._give(held[:certain])
+        self._held = held[certain:]
+
+    def _gap(self, text: str) -> None:
+        """Between the thought and the answer."""
+        text = text.lstrip()
+        if text:
+            self._step = self._answer
+            self._answer(text)
+
+    def _answer(self, text: str) -> None:
+        if self._rest is not None:
+            self._deltas += self._rest.feed(text)
+        elif text:
+            self._deltas.append(Content(text))
+
+    def _give(self, thought: str) -> None:
+        if thought:
+            self._has_thought = True
+            self._deltas.append(Thinking(thought))
+
+    def _taken(self) -> list[Delta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas

@@ -1,0 +1,163 @@
+"""Thoughts apart from answers, as the clients of the three APIs get them."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import openai
+import pytest
+from anthropic import AsyncAnthropic
+
+from moiety_text.tokenizer import Tokenizer
+
+from .conftest import FakeEngineClient
+from .test_tool_loops import OPENAI_TOOLS, hermes, prompt_of
+
+ASKED = [{"role": "user", "content": "Is it warm?"}]
+ALWAYS = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content.split('</think>')[-1] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
+MARKERS = ("<think>", "</think>")
+
+
+@pytest.fixture
+def thinking(start_gateway, tool_card, thinking_card):
+    """A gateway whose model thinks: by a template that can be switched, or by one that always opens a thought."""
+
+    @asynccontextmanager
+    async def start(*, always=False):
+        card = tool_card("hermes", template=ALWAYS, added=MARKERS) if always else thinking_card
+        async with start_gateway([FakeEngineClient(card)]) as running:
+            running.anthropic = AsyncAnthropic(base_url=running.url, api_key=running.key, max_retries=0)
+            async with running.anthropic:
+                yield running
+
+    return start
+
+
+def writes(gateway, text):
+    """A script that writes the text, markers as the tokens that they are."""
+    tokenizer = Tokenizer.from_json(gateway.engine.card.tokenizer_json)
+    ids = {token.content: one for one, token in tokenizer.added_tokens.items()}
+    pieces, rest = [], text
+    while rest:
+        marker = next((one for one in MARKERS if rest.startswith(one)), rest[0])
+        pieces.append((ids.get(marker, 65), marker))
+        rest = rest[len(marker) :]
+    gateway.engine.script = lambda submit: pieces
+
+
+async def chat(gateway, *, stream, **more):
+    asked = {"model": "hermes", "messages": ASKED, **more}
+    if not stream:
+        answer = await gateway.client.chat.completions.create(**asked)
+        choice = answer.choices[0]
+        return choice.message.content, getattr(choice.message, "reasoning_content", None), answer.usage, choice.message
+    content, thought, usage = "", "", None
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    async for chunk in await gateway.client.chat.completions.create(**asked, **options):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            thought += getattr(choice.delta, "reasoning_content", None) or ""
+    return content or None, thought or None, usage, None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chats_thought_comes_apart_from_its_content(thinking, stream):
+    async with thinking() as gateway:
+        writes(gateway, "<think>\nHm, 17.\n</think>\n\nYes.")
+        content, thought, usage, _ = await chat(gateway, stream=stream)
+        assert (content, thought) == ("Yes.", "Hm, 17.")
+        assert usage.completion_tokens_details.reasoning_tokens == len("\nHm, 17.\n") + 2
+        assert usage.completion_tokens == len("\nHm, 17.\n\n\nYes.") + 2
+        writes(gateway, "Yes.")
+        content, thought, usage, _ = await chat(gateway, stream=stream)
+        assert (content, thought, usage.completion_tokens_details.reasoning_tokens) == ("Yes.", None, 0)
+
+
+async def test_a_thought_that_the_prompt_opens_has_no_marker_to_begin_with(thinking):
+    async with thinking(always=True) as gateway:
+        writes(gateway, "Hm.</think>Yes.")
+        content, thought, usage, _ = await chat(gateway, stream=False)
+        assert (content, thought, usage.completion_tokens_details.reasoning_tokens) == ("Yes.", "Hm.", 4)
+        writes(gateway, "Hm, and then")
+        assert (await chat(gateway, stream=False))[:2] == (None, "Hm, and then")
+        with pytest.raises(openai.BadRequestError) as caught:
+            await chat(gateway, stream=False, reasoning_effort="none")
+        assert caught.value.code == "thinking_not_supported"
+        form = {"type": "json_object"}
+        writes(gateway, '{"warm": true}')
+        assert (await chat(gateway, stream=False, response_format=form))[:2] == ('{"warm": true}', None)
+
+
+async def test_a_client_can_have_the_model_not_think(thinking):
+    async with thinking() as gateway:
+        writes(gateway, "Yes.")
+        ways = [{"reasoning_effort": "none"}, {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}]
+        for way in ways:
+            assert (await chat(gateway, stream=False, **way))[0] == "Yes."
+        await gateway.client.responses.create(model="hermes", input="Hi", reasoning={"effort": "none"})
+        off = {"type": "disabled"}
+        await gateway.anthropic.messages.create(model="hermes", max_tokens=9, messages=ASKED, thinking=off)
+        prompts = [prompt_of(submit, gateway.engine) for submit in gateway.engine.submits]
+        assert [prompt.endswith("<think>\n\n</think>\n\n") for prompt in prompts] == [True] * 4
+        await chat(gateway, stream=False, reasoning_effort="high")
+        assert not prompt_of(gateway.engine.submits[-1], gateway.engine).endswith("</think>\n\n")
+        with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
+            await chat(gateway, stream=False, extra_body={"chat_template_kwargs": {"enable_thinking": 1}})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_come_after_thoughts_and_both_are_sent_back(thinking, stream):
+    async with thinking() as gateway:
+        writes(gateway, f"<think>\nI need it.\n</think>\n\n{hermes(('now', '{}'))}")
+        content, thought, *_, message = await chat(gateway, stream=stream, tools=OPENAI_TOOLS)
+        assert (content, thought) == (None, "I need it.")
+        if message is not None:
+            (call,) = message.tool_calls
+            result = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
+            turns = [*ASKED, message.model_dump(exclude_none=True), result]
+            writes(gateway, "Yes.")
+            assert (await chat(gateway, stream=False, messages=turns, tools=OPENAI_TOOLS))[0] == "Yes."
+
+
+async def test_anthropics_client_gets_a_thinking_block(thinking):
+    async with thinking() as gateway:
+        writes(gateway, "<think>\nHm.\n</think>\n\nYes.")
+        asked = {"model": "hermes", "max_tokens": 2000, "messages": ASKED}
+        asked["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+        whole = await gateway.anthropic.messages.create(**asked)
+        async with gateway.anthropic.messages.stream(**asked) as events:
+            kinds = [event.type async for event in events]
+            streamed = await events.get_final_message()
+        for message in (whole, streamed):
+            thought, text = message.content
+            assert (thought.type, thought.thinking, text.text) == ("thinking", "Hm.", "Yes.")
+        assert "thinking" in kinds
+        turns = [*ASKED, {"role": "assistant", "content": whole.content}, {"role": "user", "content": "Sure?"}]
+        await gateway.anthropic.messages.create(**{**asked, "messages": turns})
+
+
+async def test_responses_have_a_reasoning_item(thinking):
+    async with thinking() as gateway:
+        writes(gateway, "<think>\nHm.\n</think>\n\nYes.")
+        whole = await gateway.client.responses.create(model="hermes", input="Is it warm?", store=True)
+        async with gateway.client.responses.stream(model="hermes", input="Is it warm?") as events:
+            told = [event async for event in events]
+            streamed = await events.get_final_response()
+        for response in (whole, streamed):
+            thought, message = response.output
+            assert (thought.type, thought.content[0].text, message.content[0].text) == ("reasoning", "Hm.", "Yes.")
+            assert response.usage.output_tokens_details.reasoning_tokens == len("\nHm.\n") + 2
+        assert "".join(event.delta for event in told if event.type == "response.reasoning_text.delta") == "Hm."
+        again = [{"role": "user", "content": "Hi"}, *[item.model_dump(exclude_none=True) for item in whole.output]]
+        await gateway.client.responses.create(model="hermes", input=[*again, {"role": "user", "content": "Sure?"}])
+        await gateway.client.responses.create(model="hermes", input="Sure?", previous_response_id=whole.id)
+
+
+async def test_a_model_that_does_not_think_cannot_be_made_to(tool_gateway):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await chat(tool_gateway, stream=False, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+    assert caught.value.code == "thinking_not_supported"
