@@ -64,7 +64,7 @@ class AdapterRegistry:
         self._users: dict[int, str] = {}  # request's key → adapter
         self._refused: deque[CoreFailure] = deque()
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="adapters") if max_bytes else None
-        self.loads_total = self.evictions_total = 0
+        self.evictions_total = 0
 
     @property
     def slots(self) -> dict[str, int]:
@@ -204,7 +204,6 @@ class AdapterRegistry:
         self._stacks.fill(slot, weights)
         known.slot, known.need = slot, need
         self._slot_of[name] = slot
-        self.loads_total += 1
         log.info("adapter_loaded", adapter=name, rank=weights.rank, slot=slot, evicted=len(room.evicted))
         return True
 
