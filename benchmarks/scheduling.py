@@ -22,7 +22,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from scenarios import deadlines, fairness, memory, overload  # noqa: E402 - the script's own folder
+from scenarios import deadlines, fairness, limits, memory, overload  # noqa: E402 - the script's own folder
 from scenarios.charts import draw_charts  # noqa: E402
 from scenarios.claims import Measurement, Scenario, Settings, make_rows  # noqa: E402
 from scenarios.report import write_report  # noqa: E402
@@ -30,8 +30,8 @@ from scenarios.report import write_report  # noqa: E402
 from moiety_engine.errors import EngineError  # noqa: E402
 from moiety_kernels.environment import describe_environment  # noqa: E402
 
-_LISTED = (*fairness.SCENARIOS, *deadlines.SCENARIOS, *overload.SCENARIOS, *memory.SCENARIOS)
-_ORDER = ("S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8", "S9", "S10", "ablation")
+_LISTED = (*fairness.SCENARIOS, *deadlines.SCENARIOS, *limits.SCENARIOS, *overload.SCENARIOS, *memory.SCENARIOS)
+_ORDER = ("S1", "S2", "S3", "S3-limits", "S4", "S5", "S6", "S7", "S8", "S9", "S10", "ablation")
 _LONGEST = ("S3", "S9", "S10", "S4", "S5")
 SCENARIOS: dict[str, Scenario] = {name: next(s for s in _LISTED if s.name == name) for name in _ORDER}
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moiety_engine.simulator.capacity import Capacity, measure_capacity
-from moiety_engine.simulator.devices import A100_LLAMA3_8B
+from moiety_engine.simulator.devices import A100_LLAMA3_8B, Device
 from moiety_engine.simulator.simulate import Outcome, simulate
 from moiety_wire.classes import ServiceClass
-from moiety_workload.request import Workload
+from moiety_workload.request import TraceRequest, Workload
 from scenarios.claims import OURS, Ask, Measurement, Scenario, Settings
 from scenarios.offers import AZURE_CODE, draw_classes, load, poisson_at, qoserve_classes
 
 STEPS = ("edf", "qoserve-chunking", "qoserve-relegation", "qoserve")  # in the order of the published ablation
 CURVE = (0.5, 1.0, 1.35, 1.8)
 OVERLOAD = 2.2
-_GRID = 0.05
-_ALLOWED = 0.01
+GRID = 0.05
+ALLOWED = 0.01
 _LOW_PART = 0.2
 _NUM_PARTS = 4
 _PAPERS_CAPACITY = 6 / 2.2  # requests/s of EDF, by what its overload of 6 is called here
@@ -31,23 +31,25 @@ class CodeMix:
     trace: Workload
     capacity: Capacity
     classes: list[ServiceClass]
+    device: Device
 
     @classmethod
-    def of(cls, settings: Settings, seed: int) -> CodeMix:
+    def of(cls, settings: Settings, seed: int, device: Device = A100_LLAMA3_8B) -> CodeMix:
         trace = load(settings.traces, AZURE_CODE)
-        return cls(settings, seed, trace, measure_capacity(trace, A100_LLAMA3_8B), qoserve_classes())
+        return cls(settings, seed, trace, measure_capacity(trace, device), qoserve_classes(), device)
 
     @property
     def rate_per_s(self) -> float:
         """Of requests at load 1."""
         return len(self.trace.requests) / self.trace.duration_s / self.capacity.offered
 
+    def requests(self, factor: float) -> tuple[TraceRequest, ...]:
+        arrivals = poisson_at(self.trace.requests, factor * self.rate_per_s, self.settings.hour_s, self.seed)
+        return draw_classes(arrivals, [service.name for service in self.classes], self.seed)
+
     def run(self, policy: str, factor: float) -> Outcome:
-        duration_s = self.settings.hour_s
-        arrivals = poisson_at(self.trace.requests, factor * self.rate_per_s, duration_s, self.seed)
-        requests = draw_classes(arrivals, [service.name for service in self.classes], self.seed)
-        workload = replace(self.trace, requests=requests, duration_s=duration_s)
-        return simulate(workload, A100_LLAMA3_8B, policy, classes=self.classes, capacity=self.capacity)
+        workload = replace(self.trace, requests=self.requests(factor), duration_s=self.settings.hour_s)
+        return simulate(workload, self.device, policy, classes=self.classes, capacity=self.capacity)
 
     def violations(self, policy: str, factor: float) -> float:
         return 1 - float(self.run(policy, factor).figures["attainment"])
@@ -57,7 +59,7 @@ class CodeMix:
         taken to have them and one that is not."""
         while high - low > 1:
             middle = (low + high) // 2
-            if self.violations(policy, middle * unit) <= _ALLOWED:
+            if self.violations(policy, middle * unit) <= ALLOWED:
                 low = middle
             else:
                 high = middle
@@ -67,8 +69,8 @@ class CodeMix:
 def measure_code(settings: Settings, seed: int) -> Measurement:
     found = Measurement()
     mix = CodeMix.of(settings, seed)
-    edf = _GRID * mix.largest_load("edf", 16, 32, _GRID)  # from 0.8 to 1.6 C
-    ours = _GRID * mix.largest_load(OURS, 18, 34, _GRID * edf)  # from 0.9 to 1.7 times EDF's
+    edf = GRID * mix.largest_load("edf", 16, 32, GRID)  # from 0.8 to 1.6 C
+    ours = GRID * mix.largest_load(OURS, 18, 34, GRID * edf)  # from 0.9 to 1.7 times EDF's
     found.put("largest load ÷ EDF's", OURS, ours)
     found.put("EDF's capacity ÷ C", "edf", edf)
     found.put("EDF's capacity, requests/s", "edf", edf * mix.rate_per_s)

@@ -47,9 +47,10 @@ def texts_of(value: Any) -> Iterator[str]:
         item = waiting.pop()
         if isinstance(item, str):
             yield item
-        elif isinstance(item, Mapping):
-            waiting += (*item.keys(), *item.values())
-        elif isinstance(item, list | tuple):
+        elif isinstance(item, (dict, Mapping)):  # nearly always a dict, and to ask for that is quick
+            waiting += item.keys()
+            waiting += item.values()
+        elif isinstance(item, (list, tuple)):
             waiting += item
 
 
@@ -83,6 +84,10 @@ class ConversationEncoder:
         texts = [prefill, *texts_of(tools)]
         for message in messages:
             texts += texts_of([value for name, value in message.items() if name != "role"])
+        return self.is_control_token_in(texts)
+
+    def is_control_token_in(self, texts: Sequence[str]) -> bool:
+        """The same of these texts."""
         return self._control.search(_BETWEEN.join(texts)) is not None
 
     def encode(

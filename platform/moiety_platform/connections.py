@@ -7,22 +7,26 @@ is held for it: a request is served when its head is there, and everything that 
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, cast
 
 import uvicorn
 from litestar.types import Scope
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS
 from moiety_platform.completions.disconnect import DEPARTURE, Departure
+from moiety_platform.completions.reply import SEND_WHOLE
 from moiety_platform.errors import BadRequest, HeadTooLarge, PlatformError, RequestTimeout
 from moiety_platform.http_errors import OPENAI_ERRORS
 from moiety_platform.request_ids import MESSAGES_PATH, request_id_of
 from moiety_platform.settings import GatewaySettings
 
 MIN_BODY_BYTES_PER_S = 500  # of a body that takes longer than the timeout
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 LINGER_S = 1.0  # what still comes is read for so long and dropped: a connection reset would take the answer along
 
 
@@ -78,6 +82,14 @@ class Gathering:
             self._loop.call_soon(self.flush)
         self._held.append(data)
 
+    def write_now(self, data: bytes) -> None:
+        """What nothing follows."""
+        if self._held:
+            self.write(data)
+            self.flush()
+        elif not self._transport.is_closing():
+            self._transport.write(data)
+
     def flush(self) -> None:
         held, self._held = self._held, []
         if held and not self._transport.is_closing():  # else the client has left within this turn
@@ -116,7 +128,8 @@ class Connection(HttpToolsProtocol):
     # ── asyncio ──
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(asyncio.Transport, Gathering(transport, self.loop)))
+        self._gathering = Gathering(transport, self.loop)
+        super().connection_made(cast(asyncio.Transport, self._gathering))
         self._set_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -152,17 +165,19 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["state"][DEPARTURE] = self._departure
+        self.scope["state"] |= {DEPARTURE: self._departure, SEND_WHOLE: self._send_whole}
         self._enter(_Phase.HEAD)
         self._header_bytes = self._line_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         self._header_bytes += len(name) + len(value) + 4
-        self._check_head()
+        if self._is_too_large():
+            raise self._head_too_large()  # stops the parser
 
     def on_headers_complete(self) -> None:
-        self._check_head()
+        if self._is_too_large():
+            raise self._head_too_large()
         super().on_headers_complete()
         self._enter(_Phase.BODY)
 
@@ -179,16 +194,32 @@ class Connection(HttpToolsProtocol):
                 BadRequest("This is not HTTP/1.1 as this server reads it; use an HTTP client", code="bad_http")
             )
 
+    # ── an answer ──
+
+    def _send_whole(self, scope: Scope, status: int, headers: Mapping[str, str], body: bytes) -> bool:
+        """A whole answer by one write; see `SEND_WHOLE`. What ASGI's messages are for is left to them: a client that
+        reads slowly or sends ahead, a connection that ends with its answer."""
+        cycle: RequestResponseCycle = self.cycle
+        if cast(Scope, cycle.scope) is not scope or cycle.response_started or cycle.disconnected:
+            return False
+        if not cycle.keep_alive or cycle.flow.write_paused or _CONTROL.search("".join(headers.values())):
+            return False
+        given = [b"%b: %b\r\n" % field for field in cycle.default_headers]
+        own = "".join([f"{name.lower()}: {value}\r\n" for name, value in headers.items()]).encode()
+        length = b"content-length: %d\r\n\r\n" % len(body)
+        self._gathering.write_now(b"".join([STATUS_LINE[status], *given, own, length, body]))
+        cycle.waiting_for_100_continue = False
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
+        cycle.on_response()
+        return True
+
     # ── bounds ──
 
     @property
     def _is_idle(self) -> bool:
         """Nothing is being answered, and nobody else waits for the client."""
         return (self.cycle is None or self.cycle.response_complete) and self.timeout_keep_alive_task is None
-
-    def _check_head(self) -> None:
-        if self._is_too_large():
-            raise self._head_too_large()  # stops the parser
 
     def _is_too_large(self) -> bool:
         num_bytes = self._header_bytes + len(self.url)

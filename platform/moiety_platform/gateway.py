@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import os
 import secrets
 import signal
 import socket
@@ -94,6 +95,7 @@ def run_gateway(settings: GatewaySettings) -> None:
     CannotUseEngine or CannotSendSpans."""
     configure_logging(settings.log_level, settings.log_format)
     _share_arenas()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # for texts in batches, and here they come one by one
     listener = bind(settings.host, settings.port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings, listener))

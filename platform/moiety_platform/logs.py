@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from datetime import UTC, datetime
 from typing import Any, TextIO
 
 import msgspec
 import structlog
 
+_encoder = msgspec.json.Encoder(enc_hook=repr)
 _SHARED: tuple[structlog.typing.Processor, ...] = (
     structlog.processors.add_log_level,
     structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -27,7 +29,7 @@ def configure_logging(level: str, log_format: str, stream: TextIO = sys.stderr) 
     else:
         tail = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_to_json)]
     structlog.configure(
-        processors=[*_SHARED, *tail],
+        processors=[*_SHARED, *tail] if on_terminal else [_as_json],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=structlog.WriteLoggerFactory(stream),
         cache_logger_on_first_use=True,
@@ -45,5 +47,15 @@ def configure_logging(level: str, log_format: str, stream: TextIO = sys.stderr) 
     root.setLevel(max(threshold, logging.WARNING))
 
 
+def _as_json(logger: Any, method: str, event: structlog.typing.EventDict) -> str:
+    """What the processors for JSON make of an event, in one step, since there is one for every request."""
+    if "exc_info" in event or "stack_info" in event:
+        event = structlog.processors.StackInfoRenderer()(logger, method, event)
+        event = structlog.processors.format_exc_info(logger, method, event)
+    structlog.processors.add_log_level(logger, method, event)
+    event["timestamp"] = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return _to_json(event)
+
+
 def _to_json(event: Any, **_: Any) -> str:
-    return msgspec.json.encode(event, enc_hook=repr).decode()
+    return _encoder.encode(event).decode()

@@ -12,7 +12,7 @@ from moiety_platform.randomness import random_hex
 HEADER = "x-request-id"
 MESSAGES_PATH = "/v1/messages"
 MESSAGES_HEADER = "request-id"
-_HEADER, _MESSAGES_HEADER = HEADER.encode(), MESSAGES_HEADER.encode()
+_ON_OTHERS, _ON_MESSAGES = (HEADER,), (HEADER, MESSAGES_HEADER)
 _STATE_KEY = "moiety_request_id"
 _REASONABLE = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -34,11 +34,13 @@ def _offered(scope: Scope) -> str | None:
     return None
 
 
+def id_headers(path: str, request_id: str) -> dict[str, str]:
+    """By which an answer says it."""
+    return dict.fromkeys(_ON_MESSAGES if path.startswith(MESSAGES_PATH) else _ON_OTHERS, request_id)
+
+
 async def add_request_id(message: Message, scope: Scope) -> None:
     """A `before_send` hook."""
     if message["type"] == "http.response.start":
-        request_id = request_id_of(scope).encode("latin-1")
-        more = [(_HEADER, request_id)]
-        if scope["path"].startswith(MESSAGES_PATH):
-            more.append((_MESSAGES_HEADER, request_id))
-        message["headers"] = [*message["headers"], *more]
+        more = id_headers(scope["path"], request_id_of(scope))
+        message["headers"] = [*message["headers"], *((k.encode(), v.encode("latin-1")) for k, v in more.items())]

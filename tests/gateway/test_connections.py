@@ -43,6 +43,14 @@ def read_answer(data: bytes) -> tuple[int, str]:
     return int(top.split(b" ")[1]), error["code"]
 
 
+async def read_whole(reader) -> tuple[dict[str, str], dict]:
+    """The headers and the body of an answer that has a length."""
+    top = (await reader.readuntil(b"\r\n\r\n")).decode()
+    assert top.startswith("HTTP/1.1 200 OK\r\n")
+    headers = dict(line.split(": ", 1) for line in top.split("\r\n")[1:-2])
+    return headers, json.loads(await reader.readexactly(int(headers["content-length"])))
+
+
 @pytest.fixture
 async def hasty(start_gateway, card):
     async with start_gateway([FakeEngineClient(card)], **HASTY) as running:
@@ -285,6 +293,26 @@ async def test_who_sends_rubbish_while_an_answer_is_made_gets_no_more_of_it(star
         assert row.outcome == "disconnected"
         assert gateway.num_connections() == 1  # which is read from for a while yet, so that the client gets its answer
         assert read_answer(await reader.read()) == (400, "bad_http")
+
+
+async def test_an_answer_is_the_same_whether_its_connection_stays_or_ends_or_has_more_requests_sent_ahead(
+    start_gateway, card
+):
+    body = json.dumps(BODY).encode()
+    async with start_gateway([FakeEngineClient(card)]) as gateway, connect(gateway) as (reader, writer):
+        request = head(gateway, len(body), "X-Request-Id: mine") + body
+        last = head(gateway, len(body), "X-Request-Id: mine", "Connection: close") + body
+        writer.write(request)
+        alone = await read_whole(reader)
+        writer.write(request + request + last)  # ahead: the second and third wait for the first
+        others = [await read_whole(reader) for _ in range(3)]
+        assert await reader.read() == b""
+    (headers, answer), *_ = answers = [alone, *others]
+    assert headers["x-request-id"] == "mine"
+    assert answers[-1][0].pop("connection") == "close"
+    assert [sorted(found) for found, _ in answers] == [sorted(headers)] * 4
+    assert [found["choices"] for _, found in answers] == [answer["choices"]] * 4
+    assert len({found["id"] for _, found in answers}) == 4
 
 
 def test_what_is_written_just_as_the_client_leaves_is_dropped_without_an_error():

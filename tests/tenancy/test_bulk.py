@@ -9,10 +9,13 @@ import pytest
 import sqlalchemy as sa
 
 from moiety_platform.clock import ManualClock
-from moiety_platform.db.bulk import BulkAdd, BulkInsert, listed
+from moiety_platform.db.bulk import BulkAdd, BulkInsert, listed, lock_rows, read_rows
 from moiety_platform.db.session import Database
 from moiety_platform.quota.models import QuotaWindow
 from moiety_platform.randomness import ordered_hex
+from moiety_platform.usage.ledger import settle
+from moiety_platform.usage.models import LedgerEntry
+from moiety_platform.usage.row import KILLED, UsageRow
 
 KEYS = ("quota_id", "start")
 insert = BulkInsert(QuotaWindow, lambda statement: statement.on_conflict_do_nothing())
@@ -34,6 +37,34 @@ async def test_any_number_of_rows_takes_one_statement_each_time(database: Databa
         rows = {(quota_id, moment): granted for quota_id, moment, granted in found}
         assert database.num_statements - before == 3
     assert rows == {key: 2**40 + number for number, key in enumerate(keys) if number > 0}
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 1500])
+async def test_what_is_read_in_bulk_is_what_is_read_by_the_row(database: Database, num_rows: int):
+    start = ManualClock().now()
+    async with database.write() as session:
+        await insert(session, [(f"quo_{n}", start + timedelta(microseconds=n), 2**60 + n, 0) for n in range(num_rows)])
+        statement = sa.select(QuotaWindow.start, QuotaWindow.quota_id, QuotaWindow.granted - QuotaWindow.settled)
+        await lock_rows(session, statement.order_by(QuotaWindow.start).with_for_update())
+        found = sorted(map(tuple, await read_rows(session, statement)))
+        assert found == sorted(map(tuple, await session.execute(statement)))
+    assert len(found) == num_rows
+
+
+async def test_of_requests_that_are_entered_again_among_new_ones_only_the_new_ones_are_entered(database: Database):
+    rows = [make_row(f"request-{number}") for number in range(9)]
+    async with database.write() as session:
+        assert await settle(session, rows[2:5]) == {"request-2", "request-3", "request-4"}
+        assert await settle(session, rows[2:5]) == set()
+        assert await settle(session, rows) == {row.request_id for row in rows} - {"request-2", "request-3", "request-4"}
+        entered = await session.scalars(sa.select(LedgerEntry.request_id).order_by(LedgerEntry.request_id))
+        assert list(entered) == [row.request_id for row in rows]
+
+
+def make_row(request_id: str) -> UsageRow:
+    of_whom = {"tenant_id": "ten_a", "project_id": "prj_a", "key_id": "key", "endpoint": "/v1", "model": "tiny"}
+    counts = {"num_choices": 1, "prompt_tokens": 5}
+    return UsageRow(request_id, **of_whom, service_class="standard", started_at=ManualClock().now(), **counts, **KILLED)
 
 
 def test_ids_of_later_milliseconds_stand_behind_those_of_earlier_ones():

@@ -23,7 +23,7 @@ from moiety_platform.usage.bill import Bill, encode_bill
 from moiety_platform.usage.metering import MeterReader, charge
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour, UsageRecord
 from moiety_platform.usage.queries import UsageFilter, sum_usage
-from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow, killed
+from moiety_platform.usage.row import GATEWAY_KILLED, KILLED, UsageRow
 from moiety_platform.usage.store import insert_rows
 from moiety_wire.messages import Metered
 
@@ -45,7 +45,7 @@ def make_row(**changes: Any) -> UsageRow:
 def make_bill(*, num_choices: int = 1) -> Bill:
     cost = PRICES["standard"].cost(PROMPT, 0, 0)
     charges = (Charge(TOKENS, "dead", PROMPT), Charge(MONEY, "dead", cost))
-    row = killed(make_row(num_choices=num_choices, cost_nanodollars=cost, charges=charges))
+    row = make_row(num_choices=num_choices, cost_nanodollars=cost, charges=charges, **KILLED)
     return Bill(row, PRICES, [(TOKENS, Unit.TOKENS), (MONEY, Unit.MONEY)], "dead", num_choices)
 
 

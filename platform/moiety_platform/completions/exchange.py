@@ -22,7 +22,7 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.scopes import INFERENCE_SCOPE, require_scope
 from moiety_platform.completions.body import receive_body
-from moiety_platform.completions.disconnect import ClientDisconnected, Departure, WatchingForDisconnect
+from moiety_platform.completions.disconnect import ClientDisconnected, WatchingForDisconnect
 from moiety_platform.completions.fields import AskingBody
 from moiety_platform.completions.limits import ShapeLimits
 from moiety_platform.completions.once import Once
@@ -138,12 +138,7 @@ class Exchange(Generic[Body]):
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(
-            send,
-            Departure.of(scope["state"]),
-            self._endpoint.errors,
-            request_id_of(scope),
-        )
+        reply = Reply(send, scope, self._endpoint.errors)
         try:
             principal = await self._authenticate(scope)
             await self._services.once.serve(

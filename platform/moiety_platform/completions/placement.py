@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -34,7 +34,7 @@ class Placement:
         self._left: set[Connection] = set()  # which had a sequence of this request, or were gone
         self._num_failed = 0  # of them, those that failed while they had one
 
-    def choose(self, prefix: Sequence[bytes]) -> Place:
+    def choose(self, prefix: Iterable[bytes]) -> Place:
         """The engine for a new sequence. Raises NotFound or Unavailable."""
         return self._choose(prefix, self._left)
 
@@ -44,7 +44,7 @@ class Placement:
             self._num_failed += 1
         self._left.add(connection)
 
-    async def choose_again(self, prefix: Sequence[bytes], failure: PlatformError) -> Place:
+    async def choose_again(self, prefix: Iterable[bytes], failure: PlatformError) -> Place:
         """Another engine than those that were left; one of their addresses only once it has been connected anew and
         no other engine is there. Raises the failure if there is no engine in time, or too many have failed."""
         if self._num_failed > MAX_RESUBMISSIONS:
@@ -64,6 +64,6 @@ class Placement:
                 raise failure
             await self._replicas.wait_change(left_s)
 
-    def _choose(self, prefix: Sequence[bytes], avoid: Collection[Connection]) -> Place:
+    def _choose(self, prefix: Iterable[bytes], avoid: Collection[Connection]) -> Place:
         client, state = self._replicas.choose(self._model, self._service, prefix, avoid)
         return Place(client, state.connection)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-import msgspec
 import structlog
 
 from moiety_platform.auth.principal import Principal
@@ -28,7 +27,7 @@ from moiety_platform.traces.request_trace import Phase
 from moiety_platform.traces.sampling import Ending
 from moiety_platform.traces.tracing import Tracing
 from moiety_platform.usage.bill import Bill
-from moiety_platform.usage.row import UsageRow, killed
+from moiety_platform.usage.row import KILLED, UsageRow
 
 STOPPING = Unavailable("the server is stopping; send the request again", code="server_stopping", retry_after_s=1)
 
@@ -166,10 +165,24 @@ class RequestRecorder:
 
     def _bill(self, record: RequestRecord, num_prompt_tokens: int) -> Bill:
         spending, used = record.spending, Used(record.service_class, num_prompt_tokens, 0, 0)
-        row = killed(self._row(record, spending.charges(used)))
-        generation = record.generation
+        principal, generation = record.principal, record.generation
+        row = UsageRow(
+            request_id=record.request_id,
+            tenant_id=principal.tenant_id,
+            project_id=principal.project_id,
+            key_id=principal.key_id,
+            endpoint=record.endpoint,
+            model=record.served_model,
+            service_class=record.service_class,
+            started_at=record.started_at,
+            num_choices=generation.num_sequences if generation else 0,
+            prompt_tokens=num_prompt_tokens,
+            cost_nanodollars=spending.cost(used),
+            charges=spending.charges(used),
+            **KILLED,
+        )
         return Bill(
-            msgspec.structs.replace(row, prompt_tokens=num_prompt_tokens, cost_nanodollars=spending.cost(used)),
+            row,
             spending.prices,
             spending.stocks,
             self._quotas.replica_id,

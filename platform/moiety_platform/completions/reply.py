@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, Send
+from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, Scope, Send
 
 from moiety_platform.completions.disconnect import ClientDisconnected, Departure
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import ErrorForm, error_headers
 from moiety_platform.idempotency.keeper import Claim
 from moiety_platform.idempotency.store import KeptAnswer
+from moiety_platform.request_ids import id_headers, request_id_of
+
+SEND_WHOLE = "moiety.send_whole"
+"""Where the server puts, into a request's `state`, what sends the request of a scope a status, headers and a body at
+once, past ASGI's messages; it returns False where that cannot be, and has sent nothing."""
+SendWhole = Callable[[Scope, int, Mapping[str, str], bytes], bool]
 
 REPLAYED_HEADER = b"idempotent-replayed"
 REPLAY_BYTES = 64 * 1024  # of a kept answer, at once
@@ -28,11 +34,13 @@ _STREAM_HEADERS: list[tuple[bytes, bytes]] = [
 class Reply:
     """Owned by the exchange; sends one answer. Sending to a client that has left raises ClientDisconnected."""
 
-    def __init__(self, send: Send, departure: Departure, errors: ErrorForm, request_id: str) -> None:
+    def __init__(self, send: Send, scope: Scope, errors: ErrorForm) -> None:
         self._raw_send = send
-        self.departure = departure
+        self._scope = scope
+        self._send_whole: SendWhole | None = scope["state"].get(SEND_WHOLE)
+        self.departure = Departure.of(scope["state"])
         self.errors = errors  # an answer may have its own once it streams
-        self._request_id = request_id
+        self._request_id = request_id_of(scope)
         self._streaming = False
         self._in_pieces = False
         self.headers: dict[str, str] = {}  # of an answer; an error has its own
@@ -88,6 +96,10 @@ class Reply:
             await self.claim.keep(status, headers | own)
 
     async def _whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        if self._send_whole is not None and not self.departure.has_left:
+            ids = id_headers(self._scope["path"], self._request_id)
+            if self._send_whole(self._scope, status, {"content-type": "application/json", **headers, **ids}, body):
+                return
         fields = [*_JSON_HEADERS, (b"content-length", b"%d" % len(body))]
         await self._send(_start(status, fields + _encode(headers)))
         await self._send(_body(body, more=False))

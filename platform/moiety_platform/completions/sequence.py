@@ -13,7 +13,7 @@ from moiety_platform.engine_client.base import Connection
 from moiety_platform.engine_client.inbox import Delivery, Inbox
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import EngineFailed, PlatformError, Unavailable
-from moiety_platform.routing.affinity import prefix_keys
+from moiety_platform.routing.affinity import Prefix
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, FinishReason, Submit, Tokens
 
@@ -23,7 +23,7 @@ class Sequence:
 
     def __init__(self, index: int, submit: Submit) -> None:
         self.index = index
-        self.prefix = prefix_keys(submit.cache_salt, submit.prompt_ids)
+        self.prefix = Prefix(submit.cache_salt, submit.prompt_ids)
         self.progress = Progress(len(submit.prompt_ids) + submit.sibling_tokens)  # for which its promise allows time
         self.max_tokens = submit.stopping.max_tokens
         self.accepted: Accepted | None = None  # the first verdict

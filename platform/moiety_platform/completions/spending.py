@@ -158,13 +158,16 @@ class Spending:
 
     def _amounts(self, tokens: int) -> dict[Unit, int]:
         """What a request of so many tokens needs of everything."""
-        cost = self._dearest.cost(self._prompt_tokens, 0, tokens - self._prompt_tokens)
-        return {Unit.TOKENS: tokens, Unit.REQUESTS: 1, Unit.SLOTS: 1, Unit.MONEY: cost}
+        return {Unit.TOKENS: tokens, Unit.REQUESTS: 1, Unit.SLOTS: 1, Unit.MONEY: self._most_cost(tokens)}
+
+    def _most_cost(self, tokens: int) -> int:
+        """Of so many, prompt included."""
+        return self._dearest.cost(self._prompt_tokens, 0, tokens - self._prompt_tokens)
 
     def _spent(self, used: Used) -> dict[Unit, int]:
         """A request of which nothing is billed does not count as one either."""
         tokens = min(used.prompt_tokens + used.output_tokens, self._reserved)
-        cost = min(self.cost(used), self._amounts(self._reserved)[Unit.MONEY])
+        cost = min(self.cost(used), self._most_cost(self._reserved))
         return {Unit.TOKENS: tokens, Unit.REQUESTS: min(1, tokens), Unit.MONEY: cost}
 
     def _affordable(self, unit: Unit, reserved: int, room: int) -> int:
@@ -173,7 +176,7 @@ class Spending:
             return reserved + room
         if unit is not Unit.MONEY or self._dearest.output == 0:
             return 0
-        budget = room + (self._amounts(reserved)[unit] if reserved else 0)
+        budget = room + (self._most_cost(reserved) if reserved else 0)
         left = budget * MILLION - self._prompt_tokens * self._dearest.input
         return self._prompt_tokens + left // self._dearest.output
 

@@ -145,19 +145,31 @@ class ModelText:
 
     def _is_short(self, prompts: Sequence[Prompt]) -> bool:
         """Whether encoding them all is a matter of so little time that a thread would cost more, and none spells a
-        control token."""
+        control token; not exact, but never without reason."""
         left = self._inline_bytes
         for prompt in prompts:
-            left -= _cost(prompt, left)
-            if left < 0 or (isinstance(prompt, Conversation) and self._spells_control_token(prompt)):
+            if isinstance(prompt, tuple):
+                left -= ID_COST * len(prompt)
+            elif isinstance(prompt, str):
+                left -= _num_bytes(prompt, left)
+            else:
+                left = self._after_conversation(prompt, left)
+            if left < 0:
                 return False
         return True
 
-    def _spells_control_token(self, prompt: Conversation) -> bool:
+    def _after_conversation(self, prompt: Conversation, left: int) -> int:
+        """What is left of so many bytes beside its texts; negative where one of them spells a control token."""
+        tools = _tools_of(prompt)
+        left -= MESSAGE_COST * (len(prompt.messages) - 1 + len(tools))
+        texts: list[str] = []
+        for text in texts_of((prompt.messages, tools, prompt.prefill)):
+            left -= _num_bytes(text, left)
+            if left < 0:
+                return left
+            texts.append(text)
         encoder = self._conversations
-        return encoder is not None and encoder.spells_control_token(
-            prompt.messages, tools=_tools_of(prompt), prefill=prompt.prefill
-        )
+        return -1 if encoder is not None and encoder.is_control_token_in(texts) else left
 
     def _encode_all(self, prompts: Sequence[Prompt], field: str, *, is_plain: bool = False) -> list[list[int]]:
         return [
@@ -249,21 +261,6 @@ class ModelText:
             f"the prompt has {num_tokens} tokens; the model's context is {self._max_context_tokens} tokens. "
             "Shorten the prompt"
         )
-
-
-def _cost(prompt: Prompt, at_most: int) -> int:
-    """Of encoding it, in bytes of text; not exact where it is more than `at_most`."""
-    if isinstance(prompt, tuple):
-        return ID_COST * len(prompt)
-    if isinstance(prompt, str):
-        return _num_bytes(prompt, at_most)
-    tools = _tools_of(prompt)
-    cost = MESSAGE_COST * (len(prompt.messages) - 1 + len(tools)) + _num_bytes(prompt.prefill, at_most)
-    for text in texts_of((prompt.messages, tools)):
-        if cost > at_most:
-            break
-        cost += _num_bytes(text, at_most)
-    return cost
 
 
 def _num_bytes(text: str, at_most: int) -> int:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 from sqlalchemy import DateTime, Dialect, MetaData
 from sqlalchemy.orm import DeclarativeBase
 from sqlalchemy.types import TypeDecorator
+
+REMEMBERED = 1024  # points in time: many rows of a transaction have the same
 
 NAMING_CONVENTION = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -36,6 +39,10 @@ class UtcDateTime(TypeDecorator[datetime]):
         """On SQLite the text at once, since a row has several of them and a second many rows."""
         return _to_text if dialect.name == "sqlite" else super().bind_processor(dialect)
 
+    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], datetime | None] | None:
+        """And from that text."""
+        return _from_text if dialect.name == "sqlite" else super().result_processor(dialect, coltype)
+
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         return None if value is None else _in_utc(value)
 
@@ -52,5 +59,11 @@ def _in_utc(moment: datetime) -> datetime:
     return moment if moment.tzinfo is UTC else moment.astimezone(UTC)
 
 
+@lru_cache(maxsize=REMEMBERED)
 def _to_text(moment: datetime | None) -> str | None:
     return None if moment is None else _in_utc(moment).replace(tzinfo=None).isoformat(" ", "microseconds")
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _from_text(text: str | None) -> datetime | None:
+    return None if text is None else datetime.fromisoformat(text).replace(tzinfo=UTC)

@@ -2,7 +2,8 @@
 
 A parameter for each value would make a statement for each number of rows, which takes time to prepare and stays in the
 memory of every connection; a call for each row would hand the interpreter to another thread and back for each. So a
-statement is the same for any number of rows, and all its work is done in one call.
+statement is the same for any number of rows, and all its work is done in one call. What is read comes back in the same
+way, for SQLite's driver makes a call for each row that it fetches.
 """
 
 from __future__ import annotations
@@ -45,20 +46,21 @@ class BulkInsert:
         self._finish = finish
         self._statements: dict[str, Any] = {}  # by the dialect's name
 
-    async def __call__(self, session: AsyncSession, rows: Sequence[Row]) -> list[Any]:
-        """All of them, as the values of all columns in the table's order; what the insert returns, a value a row, if it
-        returns any."""
+    async def __call__(self, session: AsyncSession, rows: Sequence[Row]) -> int:
+        """All of them, as the values of all columns in the table's order; how many of them came into the table, or were
+        changed there."""
         if not rows:
-            return []
+            return 0
         dialect = session.get_bind().dialect
         statement = self._statements.get(dialect.name)
         if statement is None:
             source = _read(dialect, self._columns, bindparam("rows", type_=String))
             insert = insert_of(dialect, self._table).from_select(self._columns, source)
-            statement = self._statements[dialect.name] = self._finish(insert)
+            finished = self._finish(insert).execution_options(preserve_rowcount=True)
+            statement = self._statements[dialect.name] = finished
         connection = await session.connection()
         result = await connection.execute(statement, {"rows": _document(dialect, self._columns, rows)})
-        return list(result.scalars()) if result.returns_rows else []
+        return result.rowcount
 
 
 class BulkAdd:
@@ -86,6 +88,28 @@ class BulkAdd:
         rows = [(*key, amount) for key, amount in amounts.items()]
         connection = await session.connection()
         await connection.execute(statement, {"rows": _document(dialect, columns, rows)})
+
+
+async def read_rows(session: AsyncSession, statement: Select[*tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:
+    """What a select of columns finds: many rows, in no order, and nothing of them that JSON has no word for."""
+    dialect = session.get_bind().dialect
+    if dialect.name != "sqlite":
+        return (await session.execute(statement)).all()
+    columns = list(statement.subquery().c)
+    document: Any = await session.scalar(select(func.json_group_array(func.json_array(*columns))))
+    by_column = list(zip(*msgspec.json.decode(document), strict=True))
+    for place, column in enumerate(columns[: len(by_column)]):
+        of_driver = column.type.dialect_impl(dialect).result_processor(dialect, None)
+        if of_driver is not None:
+            by_column[place] = tuple(map(of_driver, by_column[place]))
+    return list(zip(*by_column, strict=True))
+
+
+async def lock_rows(session: AsyncSession, statement: Select[*tuple[Any, ...]]) -> None:
+    """Lock what a select `with_for_update` finds, in its order, until the transaction's end. Whoever writes to SQLite
+    has the whole database locked."""
+    if session.get_bind().dialect.name != "sqlite":
+        await session.execute(select(func.count()).select_from(statement.subquery()))
 
 
 def listed(session: AsyncSession, columns: Sequence[Any], rows: Iterable[Row]) -> Select[Any]:

@@ -32,7 +32,10 @@ from moiety_wire.messages import (
     HEARTBEAT_INTERVAL_S,
     PROTOCOL_VERSION,
     SILENCE_LIMIT_S,
+    Accepted,
     Card,
+    Failed,
+    Finished,
     Heartbeat,
     Hello,
     Load,
@@ -42,6 +45,7 @@ from moiety_wire.messages import (
     Submit,
     ToEngine,
     ToGateway,
+    Tokens,
     Unsettled,
 )
 
@@ -51,6 +55,7 @@ FRAME_BYTES = 1024 * 1024  # or one message; an engine hangs up on who sends it 
 SETTLED_AT_ONCE = 256  # requests in one message
 MAX_SETTLED = 200_000  # that are remembered for an engine that is away
 
+_OfRequest = (Tokens, Finished, Accepted, Failed)
 OnUnsettled = Callable[[Sequence[Metered], Callable[[str, list[str]], None]], None]
 
 log = structlog.get_logger(__name__)
@@ -140,7 +145,7 @@ class ZmqEngineClient:
     @asynccontextmanager
     async def open(self, submit: Submit, inbox: Inbox[EngineStream] | None = None) -> AsyncIterator[EngineStream]:
         session = self._session
-        if session is None or not self.state.healthy:
+        if session is None or session.card is None or session.refusal:
             raise Unavailable(f"the engine for {submit.model!r} is not there; try again shortly", retry_after_s=1)
         stream = EngineStream(submit, inbox, session.send)
         if submit.guide is not None and not (session.card is not None and session.card.follows_guides):
@@ -366,7 +371,11 @@ class _Session:
         self._drain_soon()
 
     def _take(self, message: ToGateway) -> None:
-        if isinstance(message, Card):
+        if isinstance(message, _OfRequest):  # nearly every one is
+            stream = self.streams.get(message.request_id)
+            if stream is not None and not self.lending.takes(message):
+                stream.deliver(message)
+        elif isinstance(message, Card):
             self._take_card(message)
         elif isinstance(message, Unsettled):
             self._on_unsettled(message)
@@ -378,10 +387,6 @@ class _Session:
             self.load, self.load_at_s = message, self._heard_at_s
             if self.card is not None and message.engine_id != self.card.engine_id:
                 self._lose("the engine was restarted")
-        else:
-            stream = self.streams.get(message.request_id)
-            if stream is not None and not self.lending.takes(message):
-                stream.deliver(message)
 
     def _take_card(self, card: Card) -> None:
         if self.card is not None and card.engine_id != self.card.engine_id:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -28,6 +29,7 @@ class Account:
 
     lease: Lease
     limit: Limit
+    ends_unix_s: float = math.inf  # when its window does, of a stock
     counted: int = 0  # of what was settled and held, when last looked at
     use_per_s: float = 0.0
     peak: float = 0.0  # of what was held, wearing off
@@ -114,12 +116,15 @@ class Account:
 
     def left(self, now_s: float) -> int | None:
         """About how much of the limit is left for all; None before the store was asked."""
-        if self.remaining is None:
+        left, lease, cap = self.remaining, self.lease, self.limit.cap
+        if left is None:
             return None
-        left = self.remaining + max(0, self.lease.free)
-        if self.lease.meter is Meter.RATE:
-            left += int((now_s - self.asked_s) * self.limit.cap / 60)
-        return min(left, self.limit.cap)
+        free = lease.free
+        if free > 0:
+            left += free
+        if lease.meter is Meter.RATE:
+            left += int((now_s - self.asked_s) * cap / 60)
+        return left if left < cap else cap
 
 
 @dataclass(slots=True)

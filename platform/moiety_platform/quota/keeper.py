@@ -138,18 +138,18 @@ class QuotaKeeper:
 
     def standings(self, hold: Hold) -> list[Standing]:
         """Where the limits of a request stand, as far as this process knows."""
-        now, now_s, found = self._clock.now(), self._clock.monotonic(), []
+        unix_s, now_s, found = self._clock.unix_ns() / 1e9, self._clock.monotonic(), []
         for lease in hold.leases:
             account = self._accounts.get(lease.window)
             left = account.left(now_s) if account is not None else None
             if account is None or left is None:
                 continue
-            limit, whole_in_s = account.limit, None
-            if limit.kind.period is not None:
-                whole_in_s = (window_end(limit.kind.period, lease.window.start) - now).total_seconds()
-            elif limit.kind.meter is Meter.RATE:
-                whole_in_s = (limit.cap - left) * 60 / limit.cap if limit.cap else 60.0
-            found.append(Standing(limit.kind, limit.cap, left, whole_in_s))
+            cap, whole_in_s = account.limit.cap, None
+            if lease.meter is Meter.STOCK:
+                whole_in_s = account.ends_unix_s - unix_s
+            elif lease.meter is Meter.RATE:
+                whole_in_s = (cap - left) * 60 / cap if cap else 60.0
+            found.append(Standing(account.limit.kind, cap, left, whole_in_s))
         return found
 
     def extend_now(self, hold: Hold, amounts: Mapping[Unit, int]) -> bool:
@@ -347,7 +347,9 @@ class QuotaKeeper:
         account = self._accounts.get(window)
         if account is None:
             lease = Lease(window, self.replica_id, limit.kind.unit, meter=limit.kind.meter)
-            account = self._accounts[window] = Account(lease, limit)
+            period = limit.kind.period
+            ends_unix_s = math.inf if period is None else window_end(period, window.start).timestamp()
+            account = self._accounts[window] = Account(lease, limit, ends_unix_s)
         return account
 
     def _set_aside(self, part: Callable[[Account], int]) -> dict[WindowId, int]:

@@ -86,13 +86,11 @@ class Hold:
             self._has_begun = True
             for lease in self.leases:
                 lease.num_holds += 1
-        for unit, wanted in amounts.items():
-            more = wanted - self._reserved[unit]
-            if more > 0:
-                self._reserved[unit] = wanted
-                for lease in self.leases:
-                    if lease.unit is unit:
-                        lease.held += more
+        more = {unit: add for unit, wanted in amounts.items() if (add := wanted - self._reserved[unit]) > 0}
+        for lease in self.leases:
+            lease.held += more.get(lease.unit, 0)
+        for unit, add in more.items():
+            self._reserved[unit] += add
         return True
 
     def drop(self, window: WindowId) -> None:

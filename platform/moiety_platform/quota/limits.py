@@ -9,7 +9,7 @@ import structlog
 from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import listed
+from moiety_platform.db.bulk import listed, read_rows
 from moiety_platform.quota.kinds import Kind, Level, Scope
 from moiety_platform.quota.models import Quota
 
@@ -37,11 +37,11 @@ async def load_limits(session: AsyncSession, scopes: Iterable[Scope]) -> dict[Sc
     for first in range(0, len(names), _SCOPES_AT_ONCE):
         columns = (Quota.level, Quota.scope_id)
         wanted = listed(session, columns, names[first : first + _SCOPES_AT_ONCE])
-        statement = select(Quota).where(tuple_(*columns).in_(wanted)).order_by(Quota.id)
-        for quota in await session.scalars(statement):
-            if quota.kind not in _KINDS:
-                log.warning("limit_of_unknown_kind", kind=quota.kind, quota_id=quota.id)
+        statement = select(Quota.id, *columns, Quota.kind, Quota.cap).where(tuple_(*columns).in_(wanted))
+        for quota_id, level, scope_id, kind, cap in sorted(await read_rows(session, statement)):
+            if kind not in _KINDS:
+                log.warning("limit_of_unknown_kind", kind=kind, quota_id=quota_id)
                 continue
-            scope = Scope(Level(quota.level), quota.scope_id)
-            found[scope].append(Limit(quota.id, scope, Kind(quota.kind), quota.cap))
+            scope = Scope(Level(level), scope_id)
+            found[scope].append(Limit(quota_id, scope, Kind(kind), cap))
     return found

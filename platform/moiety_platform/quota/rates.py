@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import BulkInsert, listed
+from moiety_platform.db.bulk import BulkInsert, listed, read_rows
 from moiety_platform.db.now import now_ms
 from moiety_platform.quota.bucket import Bucket
 from moiety_platform.quota.lease import WindowId
@@ -74,7 +74,7 @@ class RateStore:
             .with_for_update(of=QuotaRate)
         )
         by_id = {window.quota_id: window for window in windows}
-        rows = await session.execute(statement)
+        rows = await read_rows(session, statement)
         return {
             by_id[quota_id]: Bucket(cap, debt, at_ms).at(moment)
             for quota_id, cap, debt, at_ms, moment in rows

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from moiety_platform.quota.kinds import Kind, Meter, Period, Unit
+from moiety_platform.quota.kinds import Kind, Meter, Period
 
-_OPENAI_NAMES = {Unit.REQUESTS: "requests", Unit.TOKENS: "tokens"}
+_OPENAI_NAMES = {Kind.REQUESTS_PER_MINUTE: "requests", Kind.TOKENS_PER_MINUTE: "tokens"}
 _PERIOD_S = {Period.DAY: 86_400, Period.MONTH: 30 * 86_400}
 
 
@@ -37,14 +37,14 @@ def headers(standings: Iterable[Standing]) -> dict[str, str]:
     if not tightest:
         return {}
     fields: dict[str, str] = {}
-    for standing in tightest.values():
-        name = _OPENAI_NAMES.get(standing.kind.unit)
-        if standing.kind.meter is Meter.RATE and name is not None:
-            fields[f"x-ratelimit-limit-{name}"] = str(standing.cap)
-            fields[f"x-ratelimit-remaining-{name}"] = str(standing.left)
-            fields[f"x-ratelimit-reset-{name}"] = duration(standing.whole_in_s or 0.0)
-    fields["ratelimit-policy"] = ", ".join([_policy(standing.kind, standing.cap) for standing in tightest.values()])
-    fields["ratelimit"] = ", ".join(map(_state, tightest.values()))
+    for kind, name in _OPENAI_NAMES.items():
+        rate = tightest.get(kind)
+        if rate is not None:
+            fields[f"x-ratelimit-limit-{name}"] = str(rate.cap)
+            fields[f"x-ratelimit-remaining-{name}"] = str(rate.left)
+            fields[f"x-ratelimit-reset-{name}"] = duration(rate.whole_in_s or 0.0)
+    fields["ratelimit-policy"] = _policies(tuple([(standing.kind, standing.cap) for standing in tightest.values()]))
+    fields["ratelimit"] = ", ".join([_state(standing) for standing in tightest.values()])
     return fields
 
 
@@ -59,6 +59,10 @@ def duration(seconds: float) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
+def _policies(limits: tuple[tuple[Kind, int], ...]) -> str:
+    return ", ".join([_policy(kind, cap) for kind, cap in limits])
+
+
 def _policy(kind: Kind, cap: int) -> str:
     window = 60 if kind.meter is Meter.RATE else _PERIOD_S[kind.period] if kind.period is not None else None
     return f'"{kind}";q={cap}' + ("" if window is None else f";w={window}")

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, delete, func, select, tuple_, update
+from sqlalchemy import ColumnElement, Select, delete, func, literal, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import BulkAdd, BulkInsert, listed
+from moiety_platform.db.bulk import BulkAdd, BulkInsert, listed, lock_rows, read_rows
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.now import now_ms
 from moiety_platform.quota.kinds import ALWAYS
@@ -115,14 +115,10 @@ class LeaseStore:
         keys = (QuotaLease.quota_id, QuotaLease.start)
         wanted = tuple_(*keys).in_(_listed(session, windows))
         mine = QuotaLease.replica_id == self.replica_id, wanted
-        await session.execute(select(*keys).where(*mine).order_by(*keys).with_for_update())  # in the order of bookings
-        statement = (
-            update(QuotaLease)
-            .where(*mine)
-            .values(expires_ms=self.now() + self._ttl_ms, state=LeaseState.LIVE)
-            .returning(*keys, QuotaLease.granted, QuotaLease.settled)
-        )
-        rows = await session.execute(statement)
+        await lock_rows(session, select(*keys).where(*mine).order_by(*keys).with_for_update())  # in that of bookings
+        renewal = update(QuotaLease).where(*mine)
+        await session.execute(renewal.values(expires_ms=self.now() + self._ttl_ms, state=LeaseState.LIVE))
+        rows = await read_rows(session, select(*keys, QuotaLease.granted, QuotaLease.settled).where(*mine))
         return {WindowId(quota_id, start): Stored(granted, settled) for quota_id, start, granted, settled in rows}
 
     async def quarantine_expired(self, session: AsyncSession) -> int:
@@ -202,7 +198,7 @@ class LeaseStore:
                 tuple_(QuotaLease.quota_id, QuotaLease.start).in_(_listed(session, some)),
             )
             columns = (QuotaLease.quota_id, QuotaLease.start, QuotaLease.granted, QuotaLease.settled)
-            rows = await session.execute(select(*columns).where(*mine))
+            rows = await read_rows(session, select(*columns).where(*mine))
             stored |= {WindowId(quota_id, start): granted - settled for quota_id, start, granted, settled in rows}
         return {window: min(amount, stored.get(window, 0)) for window, amount in returned.items()}
 
@@ -225,13 +221,13 @@ class LeaseStore:
             .scalar_subquery()
         )
         statement = (
-            select(QuotaWindow.quota_id, QuotaWindow.start, QuotaWindow.granted, Quota.cap, sharing)
+            select(QuotaWindow.quota_id, QuotaWindow.start, QuotaWindow.granted, Quota.cap, sharing.label("others"))
             .outerjoin(Quota, Quota.id == QuotaWindow.quota_id)  # also what has no limit any more is locked in order
             .where(tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_(_listed(session, windows)))
             .order_by(QuotaWindow.quota_id, QuotaWindow.start)
             .with_for_update(of=QuotaWindow)
         )
-        rows = await session.execute(statement)
+        rows = await read_rows(session, statement)
         return {
             WindowId(quota_id, start): (max(0, cap - granted), 1 + others)
             for quota_id, start, granted, cap, others in rows
@@ -243,12 +239,16 @@ class LeaseStore:
         await _grant_windows(session, {_key(window): amount for window, amount in amounts.items()})
         new = sorted(window for window, amount in amounts.items() if amount > 0)
         if new:
-            leases = insert_into(session, QuotaLease).values(
-                granted=0, settled=0, expires_ms=self.now() + self._ttl_ms, state=LeaseState.LIVE
-            )
-            connection = await session.connection()
-            keys = [dict(zip(_LEASE, (*_key(window), self.replica_id), strict=True)) for window in new]
-            await connection.execute(leases.on_conflict_do_nothing(), keys)
+            empty: dict[str, ColumnElement[Any]] = {
+                "replica_id": literal(self.replica_id),
+                "granted": literal(0),
+                "settled": literal(0),
+                "expires_ms": self.now() + self._ttl_ms,
+                "state": literal(LeaseState.LIVE.value),
+            }
+            leases = _listed(session, new).add_columns(*empty.values())
+            insert = insert_into(session, QuotaLease).from_select([*_WINDOW, *empty], leases)
+            await session.execute(insert.on_conflict_do_nothing())
         await _grant_leases(session, {(*_key(window), self.replica_id): n for window, n in amounts.items()})
 
 
@@ -299,12 +299,11 @@ async def _lock_leases(session: AsyncSession, windows: Iterable[WindowId]) -> di
         wanted = _listed(session, some)
         of_windows = tuple_(QuotaWindow.quota_id, QuotaWindow.start).in_(wanted)
         order = QuotaWindow.quota_id, QuotaWindow.start
-        await session.execute(select(QuotaWindow.quota_id).where(of_windows).order_by(*order).with_for_update())
+        await lock_rows(session, select(QuotaWindow.quota_id).where(of_windows).order_by(*order).with_for_update())
         keys = QuotaLease.quota_id, QuotaLease.start, QuotaLease.replica_id
         of_leases = tuple_(QuotaLease.quota_id, QuotaLease.start).in_(wanted)
-        rows = await session.execute(
-            select(*keys, QuotaLease.granted - QuotaLease.settled).where(of_leases).order_by(*keys).with_for_update()
-        )
+        left = QuotaLease.granted - QuotaLease.settled
+        rows = await read_rows(session, select(*keys, left).where(of_leases).order_by(*keys).with_for_update())
         found |= {(WindowId(quota_id, start), replica_id): left for quota_id, start, replica_id, left in rows}
     return found
 

@@ -8,7 +8,7 @@ weighs most for; one that leaves gives away only what it had.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 BLOCK_TOKENS = 16
@@ -28,6 +28,18 @@ def prefix_keys(cache_salt: bytes, prompt_ids: Sequence[int]) -> tuple[bytes, ..
         salt = salt or blake2b(cache_salt, digest_size=32).digest()
         keys.append(blake2b(tokens, digest_size=16, key=salt).digest())
     return tuple(keys)
+
+
+class Prefix:
+    """The keys of one prompt, made where they are asked for: for a model with one engine nobody asks."""
+
+    __slots__ = ("_cache_salt", "_prompt_ids")
+
+    def __init__(self, cache_salt: bytes, prompt_ids: Sequence[int]) -> None:
+        self._cache_salt, self._prompt_ids = cache_salt, prompt_ids
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(prefix_keys(self._cache_salt, self._prompt_ids))
 
 
 def weight(prefix_key: bytes, address: str) -> int:

@@ -7,7 +7,7 @@ a prompt goes to the engine that its prefix prefers unless that one has clearly 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import NotFound, Unavailable
@@ -26,7 +26,7 @@ def choose(
     engines: Sequence[EngineState],
     model: str,
     service: ServiceClass | None = None,
-    prefix: Sequence[bytes] = (),
+    prefix: Iterable[bytes] = (),
 ) -> EngineState:
     """The healthy engine of that model that the prefix (keys by depth, the shallowest first) prefers, among those that
     have not much more to do than the least loaded. Where one depth's engine has, the next depth is asked; in the end,
@@ -37,8 +37,6 @@ def choose(
     if len(able) == 1:
         return able[0]
     least = min(able, key=lambda engine: (_wait(engine, service), *_work(engine)))
-    if not prefix:
-        return least
     for key in prefix:
         preferred = max(able, key=lambda engine: weight(key, engine.address))
         if _is_near(preferred, least, service):

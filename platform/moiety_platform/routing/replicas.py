@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -68,7 +68,7 @@ class Replicas:
         return [client.state for client in self._clients.values()]
 
     def choose(
-        self, model: str, service: ServiceClass, prefix: Sequence[bytes] = (), avoid: Collection[Connection] = ()
+        self, model: str, service: ServiceClass, prefix: Iterable[bytes] = (), avoid: Collection[Connection] = ()
     ) -> tuple[EngineClient, EngineState]:
         """The client to submit a request of that class and prefix to, none of those to be avoided, and its state.
         Raises NotFound or Unavailable."""

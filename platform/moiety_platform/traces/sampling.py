@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 
+import msgspec
+
 _RANGE = 2**64
 
 
@@ -40,8 +42,7 @@ class SamplingTerms:
     max_per_s: int = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(msgspec.Struct, frozen=True):
     """What of an ended request speaks for its trace. `salt` is known to gateways alone."""
 
     trace_id: str

@@ -23,30 +23,38 @@ def _hour_of(row: UsageRow) -> tuple[Any, ...]:
 
 HOURS = UsageSums(UsageHour, _hour_of)  # a request counts in the hour that it began in
 
-_enter_new = BulkInsert(
-    LedgerEntry, lambda insert: insert.on_conflict_do_nothing().returning(LedgerEntry.__table__.c.request_id)
-)
+_enter_new = BulkInsert(LedgerEntry, lambda insert: insert.on_conflict_do_nothing())
 
 
 async def settle(session: AsyncSession, rows: Sequence[UsageRow]) -> set[str]:
-    """Enter those of these requests that were not entered before; their ids. Whoever calls adds them to the sums."""
+    """Enter those of these requests that were not entered before; their ids. Whoever calls adds them to the sums.
+
+    Nearly always all are new, and their number says so. Where only some are, halves of them are tried by themselves."""
     if not rows:
         return set()
-    entries = [
-        (
-            row.request_id,
-            EntryKind.SETTLED.value,
-            0,
-            row.tenant_id,
-            row.started_at,
-            row.prompt_tokens,
-            row.cached_tokens,
-            row.output_tokens,
-            row.cost_nanodollars,
-        )
-        for row in rows
-    ]
-    return set(await _enter_new(session, entries))
+    async with session.begin_nested() as attempt:
+        num_new = await _enter_new(session, list(map(_entry_of, rows)))
+        if num_new == len(rows):
+            return {row.request_id for row in rows}
+        if num_new == 0:
+            return set()
+        await attempt.rollback()
+    middle = len(rows) // 2
+    return await settle(session, rows[:middle]) | await settle(session, rows[middle:])
+
+
+def _entry_of(row: UsageRow) -> tuple[Any, ...]:
+    return (
+        row.request_id,
+        EntryKind.SETTLED.value,
+        0,
+        row.tenant_id,
+        row.started_at,
+        row.prompt_tokens,
+        row.cached_tokens,
+        row.output_tokens,
+        row.cost_nanodollars,
+    )
 
 
 async def metered_before(session: AsyncSession, request_id: str, sequence: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.usage.journal import Journal, to_line
 from moiety_platform.usage.live_log import LiveLog
-from moiety_platform.usage.row import UsageRow, killed
+from moiety_platform.usage.row import UsageRow
 from moiety_platform.usage.store import insert_rows, storable
 
 INTERVAL_S = 0.25
@@ -112,10 +112,9 @@ class UsageRecorder:
         await asyncio.to_thread(self._journal.close)
 
     def opened(self, row: UsageRow) -> None:
-        """Take note of a request that has reached an engine, with what is known of it so far; returns at once and
-        never raises. Should the process be killed before the request's `record`, the next start stores it as failed
-        with the code `gateway_killed`, its prompt's tokens, and no output tokens."""
-        row = killed(storable(row))
+        """Take note of a request that has reached an engine, with the row that is stored of it at the next start should
+        the process be killed before the request's `record` (see `KILLED`); returns at once and never raises."""
+        row = storable(row)
         self._running[row.request_id] = row
         self._log(row)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Any, Final
 
 import msgspec
 
@@ -45,20 +46,18 @@ class UsageRow(msgspec.Struct, frozen=True):
     charges: tuple[Charge, ...] = ()  # to be booked with the row, and once, like it; not a column
 
 
-def killed(row: UsageRow) -> UsageRow:
-    """What is stored of a running request whose gateway is killed: `failed` with the code `gateway_killed`, and 499,
-    since the client's connection broke. Its prompt counts, and is what `row` charges; how much was generated died with
-    the process, so output tokens and times are 0, less than what was used."""
-    return msgspec.structs.replace(
-        row,
-        outcome="failed",
-        http_status=CONNECTION_LOST,
-        cached_tokens=0,
-        output_tokens=0,
-        queue_ms=None,
-        ttft_ms=None,
-        duration_ms=0.0,
-        error_code=GATEWAY_KILLED,
-        num_preemptions=0,
-        sla_attained=False,
-    )
+KILLED: Final[dict[str, Any]] = {
+    "outcome": "failed",
+    "http_status": CONNECTION_LOST,
+    "cached_tokens": 0,
+    "output_tokens": 0,
+    "queue_ms": None,
+    "ttft_ms": None,
+    "duration_ms": 0.0,
+    "error_code": GATEWAY_KILLED,
+    "num_preemptions": 0,
+    "sla_attained": False,
+}
+"""What is stored of a running request whose gateway is killed: `failed` with the code `gateway_killed`, and 499, since
+the client's connection broke. Its prompt counts, and is what its row charges; how much was generated died with the
+process, so output tokens and times are 0, less than what was used."""
