@@ -42,6 +42,7 @@ CORE_MODULE = "moiety_engine.core"
 WRONG_USE = 2  # exit code
 CANNOT_LISTEN = 1
 
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
@@ -54,6 +55,21 @@ def parse_size(text: str) -> int:
     decimal = text.strip().upper().endswith("B") and not binary
     power = " KMGT".index(unit.upper() or " ")
     return int(float(number) * (1000 if decimal else 1024) ** power)
+
+
+def named_folders(given: list[str]) -> dict[str, str]:
+    """Of `NAME=FOLDER`, each name once. Raises InvalidConfig."""
+    found: dict[str, str] = {}
+    for one in given:
+        name, _, folder = one.partition("=")
+        if not ADAPTER_NAME.fullmatch(name) or not folder:
+            raise InvalidConfig(f"--adapter {one!r}: write NAME=FOLDER, the name of letters, digits, '.', '_' and '-'")
+        if name in found:
+            raise InvalidConfig(f"--adapter {name!r} is given twice: choose another name")
+        if not Path(folder).is_dir():
+            raise InvalidConfig(f"--adapter {name}: there is no folder {folder}")
+        found[name] = str(Path(folder).resolve())
+    return found
 
 
 def engine(
@@ -97,6 +113,11 @@ def engine(
     ep: options.EpOption = 1,
     pp: options.PpOption = 1,
     join_timeout_s: options.JoinTimeoutOption = 60.0,
+    adapter: options.AdapterOption = None,
+    adapter_memory_bytes: options.AdapterMemoryBytesOption = "",
+    adapter_disk_bytes: options.AdapterDiskBytesOption = "4GiB",
+    max_adapters: options.MaxAdaptersOption = 64,
+    max_adapter_rank: options.MaxAdapterRankOption = 32,
     drain_timeout: options.DrainTimeoutOption = 30.0,
     core_silence_s: options.CoreSilenceOption = CORE_SILENCE_S,
     traced_steps_per_s: options.TracedStepsOption = 20.0,
@@ -115,6 +136,7 @@ def engine(
     kv_bytes = parse_size(kv_memory_bytes) if kv_memory_bytes else None
     host_bytes = parse_size(host_kv_memory_bytes) if host_kv_memory_bytes else None
     try:
+        adapters = named_folders(adapter or [])
         settings = FrontSettings(
             model=name or ("scripted" if scripted and not model else model_name(model)),
             listen=listen,
@@ -124,6 +146,8 @@ def engine(
             metrics_listen=metrics_listen,
             drain_timeout_s=drain_timeout,
             core_silence_s=core_silence_s,
+            adapters=tuple(adapters),
+            adapter_disk_bytes=parse_size(adapter_disk_bytes),
             curve_secret_key=_read_curve_key(curve_key_file),
             role=role,
         )
@@ -165,6 +189,10 @@ def engine(
                 ep=ep,
                 pp=pp,
                 join_timeout_s=join_timeout_s,
+                adapters=adapters,
+                adapter_memory_bytes=parse_size(adapter_memory_bytes) if adapter_memory_bytes else None,
+                max_adapters=max_adapters,
+                max_adapter_rank=max_adapter_rank,
                 traced_steps_per_s=traced_steps_per_s,
                 transfer=TransferConfig(
                     role=role,

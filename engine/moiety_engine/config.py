@@ -123,6 +123,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pp: int = 1  # stages of layers, one after the other
     join_timeout_s: float = 60.0  # how long ranks wait for each other at the start
     transfer: TransferConfig = TransferConfig()
+    adapters: dict[str, str] = {}  # of the operator: name → folder
+    adapter_memory_bytes: int | None = None  # of the device; 0: no adapters
+    max_adapters: int = 64  # in memory at once
+    max_adapter_rank: int = 32
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -144,6 +148,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "num_threads": self.num_threads,
             "static_batch_size": self.static_batch_size,
             "speculate_tokens": self.speculate_tokens,
+            "max_adapters": self.max_adapters,
+            "max_adapter_rank": self.max_adapter_rank,
         }
         for name, value in positive.items():
             if value is not None and value <= 0:
@@ -157,6 +163,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "the padded strategy computes every row as long as the longest, without drafts: choose "
                 "another --batching, or --speculate off"
             )
+        self._check_adapters()
         if not 0 <= self.traced_steps_per_s <= MAX_TRACED_PER_S:
             raise InvalidConfig(f"traced_steps_per_s must lie between 0 and {MAX_TRACED_PER_S}")
         self._check_transfer()
@@ -176,3 +183,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if transfer.landing_bytes is not None and transfer.landing_bytes < 1:
             raise InvalidConfig("kv_landing_bytes must be at least 1; leave it out to have it chosen")
+
+    def _check_adapters(self) -> None:
+        if self.adapter_memory_bytes is not None and self.adapter_memory_bytes < 0:
+            raise InvalidConfig(
+                f"adapter_memory_bytes must be 0 (no adapters) or more, not {self.adapter_memory_bytes}"
+            )
+        if self.adapter_memory_bytes == 0 and self.adapters:
+            raise InvalidConfig("adapters were given, and adapter_memory_bytes is 0: raise it, or leave them out")

@@ -4,6 +4,7 @@ EngineError
 ├── InvalidConfig         a setting that cannot work, and what to set instead
 ├── CheckpointError       the checkpoint folder is missing, incomplete or not of a known family
 ├── OutOfMemory           the KV cache does not fit in the memory that is there
+├── AdapterError          an adapter cannot be served beside this model
 ├── RanksError            the ranks of a model do not come together, or one of them is lost
 └── InvalidRequest        what a program asked of a model in its own process cannot be served
 """
@@ -22,6 +23,10 @@ class CheckpointError(EngineError):
 
 
 class OutOfMemory(EngineError):
+    pass
+
+
+class AdapterError(EngineError):
     pass
 
 

@@ -17,6 +17,7 @@ from typing import Self
 import msgspec
 import torch
 
+from moiety_engine.adapters.registry import AdapterRegistry
 from moiety_engine.assembly import assemble, telling
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
@@ -63,7 +64,8 @@ class EngineLoop:
         library: Library | str = "it was made without a tokenizer",
     ) -> None:
         """`crew`: the other ranks that the model is on, `local_ranks` of them with this one on this host. `library`: of
-        guides for answers, or why there is none."""
+        guides for answers, or why there is none. Raises AdapterError for one of the operator's that cannot be served.
+        """
         self.model = model
         self.config = config
         self._clock_ns = clock_ns
@@ -72,7 +74,16 @@ class EngineLoop:
         self.sizes = sizes = sizes_for(model, config, self._orders, local_ranks)
         self._lobby = Lobby(library)
         self.exchange = exchange_of(config.transfer)
+        self.adapters = AdapterRegistry(
+            model,
+            max_bytes=sizes.adapter_bytes,
+            max_slots=config.max_adapters,
+            max_rank=config.max_adapter_rank,
+        )
         self._tenants = None if model.experts is None else TenantSlots()
+        for name, folder in config.adapters.items():
+            self.adapters.learn(name, Path(folder))
+        self.adapters.load_all()
         self._resident: Resident | None = self._move_in()
         self._experts = self._watch_experts()
         first, *further = [self._ledger() for _ in range(model.ranks.across.size)]
@@ -126,12 +137,13 @@ class EngineLoop:
         arrivals = self.exchange.arrivals
         if arrivals is not None and arrivals.extend(key, credit_tokens, last=last):
             return
-        if not self._lobby.extend(key, credit_tokens, last=last):
+        waits = self.adapters.extend(key, credit_tokens, last=last) or self._lobby.extend(key, credit_tokens, last=last)
+        if not waits:
             self._emit(self.scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns()))
 
     def abort(self, key: int, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request before the next step; its blocks are free when this returns."""
-        guest = self.exchange.leave(key) or self._lobby.leave(key)
+        guest = self.exchange.leave(key) or self.adapters.abort(key) or self._lobby.leave(key)
         if guest is not None:
             num_resumed = len(guest.resumed_ids or ())
             ended = CoreFinish(reason, "", 0, num_resumed, 0, 0, self._clock_ns(), guest.service.name, [], 0)
@@ -145,8 +157,9 @@ class EngineLoop:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether a request waits for its guide to be compiled, or its KV to come, which ends by itself."""
-        return not self._lobby.is_empty or self.exchange.num_waiting > 0
+        """Whether a request waits for its guide to be compiled, its adapter to be read, or its KV to come, which ends
+        by itself."""
+        return not (self._lobby.is_empty and self.adapters.is_quiet) or self.exchange.num_waiting > 0
 
     def step(self) -> bool:
         """Plan a step and launch it; then take in the result of the step before, where steps overlap, or else of this
@@ -156,7 +169,7 @@ class EngineLoop:
 
     def _step(self, resident: Resident) -> bool:
         self._take_arrivals()
-        self._take_from_lobby()
+        self._take_guests()
         plan = self.scheduler.plan(self._clock_ns())
         resident.copy_blocks(plan)
         launched = resident.runner.launch(plan) if plan.chunks else None
@@ -211,6 +224,7 @@ class EngineLoop:
         self._orders.give(Release())
         self.scheduler.groups.forget()
         self.exchange.serve(None)
+        self.adapters.leave()
         self._resident = None
         del resident
         free_cached_memory(self.model.device)
@@ -264,6 +278,7 @@ class EngineLoop:
     def close(self) -> None:
         """End the other ranks, if there are any, and the links to other engines. The loop is not used any more."""
         self.exchange.close()
+        self.adapters.close()
         self._orders.close()
 
     def take_outputs(self) -> CoreStep | None:
@@ -273,6 +288,8 @@ class EngineLoop:
         traced = self._tracer.take()
         if not self._outputs and not failures and not admissions and not traced:
             return None
+        for ended in (*(output.key for output in self._outputs if output.finish), *(one.key for one in failures)):
+            self.adapters.ended(ended)
         outputs = self.exchange.told(self._outputs, failures)
         step = CoreStep(outputs, failures, self.load(), admissions, traced)
         self._outputs, self._failures = [], []
@@ -321,10 +338,10 @@ class EngineLoop:
         )
 
     def _enter(self, submit: CoreSubmit) -> None:
-        if submit.guide is not None:
-            self._lobby.enter(submit)
+        if submit.adapter:
+            self.adapters.enter(submit)
         else:
-            self._queue(submit, None)
+            self._let_in(submit)
 
     def _queue(self, submit: CoreSubmit, guide: Follower | None) -> None:
         seed = submit.sampling.seed
@@ -341,8 +358,21 @@ class EngineLoop:
             if come.credit_last:
                 self.extend(come.submit.key, come.submit.credit_tokens, last=True)
 
-    def _take_from_lobby(self) -> None:
-        """Whose guides are there queue now; who cannot be served is told with this step."""
+    def _let_in(self, submit: CoreSubmit) -> None:
+        """Its adapter, if it wants one, is in its place."""
+        if submit.guide is not None:
+            self._lobby.enter(submit)
+        else:
+            self._queue(submit, None)
+
+    def _take_guests(self) -> None:
+        """Whose adapters and guides are there queue now; who cannot be served is told with this step."""
+        if not self.adapters.is_quiet:
+            for submit, credit_last in self.adapters.take_ready():
+                self._let_in(submit)
+                if credit_last:
+                    self.extend(submit.key, submit.credit_tokens, last=True)
+            self._failures += self.adapters.take_refused()
         if self._lobby.is_empty:
             return
         for ready in self._lobby.take_ready():
@@ -361,9 +391,9 @@ class EngineLoop:
 
     def _move_in(self) -> Resident:
         num_mask_words, exchange = self._lobby.num_words, self.exchange
-        resident = Resident(
-            self.model, self.sizes, self._orders, self._tenants, num_mask_words=num_mask_words, exchange=exchange
-        )
+        slots = self.adapters.slots if self.adapters.is_open else None
+        parts = (self.model, self.sizes, self._orders, self._tenants)
+        resident = Resident(*parts, num_mask_words=num_mask_words, exchange=exchange, adapters=slots)
         exchange.serve(resident.kv)
         return resident
 

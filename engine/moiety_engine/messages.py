@@ -40,6 +40,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     guide: Guide | None = None  # what its answer must be
     hand_over: HandOver | None = None  # where its KV goes; it ends with its next token, unless that was its last
     transfer_id: str = ""  # under which its KV comes
+    adapter: str = ""  # "": the model as it is
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -66,7 +67,14 @@ class CoreRest(msgspec.Struct, frozen=True, tag="rest"):
     asleep: bool
 
 
-ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreRest | AskExperts
+class CoreAdapter(msgspec.Struct, frozen=True, tag="adapter"):
+    """From now on there is an adapter of this name, in a folder that stays while requests use it."""
+
+    name: str
+    folder: str
+
+
+ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreRest | CoreAdapter | AskExperts
 
 
 class CoreLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -191,6 +199,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     hands_over: bool = False
     kv_address: str = ""  # where it takes KV from other engines
     kv_host: str = ""
+    takes_adapters: bool = False
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):

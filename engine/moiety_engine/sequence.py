@@ -156,7 +156,7 @@ class Sequence:
         self.num_padded = self.num_reserved = 0
         self.ghost = False
         self._answer_apart = answer_apart
-        self._root = root_hash(submit.cache_salt)
+        self._root = root_hash(submit.cache_salt, submit.adapter)
         self._hashes: list[bytes] = []
 
     @property

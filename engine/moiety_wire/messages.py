@@ -54,6 +54,8 @@ class FailureCode(StrEnum):
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     INVALID_REQUEST = "invalid_request"
     GUIDE_REFUSED = "guide_refused"  # what the answer is to be cannot be followed
+    ADAPTER_MISSING = "adapter_missing"  # the engine does not have it, or not any more: send it, and submit again
+    ADAPTER_REFUSED = "adapter_refused"  # it cannot be served beside this model
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     ENGINE_FAILED = "engine_failed"
@@ -172,6 +174,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     guide: Guide | None = None  # what the answer must be
     hand_over: HandOver | None = None  # after its first token it is to end here, and its KV to go elsewhere
     transfer_id: str = ""  # under which its KV comes from the engine that has computed it
+    adapter: str = ""  # the id of one that the engine was sent or started with; "": the model as it is
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
@@ -205,7 +208,18 @@ class Rest(msgspec.Struct, frozen=True, tag="rest"):
     asleep: bool
 
 
-ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled | Rest | AskExperts
+class AdapterPart(msgspec.Struct, frozen=True, tag="adapter_part"):
+    """A part of an adapter's tensors, in their order; the first brings its configuration, as PEFT writes both. Once the
+    last has come, requests may name it, until the engine says that it is missing."""
+
+    adapter_id: str
+    index: int
+    data: bytes
+    config: str = ""  # JSON
+    is_last: bool = False
+
+
+ToEngine = Hello | Heartbeat | Submit | Extend | Abort | Settled | Rest | AskExperts | AdapterPart
 
 # ── to the gateway ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -234,6 +248,8 @@ class Card(msgspec.Struct, frozen=True, tag="card"):
     hands_over: bool = False  # it takes `Submit.hand_over`
     kv_address: str = ""  # where it takes KV from other engines; "" where it takes none
     kv_host: str = ""  # engines of one host share memory
+    takes_adapters: bool = False
+    adapters: tuple[str, ...] = ()  # that its operator has given it
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):

@@ -7,6 +7,7 @@ from alembic import context
 from sqlalchemy import Connection
 
 from moiety_migrations.transaction import exclusive_connection
+from moiety_platform.adapters.models import Adapter
 from moiety_platform.batches.models import Batch
 from moiety_platform.declared.models import Declaration
 from moiety_platform.files.models import StoredFile
@@ -17,11 +18,12 @@ from moiety_platform.tenants.models import ApiKey
 from moiety_platform.trace_store.models import SpanRecord
 from moiety_platform.upkeep.models import ChoreRecord
 from moiety_platform.usage.models import UsageRecord
+from moiety_platform.webhooks.models import Webhook
 
 # naming them loads every module that defines tables
 TABLES = (
     *(ApiKey, UsageRecord, StoredFile, Batch, IdempotentRequest, StoredResponse),
-    *(ChoreRecord, SpanRecord, Declaration, SimulationRecord),
+    *(ChoreRecord, SpanRecord, Declaration, SimulationRecord, Webhook, Adapter),
 )
 target_metadata = ApiKey.metadata
 

@@ -10,6 +10,7 @@ from litestar import Litestar, Request, Response
 from litestar.exceptions import HTTPException
 from litestar.types import ControllerRouterHandler
 
+from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.admission.gate import AdmissionGate
 from moiety_platform.admission.streams import StreamGate
 from moiety_platform.allowed_methods import tell_allowed_methods
@@ -67,6 +68,7 @@ class Services:
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     batches: Batches | None = None
+    adapters: AdapterCache | None = None
 
 
 def create_pipeline(settings: GatewaySettings, services: Services) -> Pipeline:
@@ -81,6 +83,7 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> Pipeline:
         credit_window=settings.credit_window_tokens,
         max_sequences=settings.max_sequences,
         failover_wait_s=settings.failover_wait_s,
+        adapters=services.adapters,
     )
 
 
@@ -101,12 +104,14 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
         shape=shape,
         streams=StreamGate(settings.max_streams_per_key),
     )
-    models = ModelServices(services.authenticator, services.replicas, pipeline.texts, **limits, shape=shape)
+    models = ModelServices(
+        services.authenticator, services.replicas, pipeline.texts, **limits, shape=shape, adapters=services.adapters
+    )
     app = GatewayApp(
         route_handlers=[
             *completion_routes(exchange),
             embedding_route(exchange),
-            *message_routes(MessageServices(exchange, services.replicas, pipeline.texts)),
+            *message_routes(MessageServices(exchange, services.replicas, pipeline.texts, services.adapters)),
             *response_routes(ResponseServices(exchange, services.responses)),
             *model_routes(models),
             *health_routes(services.replicas, services.metrics, services.store),

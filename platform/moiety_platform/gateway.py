@@ -21,7 +21,11 @@ import uvicorn
 import uvloop
 import zmq
 from litestar import Litestar
+from litestar.handlers import HTTPRouteHandler
 
+from moiety_platform.adapters.cache import AdapterCache
+from moiety_platform.adapters.contents import AdapterContents
+from moiety_platform.adapters.controller import adapter_routes
 from moiety_platform.app import Services, create_app, create_pipeline
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
@@ -197,10 +201,16 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         await meter.start()
         stack.push_async_callback(meter.stop)
         metrics.registry.register(StoreCollector(clock, store, usage, quotas, meter, recorder))
-        replicas = await stack.enter_async_context(_connect(settings, clock, quotas.replica_id, meter))
+        replicas = await stack.enter_async_context(
+            _connect(settings, clock, quotas.replica_id, meter, AdapterContents(database))
+        )
         quotas.quarantine.is_proven = replicas.have_settled_for
         authenticator = Authenticator(database, pepper, clock)
-        classes, prices = ClassCache(database, clock), PriceCache(database, clock)
+        classes, prices, adapters = (
+            ClassCache(database, clock),
+            PriceCache(database, clock),
+            AdapterCache(database, clock),
+        )
         oidc = await stack.enter_async_context(_verify_tokens(settings, database, clock))
         reach = Reach(tuple(map(ip_network, settings.webhook_networks)))
         poster = await stack.enter_async_context(Poster(reach))
@@ -211,7 +221,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         _send_metrics(stack, settings, metrics, process_id)
         simulations = simulation_routes(_simulate(stack, settings, looked_at), replicas.states)
         more = [*engine_routes(replicas), *expert_routes(ExpertService(replicas, clock)), *simulations]
-        more += [*webhook_routes(reach, pepper), *erasure_routes(traces=traces)]
+        more += [*webhook_routes(reach, pepper), *erasure_routes(traces=traces), *_adapter_routes(adapters, settings)]
         parts = (looked_at, authenticator, classes, prices, quotas, pepper, clock)
         admin = admin_router(*parts, oidc=oidc, traces=traces, more=more)
         yield Services(
@@ -229,6 +239,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             admin_routes=[admin],
             store=store,
             batches=Batches(process_id, database, authenticator, quotas, metrics, tracing, clock, settings),
+            adapters=adapters,
         )
 
 
@@ -242,6 +253,11 @@ def _open_stores(stack: AsyncExitStack, settings: GatewaySettings) -> tuple[Data
         if opened is not None:
             stack.push_async_callback(opened.close)
     return database, looked_at, traces
+
+
+def _adapter_routes(adapters: AdapterCache, settings: GatewaySettings) -> list[HTTPRouteHandler]:
+    one, all_of_a_tenant = settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant
+    return adapter_routes(adapters, max_bytes=one, max_tenant_bytes=all_of_a_tenant)
 
 
 def _simulate(stack: AsyncExitStack, settings: GatewaySettings, database: Database) -> Simulations:
@@ -318,7 +334,7 @@ async def _verify_tokens(
 
 @asynccontextmanager
 async def _connect(
-    settings: GatewaySettings, clock: SystemClock, replica_id: str, meter: MeterReader
+    settings: GatewaySettings, clock: SystemClock, replica_id: str, meter: MeterReader, adapters: AdapterContents
 ) -> AsyncIterator[Replicas]:
     """Links to all engines of the settings, and to those that their names stand for."""
     curve = None
@@ -333,7 +349,9 @@ async def _connect(
     def client_of(address: str) -> EngineClient:
         if is_foreign(address):
             return _foreign_client(ForeignAddress.parse(address), settings, clock)
-        return ZmqEngineClient(address, context, clock, curve, replica_id=replica_id, on_unsettled=meter.take)
+        return ZmqEngineClient(
+            address, context, clock, curve, replica_id=replica_id, on_unsettled=meter.take, adapters=adapters.parts
+        )
 
     names = [address for address in settings.engines if is_name(address)]
     try:

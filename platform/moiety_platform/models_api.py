@@ -11,6 +11,8 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 from pydantic import ConfigDict, model_validator
 
+from moiety_platform.adapters.cache import AdapterCache
+from moiety_platform.adapters.naming import allowed_of
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
@@ -128,6 +130,7 @@ class ModelServices:
     max_body_bytes: int
     max_json_depth: int
     shape: ShapeLimits
+    adapters: AdapterCache | None = None
 
 
 def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
@@ -136,6 +139,17 @@ def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
     async def caller(request: Request[Any, Any, Any]) -> Principal:
         return await authenticate(services.authenticator, request)
 
+    async def visible(principal: Principal) -> dict[str, Card]:
+        """The served models that the key may use, and those with adapters of its tenant."""
+        cards, allowed = services.replicas.cards(), principal.allowed_models
+        found = {name: card for name, card in sorted(cards.items()) if allowed is None or name in allowed}
+        if services.adapters is not None:
+            for name, adapter in (await services.adapters.all_of(principal.tenant_id)).items():
+                may_use = allowed_of(allowed, adapter)
+                if adapter.model in cards and (may_use is None or adapter.model in may_use):
+                    found[name] = cards[adapter.model]
+        return found
+
     async def receive(schema: type[Body], request: Request[Any, Any, Any]) -> Body:
         limits = (services.max_body_bytes, services.max_json_depth, services.shape)
         return await receive_body(schema, request.receive, request.scope["headers"], *limits)
@@ -143,19 +157,20 @@ def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
     @get("/v1/models", name="list_models", tags=["models"], security=SECURITY)
     async def list_models(request: Request[Any, Any, Any]) -> ModelList:
         """List the served models that the key may use."""
-        cards = _visible(services.replicas, await caller(request))
-        return {"object": "list", "data": [_describe(card) for card in cards.values()]}
+        cards = await visible(await caller(request))
+        return {"object": "list", "data": [_describe(name, card) for name, card in cards.items()]}
 
     @get("/v1/models/{model_id:path}", name="retrieve_model", tags=["models"], security=SECURITY)
     async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str]) -> Model:
         """Get one model."""
-        cards = _visible(services.replicas, await caller(request))
-        return _describe(_find(cards, model_id.removeprefix("/")))
+        cards = await visible(await caller(request))
+        name = model_id.removeprefix("/")
+        return _describe(name, _find(cards, name))
 
     @post("/tokenize", name="tokenize", status_code=200, tags=["models"], security=SECURITY, opt=_takes(TokenizeBody))
     async def tokenize(request: Request[Any, Any, Any]) -> Tokenized:
         """Turn a text or a conversation into token ids."""
-        cards = _visible(services.replicas, await caller(request))
+        cards = await visible(await caller(request))
         body = await receive(TokenizeBody, request)
         card = _find(cards, body.model)
         (tokens,) = await (await services.texts.get(card)).encode([body.as_prompt()])
@@ -166,7 +181,7 @@ def model_routes(services: ModelServices) -> list[HTTPRouteHandler]:
     @post("/detokenize", name="detokenize", status_code=200, tags=["models"], security=SECURITY, opt=takes)
     async def detokenize(request: Request[Any, Any, Any]) -> Detokenized:
         """Turn token ids into text."""
-        cards = _visible(services.replicas, await caller(request))
+        cards = await visible(await caller(request))
         body = await receive(DetokenizeBody, request)
         text = await services.texts.get(_find(cards, body.model))
         return {"prompt": await text.decode(body.tokens)}
@@ -178,17 +193,11 @@ def _takes(body: type[StrictBody]) -> dict[str, Described]:
     return describes(Described(body={JSON: body}, errors=(404,)))
 
 
-def _visible(replicas: Replicas, principal: Principal) -> dict[str, Card]:
-    """The served models that the key may use."""
-    cards, allowed = replicas.cards(), principal.allowed_models
-    return {name: card for name, card in sorted(cards.items()) if allowed is None or name in allowed}
-
-
 def _find(cards: dict[str, Card], model: str | None) -> Card:
     if not cards:
         raise Unavailable("no engine is ready yet; try again shortly", code="no_engine", retry_after_s=1)
     if model is None:
-        if len(cards) > 1:
+        if len({card.model for card in cards.values()}) > 1:
             raise BadRequest(f"'model' is missing; it must be one of {', '.join(cards)}", param="model")
         return next(iter(cards.values()))
     if model not in cards:
@@ -196,9 +205,9 @@ def _find(cards: dict[str, Card], model: str | None) -> Card:
     return cards[model]
 
 
-def _describe(card: Card) -> Model:
+def _describe(name: str, card: Card) -> Model:
     return {
-        "id": card.model,
+        "id": name,
         "object": "model",
         "created": card.created_unix_s,
         "owned_by": "moiety",

@@ -81,6 +81,8 @@ class GatewaySettings(BaseSettings):
     failover_wait_s: float = Field(default=1, ge=0)  # how long a sequence waits for an engine when its own is lost
     max_file_bytes: int = Field(default=100_000_000, ge=1024)  # of one uploaded file
     max_file_bytes_per_tenant: int = Field(default=10_000_000_000, ge=1024)  # of all its files, results included
+    max_adapter_bytes: int = Field(default=256_000_000, ge=1024)  # of one adapter's tensors
+    max_adapter_bytes_per_tenant: int = Field(default=2_000_000_000, ge=1024)
     max_batch_lines: int = Field(default=50_000, ge=1)
     max_open_batches_per_tenant: int = Field(default=100, ge=1)  # that have not ended
     batch_concurrency: int = Field(default=32, ge=0, le=4096)  # lines at a time; 0: other gateways do the work

@@ -195,7 +195,7 @@ def until() -> Callable[..., Any]:
 @pytest.fixture
 def account(server: Server) -> Account:
     """A fresh key of the demo tenant's project."""
-    (project,) = server.get("/admin/v1/projects")["data"]
+    project, *_ = server.get("/admin/v1/projects")["data"]  # oldest first
     made = server.admin.post("/admin/v1/keys", json={"name": "system test", "project_id": project["id"]})
     assert made.status_code == 201, made.text
     return Account(server, made.json()["key"]["id"], made.json()["secret"])

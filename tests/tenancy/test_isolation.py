@@ -20,6 +20,10 @@ from litestar.routes import HTTPRoute
 from sqlalchemy import update
 
 from moiety_platform.access.roles import Role
+from moiety_platform.adapters.cache import AdapterCache
+from moiety_platform.adapters.controller import adapter_routes
+from moiety_platform.adapters.schemas import NewAdapter
+from moiety_platform.adapters.service import create_adapter
 from moiety_platform.app import Services, create_app
 from moiety_platform.auth.admin import ADMIN_PATH, admin_router
 from moiety_platform.auth.authenticator import Authenticator
@@ -88,6 +92,9 @@ OWNERS_MAKE = "201 201   403 403   403 403   403 403   403 403"
 OWNERS_CHANGE = "200 200   403 403   403 404   403 403   403 403"  # what is not theirs to see does not exist for them
 OWNERS_ROTATE = "201 201   403 403   403 404   403 403   403 403"
 OPERATORS_CHANGE = "200 200   200 200   403 404   403 403   403 403"
+CONFLICTS = "409 409   409 409   409 404   403 403   403 403"
+BAD_REQUESTS = "400 400   400 400   400 404   403 403   403 403"
+LORA = '{{"peft_type": "LORA", "r": 4}}'
 USES_UP = ("DELETE", "POST /keys/{key_id}")
 LIMIT = {"kind": "tokens_per_day", "cap": 9}
 CLASS = {"rank": 7, "ttft_s": 1.0}
@@ -149,6 +156,15 @@ ASKS = [
     Ask("GET /declarations", ALL_READERS),
     Ask("PUT /declarations", OPERATORS, body={"kind": "tenant", "name": "{new}", "source": "s"}),
     Ask("DELETE /declarations", OPERATORS_FIND_NONE, query={"kind": "tenant", "name": "{new}"}),
+    Ask("GET /adapters", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
+    Ask("POST /adapters", WRITERS_MAKE,
+        body={"tenant_id": "{tenant_id}", "model": "m", "name": "{new}", "config": LORA}),
+    Ask("POST /adapters", OPERATORS_MAKE,
+        body={"tenant_id": "{tenant_id}", "model": "m", "name": "{new}", "engine_adapter": "there"}),
+    Ask("GET /adapters/{adapter_id}", OWN_ONLY),
+    Ask("POST /adapters/{adapter_id}/parts", CONFLICTS, body={"start": 1, "data": "AAAA"}),
+    Ask("POST /adapters/{adapter_id}/publish", BAD_REQUESTS),
+    Ask("DELETE /adapters/{adapter_id}", WRITERS),
     Ask("GET /classes", EVERYBODY),
     Ask("GET /classes/{name}", EVERYBODY, path={"name": "flex"}),
     Ask("POST /classes", OPERATORS_MAKE, body={"name": "{new}", **CLASS}),
@@ -184,6 +200,7 @@ class Side:
     class_name: str = ""
     priced_model: str = ""
     webhook_id: str = ""
+    adapter_id: str = ""
     spare_tenant_id: str = ""
     secrets: tuple[str, ...] = ()
 
@@ -198,6 +215,7 @@ class Side:
             "key_id",
             "admin_key_id",
             "trace_id",
+            "adapter_id",
         )
         quotas = ("tenant_quota_id", "project_quota_id", "key_quota_id")
         return {getattr(self, name) for name in (*names, *quotas)}
@@ -215,6 +233,7 @@ NOBODY = Side(
         "m" * 16,
     ),
     *("quo_nonenonenonenonenon1", "quo_nonenonenonenonenon2", "quo_nonenonenonenonenon3"),
+    adapter_id="ada_nobodynobodynobodyno",
 )
 _numbers = count()
 
@@ -239,6 +258,7 @@ class World:
             admin_key, admin_text = await create_key(session, viewer, PEPPER, now)
             scopes = {Level.TENANT: side.tenant_id, Level.PROJECT: side.project_id, Level.KEY: key.id}
             spare = await create_tenant(session, NewTenant(name=new), now)
+            adapter = await create_adapter(session, NewAdapter(side.tenant_id, "m", new, LORA.format()))
             quotas = [
                 (await set_quota(session, NewQuota(level, scope_id, Kind.REQUESTS_PER_MINUTE, 5), now)).id
                 for level, scope_id in scopes.items()
@@ -261,6 +281,7 @@ class World:
             class_name=new,
             priced_model=new,
             webhook_id=hook["webhook"]["id"],
+            adapter_id=adapter.id,
             spare_tenant_id=spare.id,
             secrets=secrets,
         )
@@ -275,6 +296,7 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
     replicas, settings = Replicas([]), GatewaySettings()
     experts = expert_routes(ExpertService(replicas, clock))
     handlers = [*engine_routes(replicas), *experts, *webhook_routes(Reach(), PEPPER), *erasure_routes(), *more]
+    handlers += adapter_routes(AdapterCache(database, clock), max_bytes=10_000, max_tenant_bytes=15_000)
     handlers += simulation_routes(Simulations(database, limit_s=60.0, niceness=0), replicas.states)
     router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=handlers)
     services = Services(

@@ -44,7 +44,8 @@ ALERTS = {"quota_thresholds", "quota_alerts", "webhooks", "webhook_deliveries", 
 DECLARED = {"declarations"}
 UPKEEP = {"upkeep", "usage_cuts", "usage_minutes", "usage_days", "usage_day_marks"}
 TRACES = {"traces", "spans"}
-KEPT = {"simulations", *DECLARED, *BATCHES, *IDEMPOTENCY, *ALERTS, *UPKEEP, *TRACES}
+ADAPTERS = {"adapters", "adapter_chunks"}
+KEPT = {"simulations", *ADAPTERS, *DECLARED, *BATCHES, *IDEMPOTENCY, *ALERTS, *UPKEEP, *TRACES}
 LATER = {"service_classes", "responses", *QUOTAS, *USAGE, *KEPT}  # than the first
 TABLES = {"tenants", "projects", "api_keys", "usage", *LATER}
 

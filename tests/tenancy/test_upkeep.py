@@ -12,6 +12,7 @@ from prometheus_client import generate_latest
 from sqlalchemy import ColumnElement, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.adapters.models import Adapter, AdapterChunk, AdapterState
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.batches.purge import LINES_AT_ONCE, purge_batches
 from moiety_platform.batches.results import LINES_AT_ONCE as ANSWERS_AT_ONCE
@@ -146,6 +147,13 @@ def simulation_of(name: str, created_ms: int) -> SimulationRecord:
     return SimulationRecord(id=name, state="done", created_ms=created_ms, alive_ms=created_ms, settings={})
 
 
+def adapter_of(name: str, state: AdapterState, touched_ms: int) -> Adapter:
+    return Adapter(
+        id=name, tenant_id="t", model="m", name=name, state=state, config="{}", num_bytes=2, created_ms=touched_ms,
+        touched_ms=touched_ms,
+    )  # fmt: skip
+
+
 async def fill(database: Database) -> None:
     """Old things of every kind, beside the same that are new, or old and still needed."""
     quota = Quota(id="open", level="tenant", scope_id="t", kind="concurrent_requests", cap=5, created_at=NOW)
@@ -164,6 +172,14 @@ async def fill(database: Database) -> None:
             session.add_all(lines_of(name, 3, b"{}"))
         session.add_all([*limits_of("old", OLD), *limits_of("new", NEW), quota])
         session.add_all([simulation_of("old", NOW_MS - DAY_MS - 1), simulation_of("new", NOW_MS - DAY_MS // 2)])
+        adapters = {
+            "gone": (AdapterState.DELETED, NOW_MS),
+            "broken-off": (AdapterState.UPLOADING, NOW_MS - DAY_MS),
+            "coming": (AdapterState.UPLOADING, NOW_MS),
+            "ready": (AdapterState.READY, NOW_MS - OLD * DAY_MS),
+        }
+        session.add_all(adapter_of(name, *fields) for name, fields in adapters.items())
+        session.add_all(AdapterChunk(adapter_id=name, start=0, data=b"xx") for name in adapters)
         session.add(Webhook(id="w", url="https://example.com", created_at=NOW))
         session.add_all(QuotaRate(quota_id=name, debt=0, at_ms=0) for name in ("open", "deleted"))
         session.add_all(QuotaWindow(quota_id=name, start=ALWAYS, granted=0, settled=0) for name in ("open", "deleted"))
@@ -192,7 +208,9 @@ async def test_what_is_past_its_time_goes_and_nothing_else(database: Database, s
         "forsaken_limits": 2,
         "usage_minutes": 1,
         "simulations": 1,
+        "adapters": 2 + 2,  # each and its part
     }
+    assert await left(database, Adapter.id) == await left(database, AdapterChunk.adapter_id) == {"coming", "ready"}
     assert await left(database, SimulationRecord.id) == {"new"}
     assert await left(database, IdempotentRequest.claim_id) == {"new"}
     assert await left(database, StoredResponse.id) == {"new"}

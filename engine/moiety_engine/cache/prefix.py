@@ -13,9 +13,13 @@ from hashlib import blake2b
 HASH_BYTES = 16
 
 
-def root_hash(salt: bytes) -> bytes:
-    """Where the chain of a salt starts."""
-    return blake2b(salt, digest_size=HASH_BYTES, person=b"moiety-root").digest()
+def root_hash(salt: bytes, adapter: str = "") -> bytes:
+    """Where the chain of a salt starts, for the model as it is or with an adapter, which makes other keys and values
+    of the same tokens."""
+    root = blake2b(salt, digest_size=HASH_BYTES, person=b"moiety-root")
+    if not adapter:
+        return root.digest()
+    return blake2b(root.digest() + adapter.encode(), digest_size=HASH_BYTES, person=b"moiety-adapter").digest()
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:

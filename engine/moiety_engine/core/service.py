@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from pathlib import Path
 
 import structlog
 
@@ -14,6 +15,7 @@ from moiety_engine.errors import OutOfMemory
 from moiety_engine.loop import MAX_NUM_LOGPROBS, EngineLoop, load_loop
 from moiety_engine.messages import (
     CoreAbort,
+    CoreAdapter,
     CoreExtend,
     CoreHello,
     CoreRest,
@@ -86,11 +88,12 @@ def hello_of(loop: EngineLoop) -> CoreHello:
         hands_over=loop.exchange.departures is not None,
         kv_address=loop.exchange.address,
         kv_host=loop.exchange.host,
+        takes_adapters=loop.adapters.is_open,
     )
 
 
 def obey(loop: EngineLoop, command: ToCore) -> None:
-    """What concerns one request; rest and shutdown are the caller's."""
+    """What concerns one request or adapter; rest and shutdown are the caller's."""
     match command:
         case CoreSubmit():
             loop.submit(command)
@@ -98,6 +101,8 @@ def obey(loop: EngineLoop, command: ToCore) -> None:
             loop.extend(command.key, command.credit_tokens, last=command.last)
         case CoreAbort():
             loop.abort(command.key, command.reason)
+        case CoreAdapter():
+            loop.adapters.learn(command.name, Path(command.folder))
 
 
 def _rest(loop: EngineLoop, link: FrontLink, *, asleep: bool) -> CoreRested:

@@ -59,7 +59,12 @@ def make_load(
 
 
 def make_card(
-    model: str, engine_id: str, text: TextModel, hello: CoreHello, role: EngineRole = EngineRole.BOTH
+    model: str,
+    engine_id: str,
+    text: TextModel,
+    hello: CoreHello,
+    role: EngineRole = EngineRole.BOTH,
+    adapters: tuple[str, ...] = (),
 ) -> Card:
     return Card(
         engine_id=engine_id,
@@ -81,4 +86,6 @@ def make_card(
         hands_over=hello.hands_over,
         kv_address=hello.kv_address,
         kv_host=hello.kv_host,
+        takes_adapters=hello.takes_adapters,
+        adapters=adapters,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import msgspec
 import structlog
@@ -16,7 +16,7 @@ import structlog
 from moiety_engine.front.meter import Meter
 from moiety_engine.front.request import OpenRequest, TokenTable
 from moiety_engine.front.sessions import GatewaySession
-from moiety_engine.front.validation import ModelLimits, find_refusal, to_core
+from moiety_engine.front.validation import ModelLimits, Refusal, find_refusal, to_core
 from moiety_engine.messages import (
     CoreAbort,
     CoreAdmission,
@@ -50,8 +50,10 @@ class RequestDesk:
         post: Post,
         meter: Meter,
         *,
+        adapters: Container[str] = (),
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
+        """`adapters`: those that requests may name."""
         self.limits: ModelLimits | None = None  # None until the core is ready
         self.is_draining = False
         self.is_awake = True
@@ -59,6 +61,7 @@ class RequestDesk:
         self._table = TokenTable(tokenizer)
         self._post = post
         self._meter = meter
+        self._adapters = adapters
         self._clock_ns = clock_ns
         self._open: dict[int, tuple[OpenRequest, GatewaySession]] = {}
         self._ended: dict[int, str] = {}  # key → request id, of the last that ended: events may still name them
@@ -68,6 +71,10 @@ class RequestDesk:
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    def adapters_in_use(self) -> set[str]:
+        """Of all requests that are open."""
+        return {request.submit.adapter for request, _ in self._open.values()} - {""}
 
     def take_commands(self) -> list[ToCore]:
         """What the core has to be told since the last call."""
@@ -118,6 +125,8 @@ class RequestDesk:
         if submit.request_id in session.open_keys:
             return FailureCode.INVALID_REQUEST, "a request with this id is still open; choose another id"
         refusal = find_refusal(submit, self.limits)
+        if refusal is None and submit.adapter and submit.adapter not in self._adapters:
+            refusal = Refusal(FailureCode.ADAPTER_MISSING, "the engine does not have this adapter; send it once more")
         return None if refusal is None else (refusal.code, refusal.message)
 
     def extend(self, session: GatewaySession, extend: Extend) -> None:

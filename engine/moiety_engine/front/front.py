@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 import zmq
 
+from moiety_engine.front.adapters import AdapterShelf
 from moiety_engine.front.announcements import make_card, make_load
 from moiety_engine.front.core_link import CoreLink
 from moiety_engine.front.desk import RequestDesk
@@ -39,6 +40,7 @@ from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.messages import (
     PROTOCOL_VERSION,
     Abort,
+    AdapterPart,
     Card,
     Extend,
     FailureCode,
@@ -98,7 +100,9 @@ class Front:
         self._unsettled = unsettled
         self._meter = Meter(clock, self._journal, unsettled)
         tokenizer = Tokenizer.from_json(text.tokenizer_json)
-        self._desk = RequestDesk(tokenizer, self._post, self._meter)
+        self._shelf = AdapterShelf(settings.adapter_disk_bytes, settings.adapters)
+        self._desk = RequestDesk(tokenizer, self._post, self._meter, adapters=self._shelf)
+        self._shelf.in_use = self._desk.adapters_in_use
         self._experts = ExpertDesk(self._post)
         self._rest = RestKeeper()
         self._sleep = SleepState.AWAKE  # as gateways were told
@@ -170,6 +174,7 @@ class Front:
         self._sessions.retry()
         if self._reader is not None:
             self._reader.close()
+        self._shelf.close()
         if not self._socket.closed:
             self._socket.close(linger=LINGER_MS)
             if self._journal is not None:
@@ -198,7 +203,10 @@ class Front:
     def _take(self, session: GatewaySession, message: ToEngine) -> None:
         match message:
             case Submit():
+                self._shelf.used(message.adapter)
                 self._desk.submit(session, message)
+            case AdapterPart():
+                self._shelf.take(session.identity, message)
             case Extend():
                 self._desk.extend(session, message)
             case Abort():
@@ -261,7 +269,8 @@ class Front:
         self._end(Ending.CORE_DIED if was_ready else Ending.CORE_DID_NOT_START)
 
     def _become_ready(self, hello: CoreHello) -> None:
-        self.card = make_card(self.settings.model, self.engine_id, self._text, hello, self.settings.role)
+        settings = self.settings
+        self.card = make_card(settings.model, self.engine_id, self._text, hello, settings.role, settings.adapters)
         self._desk.limits = ModelLimits.of(self.card)
         for session in self._sessions.all():
             if session.wants_card:
@@ -279,9 +288,10 @@ class Front:
         self._sessions.flush()
         for session in self._sessions.take_gone():
             self._desk.abort_session(session)
+            self._shelf.left(session.identity)
         commands = self._desk.take_commands()
         if self.card is not None:
-            commands += [*self._keep_rest(), *self._experts.take_asks()]
+            commands = [*self._shelf.take_commands(), *commands, *self._keep_rest(), *self._experts.take_asks()]
         if commands:
             self._core.send(commands)
         if self._reader is not None:

@@ -21,6 +21,7 @@ from moiety_engine.config import (
 from moiety_wire.roles import EngineRole
 
 LISTENING = "Where it listens"
+ADAPTERS = "Adapters"
 MEMORY = "Batching and memory"
 ROLES = "Prompts and answers on engines of their own"
 RANKS = "Over several devices"
@@ -324,6 +325,43 @@ BatchTimeoutMsOption = Annotated[
         min=0,
         rich_help_panel=MEMORY,
         help="How long --batching dynamic waits for a batch to fill.",
+    ),
+]
+AdapterOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        envvar="MOIETY_ENGINE_ADAPTERS",
+        rich_help_panel=ADAPTERS,
+        help="NAME=FOLDER of a LoRA adapter in PEFT's form, read at the start; may be given several times.",
+    ),
+]
+AdapterMemoryBytesOption = Annotated[
+    str,
+    typer.Option(
+        envvar="MOIETY_ENGINE_ADAPTER_MEMORY_BYTES",
+        rich_help_panel=ADAPTERS,
+        help="Memory of the device for adapters, such as 2GiB; 0: none are served; empty: 1 GiB, of a GPU a 64th.",
+    ),
+]
+AdapterDiskBytesOption = Annotated[
+    str,
+    typer.Option(
+        envvar="MOIETY_ENGINE_ADAPTER_DISK_BYTES",
+        rich_help_panel=ADAPTERS,
+        help="Disk for adapters that gateways send, in the folder for temporary files.",
+    ),
+]
+MaxAdaptersOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_MAX_ADAPTERS", min=1, rich_help_panel=ADAPTERS, help="Adapters in memory at once."
+    ),
+]
+MaxAdapterRankOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_MAX_ADAPTER_RANK", min=1, rich_help_panel=ADAPTERS, help="The highest rank served."
     ),
 ]
 DrainTimeoutOption = Annotated[

@@ -21,6 +21,8 @@ class FrontSettings:
     metrics_listen: str | None = None  # host:port of its own /metrics; port 0 takes a free one
     drain_timeout_s: float = 30.0
     role: EngineRole = EngineRole.BOTH  # what gateways are told that it is for
+    adapters: tuple[str, ...] = ()  # that the core was given at its start
+    adapter_disk_bytes: int = 4 << 30  # of adapters that gateways have sent
     core_silence_s: float = CORE_SILENCE_S  # a core process that says nothing for so long hangs
     curve_secret_key: bytes | None = None  # Z85; with it only clients that know our public key get in
     heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S

@@ -103,6 +103,7 @@ def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
         sibling_tokens=submit.sibling_tokens,
         hand_over=submit.hand_over,
         transfer_id=submit.transfer_id,
+        adapter=submit.adapter,
     )
 
 

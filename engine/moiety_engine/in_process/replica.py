@@ -40,11 +40,11 @@ class InProcessReplica:
         loop = load_loop(config, progress=on_load)
         loop.warm_up()
         self._loop: EngineLoop | None = loop
-        self.card = make_card(config.name, ENGINE_ID, text, hello_of(loop))
+        self.card = make_card(config.name, ENGINE_ID, text, hello_of(loop), adapters=tuple(config.adapters))
         self.tokenizer = Tokenizer.from_json(text.tokenizer_json)
         self._told: list[ToGateway] = []
         self._session = GatewaySession(b"", 0.0)
-        self._desk = RequestDesk(self.tokenizer, self._tell, Meter(time.monotonic))
+        self._desk = RequestDesk(self.tokenizer, self._tell, Meter(time.monotonic), adapters=config.adapters)
         self._desk.limits = ModelLimits.of(self.card)
 
     @property

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_engine.model.adapted import AdaptedRows
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -38,6 +40,7 @@ class Batch:
     max_query: int
     owner_T: Tensor | None = None  # int64, whose token it is: a slot of moe.tenants. None: nobody counts experts
     spread: Spread | None = None  # None: there is one group. Else `owner_T` is of all groups' tokens
+    adapted: AdaptedRows | None = None  # None: no token has an adapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from moiety_engine.model.adapted import AdaptedRows
 from moiety_kernels.cpu.team import Program, team
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ MAX_SEQUENCES = 64
 FEW_SEQUENCES = 8  # up to which a step is recorded when it is first seen
 STEPS_TO_PAY = 4  # that come before, where there are more: each recording keeps its own buffers
 MIN_TABLE_WIDTH = 64  # blocks; a wider table is recorded anew, at twice the width
+
+_Kind = tuple[int, bool]  # sequences, and whether any has an adapter
 
 _ALLOCATIONS = {"empty", "empty_like"}
 _QUERIES = {"data_ptr", "dim", "element_size", "is_contiguous", "numel", "stride", "__get__"}  # __get__: shape, dtype …
@@ -62,13 +65,13 @@ class _Recorded:
 
 
 class DecodePrograms:
-    """Owns the recorded programs, by number of sequences, for one cache."""
+    """Owns the recorded programs, by kind of step, for one cache."""
 
     def __init__(self, layers: Callable[[Tensor, Batch, KvCache], Tensor]) -> None:
         self._layers = layers
         self._cache: KvCache | None = None
-        self._recorded: dict[int, _Recorded] = {}
-        self._times_seen: Counter[int] = Counter()  # number of sequences, where it is not recorded yet
+        self._recorded: dict[_Kind, _Recorded] = {}
+        self._times_seen: Counter[_Kind] = Counter()  # of those that are not recorded yet
         self._recordable = True
 
     def takes(self, batch: Batch) -> bool:
@@ -76,10 +79,11 @@ class DecodePrograms:
         sequences = batch.num_decode
         if not self._recordable or sequences != batch.token_ids_T.shape[0] or sequences > MAX_SEQUENCES:
             return False
-        if sequences <= FEW_SEQUENCES or sequences in self._recorded:
+        kind = _kind_of(batch)
+        if sequences <= FEW_SEQUENCES or kind in self._recorded:
             return True
-        self._times_seen[sequences] += 1
-        return self._times_seen[sequences] > STEPS_TO_PAY
+        self._times_seen[kind] += 1
+        return self._times_seen[kind] > STEPS_TO_PAY
 
     @property
     def only_kernels(self) -> bool:
@@ -94,7 +98,7 @@ class DecodePrograms:
         """What the layers make of x; valid until the next run."""
         if kv is not self._cache:
             self._cache, self._recorded = kv, {}
-        known = self._recorded.get(batch.num_decode)
+        known = self._recorded.get(_kind_of(batch))
         if known is None or not _has_room(known.batch, batch):
             return self._record(x_TD, batch, kv)
         known.x_TD.copy_(x_TD)
@@ -114,6 +118,7 @@ class DecodePrograms:
             owner_T=None if batch.owner_T is None else batch.owner_T.clone(),
             block_table_SB=torch.zeros(sequences, wide, dtype=torch.int32),
             max_context=wide * kv.block_size,
+            adapted=None if batch.adapted is None else AdaptedRows(batch.adapted.slot_T.clone()),
         )
         _refill(own, batch)
         for _ in range(2):  # the first time there may be tables to compute once, and code to compile
@@ -122,12 +127,16 @@ class DecodePrograms:
                 output_TD = self._layers(own_x_TD, own, kv)
             if watch.only_kernels:
                 recorded = _Recorded(Program(jobs), own_x_TD, own, output_TD, watch.tensors)
-                self._recorded[sequences] = recorded
+                self._recorded[_kind_of(batch)] = recorded
                 return output_TD
             if own.owner_T is not None:
                 own.owner_T.zero_()  # its experts are counted: the second time they are nobody's
         self._recordable = False
         return output_TD
+
+
+def _kind_of(batch: Batch) -> _Kind:
+    return batch.num_decode, batch.adapted is not None
 
 
 def _has_room(own: Batch, batch: Batch) -> bool:
@@ -142,6 +151,8 @@ def _refill(own: Batch, batch: Batch) -> None:
     own.slots_T.copy_(batch.slots_T)
     if own.owner_T is not None:
         own.owner_T.copy_(batch.owner_T) if batch.owner_T is not None else own.owner_T.zero_()  # nobody's
+    if own.adapted is not None and batch.adapted is not None:
+        own.adapted.slot_T.copy_(batch.adapted.slot_T)
     own.query_start_S1.copy_(batch.query_start_S1)
     own.context_len_S.copy_(batch.context_len_S)
     own.block_table_SB[:, : batch.block_table_SB.shape[1]].copy_(batch.block_table_SB)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from moiety_engine.model.adapted import Product
 from moiety_engine.model.batch import LayerCache
 from moiety_engine.model.latent_attention import LatentAttention
 from moiety_engine.model.spec import LatentAttentionSpec, MoeSpec
@@ -23,6 +24,7 @@ from moiety_kernels.route import RoutingSpec, route
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_engine.model.adapted import AdaptedRows, LayerFactors
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import Batch, LatentCache
     from moiety_engine.model.dispatch import Dispatch
@@ -40,7 +42,7 @@ class Attention(Protocol):
 class FeedForward(Protocol):
     """What follows attention in a layer."""
 
-    def __call__(self, x_TD: Tensor) -> Tensor: ...
+    def __call__(self, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor: ...
 
 
 class GroupedQueryAttention:
@@ -53,8 +55,9 @@ class GroupedQueryAttention:
         rotary: RotaryTable,
         norm_eps: float,
         arithmetic: Arithmetic,
+        adapters: LayerFactors,
     ) -> None:
-        self._spec, self._weights, self._rotary = spec, weights, rotary
+        self._spec, self._weights, self._rotary, self._adapters = spec, weights, rotary, adapters
         self._linear = partial(linear, invariant=arithmetic.invariant)
         self._plan = AttentionInputPlan(weights.q_norm, weights.k_norm, norm_eps, spec.clip)
 
@@ -62,6 +65,7 @@ class GroupedQueryAttention:
         assert isinstance(cache, LayerCache)
         spec, weights = self._spec, self._weights
         qkv_TC = self._linear(x_TD, weights.qkv_CD, weights.qkv_bias_C)
+        self._adapters.add(Product.QKV, qkv_TC, x_TD, batch.adapted)
         cos_PR, sin_PR = self._rotary.upto(batch.max_context)
         q_THd = attention_input(
             qkv_TC,
@@ -91,21 +95,29 @@ class GroupedQueryAttention:
             max_query=batch.max_query,
             max_context=batch.max_context,
         )
-        return self._linear(out_THd.view(out_THd.shape[0], -1), weights.output_DC, weights.output_bias_D)
+        heads_TC = out_THd.view(out_THd.shape[0], -1)
+        out_TD = self._linear(heads_TC, weights.output_DC, weights.output_bias_D)
+        return self._adapters.add(Product.OUTPUT, out_TD, heads_TC, batch.adapted)
 
 
 class DenseFeedForward:
     """A gated feed-forward for every token."""
 
-    def __init__(self, spec: DenseSpec, weights: DenseWeights, arithmetic: Arithmetic) -> None:
-        self._activation, self._weights = spec.activation, weights
+    def __init__(self, spec: DenseSpec, weights: DenseWeights, arithmetic: Arithmetic, adapters: LayerFactors) -> None:
+        self._activation, self._weights, self._adapters = spec.activation, weights, adapters
         self._invariant = arithmetic.invariant
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
+    def __call__(self, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor:
         w = self._weights
-        biases = w.gate_up_bias_2F, w.down_bias_D
         return dense_glu(
-            x_TD, w.gate_up_2FD, w.down_DF, *biases, activation=self._activation, invariant=self._invariant
+            x_TD,
+            w.gate_up_2FD,
+            w.down_DF,
+            w.gate_up_bias_2F,
+            w.down_bias_D,
+            activation=self._activation,
+            invariant=self._invariant,
+            adapters=self._adapters.of_feed_forward(rows),
         )
 
 
@@ -146,23 +158,24 @@ class MixtureOfExperts:
         weights: MoeWeights,
         chosen: list[Tensor],
         arithmetic: Arithmetic,
+        adapters: LayerFactors,
         dispatch: Dispatch | None = None,
     ) -> None:
         """`chosen` is handed the experts of each token, expert_TK, pass by pass. `dispatch`: to ranks that have other
         tokens; all of them call this together, also with no token at all."""
-        self._spec, self._weights, self._chosen = spec, weights, chosen
+        self._spec, self._weights, self._chosen, self._adapters = spec, weights, chosen, adapters
         self._arithmetic, self._dispatch = arithmetic, dispatch
         self._shared = (
             SharedExperts(spec.shared, weights.shared, arithmetic) if spec.shared and weights.shared else None
         )
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
+    def __call__(self, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor:
         weight_TK, expert_TK = self._route(x_TD)
         self._chosen.append(expert_TK)
         if self._dispatch is not None:
             onto_TD = torch.zeros_like(x_TD)
             return self._dispatch(x_TD, weight_TK, expert_TK, self._routed, lambda: self._add_shared(onto_TD, x_TD))
-        return self._add_shared(self._routed(x_TD, weight_TK, expert_TK), x_TD)
+        return self._add_shared(self._routed(x_TD, weight_TK, expert_TK, rows), x_TD)
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The weight and the number of each token's experts."""
@@ -175,8 +188,8 @@ class MixtureOfExperts:
         logits_TE = linear(routed_by_TD, weights.router_ED, weights.router_bias_E, invariant=self._arithmetic.invariant)
         return route(logits_TE, spec.routing, weights.selection_bias_E)
 
-    def _routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
-        """What the experts give that are held here."""
+    def _routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, rows: AdaptedRows | None = None) -> Tensor:
+        """What the experts give that are held here. Over several ranks no row is adapted."""
         spec, weights = self._spec, self._weights
         return experts(
             x_TD,
@@ -189,6 +202,7 @@ class MixtureOfExperts:
             down_bias_ED=weights.down_bias_ED,
             kernel=self._arithmetic.moe_kernel,
             invariant=self._arithmetic.invariant,
+            adapters=self._adapters.of_feed_forward(rows),
         )
 
     def _add_shared(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
@@ -209,13 +223,14 @@ def attention(
     rotary: RotaryTable,
     norm_eps: float,
     arithmetic: Arithmetic,
+    adapters: LayerFactors,
 ) -> Attention:
     """The attention that the spec describes."""
     if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
         return LatentAttention(spec, weights, rotary, arithmetic)
     assert isinstance(weights, AttentionWeights)
-    return GroupedQueryAttention(spec, weights, rotary, norm_eps, arithmetic)
+    return GroupedQueryAttention(spec, weights, rotary, norm_eps, arithmetic, adapters)
 
 
 def feed_forward(
@@ -223,12 +238,13 @@ def feed_forward(
     weights: DenseWeights | MoeWeights,
     chosen: list[Tensor],
     arithmetic: Arithmetic,
+    adapters: LayerFactors,
     dispatch: Dispatch | None = None,
 ) -> FeedForward:
     """The feed-forward that the spec describes; one with experts appends its choices to `chosen`. `dispatch`: to ranks
     that have other tokens."""
     if isinstance(spec, MoeSpec):
         assert isinstance(weights, MoeWeights)
-        return MixtureOfExperts(spec, weights, chosen, arithmetic, dispatch)
+        return MixtureOfExperts(spec, weights, chosen, arithmetic, adapters, dispatch)
     assert isinstance(weights, DenseWeights)
-    return DenseFeedForward(spec, weights, arithmetic)
+    return DenseFeedForward(spec, weights, arithmetic, adapters)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moiety_engine.distribution.group import ALONE, Ranks
+from moiety_engine.model.adapted import AdapterStacks
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
 from moiety_engine.model.dispatch import Dispatch
@@ -28,10 +29,11 @@ from moiety_engine.moe.shape import ExpertShape
 from moiety_engine.moe.tenants import NUM_SLOTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from moiety_engine.distribution.group import Group
     from moiety_engine.distribution.layout import Seat
+    from moiety_engine.model.adapted import Key
     from moiety_engine.model.decode_programs import DecodePrograms
     from moiety_engine.model.spec import DenseSpec
     from moiety_engine.model.weights import NormWeights
@@ -67,6 +69,7 @@ class Transformer:
         self.expert_counter = None if self.experts is None else ExpertCounter(self.experts, NUM_SLOTS, self.device)
         self._chosen: list[Tensor] = []  # experts of the running pass, layer by layer
         rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in own.layers}
+        self.adapters = AdapterStacks(own, self.device, self.activation_dtype)
         self._weights = weights
         self._vocabulary = Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
         self._residence = Residence(weights)
@@ -75,19 +78,19 @@ class Transformer:
         self._programs = _decode_programs(lambda *step: self._layers(*step)[1]) if recordable else None
         self._attentions = [
             self._whole(
-                attention(one, w.attention, rotaries[one.rope], spec.norm.eps, arithmetic),
+                attention(one.attention, w.attention, rotaries[one.attention.rope], spec.norm.eps, arithmetic, factors),
                 ranks.tensor,
                 w.attention_post_norm,
             )
-            for one, w in zip((layer.attention for layer in own.layers), weights.layers, strict=True)
+            for one, w, factors in zip(own.layers, weights.layers, self.adapters.layers, strict=True)
         ]
         self._norms = [
             (make_norm(spec.norm, w.attention_norm), make_norm(spec.norm, w.ffn_norm)) for w in weights.layers
         ]
         self._final_norm = make_norm(spec.norm, weights.final_norm)
         feeds = [
-            feed_forward(one.ffn, w.ffn, self._chosen, arithmetic, _dispatch(one.ffn, ranks))
-            for one, w in zip(own.layers, weights.layers, strict=True)
+            feed_forward(one.ffn, w.ffn, self._chosen, arithmetic, factors, _dispatch(one.ffn, ranks))
+            for one, w, factors in zip(own.layers, weights.layers, self.adapters.layers, strict=True)
         ]
         self._mixtures = [feed for feed in feeds if isinstance(feed, MixtureOfExperts)]
         self._ffns = [
@@ -140,6 +143,12 @@ class Transformer:
     def settle(self, timeout_s: float) -> None:
         """Wait until the weights lie as they are read fastest, or as long as that."""
         self._residence.settle(timeout_s)
+
+    def lay_out_adapters(self, keys: frozenset[Key], num_slots: int, rank: int, moves: Mapping[int, int]) -> None:
+        """`AdapterStacks.lay_out`; what was recorded with the factors where they were is forgotten."""
+        if self._programs is not None:
+            self._programs.forget()
+        self.adapters.lay_out(keys, num_slots, rank, moves)
 
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return logits_LV, float32, of the rows that are wanted."""
@@ -198,7 +207,7 @@ class Transformer:
         self._chosen.clear()
         if not len(x_TD):  # of this group: others' tokens may have experts here
             for mixture in self._mixtures:
-                mixture(x_TD)
+                mixture(x_TD, None)
             self._count_experts(batch)
             return x_TD, x_TD
         normed_TD = self._norms[0][0](x_TD)
@@ -211,7 +220,7 @@ class Transformer:
             if on_stored is not None:
                 on_stored(number)
             x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attended_TD))
-            x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, feed(normed_TD)))
+            x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, feed(normed_TD, batch.adapted)))
         self._count_experts(batch)
         return x_TD, normed_TD
 

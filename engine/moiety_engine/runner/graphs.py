@@ -108,8 +108,8 @@ class DecodeGraphs:
                 self._captured[size, context] = _Captured(graph, batch)
 
     def takes(self, host: HostBatch) -> bool:
-        """Whether a graph was captured for this step."""
-        return host.decodes_only and self._key(host) in self._captured
+        """Whether a graph was captured for this step; none is for tokens with adapters."""
+        return host.decodes_only and host.adapter_T is None and self._key(host) in self._captured
 
     @torch.inference_mode()
     def run(self, host: HostBatch, sampled_L: Tensor | None) -> Tensor:

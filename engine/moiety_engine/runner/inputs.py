@@ -6,12 +6,14 @@ samples.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moiety_engine.model.adapted import AdaptedRows
 from moiety_engine.model.batch import Batch, Spread
 from moiety_engine.moe.tenants import NOBODY, TenantSlots
 from moiety_engine.runner.tables import BlockTables
@@ -39,6 +41,7 @@ class HostBatch:
     num_decode: int
     max_context: int
     max_query: int
+    adapter_T: np.ndarray | None = None  # slots, -1 for none; None where no token has an adapter
 
     @property
     def decodes_only(self) -> bool:
@@ -81,7 +84,8 @@ class BatchBuilder:
     """Builds batches; pad rows take token 0 and the positions after their sequence's. With `answers_apart` every token
     of an answer attends as a decode does, also when it is computed once more after a preemption, and every token of a
     prompt as a chunk's does: the two ways round differently. A draft's tokens attend as decodes do, always: so a guess
-    that is right gets the bits that it would have got without. With `tenants` the batches say whose each token is."""
+    that is right gets the bits that it would have got without. With `tenants` the batches say whose each token is,
+    with `adapters` the slot of its adapter."""
 
     def __init__(
         self,
@@ -91,8 +95,10 @@ class BatchBuilder:
         *,
         answers_apart: bool = False,
         tenants: TenantSlots | None = None,
+        adapters: Mapping[str, int] | None = None,
     ) -> None:
         self._parts = _answers_apart if answers_apart else _chunks
+        self._adapters = adapters
         self._block_size = block_size
         self._staging = staging or Staging(device)
         self._tenants = tenants
@@ -161,6 +167,7 @@ class BatchBuilder:
             num_decode=parts.num_decode,
             max_context=int(contexts.max()),
             max_query=int(lengths.max()),
+            adapter_T=self._adapters_of(sequences, lengths),
         )
 
     def upload(self, host: HostBatch, sampled_L: Tensor | None = None, spread: Spread | None = None) -> Batch:
@@ -181,7 +188,18 @@ class BatchBuilder:
             max_query=host.max_query,
             owner_T=None if self._tenants is None else upload(host.owner_T),
             spread=spread,
+            adapted=None if host.adapter_T is None else AdaptedRows(upload(host.adapter_T)),
         )
+
+    def _adapters_of(self, sequences: list[Sequence], lengths: np.ndarray) -> np.ndarray | None:
+        """The slot of each row's adapter, pads' included; None where there are none."""
+        slot_of = self._adapters
+        if not slot_of:
+            return None
+        names = ["" if sequence.ghost else sequence.submit.adapter for sequence in sequences]
+        if not any(names):
+            return None
+        return np.repeat(np.array([slot_of[name] if name else -1 for name in names], dtype=np.int64), lengths)
 
 
 def put_pending(token_ids_T: Tensor, host: HostBatch, sampled_L: Tensor | None, staging: Staging) -> None:

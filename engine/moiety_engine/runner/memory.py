@@ -10,19 +10,22 @@ from moiety_engine.memory import Memory
 CPU_FRACTION = 0.4  # of the memory that is available once the weights are loaded; the rest is the machine's
 RESERVE_FRACTION = 0.02  # of a GPU's memory: what fragments, and captured graphs
 RESERVE_BYTES = 512 << 20  # and kernels that are loaded later
+ADAPTER_FRACTION = 1 / 64  # of a GPU's memory, for adapters
+ADAPTER_BYTES = 1 << 30  # on a CPU, where what is not used is not taken
 HOST_FRACTION = 0.25  # of the available memory beside a GPU, for the host tier
 HOST_PER_DEVICE = 2  # but no more than so many times the device's KV cache
 
 
-def kv_budget_bytes(free: Memory, activation_bytes: int) -> int:
-    """Bytes for the KV cache beside a GPU's free memory, of which a step takes `activation_bytes` at its peak. Raises
-    OutOfMemory where no memory is left."""
+def kv_budget_bytes(free: Memory, activation_bytes: int, adapter_bytes: int = 0) -> int:
+    """Bytes for the KV cache beside a GPU's free memory, of which a step takes `activation_bytes` at its peak and
+    adapters may take `adapter_bytes`. Raises OutOfMemory where no memory is left."""
     reserve = RESERVE_BYTES + int(free.total_bytes * RESERVE_FRACTION)
-    budget = free.free_bytes - activation_bytes - reserve
+    budget = free.free_bytes - activation_bytes - adapter_bytes - reserve
     if budget <= 0:
         raise OutOfMemory(
             f"no memory is left for the KV cache: of {gib(free.total_bytes)} the weights and other programs leave "
-            f"{gib(free.free_bytes)}, a step takes up to {gib(activation_bytes)} and {gib(reserve)} stay in reserve; "
+            f"{gib(free.free_bytes)}, a step takes up to {gib(activation_bytes)}, adapters "
+            f"{gib(adapter_bytes)} and {gib(reserve)} stay in reserve; "
             "lower --max-batch-tokens or --max-running, choose a smaller model, or end what else uses the GPU"
         )
     return budget

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 import torch
@@ -46,15 +46,17 @@ class Resident:
         *,
         num_mask_words: int = 0,
         exchange: Exchange = NO_EXCHANGE,
+        adapters: Mapping[str, int] | None = None,
     ) -> None:
-        """`tenants`, `num_mask_words`: see Runner. `exchange`: of KV with other engines."""
+        """`tenants`, `num_mask_words`, `adapters`: see Runner. `exchange`: of KV with other engines."""
         self._model, self._sizes, self._orders = model, sizes, orders
         self._arrivals = exchange.arrivals
         scratch = int(sizes.graphs)  # a block that no sequence gets
         with orders.together(Allocate(sizes.num_blocks + scratch, sizes.block_size, sizes.num_host_blocks)):
             self._allocate(sizes.num_blocks + scratch)
+        departures, words = exchange.departures, num_mask_words
         self.runner = Runner(
-            model, self.kv, orders, tenants, num_mask_words=num_mask_words, departures=exchange.departures
+            model, self.kv, orders, tenants, num_mask_words=words, departures=departures, adapters=adapters
         )
 
     def _allocate(self, num_blocks: int) -> None:

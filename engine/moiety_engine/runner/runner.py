@@ -9,7 +9,7 @@ D model width, L tokens that a step samples.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,14 +70,18 @@ class Runner:
         *,
         num_mask_words: int = 0,
         departures: Departures | None = None,
+        adapters: Mapping[str, int] | None = None,
     ) -> None:
         """`tenants` tells apart whose tokens experts are counted for; None where none are. `num_mask_words`: of the
-        guides' tokenizer; 0 where no row has a guide. `departures`: what leaves for other engines."""
+        guides' tokenizer; 0 where no row has a guide. `departures`: what leaves for other engines. `adapters`: the
+        slots of those that are loaded."""
         self._departures = departures
         self._model, self._kv, self._orders = model, kv, orders
         self.staging = Staging(model.device)
         apart = model.arithmetic.invariant
-        self._builder = BatchBuilder(kv.block_size, model.device, self.staging, answers_apart=apart, tenants=tenants)
+        self._builder = BatchBuilder(
+            kv.block_size, model.device, self.staging, answers_apart=apart, tenants=tenants, adapters=adapters
+        )
         self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
         self._masks = MaskMaker(num_mask_words, model.spec.vocab_size, model.device)
         self._num_groups = model.ranks.across.size

@@ -6,11 +6,19 @@ from dataclasses import dataclass
 
 from moiety_engine.config import EngineConfig
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.memory import available_bytes
+from moiety_engine.memory import available_bytes, device_memory
 from moiety_engine.model.transformer import Transformer
-from moiety_engine.runner.memory import CPU_FRACTION, kv_budget_bytes, num_host_blocks, num_kv_blocks
+from moiety_engine.runner.memory import (
+    ADAPTER_BYTES,
+    ADAPTER_FRACTION,
+    CPU_FRACTION,
+    kv_budget_bytes,
+    num_host_blocks,
+    num_kv_blocks,
+)
 from moiety_engine.runner.orders import Orders
 from moiety_engine.runner.profiling import measure
+from moiety_wire.roles import EngineRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +30,14 @@ class Sizes:
     num_blocks: int
     num_host_blocks: int
     graphs: bool  # decode steps are captured and replayed
+    adapter_bytes: int = 0  # of the device, for adapters; 0: none are served
 
 
 def sizes_for(model: Transformer, config: EngineConfig, orders: Orders, local_ranks: int = 1) -> Sizes:
     """What the configuration leaves open is chosen; a GPU's memory is measured with the largest step, a host's shared
     with its other ranks. Raises InvalidConfig and OutOfMemory."""
     on_cuda = model.device.type == "cuda"
+    adapter_bytes = adapter_budget_bytes(model, config)
     block_size = config.block_size or (16 if on_cuda else 4)  # on a CPU small blocks cost next to nothing
     groups = model.ranks.across.size
     max_batch_tokens = config.max_batch_tokens or max(groups * (8192 if on_cuda else 512), config.max_running or 0)
@@ -48,7 +58,8 @@ def sizes_for(model: Transformer, config: EngineConfig, orders: Orders, local_ra
                 max_batch_tokens=max_batch_tokens,
                 max_running=max_running,
                 max_context=context,
-            )
+            ),
+            adapter_bytes,
         )
     elif budget is None:
         budget = int(available_bytes() * CPU_FRACTION) // local_ranks
@@ -69,4 +80,24 @@ def sizes_for(model: Transformer, config: EngineConfig, orders: Orders, local_ra
     )
     context = min(context, num_blocks * block_size)
     graphs = on_cuda and config.cuda_graphs and model.ranks.everyone.size == 1  # a graph waits for no other rank
-    return Sizes(block_size, max_batch_tokens, max_running, context, num_blocks, num_host, graphs)
+    return Sizes(block_size, max_batch_tokens, max_running, context, num_blocks, num_host, graphs, adapter_bytes)
+
+
+def adapter_budget_bytes(model: Transformer, config: EngineConfig) -> int:
+    """Memory of the device for adapters. Raises InvalidConfig where they were asked for and cannot be served."""
+    asked = config.adapter_memory_bytes or config.adapters
+    if model.ranks.everyone.size > 1:
+        reason = "over several ranks: leave out --tp, --dp-attention, --ep and --pp"
+    elif model.arithmetic.invariant and model.device.type == "cuda":
+        reason = "with --batch-invariant on a GPU: leave that out"
+    elif config.transfer.role is not EngineRole.BOTH:
+        reason = f"by an engine of the role {config.transfer.role}: leave --role out"
+    elif config.adapter_memory_bytes is not None:
+        return config.adapter_memory_bytes
+    elif model.device.type == "cuda":
+        return int(device_memory(model.device).total_bytes * ADAPTER_FRACTION)
+    else:
+        return ADAPTER_BYTES
+    if asked:
+        raise InvalidConfig(f"adapters are not served {reason}, or leave out --adapter and --adapter-memory-bytes")
+    return 0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 
 from moiety_engine.messages import (
     CoreAbort,
+    CoreAdapter,
     CoreAdmission,
     CoreEvent,
     CoreExtend,
@@ -88,6 +89,8 @@ class ScriptedEngine:
                 case AskExperts():
                     now_s = self._clock_ns() // 10**9
                     self._answers.append(ExpertLoad(command.ask_id, now_s, now_s))
+                case CoreAdapter():
+                    pass  # it answers without any model
                 case CoreShutdown():
                     pass
 

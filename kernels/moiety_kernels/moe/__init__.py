@@ -9,7 +9,8 @@ from torch import Tensor
 from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.linear import linear
-from moiety_kernels.moe import grouped, reference
+from moiety_kernels.low_rank import FeedForwardFactors, add_low_rank
+from moiety_kernels.moe import adapted, grouped, reference
 from moiety_kernels.moe.activation import GELU_TANH, SILU, Activation
 from moiety_kernels.moe.choice import MOE_KERNELS, unavailable
 
@@ -35,6 +36,7 @@ def experts(
     down_bias_ED: Tensor | None = None,
     kernel: str = "auto",
     invariant: bool = False,
+    adapters: FeedForwardFactors | None = None,
 ) -> Tensor:
     """Σ_k weight · expert(x) for each token; deterministic, no capacity limit, no dropped token. Of the rows of
     w_gate_up the first half are the gate's, the second the up's; so are the biases', which are float32. A negative
@@ -42,6 +44,7 @@ def experts(
 
     `kernel` is who computes it: "auto" takes the fastest that takes these tensors; another that does not is an error.
     With `invariant`, a token's bits do not depend on what other tokens are there; on a GPU only Triton's can do that.
+    `adapters` add what is theirs to the experts' products; on a GPU whoever computes those, torch does then.
     """
     num_experts, width, hidden = w_down_EDF.shape
     require(
@@ -56,9 +59,12 @@ def experts(
     if down_bias_ED is not None:
         require_shape("down_bias", down_bias_ED, (num_experts, width))
     routed, up, down = (x_TD, weight_TK, expert_TK), w_gate_up_E2FD, w_down_EDF
-    if kernel == "auto" and x_TD.is_cpu and _cpu().fits(x_TD, expert_TK, up, down, *biases):
-        fast: Tensor = _cpu().experts(*routed, up, down, activation, *biases)
+    if kernel == "auto" and x_TD.is_cpu and _cpu().fits(x_TD, expert_TK, up, down, *biases, adapters):
+        fast: Tensor = _cpu().experts(*routed, up, down, activation, *biases, adapters=adapters)
         return fast
+    if adapters is not None:
+        require(not invariant, "invariant results with adapters need the kernels for a CPU, which do not take this")
+        return adapted.experts(*routed, up, down, activation, *biases, adapters)
     options: dict[str, Any] = {"activation": activation, "gate_up_bias_E2F": biases[0], "down_bias_ED": biases[1]}
     if kernel == "triton" or (kernel == "auto" and x_TD.is_cuda):
         on_gpu = _by_triton(*routed, up, down, **options, invariant=invariant)
@@ -112,10 +118,11 @@ def dense_glu(
     weight_T1: Tensor | None = None,
     onto_TD: Tensor | None = None,
     invariant: bool = False,
+    adapters: FeedForwardFactors | None = None,
 ) -> Tensor:
     """down(act(gate(x), up(x))), the feed-forward of a layer without experts, and of experts that serve every token:
     times `weight`, float32, and added to `onto`, where they are given; `onto` may be overwritten. `invariant` as in
-    `linear`."""
+    `linear`. `adapters` add what is theirs to both products."""
     biases = gate_up_bias_2F, down_bias_D
     if weight_T1 is not None:
         require_shape("weight", weight_T1, (x_TD.shape[0], 1))
@@ -123,11 +130,16 @@ def dense_glu(
         require_shape("onto", onto_TD, (x_TD.shape[0], w_down_DF.shape[0]))
     if x_TD.is_cpu and (onto_TD is None or onto_TD.is_contiguous()):
         as_experts = w_gate_up_2FD.unsqueeze(0), w_down_DF.unsqueeze(0)
-        if _cpu().fits(x_TD, None, *as_experts, *biases):
-            fast: Tensor = _cpu().experts(x_TD, weight_T1, None, *as_experts, activation, *biases, onto_TD)
+        if _cpu().fits(x_TD, None, *as_experts, *biases, adapters):
+            fast: Tensor = _cpu().experts(x_TD, weight_T1, None, *as_experts, activation, *biases, onto_TD, adapters)
             return fast
-    inner_TF = reference.activate(linear(x_TD, w_gate_up_2FD, gate_up_bias_2F, invariant=invariant), activation)
+    gate_up_T2F = linear(x_TD, w_gate_up_2FD, gate_up_bias_2F, invariant=invariant)
+    if adapters is not None and adapters.gate_up is not None:
+        add_low_rank(gate_up_T2F, x_TD, adapters.gate_up, adapters.slot_T)
+    inner_TF = reference.activate(gate_up_T2F, activation)
     out_TD = linear(inner_TF, w_down_DF, down_bias_D, invariant=invariant)
+    if adapters is not None and adapters.down is not None:
+        add_low_rank(out_TD, inner_TF, adapters.down, adapters.slot_T)
     if weight_T1 is not None:
         out_TD = out_TD * weight_T1.to(x_TD.dtype)
     return out_TD if onto_TD is None else onto_TD + out_TD

@@ -30,14 +30,16 @@ from moiety_kernels.cpu.memory import load_f32, load_f64, load_i32, load_i64, st
 from moiety_kernels.cpu.team import MAX_TASKS, parallel, team
 from moiety_kernels.cpu.unpacking import format_of
 from moiety_kernels.cpu.vectors import add_scaled_row, clipped_row, geglu_row, swiglu_row
+from moiety_kernels.low_rank import cpu as low_rank
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.low_rank import FeedForwardFactors
     from moiety_kernels.moe.activation import Activation
     from moiety_kernels.quantization.weight import QuantizedWeight
 
-_LAYOUT = struct.Struct("30q2d6q")
+_LAYOUT = struct.Struct("30q2d9q")
 _SILU, _GELU_TANH, _CLIPPED = range(3)
 _KINDS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "clipped": _CLIPPED}
 _COMBINE_BLOCK = 16  # tokens a task
@@ -53,6 +55,7 @@ STARTS, PLACE, X_ROWS, INNER_ROWS, ITEMS = 18, 19, 20, 21, 22  # int64 workspace
 UP_TASK, DOWN_TASK, COMBINE_TASK = 23, 24, 25
 ACTIVATION, UP_BIAS, DOWN_BIAS, ONTO, LIMIT, ALPHA = 26, 27, 28, 29, 30, 31
 UP_SCALES, UP_BITS, UP_SHIFT, DOWN_SCALES, DOWN_BITS, DOWN_SHIFT = 32, 33, 34, 35, 36, 37
+ADDED, ADDED_ROWS, SLOT = 38, 39, 40  # what adapters add to gates and ups: a row a pair, those in order, whose they are
 
 
 def fits(
@@ -62,6 +65,7 @@ def fits(
     w_down_EDF: Tensor | QuantizedWeight,
     gate_up_bias_E2F: Tensor | None,
     down_bias_ED: Tensor | None,
+    adapters: FeedForwardFactors | None = None,
 ) -> bool:
     """Whether `experts` takes these tensors."""
     _, width, hidden = w_down_EDF.shape
@@ -78,6 +82,8 @@ def fits(
         and x_TD.stride(1) == 1
         and all(bias.dtype is torch.float32 for bias in biases)
         and all(bias.is_contiguous() for bias in biases)
+        and (adapters is None or all(low_rank.takes(one) for one in (adapters.gate_up, adapters.down) if one))
+        and (adapters is None or (adapters.slot_T.dtype is torch.int64 and adapters.slot_T.is_contiguous()))
     )
 
 
@@ -91,6 +97,7 @@ def experts(
     gate_up_bias_E2F: Tensor | None,
     down_bias_ED: Tensor | None,
     onto_TD: Tensor | None = None,
+    adapters: FeedForwardFactors | None = None,
 ) -> Tensor:
     """Σ_k weight · expert(x) for each token; without experts the first one once, without weights unweighted. A negative
     number is of an expert that is elsewhere. `onto` is added to and returned, if it is given."""
@@ -100,11 +107,16 @@ def experts(
     up, *up_format = format_of(w_gate_up_E2FD)
     down, *down_format = format_of(w_down_EDF)
     floats = torch.empty(rows * (hidden + width))
-    sizes = (num_experts + 1, rows, rows, rows, 3 * (num_experts + rows // ROW_BLOCK))
+    sizes = (num_experts + 1, rows, rows, rows, 3 * (num_experts + rows // ROW_BLOCK), rows)
     integers = torch.empty(sum(sizes), dtype=torch.int64)
     out_TD = torch.empty(tokens, width) if onto_TD is None else onto_TD
     starts = integers.data_ptr()
     place = starts + 8 * sizes[0]
+    inner = floats.data_ptr()
+    added_P2F = None
+    if adapters is not None and adapters.gate_up is not None:
+        added_P2F = torch.empty(rows, 2 * hidden)
+        low_rank.spread(added_P2F, x_TD, adapters.gate_up, adapters.slot_T, expert_TK)
     team().drive(
         _drive,
         _LAYOUT,
@@ -113,14 +125,17 @@ def experts(
         *(*map(_address, (x_TD, weight_TK, expert_TK)), up, down, out_TD.data_ptr()),
         *(tokens, top_k, num_experts, width, hidden, 4 * x_TD.stride(0)),
         *_kinds_and_chunks(w_gate_up_E2FD, w_down_EDF, rows),
-        *(floats.data_ptr(), floats.data_ptr() + 4 * rows * hidden),
+        *(inner, inner + 4 * rows * hidden),
         *(starts, place, place + 8 * rows, place + 16 * rows, place + 24 * rows),
         *map(task_address, (_up_task, _down_task, _combine_task)),
         _KINDS[activation.kind],
         *(_address(gate_up_bias_E2F), _address(down_bias_ED), onto_TD is not None),
         *(activation.limit, activation.alpha),
         *(*up_format, *down_format),
+        *(_address(added_P2F), starts + 8 * sum(sizes[:-1]), 0 if adapters is None else adapters.slot_T.data_ptr()),
     )
+    if adapters is not None and adapters.down is not None:
+        low_rank.gather(out_TD, (inner, hidden), place, adapters.down, adapters.slot_T, expert_TK, weight_TK)
     return out_TD
 
 
@@ -181,6 +196,7 @@ def _group(args: int) -> int:
             num_items += 1
     x, x_stride, x_rows = load_i64(args, X), load_i64(args, X_STRIDE), load_i64(args, X_ROWS)
     inner, inner_rows, hidden = load_i64(args, INNER), load_i64(args, INNER_ROWS), load_i64(args, HIDDEN)
+    added, added_rows, slots = load_i64(args, ADDED), load_i64(args, ADDED_ROWS), load_i64(args, SLOT)
     for pair in range(rows):
         e = load_i32(chosen, pair) if chosen else 0
         if e < 0:
@@ -191,6 +207,8 @@ def _group(args: int) -> int:
         store_i64(place, pair, row)
         store_i64(x_rows, row, x + pair // top_k * x_stride)
         store_i64(inner_rows, row, inner + 4 * hidden * row)
+        if added:
+            store_i64(added_rows, row, added + 8 * hidden * pair if load_i64(slots, pair // top_k) >= 0 else 0)
     return num_items
 
 
@@ -216,6 +234,10 @@ def _up_task(args: int, task: int, scratch: int) -> None:
         if bias:
             add_scaled_row(gate + offset, gate_bias, num_columns, 1.0, gate + offset)
             add_scaled_row(up + offset, gate_bias + 4 * hidden, num_columns, 1.0, up + offset)
+        added = load_i64(load_i64(args, ADDED_ROWS), first + i) if load_i64(args, ADDED) else 0
+        if added:
+            add_scaled_row(gate + offset, added + 4 * column, num_columns, 1.0, gate + offset)
+            add_scaled_row(up + offset, added + 4 * (hidden + column), num_columns, 1.0, up + offset)
         _activate(
             args, gate + offset, up + offset, num_columns, load_i64(load_i64(args, INNER_ROWS), first + i), column
         )

@@ -51,6 +51,9 @@ class Action(StrEnum):
     SIMULATE = "simulations.run"
     READ_DECLARATIONS = "declarations.read"
     WRITE_DECLARATIONS = "declarations.write"
+    READ_ADAPTERS = "adapters.read"
+    WRITE_ADAPTERS = "adapters.write"
+    GRANT_ADAPTERS = "adapters.grant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,9 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
         Action.SIMULATE: Rule(anyone=_OPERATORS),
         Action.READ_DECLARATIONS: Rule(anyone=_READERS),
         Action.WRITE_DECLARATIONS: Rule(anyone=_OPERATORS),
+        Action.READ_ADAPTERS: Rule(anyone=_READERS, own=_OWN_READERS),
+        Action.WRITE_ADAPTERS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
+        Action.GRANT_ADAPTERS: Rule(anyone=_OPERATORS),  # of those that are on the engines' hosts
     }
 )
 

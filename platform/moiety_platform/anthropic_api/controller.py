@@ -11,6 +11,8 @@ from litestar import Request, Response, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import Scope
 
+from moiety_platform.adapters.cache import AdapterCache
+from moiety_platform.adapters.naming import allowed_of
 from moiety_platform.anthropic_api.answer_types import EVENTS, Message, TokenCount
 from moiety_platform.anthropic_api.answers import MessageEvents, MessageHead, whole_message
 from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS, AnthropicErrorBody
@@ -55,6 +57,7 @@ class MessageServices:
     exchange: ExchangeServices
     replicas: Replicas
     texts: ModelTexts
+    adapters: AdapterCache | None = None
 
 
 def message_routes(services: MessageServices) -> list[HTTPRouteHandler]:
@@ -121,7 +124,12 @@ def _count_route(services: MessageServices) -> HTTPRouteHandler:
             exchange.max_json_depth,
             exchange.shape,
         )
-        text = await services.texts.get(services.replicas.card(body.model, principal.allowed_models))
+        adapter = None
+        if services.adapters is not None:
+            adapter = await services.adapters.find(principal.tenant_id, body.model)
+        base = body.model if adapter is None else adapter.model
+        card = services.replicas.card(base, allowed_of(principal.allowed_models, adapter))
+        text = await services.texts.get(card)
         (token_ids,) = await text.encode([body.conversation()])
         return {"input_tokens": len(token_ids)}
 

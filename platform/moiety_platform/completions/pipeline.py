@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from moiety_platform.adapters.cache import AdapterCache, NamedAdapter
+from moiety_platform.adapters.naming import allowed_of, require_adapters
 from moiety_platform.admission.decide import refuse_hopeless
 from moiety_platform.admission.gate import AdmissionGate, GatePlace
 from moiety_platform.classes.cache import ClassCache
@@ -45,6 +47,7 @@ class Pipeline:
         credit_window: int,
         max_sequences: int,
         failover_wait_s: float,
+        adapters: AdapterCache | None = None,
     ) -> None:
         self._replicas = replicas
         self.texts = texts
@@ -55,6 +58,7 @@ class Pipeline:
         self._credit_window = credit_window
         self._max_sequences = max_sequences
         self._failover_wait_s = failover_wait_s
+        self._adapters = adapters
 
     def run(self, record: RequestRecord, generation: Generation, *, streams: bool = False) -> HeldRun:
         """Submit a request, whose reader wants each token as it comes if it `streams`, and hold it once every sequence
@@ -66,20 +70,24 @@ class Pipeline:
     async def choose(self, record: RequestRecord, generation: Generation) -> _Choice:
         """What comes before the gate: whether there is such a model, and the class."""
         record.generation = generation
-        states = self._replicas.states()
+        states, adapter = self._replicas.states(), None
+        if self._adapters is not None:
+            adapter = await self._adapters.find(record.principal.tenant_id, generation.model)
+        base = generation.model if adapter is None else adapter.model
         try:
-            card = card_of(states, generation.model, record.principal.allowed_models)
+            card = card_of(states, base, allowed_of(record.principal.allowed_models, adapter))
         except PlatformError:
-            if generation.model in cards_of(states):  # there is such a model, if not for this request
-                record.served_model = generation.model
+            if base in cards_of(states):  # there is such a model, if not for this request
+                record.served_model, record.base_model = generation.model, base
             raise
-        record.served_model = card.model
+        record.served_model, record.base_model = generation.model, base
+        require_adapters(adapter, card)
         check_limits(generation, card, self._max_sequences)
         cap = record.principal.service_class
         catalogue = await self._classes.get(cap)
         chosen = catalogue.choose(cap, generation.service_tier)
         record.chose(catalogue, chosen.service)
-        return _Choice(card, states, catalogue, chosen)
+        return _Choice(card, states, catalogue, chosen, adapter)
 
     def enter(self, record: RequestRecord, generation: Generation) -> GatePlace:
         """The tenant's place at the gate. Raises Overloaded."""
@@ -90,8 +98,8 @@ class Pipeline:
     ) -> tuple[Run, list[Submit]]:
         """Everything between the gate and the first message to an engine."""
         card, catalogue, chosen = choice.card, choice.catalogue, choice.chosen
-        need = Need.PROMPT if generation.embed else Need.ANSWER
-        state = choose(choice.states, generation.model, chosen.service, need=need)
+        need = Need.PROMPT if generation.embed else Need.ANSWER if choice.adapter is None else Need.WHOLE
+        state = choose(choice.states, card.model, chosen.service, need=need)
         refusal = refuse_hopeless(chosen.service, state.class_load(chosen.service.name))
         if refusal is not None:
             raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)
@@ -100,7 +108,7 @@ class Pipeline:
         longest = [most_output_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
         num_prompt_tokens = sum(map(len, prompts))
         is_extensible = are_extensible(choice.states, card.model)
-        tariff = await self._tariff(card.model, catalogue, chosen)
+        tariff = await self._tariff(record.served_model, card.model, catalogue, chosen)
         record.trace.enter(Phase.HOLD)
         credit = await record.spending.begin(
             num_prompt_tokens,
@@ -110,27 +118,31 @@ class Pipeline:
         )
         record.trace.enter(Phase.ADMISSION)
         principal = record.principal
+        adapter = "" if choice.adapter is None else choice.adapter.engine_name
         origin = Origin(
             request_id=record.request_id,
-            model=record.served_model,
+            model=card.model,
             tenant_id=principal.tenant_id,
             chosen=chosen,
-            cache_salt=principal.cache_salt,
+            cache_salt=principal.cache_salt + adapter.encode(),
             arrival_unix_ns=record.arrival_unix_ns,
             credit_tokens=credit,
             weight=principal.weight,
             traceparent=record.trace.traceparent,
             bill=record.reserved(num_prompt_tokens),
             gathers=not streams,
+            adapter=adapter,
         )
         submits = submits_of(origin, generation, prompts, longest, text)
-        placement = Placement(self._replicas, generation.model, chosen.service, self._failover_wait_s)
+        placement = Placement(self._replicas, card.model, chosen.service, self._failover_wait_s)
         return Run(record, chosen, prompts, text, placement, self._clock, self._credit_window), submits
 
-    async def _tariff(self, model: str, catalogue: Catalogue, chosen: ChosenClass) -> Tariff:
+    async def _tariff(self, model: str, base: str, catalogue: Catalogue, chosen: ChosenClass) -> Tariff:
+        """The model's own prices, or those of the one that it is with an adapter."""
         prices = await self._prices.current()
         names = [service.name for service in (chosen.service, chosen.fallback) if service is not None]
-        return Tariff({name: prices.of(model, name, catalogue[name].price_factor) for name in names})
+        factors = {name: catalogue[name].price_factor for name in names}
+        return Tariff({name: prices.of(model, name, by) or prices.of(base, name, by) for name, by in factors.items()})
 
 
 class HeldRun:
@@ -184,3 +196,4 @@ class _Choice(msgspec.Struct, frozen=True):
     states: list[EngineState]  # as they were then
     catalogue: Catalogue
     chosen: ChosenClass
+    adapter: NamedAdapter | None

@@ -66,7 +66,8 @@ class RequestRecord:
     catalogue: Catalogue | None = None  # as it was when the class was chosen
     admission_outcome: str = ""  # admitted, downgraded, rejected
     admission_reason: str = ""
-    served_model: str = UNKNOWN_MODEL
+    served_model: str = UNKNOWN_MODEL  # as clients call it
+    base_model: str = UNKNOWN_MODEL  # without its adapter
     sequences: list[tuple[EngineClient, str]] = field(default_factory=list)  # given to engines, under these ids
     reached_engine: bool = False
     prompt_tokens: int = 0

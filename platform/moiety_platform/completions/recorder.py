@@ -122,9 +122,9 @@ class RequestRecorder:
         row = self._row(record, record.spending.settle(record.used))
         # not the record's own method: with it all that a request was would stay in memory until its row is stored
         self._usage.record(row, partial(settle, record.sequences) if record.sequences else None)
-        self._metrics.observe(row, record.operation, record.served_model, _tpot_s(record))
+        self._metrics.observe(row, record.operation, record.base_model, _tpot_s(record))
         for failover in record.failovers:
-            self._metrics.observe_failover(record.served_model, failover.cause)
+            self._metrics.observe_failover(record.base_model, failover.cause)
         if record.admission_outcome and record.chosen is not None:
             self._metrics.observe_admission(record.chosen.name, record.admission_outcome, record.admission_reason)
         self._end_trace(record, row)

@@ -28,6 +28,7 @@ class Origin(msgspec.Struct, frozen=True):
     traceparent: str = ""
     bill: bytes = b""
     gathers: bool = True
+    adapter: str = ""  # as the engine calls it
 
 
 def check_limits(generation: Generation, card: Card, max_sequences: int) -> None:
@@ -119,6 +120,7 @@ def _submits(
             sibling_tokens=sibling_tokens,
             gathers=origin.gathers,
             guide=guide,
+            adapter=origin.adapter,
         )
         for choice in range(generation.num_choices)
     ]

@@ -32,6 +32,7 @@ from moiety_wire.messages import (
     Tokens,
 )
 
+_REFUSALS = {FailureCode.GUIDE_REFUSED: FORM_NOT_SUPPORTED, FailureCode.ADAPTER_REFUSED: "adapter_refused"}
 ABORT_WAIT_S = 6.0  # longer than an engine's step, and than the silence after which its link gives it up
 
 
@@ -57,6 +58,11 @@ class EngineStream:
         self._next_seq_out = submit.seq + 1
         self._aborted = False
         self._end_waiter: asyncio.Future[None] | None = None
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether it has not ended, nor was told to."""
+        return not (self.ended or self._aborted)
 
     @property
     def has_failed(self) -> bool:
@@ -101,6 +107,10 @@ class EngineStream:
         if not self.ended:
             self._end()
             self.inbox.put(self, error)
+
+    def was_not_sent(self) -> None:
+        """Nothing of it has reached the engine, so no end of it will come; its owner knows why."""
+        self._end()
 
     async def wait_ended(self, timeout_s: float) -> None:
         """Return when the stream has ended, or after the timeout; a cancellation meanwhile is raised only then."""
@@ -186,13 +196,13 @@ def error_of(failed: Failed) -> PlatformError:
             return NotFound(failed.message, code="model_not_found", param="model")
         case FailureCode.CONTEXT_LENGTH_EXCEEDED:
             return ContextTooLong(failed.message)
-        case FailureCode.INVALID_REQUEST | FailureCode.GUIDE_REFUSED:
-            is_form = failed.code is FailureCode.GUIDE_REFUSED
-            return BadRequest(failed.message, code=FORM_NOT_SUPPORTED if is_form else None)
+        case FailureCode.INVALID_REQUEST | FailureCode.GUIDE_REFUSED | FailureCode.ADAPTER_REFUSED:
+            return BadRequest(failed.message, code=_REFUSALS.get(failed.code))
         case FailureCode.OVERLOADED:
             return _overload_of(failed)
-        case FailureCode.DRAINING:
-            return Unavailable(failed.message, code="engine_draining", retry_after_s=1)
+        case FailureCode.DRAINING | FailureCode.ADAPTER_MISSING:
+            code = "engine_draining" if failed.code is FailureCode.DRAINING else failed.code.value
+            return Unavailable(failed.message, code=code, retry_after_s=1)
         case FailureCode.ENGINE_FAILED:
             return EngineFailed(failed.message)
 

@@ -21,6 +21,7 @@ from moiety_platform.clock import Clock
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.inbox import Inbox
+from moiety_platform.engine_client.lending import Lending, ReadAdapter
 from moiety_platform.engine_client.questions import Questions
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream
 from moiety_platform.errors import FORM_NOT_SUPPORTED, NO_FORMS, BadRequest, EngineFailed, Unavailable
@@ -72,9 +73,11 @@ class ZmqEngineClient:
         *,
         replica_id: str = "",
         on_unsettled: OnUnsettled | None = None,
+        adapters: ReadAdapter | None = None,
     ) -> None:
         """`replica_id` names this process to the engine; `on_unsettled` is given what others left unsettled, and how to
-        say that it is stored."""
+        say that it is stored; `adapters` reads those that requests name, for an engine that lacks them."""
+        self._adapters = adapters
         self._replica_id = replica_id
         self._on_unsettled = on_unsettled
         self._settled: defaultdict[str, list[str]] = defaultdict(list)  # to be told, by gateway process
@@ -151,7 +154,10 @@ class ZmqEngineClient:
             return
         session.streams[submit.request_id] = stream
         try:
-            session.send(submit)
+            if submit.adapter and self._adapters is not None:
+                await session.lending.submit(submit, stream, self._adapters)
+            else:
+                session.send(submit)
             yield stream
         finally:
             stream.abort()
@@ -237,6 +243,7 @@ class _Session:
         self.load: Load | None = None
         self.balance: ExpertBalance | None = None
         self.questions = Questions(self.send)
+        self.lending = Lending(self.send, lambda name: self.card is not None and name in self.card.adapters)
         self.load_at_s = clock.monotonic()
         self.since_s = clock.monotonic()  # the card came
         self.refusal = ""
@@ -310,6 +317,7 @@ class _Session:
         for stream in list(self.streams.values()):
             stream.fail(error)
         self.questions.close()
+        self.lending.close()
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_reader(self._monitor.fileno())
         self._socket.disable_monitor()
@@ -365,7 +373,7 @@ class _Session:
     def _take(self, message: ToGateway) -> None:
         if isinstance(message, _OfRequest):  # nearly every one is
             stream = self.streams.get(message.request_id)
-            if stream is not None:
+            if stream is not None and not self.lending.takes(message):
                 stream.deliver(message)
         elif isinstance(message, Card):
             self._take_card(message)

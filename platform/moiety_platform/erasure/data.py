@@ -11,6 +11,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, delete, exists, inspect, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.adapters.models import Adapter, AdapterChunk, AdapterState
 from moiety_platform.audit.models import AuditEntry
 from moiety_platform.auth.reach import SHARED, rows_of
 from moiety_platform.batches.models import OPEN, Batch, BatchLine, BatchStatus
@@ -26,7 +27,7 @@ from moiety_platform.webhooks.models import Webhook, WebhookDelivery
 Table = type[Base]
 
 ROWS_AT_ONCE = 500
-_ROWS_AT_ONCE: Mapping[Table, int] = MappingProxyType({FileChunk: 64})  # of a quarter of a megabyte
+_ROWS_AT_ONCE: Mapping[Table, int] = MappingProxyType({FileChunk: 64, AdapterChunk: 16})  # a quarter of a MB, one MB
 
 _NUMBERS: frozenset[Table] = frozenset({UsageRecord, LedgerEntry, UsageHour, UsageDay, UsageCut}) | frozenset(
     {Quota, QuotaWindow, QuotaLease, QuotaRate, QuotaThreshold, QuotaAlert}
@@ -38,7 +39,10 @@ KEPT: frozenset[Table] = _NUMBERS | _BLANKED | _OURS
 
 
 async def stop_growth(session: AsyncSession, tenant_id: str) -> None:
-    """Nothing is added any more to the files and batches that there are. Waits for those that are adding just now."""
+    """Nothing is added any more to the files, adapters and batches that there are. Waits for those that are adding just
+    now."""
+    adapters = Adapter.tenant_id == tenant_id, Adapter.state != AdapterState.DELETED
+    await session.execute(update(Adapter).where(*adapters).values(state=AdapterState.DELETED))
     files = StoredFile.tenant_id == tenant_id, StoredFile.state != FileState.DELETED
     await session.execute(update(StoredFile).where(*files).values(state=FileState.DELETED))
     batches = Batch.tenant_id == tenant_id, Batch.status.in_(OPEN)
@@ -64,6 +68,7 @@ async def delete_some(session: AsyncSession, table: Table, tenant_id: str) -> in
 
 _WHOLE: Mapping[Table, tuple[ColumnElement[bool], ...]] = MappingProxyType(
     {  # a part that is added later would be nobody's
+        Adapter: (Adapter.state == AdapterState.DELETED, ~exists().where(AdapterChunk.adapter_id == Adapter.id)),
         StoredFile: (StoredFile.state == FileState.DELETED, ~exists().where(FileChunk.file_id == StoredFile.id)),
         Batch: (Batch.status.not_in(OPEN), ~exists().where(BatchLine.batch_id == Batch.id)),
     }

@@ -29,8 +29,9 @@ class Need(Enum):
 
 
 def need_of(submit: Submit) -> Need:
-    """A prompt whose tokens are scored is told with the answer's end, by the engine that computed it."""
-    if submit.sampling.num_prompt_logprobs is not None:
+    """A prompt whose tokens are scored is told with the answer's end, by the engine that computed it; and only engines
+    for both serve adapters."""
+    if submit.sampling.num_prompt_logprobs is not None or submit.adapter:
         return Need.WHOLE
     num_tokens = len(submit.resumed_ids or ())
     return Need.PROMPT if submit.embed or submit.stopping.max_tokens <= num_tokens + 1 else Need.ANSWER

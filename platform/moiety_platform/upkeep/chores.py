@@ -12,6 +12,7 @@ from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.adapters.service import erase_some as erase_deleted_adapters
 from moiety_platform.batches.purge import purge_batches
 from moiety_platform.batches.results import BatchFiles
 from moiety_platform.db.now import now_ms
@@ -57,6 +58,7 @@ def chores_of(settings: GatewaySettings, database: Database, now: Now = now_ms) 
         Chore("webhook_deliveries", partial(forget_old, now=now)),
         Chore("usage_minutes", purge_old_minutes),
         Chore("usage_days", sum_up_days),
+        Chore("adapters", partial(erase_deleted_adapters, now=now)),
         Chore("simulations", partial(simulations.purge, now=now)),
         Chore("quota_windows", purge_old_windows),
         Chore("forsaken_limits", purge_forsaken),

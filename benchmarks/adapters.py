@@ -1,0 +1,170 @@
+"""What adapters cost: 64 of 32 tenants in one batch against the same batch without any, interleaved in one process.
+
+    python benchmarks/adapters.py [--checkpoint FOLDER] [--rounds 3] [--rank 4] [--clock wall] [--work FOLDER]
+
+The demo model, or with --checkpoint another, such as the random Qwen3-MoE that benchmarks/checkpoint.py makes. Tokens
+are counted by seconds of processor time, which other load on the machine changes least (`--clock wall` counts those of
+the wall). Each answer in the batch must be the one that its adapter gives alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moiety_engine.adapters.dummy import ATTENTION, write_adapter
+from moiety_engine.bench.engine import environment
+from moiety_engine.checkpoint import resolve_checkpoint
+from moiety_engine.config import EngineConfig
+from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.offline import run_all
+from moiety_wire.classes import BATCH
+from moiety_wire.messages import Sampling
+
+HERE = Path(__file__).parent
+CLOCKS: dict[str, Callable[[], int]] = {"processor": time.process_time_ns, "wall": time.perf_counter_ns}
+NUM_ADAPTERS, NUM_TENANTS = 64, 32
+KV_BYTES = 1 << 29
+NEEDED = 0.7  # of the throughput without adapters
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "attention": ATTENTION,
+    "attention_and_experts": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, help="instead of the demo model")
+    parser.add_argument("--work", type=Path, help="where adapters are written, or lie from a run before")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--checked", type=int, default=4, help="answers that are also made alone")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="processor")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "adapters.json")
+    options = parser.parse_args()
+    folder = options.checkpoint or resolve_checkpoint("")
+    models = {folder.name if options.checkpoint else "moiety-demo": measure(folder, options)}
+    report = {
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "load_average": os.getloadavg(),
+        "settings": {name: str(value) for name, value in vars(options).items() if name != "output"},
+        "adapters": NUM_ADAPTERS,
+        "tenants": NUM_TENANTS,
+        "models": models,
+        "verdict": {
+            f"at_least_{NEEDED}": all(
+                variant["ratio"] >= NEEDED for model in models.values() for variant in model["variants"].values()
+            )
+        },
+    }
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+
+
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """All variants on one model, by turns."""
+    with tempfile.TemporaryDirectory() if options.work is None else contextlib.nullcontext(options.work) as work:
+        plain = EngineConfig(
+            model=str(folder),
+            name=folder.name,
+            num_threads=options.threads,
+            kv_memory_bytes=KV_BYTES,
+            prefix_caching=False,
+        )
+        loops = {name: make_loop(plain, name, modules, Path(work), options) for name, modules in VARIANTS.items()}
+        speeds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+        for loop in loops.values():
+            run(loop, options)  # what is recorded and compiled is there then
+        for number in range(options.rounds):
+            order = list(VARIANTS) if number % 2 else list(reversed(VARIANTS))
+            for name in order:
+                speeds[name].append(run(loops[name], options)[0])
+        bare = statistics.median(speeds["none"])
+        return {
+            "environment": environment(loops["none"]),
+            "variants": {
+                name: {
+                    "tokens_per_s": speeds[name],
+                    "ratio": round(statistics.median(speeds[name]) / bare, 4),
+                    "alone_alike": check(loops[name], options),
+                }
+                for name in VARIANTS
+            },
+        }
+
+
+def make_loop(
+    plain: EngineConfig, name: str, modules: tuple[str, ...], work: Path, options: argparse.Namespace
+) -> EngineLoop:
+    """With a model of its own, which owns the slots of adapters."""
+    folders = {f"a{number}": work / name / f"a{number}" for number in range(NUM_ADAPTERS if modules else 0)}
+    for number, folder in enumerate(folders.values()):
+        if not folder.exists():
+            write_adapter(folder, Path(plain.model), modules=modules, rank=options.rank, seed=number)
+    given = {adapter: str(folder) for adapter, folder in folders.items()}
+    config = msgspec.structs.replace(
+        plain, adapters=given, max_adapters=NUM_ADAPTERS, adapter_memory_bytes=4 << 30, max_running=NUM_ADAPTERS
+    )
+    loop = load_loop(config)
+    loop.warm_up()
+    return loop
+
+
+def run(loop: EngineLoop, options: argparse.Namespace, only: int | None = None) -> tuple[float, dict[int, list[int]]]:
+    """Output tokens a second of one batch, and each answer; of one request alone with `only`."""
+    wanted = range(NUM_ADAPTERS) if only is None else [only]
+    submits = [make_submit(loop, number, options) for number in wanted]
+    clock = CLOCKS[options.clock]
+    begin = clock()
+    found = run_all(loop, submits)
+    seconds = (clock() - begin) / 1e9
+    answers = {key - 1: one.token_ids for key, one in found.items()}
+    return sum(map(len, answers.values())) / seconds, answers
+
+
+def make_submit(loop: EngineLoop, number: int, options: argparse.Namespace) -> CoreSubmit:
+    vocabulary = loop.model.spec.vocab_size
+    prompt = [(number * 31 + i * 7) % (vocabulary - 8) + 4 for i in range(options.prompt_tokens)]
+    return CoreSubmit(
+        key=number + 1,
+        tenant_id=f"tenant-{number % NUM_TENANTS}",
+        service=BATCH,
+        prompt_ids=prompt,
+        sampling=Sampling(temperature=0.0),
+        max_tokens=options.output_tokens,
+        min_tokens=options.output_tokens,
+        stop_token_ids=[],
+        credit_tokens=options.output_tokens,
+        cache_salt=b"",
+        arrival_unix_ns=time.time_ns(),
+        adapter=f"a{number}" if loop.adapters.slots else "",
+    )
+
+
+def check(loop: EngineLoop, options: argparse.Namespace) -> bool:
+    """Whether some answers of the batch are those that are made alone."""
+    _, together = run(loop, options)
+    some = range(0, NUM_ADAPTERS, max(1, NUM_ADAPTERS // max(1, options.checked)))
+    return all(run(loop, options, only=number)[1][number] == together[number] for number in some)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Reading an adapter's folder, as PEFT writes it, and seeing that it fits the model. Complaints say what to do.
+
+E experts, P parts of a fused product, r rank, D input and N output width.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from moiety_engine.errors import AdapterError
+from moiety_engine.model.adapted import AdapterWeights, Product, form_of
+from moiety_engine.model.names import placements
+from moiety_engine.model.weights import AttentionWeights, DenseWeights, ModelWeights, MoeWeights, allocate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from moiety_engine.model.adapted import Key
+    from moiety_engine.model.names.place import Place, Shares
+    from moiety_engine.model.spec import ModelSpec
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_NAMES_SHOWN = 4
+
+_NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.lora_([AB])\.weight")
+_MODULE = re.compile(r"(?:self_attn\.([qkvo])_proj|mlp\.(?:experts\.(\d+)\.)?(gate|up|down)_proj)")
+_ALIASES = (("block_sparse_moe.", "mlp."), (".w1", ".gate_proj"), (".w3", ".up_proj"), (".w2", ".down_proj"))
+_PLACES = {
+    "q": (Product.QKV, 0),
+    "k": (Product.QKV, 1),
+    "v": (Product.QKV, 2),
+    "o": (Product.OUTPUT, 0),
+    "gate": (Product.GATE_UP, 0),
+    "up": (Product.GATE_UP, 1),
+    "down": (Product.DOWN, 0),
+}
+_TAKEN = "q_proj, k_proj, v_proj, o_proj of attention, gate_proj, up_proj, down_proj of feed-forwards and experts"
+_HARMLESS_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # others also change the base model's weights
+
+
+class _Config(msgspec.Struct):
+    """What matters of adapter_config.json."""
+
+    r: int
+    lora_alpha: float
+    peft_type: str = "LORA"
+    use_rslora: bool = False
+    use_dora: bool = False
+    bias: str = "none"
+    lora_bias: bool = False
+    fan_in_fan_out: bool = False
+    init_lora_weights: Any = True
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    modules_to_save: list[str] | None = None
+    target_parameters: list[str] | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+
+def read_adapter(folder: Path, spec: ModelSpec, *, max_rank: int) -> AdapterWeights:
+    """The adapter in `folder`. Raises AdapterError."""
+    config = _read_config(folder, max_rank)
+    try:
+        with safe_open(folder / TENSORS, framework="pt") as file:
+            found = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except FileNotFoundError as exc:
+        raise AdapterError(f"the adapter lacks {TENSORS}: save it with safe_serialization=True") from exc
+    except (SafetensorError, OSError) as exc:
+        raise AdapterError(f"{TENSORS} cannot be read: {exc}") from exc
+    halves = _halves(found, spec)
+    downs = {module: halves[module, "A"] for module, half in halves if half == "A"}
+    ups = {module: halves[module, "B"] for module, half in halves if half == "B"}
+    _check_pairs(downs, ups)
+    _check_rank(downs, ups, config.r)
+    return AdapterWeights(config.r, _fused(spec, downs, ups, config))
+
+
+def _read_config(folder: Path, max_rank: int) -> _Config:
+    try:
+        text = (folder / CONFIG).read_bytes()
+        if len(text) > MAX_CONFIG_BYTES:
+            raise AdapterError(f"{CONFIG} has {len(text)} bytes, which no adapter's has")
+        config = msgspec.json.decode(text, type=_Config)
+    except FileNotFoundError as exc:
+        raise AdapterError(f"the adapter lacks {CONFIG}, which PEFT's save_pretrained writes") from exc
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise AdapterError(f"{CONFIG} cannot be read: {exc}") from exc
+    refusals = {
+        f"it is of type {config.peft_type}, and only LORA is served": config.peft_type != "LORA",
+        "DoRA is not served: train without use_dora, or merge it into the checkpoint": config.use_dora,
+        "biases are not served: train with bias='none'": config.bias != "none" or config.lora_bias,
+        "fan_in_fan_out is for models that this engine does not run": config.fan_in_fan_out,
+        "ranks that differ between modules (rank_pattern) are not served": bool(config.rank_pattern),
+        "scales that differ between modules (alpha_pattern) are not served": bool(config.alpha_pattern),
+        "it replaces whole modules (modules_to_save), which are not served": bool(config.modules_to_save),
+        "target_parameters are not served: name the experts' projections in target_modules": bool(
+            config.target_parameters
+        ),
+        f"init_lora_weights={config.init_lora_weights!r} changes the base model too: convert it to a plain LoRA when "
+        "saving (path_initial_model_for_weight_conversion)": config.init_lora_weights not in _HARMLESS_STARTS,
+        f"its rank {config.r} must be at least 1": config.r < 1,
+        f"its rank {config.r} is above this engine's --max-adapter-rank {max_rank}": config.r > max_rank,
+        f"lora_alpha must be a finite number, not {config.lora_alpha}": not math.isfinite(config.lora_alpha),
+    }
+    for message, applies in refusals.items():
+        if applies:
+            raise AdapterError(message)
+    return config
+
+
+_Module = tuple[int, str]  # layer, name within it as this engine has it
+
+
+def _halves(found: dict[str, Tensor], spec: ModelSpec) -> dict[tuple[_Module, str], Tensor]:
+    """The tensors by module and half. Raises AdapterError for what belongs to no product."""
+    halves, unknown, odd = {}, [], []
+    for name, tensor in found.items():
+        match = _NAME.fullmatch(name)
+        module = _canonical(match[2]) if match else ""
+        if match is None or int(match[1]) >= len(spec.layers) or _MODULE.fullmatch(module) is None:
+            unknown.append(name)
+        elif tensor.dim() != 2 or not torch.isfinite(tensor).all():
+            odd.append(name)
+        else:
+            halves[(int(match[1]), module), match[3]] = tensor
+    if unknown:
+        raise AdapterError(f"it has tensors that no served module takes: {_shown(unknown)}; served are {_TAKEN}")
+    if odd:
+        raise AdapterError(f"these are no matrices of finite numbers: {_shown(odd)}")
+    if not halves:
+        raise AdapterError("it has no tensors: was it saved after training?")
+    return halves
+
+
+def _canonical(module: str) -> str:
+    for other, ours in _ALIASES:
+        module = module.replace(other, ours)
+    return module
+
+
+def _check_pairs(downs: dict[_Module, Tensor], ups: dict[_Module, Tensor]) -> None:
+    lonely = sorted(downs.keys() ^ ups.keys())
+    if lonely:
+        raise AdapterError(f"lora_A and lora_B must come together, and do not for {_shown(map(_told, lonely))}")
+
+
+def _check_rank(downs: dict[_Module, Tensor], ups: dict[_Module, Tensor], rank: int) -> None:
+    for module, down in downs.items():
+        if down.shape[0] != rank or ups[module].shape[1] != rank:
+            of = f"{tuple(down.shape)} and {tuple(ups[module].shape)}"
+            raise AdapterError(f"{_told(module)} has factors of {of}, which are not of the rank {rank} in {CONFIG}")
+
+
+def _fused(
+    spec: ModelSpec, downs: dict[_Module, Tensor], ups: dict[_Module, Tensor], config: _Config
+) -> dict[Key, tuple[Tensor, Tensor]]:
+    """Factors of the products as this engine fuses them. Where output rows stand follows from where a checkpoint's
+    do: a matrix of the outputs by the rank takes the place of the weight."""
+    rank = config.r
+    outputs = allocate(
+        spec, device=torch.device("cpu"), dtype=torch.float32, product_dtype=torch.float32, groups=lambda _: rank
+    )
+    parts = {f"model.layers.{index}.mlp.": None for index in range(len(spec.layers))}  # how names are written here
+    places = placements(spec, outputs, set(parts))
+    of_key: dict[Key, list[_Module]] = defaultdict(list)
+    for of_layer, name in downs:
+        of_key[of_layer, _place_of(name)[0]].append((of_layer, name))
+    fused = {}
+    for (layer, product), modules in of_key.items():
+        form = form_of(spec.layers[layer], product, spec.hidden_size)
+        if form is None:
+            raise AdapterError(f"the attention of a {spec.family} model takes no adapters: leave out its projections")
+        up_ENr = _output_of(outputs, layer, product)
+        up_ENr.zero_()
+        down_EPrD = torch.zeros(form.num_experts, len(form.widths), rank, form.width)
+        for module in modules:
+            place = places.get(f"model.layers.{layer}.{module[1]}.weight")
+            _check_shapes(module, place, downs[module], ups[module], form.width, rank)
+            assert place is not None
+            place.fill(ups[module] * config.scale)
+            _, part, expert = _place_of(module[1])
+            down_EPrD[expert, part] = downs[module]
+        fused[layer, product] = down_EPrD, up_ENr.view(form.num_experts, -1, rank).mT.contiguous()
+    return fused
+
+
+def _check_shapes(
+    module: _Module, place: Place | Shares | None, down: Tensor, up: Tensor, width: int, rank: int
+) -> None:
+    if place is None:
+        raise AdapterError(f"the model has no {_told(module)}: was the adapter trained on another model?")
+    if down.shape != (rank, width) or up.shape != place.shape:
+        wanted = f"{(rank, width)} and {place.shape}"
+        of = f"{tuple(down.shape)} and {tuple(up.shape)}"
+        raise AdapterError(
+            f"{_told(module)} has factors of {of}, and this model takes {wanted}: was it trained on another model?"
+        )
+
+
+def _place_of(module: str) -> tuple[Product, int, int]:
+    """The product, which part of it, and of which expert."""
+    match = _MODULE.fullmatch(module)
+    assert match is not None, "unknown modules were refused before"
+    product, part = _PLACES[match[1] or match[3]]
+    return product, part, int(match[2] or 0)
+
+
+def _output_of(outputs: ModelWeights, layer: int, product: Product) -> Tensor:
+    attention, ffn = outputs.layers[layer].attention, outputs.layers[layer].ffn
+    if product in (Product.QKV, Product.OUTPUT):
+        assert isinstance(attention, AttentionWeights)
+        found = attention.qkv_CD if product is Product.QKV else attention.output_DC
+    elif isinstance(ffn, MoeWeights):
+        found = ffn.gate_up_E2FD if product is Product.GATE_UP else ffn.down_EDF
+    else:
+        assert isinstance(ffn, DenseWeights)
+        found = ffn.gate_up_2FD if product is Product.GATE_UP else ffn.down_DF
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def _told(module: _Module) -> str:
+    return f"layers.{module[0]}.{module[1]}"
+
+
+def _shown(names: Any) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + more

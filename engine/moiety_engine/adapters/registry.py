@@ -1,0 +1,226 @@
+"""Adapters of one replica: where each is, who uses it, and the requests that wait for theirs.
+
+An adapter is known by its id and its folder. It is read by a thread when a request first wants it, put into a slot
+between two steps, and stays there until another needs the room and no request that is open uses it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+
+from moiety_engine.adapters.peft import read_adapter
+from moiety_engine.adapters.room import Need, find_room, padded_rank
+from moiety_engine.errors import AdapterError
+from moiety_engine.messages import CoreFailure, CoreSubmit
+from moiety_wire.messages import FailureCode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from moiety_engine.model.adapted import AdapterWeights
+    from moiety_engine.model.transformer import Transformer
+
+log = structlog.get_logger()
+
+PATIENCE_S = 1.0  # for which a request waits for room while later ones find their adapters in theirs
+
+
+@dataclass(slots=True)
+class _Adapter:
+    folder: Path
+    slot: int = -1  # -1: in none
+    num_users: int = 0  # requests that are open and may run
+    need: Need | None = None  # of what is in the slot
+    reading: Future[AdapterWeights] | None = None
+    problem: str = ""  # why it cannot be served
+
+
+@dataclass(slots=True)
+class _Guest:
+    submit: CoreSubmit
+    credit_tokens: int
+    since_s: float
+    credit_last: bool = False
+
+
+class AdapterRegistry:
+    """Owns the slots. Used by the step loop's thread only, but for reading."""
+
+    def __init__(self, model: Transformer, *, max_bytes: int, max_slots: int, max_rank: int) -> None:
+        """`max_bytes` 0: no adapter is served."""
+        self._model, self._stacks = model, model.adapters
+        self._max_bytes, self._max_slots, self._max_rank = max_bytes, max_slots, max_rank
+        self._known: OrderedDict[str, _Adapter] = OrderedDict()  # the least recently used first
+        self._slot_of: dict[str, int] = {}
+        self._guests: dict[int, _Guest] = {}  # by the request's key, in the order in which they came
+        self._users: dict[int, str] = {}  # request's key → adapter
+        self._refused: deque[CoreFailure] = deque()
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="adapters") if max_bytes else None
+        self.evictions_total = 0
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """Adapter → slot, of those that are in one."""
+        return self._slot_of
+
+    @property
+    def is_open(self) -> bool:
+        return self._readers is not None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nobody waits here."""
+        return not self._guests and not self._refused
+
+    def learn(self, adapter_id: str, folder: Path) -> None:
+        """From now on it is known, or known to lie elsewhere."""
+        known = self._known.setdefault(adapter_id, _Adapter(folder))
+        known.folder, known.problem = folder, ""
+
+    def enter(self, submit: CoreSubmit) -> None:
+        """A request waits until its adapter is in a slot."""
+        known = self._known.get(submit.adapter)
+        if self._readers is None:
+            self._refuse(submit.key, FailureCode.ADAPTER_REFUSED, "this engine serves no adapters")
+        elif known is None:
+            self._refuse(submit.key, FailureCode.ADAPTER_MISSING, "this engine does not have the request's adapter")
+        else:
+            self._guests[submit.key] = _Guest(submit, submit.credit_tokens, time.monotonic())
+
+    def extend(self, key: int, credit_tokens: int, *, last: bool) -> bool:
+        """False: there is no such guest."""
+        guest = self._guests.get(key)
+        if guest is None:
+            return False
+        guest.credit_tokens = max(guest.credit_tokens, credit_tokens)
+        guest.credit_last = guest.credit_last or last
+        return True
+
+    def abort(self, key: int) -> CoreSubmit | None:
+        """A guest goes; None if there is no such guest."""
+        guest = self._guests.pop(key, None)
+        return None if guest is None else guest.submit
+
+    def take_ready(self) -> Iterator[tuple[CoreSubmit, bool]]:
+        """Who need not wait any more, with the credit that it has now, and whether that is the last. Where the slots
+        are full, who has waited for one for long holds up all that came later, so that some become free."""
+        is_full = False  # who comes later does not take the room that somebody waits for
+        for key, guest in list(self._guests.items()):
+            name = guest.submit.adapter
+            known = self._known[name]
+            if known.slot < 0 and not known.problem and not is_full:
+                is_full = self._try_to_place(name, known)
+                if is_full and time.monotonic() - guest.since_s > PATIENCE_S:
+                    return
+            if known.problem:
+                del self._guests[key]
+                self._refuse(key, FailureCode.ADAPTER_REFUSED, f"the adapter cannot be served: {known.problem}")
+            elif known.slot >= 0:
+                del self._guests[key]
+                self._known.move_to_end(name)
+                known.num_users += 1
+                self._users[key] = name
+                yield msgspec.structs.replace(guest.submit, credit_tokens=guest.credit_tokens), guest.credit_last
+
+    def take_refused(self) -> list[CoreFailure]:
+        refused = list(self._refused)
+        self._refused.clear()
+        return refused
+
+    def ended(self, key: int) -> None:
+        """A request has ended; it need not have had an adapter."""
+        name = self._users.pop(key, None)
+        if name is not None:
+            self._known[name].num_users -= 1
+
+    def load_all(self) -> None:
+        """Read what is known and put it into slots as far as there is room. Raises AdapterError for what cannot be
+        served. Only before the first request."""
+        for name, known in self._known.items():
+            try:
+                weights = read_adapter(known.folder, self._model.spec, max_rank=self._max_rank)
+            except AdapterError as exc:
+                raise AdapterError(f"adapter {name!r} in {known.folder}: {exc}") from exc
+            if not self._place(name, known, weights) and known.problem:
+                raise AdapterError(f"adapter {name!r} in {known.folder}: {known.problem}")
+
+    def leave(self) -> None:
+        """Give the device's memory back. Only while no request is open; what is wanted again is read again."""
+        assert not self._users, "adapters are given up while requests use them"
+        for name in list(self._slot_of):
+            self._empty(name)
+        self._model.lay_out_adapters(frozenset(), 0, 0, {})
+
+    def close(self) -> None:
+        if self._readers is not None:
+            self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _try_to_place(self, name: str, known: _Adapter) -> bool:
+        """Go on with bringing it into a slot. Whether it was read and there is no room for it yet."""
+        if known.reading is None:
+            assert self._readers is not None, "where none are served nobody waits"
+            known.reading = self._readers.submit(read_adapter, known.folder, self._model.spec, max_rank=self._max_rank)
+        if not known.reading.done():
+            return False
+        try:
+            weights = known.reading.result()
+        except AdapterError as exc:
+            known.reading, known.problem = None, str(exc)
+            return False
+        if not self._place(name, known, weights):
+            return not known.problem
+        known.reading = None
+        return False
+
+    def _place(self, name: str, known: _Adapter, weights: AdapterWeights) -> bool:
+        """Whether it is in a slot now; if not, its problem says why it never will be, or it must wait."""
+        need = Need(frozenset(weights.factors), weights.rank)
+        least = self._stacks.num_bytes(need.keys, 1, padded_rank(need.rank))
+        if least > self._max_bytes:
+            known.problem = f"it takes {least} bytes, and this engine's --adapter-memory-bytes is {self._max_bytes}"
+            return False
+        resident = [(other, self._known[other]) for other in self._known if other in self._slot_of]
+        in_use = [one.need for _, one in resident if one.num_users and one.need]
+        idle = [(other, one.need) for other, one in resident if not one.num_users and one.need]
+        room = find_room(
+            need, in_use, idle,
+            num_bytes=self._stacks.num_bytes, max_bytes=self._max_bytes, max_slots=self._max_slots,
+        )  # fmt: skip
+        if room is None:
+            return False
+        for other in room.evicted:
+            self._empty(other)
+            self.evictions_total += 1
+        self._lay_out(room.keys, room.num_slots, room.rank)
+        slot = min(set(range(self._stacks.num_slots)) - set(self._slot_of.values()))
+        self._stacks.fill(slot, weights)
+        known.slot, known.need = slot, need
+        self._slot_of[name] = slot
+        log.info("adapter_loaded", adapter=name, rank=weights.rank, slot=slot, evicted=len(room.evicted))
+        return True
+
+    def _lay_out(self, keys: frozenset, num_slots: int, rank: int) -> None:  # type: ignore[type-arg]
+        """See that the slots have at least this form; they are made anew only where they lack something."""
+        stacks = self._stacks
+        if keys <= stacks.keys and num_slots <= stacks.num_slots and rank <= stacks.rank:
+            return
+        moves = {old: new for new, old in enumerate(sorted(self._slot_of.values()))}
+        self._model.lay_out_adapters(keys, num_slots, rank, moves)
+        for name, old in self._slot_of.items():
+            self._slot_of[name] = self._known[name].slot = moves[old]
+
+    def _empty(self, name: str) -> None:
+        del self._slot_of[name]
+        known = self._known[name]
+        known.slot, known.need = -1, None
+
+    def _refuse(self, key: int, code: FailureCode, message: str) -> None:
+        self._refused.append(CoreFailure(key, code, message))

@@ -1,0 +1,123 @@
+"""Adapters that gateways send: put together from their parts on this host's disk, where the core reads them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import structlog
+
+from moiety_engine.messages import CoreAdapter
+from moiety_wire.messages import AdapterPart
+
+log = structlog.get_logger()
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_ID = re.compile(r"[A-Za-z0-9_]{1,64}")  # a folder is called so
+
+
+@dataclass(slots=True)
+class _Upload:
+    folder: Path
+    file: BinaryIO
+    num_parts: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(slots=True)
+class AdapterShelf:
+    """Owns a folder of its own, gone with it. Holds `max_bytes` of adapters; the least recently used give way, but not
+    those that open requests use. `given` are the operator's, which lie elsewhere. One thread."""
+
+    max_bytes: int
+    given: Container[str] = ()
+    in_use: Callable[[], set[str]] = set
+    _folder: Path | None = None
+    _held: OrderedDict[str, int] = field(default_factory=OrderedDict)  # adapter → bytes, the least recently used first
+    _uploads: dict[tuple[bytes, str], _Upload] = field(default_factory=dict)  # by who sends it
+    _commands: list[CoreAdapter] = field(default_factory=list)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held or (isinstance(name, str) and name in self.given)
+
+    def used(self, name: str) -> None:
+        """A request came for it."""
+        if name in self._held:
+            self._held.move_to_end(name)
+
+    def take(self, sender: bytes, part: AdapterPart) -> None:
+        """The next part of what the sender sends. One that is held already, or comes out of order, is dropped."""
+        key = sender, part.adapter_id
+        if part.adapter_id in self._held or not _ID.fullmatch(part.adapter_id):
+            return
+        upload = self._begin(key, part) if part.index == 0 else self._uploads.get(key)
+        if upload is None or upload.num_parts != part.index or not self._make_room(upload.num_bytes + len(part.data)):
+            self._drop(key)
+            log.warning("adapter_part_dropped", adapter=part.adapter_id, index=part.index, max_bytes=self.max_bytes)
+            return
+        upload.file.write(part.data)
+        upload.num_parts += 1
+        upload.num_bytes += len(part.data)
+        if part.is_last:
+            self._finish(key)
+
+    def take_commands(self) -> list[CoreAdapter]:
+        """What the core has to be told since the last call."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def left(self, sender: bytes) -> None:
+        """That gateway is gone, and sends nothing any more."""
+        for key in [key for key in self._uploads if key[0] == sender]:
+            self._drop(key)
+
+    def close(self) -> None:
+        for key in list(self._uploads):
+            self._drop(key)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _begin(self, key: tuple[bytes, str], part: AdapterPart) -> _Upload:
+        self._drop(key)
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="moiety-adapters-"))
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        (folder / CONFIG).write_text(part.config, encoding="utf-8")
+        upload = self._uploads[key] = _Upload(folder, (folder / TENSORS).open("wb"))
+        return upload
+
+    def _finish(self, key: tuple[bytes, str]) -> None:
+        upload = self._uploads.pop(key)
+        upload.file.close()
+        assert self._folder is not None
+        place = self._folder / key[1]
+        shutil.rmtree(place, ignore_errors=True)  # of one that had given way
+        upload.folder.rename(place)
+        self._held[key[1]] = upload.num_bytes
+        self._commands.append(CoreAdapter(key[1], str(place)))
+        log.info("adapter_received", adapter=key[1], num_bytes=upload.num_bytes)
+
+    def _drop(self, key: tuple[bytes, str]) -> None:
+        upload = self._uploads.pop(key, None)
+        if upload is not None:
+            upload.file.close()
+            shutil.rmtree(upload.folder, ignore_errors=True)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """For so many bytes beside what is held. False where those that are used leave too few."""
+        if sum(self._held.values()) + num_bytes <= self.max_bytes:
+            return True
+        used = self.in_use()
+        for name in [name for name in self._held if name not in used]:
+            del self._held[name]
+            assert self._folder is not None
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+            if sum(self._held.values()) + num_bytes <= self.max_bytes:
+                return True
+        return False

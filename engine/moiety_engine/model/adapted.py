@@ -1,0 +1,165 @@
+"""What adapters add to a model's products: the factors of all that are loaded, layer by layer, a slot each.
+
+S slots, E experts, P parts of a fused product, r rank, D input and N output width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.model.spec import AttentionSpec, MoeSpec
+from moiety_kernels.low_rank import Factors, FeedForwardFactors, add_low_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
+    from moiety_engine.model.spec import LayerSpec, ModelSpec
+
+
+class Product(StrEnum):
+    """A product that an adapter may add to."""
+
+    QKV = "qkv"
+    OUTPUT = "output"
+    GATE_UP = "gate_up"
+    DOWN = "down"
+
+
+Key = tuple[int, Product]  # which layer's
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """`width` of what a product takes, `widths` of what its parts give."""
+
+    width: int
+    widths: tuple[int, ...]
+    num_experts: int = 1
+
+    def values(self, rank: int) -> int:
+        """Numbers in an adapter's factors of this rank."""
+        return self.num_experts * rank * (len(self.widths) * self.width + sum(self.widths))
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """One adapter in host memory, float32: of each product down_EPrD and up_ErN, the scale in the second."""
+
+    rank: int
+    factors: Mapping[Key, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """Whose each token of a step is: a slot, or -1. int64."""
+
+    slot_T: Tensor
+
+
+class LayerFactors:
+    """One layer's. None where no adapter that is loaded adds anything."""
+
+    def __init__(self) -> None:
+        self.of: dict[Product, Factors] = {}
+
+    def add(self, product: Product, out_TN: Tensor, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor:
+        """out, with what the rows' adapters make of x added in place."""
+        factors = None if rows is None else self.of.get(product)
+        if factors is not None and rows is not None:
+            add_low_rank(out_TN, x_TD, factors, rows.slot_T)
+        return out_TN
+
+    def of_feed_forward(self, rows: AdaptedRows | None) -> FeedForwardFactors | None:
+        gate_up, down = self.of.get(Product.GATE_UP), self.of.get(Product.DOWN)
+        if rows is None or (gate_up is None and down is None):
+            return None
+        return FeedForwardFactors(rows.slot_T, gate_up, down)
+
+
+def form_of(layer: LayerSpec, product: Product, hidden_size: int) -> Form | None:
+    """None where the layer has no such product, or one that takes no adapters."""
+    attention, ffn = layer.attention, layer.ffn
+    if product in (Product.QKV, Product.OUTPUT):
+        if not isinstance(attention, AttentionSpec):
+            return None
+        q, kv = attention.q_width, attention.kv_width
+        return Form(hidden_size, (q, kv, kv)) if product is Product.QKV else Form(q, (hidden_size,))
+    experts = ffn.routing.num_experts if isinstance(ffn, MoeSpec) else 1
+    if product is Product.GATE_UP:
+        return Form(hidden_size, (ffn.width, ffn.width), experts)
+    return Form(ffn.width, (hidden_size,), experts)
+
+
+class AdapterStacks:
+    """Owns the device's memory of adapters: all slots have the same products and the same rank, those that an adapter
+    lacks are zeros. Used between steps only."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+        self.layers = [LayerFactors() for _ in spec.layers]
+        self.num_slots = self.rank = 0
+        self.keys: frozenset[Key] = frozenset()
+        self._spec, self._device, self._dtype = spec, device, dtype
+
+    def num_bytes(self, keys: Iterable[Key], num_slots: int, rank: int) -> int:
+        """Memory of so many slots."""
+        return sum(self._form(key).values(rank) for key in keys) * num_slots * self._dtype.itemsize
+
+    @torch.inference_mode()
+    def lay_out(self, keys: frozenset[Key], num_slots: int, rank: int, moves: Mapping[int, int]) -> None:
+        """Make room for so much; slots go where `moves` says, others are forgotten. A slot that nothing moved to holds
+        zeros."""
+        for index, layer in enumerate(self.layers):
+            for product in Product:
+                if (index, product) in keys:
+                    layer.of[product] = self._moved(
+                        layer.of.get(product), self._form((index, product)), num_slots, rank, moves
+                    )
+                else:
+                    layer.of.pop(product, None)
+        self.keys, self.num_slots, self.rank = keys, num_slots, rank
+
+    @torch.inference_mode()
+    def fill(self, slot: int, weights: AdapterWeights) -> None:
+        """Put an adapter, for which there is room, into a slot."""
+        for index, product in self.keys:
+            factors = self.layers[index].of[product]
+            down_EPRD, up_ERN = _slot_of(factors, slot)
+            down_EPRD.zero_()
+            up_ERN.zero_()
+            own = weights.factors.get((index, product))
+            if own is not None:
+                down_EPRD[:, :, : weights.rank].copy_(own[0])
+                up_ERN[:, : weights.rank].copy_(own[1])
+
+    def _form(self, key: Key) -> Form:
+        form = form_of(self._spec.layers[key[0]], key[1], self._spec.hidden_size)
+        assert form is not None, "what an adapter has was checked when it was read"
+        return form
+
+    def _moved(
+        self, before: Factors | None, form: Form, num_slots: int, rank: int, moves: Mapping[int, int]
+    ) -> Factors:
+        places, parts = num_slots * form.num_experts, len(form.widths)
+        down = torch.zeros(places, parts * rank, form.width, dtype=self._dtype, device=self._device)
+        up = torch.zeros(places, rank, sum(form.widths), dtype=self._dtype, device=self._device)
+        after = Factors(down, up, form.widths, form.num_experts)
+        for source, target in moves.items() if before is not None else ():
+            assert before is not None
+            for old, new in zip(_slot_of(before, source), _slot_of(after, target), strict=True):
+                kept = min(old.shape[-2], new.shape[-2])  # of ranks; what is beyond is zeros
+                new[..., :kept, :].copy_(old[..., :kept, :])
+        return after
+
+
+def _slot_of(factors: Factors, slot: int) -> tuple[Tensor, Tensor]:
+    """down_EPrD and up_ErN of one slot, as views."""
+    experts, parts = factors.num_experts, len(factors.widths)
+    some = slice(slot * experts, (slot + 1) * experts)
+    down = factors.down_SRD[some].view(experts, parts, factors.rank, -1)
+    return down, factors.up_SrN[some]

@@ -1,0 +1,44 @@
+"""Adapters of tenants, and their tensors in parts."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0019"
+down_revision = "0018"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Make both tables."""
+    op.create_table(
+        "adapters",
+        sa.Column("id", sa.String(32), primary_key=True),
+        sa.Column("tenant_id", sa.String(32), nullable=False),
+        sa.Column("model", sa.String(256), nullable=False),
+        sa.Column("name", sa.String(64), nullable=False),
+        sa.Column("state", sa.String(16), nullable=False),
+        sa.Column("config", sa.Text(), nullable=False),
+        sa.Column("num_bytes", sa.BigInteger(), nullable=False),
+        sa.Column("digest", sa.String(64)),
+        sa.Column("engine_adapter", sa.String(64)),
+        sa.Column("created_ms", sa.BigInteger(), nullable=False),
+        sa.Column("touched_ms", sa.BigInteger(), nullable=False),
+        sa.CheckConstraint("state IN ('uploading', 'ready', 'deleted')", name=op.f("ck_adapters_state_known")),
+    )
+    op.create_index("ix_adapters_tenant_id_model_name", "adapters", ["tenant_id", "model", "name"], unique=True)
+    op.create_index("ix_adapters_state_touched_ms", "adapters", ["state", "touched_ms"])
+    op.create_table(
+        "adapter_chunks",
+        sa.Column("adapter_id", sa.String(32), primary_key=True),
+        sa.Column("start", sa.BigInteger(), primary_key=True, autoincrement=False),
+        sa.Column("data", sa.LargeBinary(), nullable=False),
+    )
+
+
+def downgrade() -> None:
+    """Take them away again, with all that is in them."""
+    op.drop_table("adapter_chunks")
+    op.drop_table("adapters")

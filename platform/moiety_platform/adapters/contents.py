@@ -1,0 +1,50 @@
+"""An adapter's content as it lies in the store, part by part."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from moiety_platform.adapters.models import Adapter
+from moiety_platform.adapters.service import get_adapter, read_part
+from moiety_platform.adapters.tensors import check_head, head_bytes
+from moiety_platform.db.session import Database
+from moiety_platform.errors import BadRequest
+from moiety_wire.messages import AdapterPart
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterContents:
+    """Reads one part a transaction, so that no adapter is ever whole in memory."""
+
+    database: Database
+
+    async def parts(self, adapter_id: str) -> AsyncIterator[AdapterPart]:
+        """As engines take them. Raises NotFound, or Unavailable."""
+        async with self.database.read() as session:
+            adapter = await get_adapter(session, adapter_id)
+            num_bytes, config = adapter.num_bytes, adapter.config
+        index = start = 0
+        while start < num_bytes:
+            async with self.database.read() as session:
+                data = await read_part(session, adapter_id, start)
+            if not data:
+                return  # deleted meanwhile: the engine never gets the last part
+            start += len(data)
+            yield AdapterPart(adapter_id, index, data, "" if index else config, start >= num_bytes)
+            index += 1
+
+    async def check(self, adapter: Adapter) -> str:
+        """The digest of an upload whose tensors are all there. Raises BadRequest for what is no adapter's."""
+        digest, head, length = hashlib.sha256(), b"", 0
+        if not adapter.num_bytes:
+            raise BadRequest("nothing was uploaded; send the parts of adapter_model.safetensors first")
+        async for part in self.parts(adapter.id):
+            digest.update(part.data)
+            if not part.index:
+                length = head_bytes(part.data)
+            if len(head) < length:
+                head += part.data[: length - len(head)]
+        check_head(head, adapter.num_bytes)
+        return digest.hexdigest()

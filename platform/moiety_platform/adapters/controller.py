@@ -1,0 +1,102 @@
+"""`/admin/v1/adapters`: LoRA adapters of tenants. The door is the admin router's."""
+
+from __future__ import annotations
+
+from litestar import delete, get, post
+from litestar.di import NamedDependency
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
+
+from moiety_platform.access.caller import Caller
+from moiety_platform.access.table import Action, needs
+from moiety_platform.adapters import service
+from moiety_platform.adapters.cache import AdapterCache
+from moiety_platform.adapters.contents import AdapterContents
+from moiety_platform.adapters.schemas import AdapterPartBody, AdapterView, AdapterViews, NewAdapter
+from moiety_platform.audit.trail import AuditedStore
+from moiety_platform.db.session import Database
+from moiety_platform.openapi.described import fails
+
+
+def adapter_routes(cache: AdapterCache, *, max_bytes: int, max_tenant_bytes: int) -> list[HTTPRouteHandler]:
+    """The handlers, for the admin router to take in. `max_bytes`: of one adapter."""
+
+    @post("/adapters", tags=["adapters"], name="create_adapter", opt=needs(Action.WRITE_ADAPTERS) | fails(404, 409))
+    async def create_adapter(
+        store: NamedDependency[AuditedStore],
+        caller: NamedDependency[SkipValidation[Caller]],
+        data: JSONBody[NewAdapter],
+    ) -> AdapterView:
+        """Begin an upload; its parts follow. With `engine_adapter`, which needs an operator, nothing is uploaded."""
+        if data.engine_adapter is not None:
+            caller.require(Action.GRANT_ADAPTERS)
+        async with store.write() as session:
+            view = AdapterView.of(await service.create_adapter(session, data))
+        cache.forget()
+        return view
+
+    @post(
+        "/adapters/{adapter_id:str}/parts",
+        status_code=200,
+        tags=["adapters"],
+        name="add_adapter_part",
+        opt=needs(Action.WRITE_ADAPTERS) | fails(404, 409, 413),
+    )
+    async def add_adapter_part(
+        database: NamedDependency[Database], adapter_id: FromPath[str], data: JSONBody[AdapterPartBody]
+    ) -> AdapterView:
+        """Add the next part of the tensors."""
+        async with database.write() as session:
+            limits = {"max_bytes": max_bytes, "max_tenant_bytes": max_tenant_bytes}
+            return AdapterView.of(await service.append_part(session, adapter_id, data.start, data.data, **limits))
+
+    @post(
+        "/adapters/{adapter_id:str}/publish",
+        status_code=200,
+        tags=["adapters"],
+        name="publish_adapter",
+        opt=needs(Action.WRITE_ADAPTERS) | fails(404, 409),
+    )
+    async def publish_adapter(
+        database: NamedDependency[Database], store: NamedDependency[AuditedStore], adapter_id: FromPath[str]
+    ) -> AdapterView:
+        """All parts have come: the tenant may use it, at every gateway within seconds."""
+        async with database.read() as session:
+            adapter = await service.get_adapter(session, adapter_id)
+        digest = await AdapterContents(database).check(adapter)
+        async with store.write() as session:
+            published = await service.publish_adapter(session, adapter_id, adapter.num_bytes, digest)
+            view = AdapterView.of(published)
+        cache.forget()
+        return view
+
+    @get("/adapters", tags=["adapters"], name="list_adapters", opt=needs(Action.READ_ADAPTERS))
+    async def list_adapters(
+        database: NamedDependency[Database], tenant_id: FromQuery[str | None] = None
+    ) -> AdapterViews:
+        """Adapters, by tenant, model and name."""
+        async with database.read() as session:
+            return AdapterViews([AdapterView.of(one) for one in await service.list_adapters(session, tenant_id)])
+
+    @get("/adapters/{adapter_id:str}", tags=["adapters"], name="get_adapter", opt=needs(Action.READ_ADAPTERS))
+    async def get_adapter(database: NamedDependency[Database], adapter_id: FromPath[str]) -> AdapterView:
+        """One adapter."""
+        async with database.read() as session:
+            return AdapterView.of(await service.get_adapter(session, adapter_id))
+
+    @delete(
+        "/adapters/{adapter_id:str}",
+        status_code=200,
+        tags=["adapters"],
+        name="delete_adapter",
+        opt=needs(Action.WRITE_ADAPTERS),
+    )
+    async def delete_adapter(store: NamedDependency[AuditedStore], adapter_id: FromPath[str]) -> AdapterView:
+        """Let nobody use it any more; returns what it was."""
+        async with store.write() as session:
+            view = AdapterView.of(await service.get_adapter(session, adapter_id))
+            await service.delete_adapter(session, adapter_id)
+        cache.forget()
+        return view
+
+    return [create_adapter, add_adapter_part, publish_adapter, list_adapters, get_adapter, delete_adapter]

@@ -1,0 +1,59 @@
+"""The tables of adapters. Times are Unix milliseconds by the database's clock, sizes bytes."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from sqlalchemy import BigInteger, CheckConstraint, ColumnElement, Index, LargeBinary, String, Text, select
+from sqlalchemy.orm import Mapped, mapped_column
+
+from moiety_platform.db.base import Base
+from moiety_platform.prices.models import MAX_MODEL_LENGTH
+from moiety_platform.tenants.models import ID_LENGTH
+
+MAX_ADAPTER_NAME_LENGTH = 64
+
+
+class AdapterState(StrEnum):
+    UPLOADING = "uploading"  # its parts are coming; nobody can use it yet
+    READY = "ready"
+    DELETED = "deleted"  # nobody can use it any more; its parts are on their way out
+
+
+class Adapter(Base):
+    """One adapter of a tenant. Its tensors are in chunks or, where it has an `engine_adapter`, on the engines' hosts,
+    where an operator has put them under that name."""
+
+    __tablename__ = "adapters"
+    __table_args__ = (
+        CheckConstraint("state IN ('uploading', 'ready', 'deleted')", name="state_known"),
+        Index(None, "tenant_id", "model", "name", unique=True),
+        Index(None, "state", "touched_ms"),
+    )
+
+    id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(String(ID_LENGTH))
+    model: Mapped[str] = mapped_column(String(MAX_MODEL_LENGTH))  # that it is for
+    name: Mapped[str] = mapped_column(String(MAX_ADAPTER_NAME_LENGTH))
+    state: Mapped[str] = mapped_column(String(16))
+    config: Mapped[str] = mapped_column(Text)  # adapter_config.json
+    num_bytes: Mapped[int] = mapped_column(BigInteger)  # of adapter_model.safetensors, as far as it has come
+    digest: Mapped[str | None] = mapped_column(String(64))  # SHA-256 of it, once all of it is there
+    engine_adapter: Mapped[str | None] = mapped_column(String(MAX_ADAPTER_NAME_LENGTH))
+    created_ms: Mapped[int] = mapped_column(BigInteger)
+    touched_ms: Mapped[int] = mapped_column(BigInteger)  # when something was last added
+
+
+class AdapterChunk(Base):
+    """The bytes of an adapter's tensors from `start` on."""
+
+    __tablename__ = "adapter_chunks"
+
+    adapter_id: Mapped[str] = mapped_column(String(ID_LENGTH), primary_key=True)
+    start: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    data: Mapped[bytes] = mapped_column(LargeBinary)
+
+    @classmethod
+    def of_tenant(cls, tenant_id: str) -> ColumnElement[bool]:
+        """Which rows are that tenant's."""
+        return cls.adapter_id.in_(select(Adapter.id).where(Adapter.tenant_id == tenant_id))

@@ -1,0 +1,78 @@
+"""What the admin API says and hears of adapters."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from typing import Annotated
+
+import msgspec
+
+from moiety_platform.adapters.models import MAX_ADAPTER_NAME_LENGTH, Adapter
+from moiety_platform.openapi.schemas import shows
+from moiety_platform.prices.models import MAX_MODEL_LENGTH
+
+NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_ADAPTER_NAME_LENGTH - 1}}}", re.ASCII)
+MAX_CONFIG_LENGTH = 100_000
+MAX_PART_BYTES = 1024 * 1024
+
+Name = Annotated[str, shows(pattern=f"^{NAME.pattern}$")]
+
+
+class NewAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An adapter that is about to be uploaded: `config` is the text of its adapter_config.json. Or one that an operator
+    has given the engines under the name `engine_adapter`, for this tenant to use."""
+
+    tenant_id: str
+    model: Annotated[str, shows(minLength=1, maxLength=MAX_MODEL_LENGTH, format="printable")]
+    name: Name
+    config: Annotated[str, shows(maxLength=MAX_CONFIG_LENGTH)] | None = None
+    engine_adapter: Name | None = None
+
+
+class AdapterPartBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes of adapter_model.safetensors from `start` on, in base64."""
+
+    start: Annotated[int, shows(minimum=0)]
+    data: Annotated[bytes, shows(maxLength=-(-MAX_PART_BYTES // 3) * 4)]
+
+
+class AdapterView(msgspec.Struct, frozen=True):
+    """One adapter. Clients name it by `served_as`. `digest` is the SHA-256 of its tensors, once they are there."""
+
+    id: str
+    tenant_id: str
+    model: str
+    name: str
+    served_as: str
+    state: str
+    num_bytes: int
+    digest: str | None
+    engine_adapter: str | None
+    created_at: datetime
+
+    @classmethod
+    def of(cls, adapter: Adapter) -> AdapterView:
+        return cls(
+            id=adapter.id,
+            tenant_id=adapter.tenant_id,
+            model=adapter.model,
+            name=adapter.name,
+            served_as=served_name(adapter.model, adapter.name),
+            state=adapter.state,
+            num_bytes=adapter.num_bytes,
+            digest=adapter.digest,
+            engine_adapter=adapter.engine_adapter,
+            created_at=datetime.fromtimestamp(adapter.created_ms / 1000, UTC),
+        )
+
+
+class AdapterViews(msgspec.Struct, frozen=True):
+    """Adapters, by tenant, model and name."""
+
+    data: list[AdapterView]
+
+
+def served_name(model: str, name: str) -> str:
+    """What clients call the model with that adapter."""
+    return f"{model}:{name}"

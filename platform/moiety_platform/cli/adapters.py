@@ -1,0 +1,92 @@
+"""`moiety adapter …`: LoRA adapters of tenants."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from moiety_platform.cli.admin_command import Admin, admin_command
+
+COLUMNS = {
+    "served_as": "model",
+    "tenant_id": "tenant",
+    "state": "state",
+    "num_bytes": "bytes",
+    "engine_adapter": "on engines",
+    "id": "id",
+}
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PART_BYTES = 512 * 1024
+
+app = typer.Typer(no_args_is_help=True, help="LoRA adapters of tenants, as PEFT writes them.")
+
+
+@app.command("list")
+@admin_command
+def list_adapters(
+    admin: Admin, tenant: Annotated[str | None, typer.Option(help="Of this tenant only, by name or id.")] = None
+) -> None:
+    """Adapters, by tenant, model and name."""
+    tenant_id = None if tenant is None else admin.client.find_tenant(tenant)["id"]
+    admin.show_rows(admin.client.get("/adapters", tenant_id=tenant_id)["data"], COLUMNS)
+
+
+@app.command("add")
+@admin_command
+def add_adapter(
+    admin: Admin,
+    tenant: Annotated[str, typer.Argument(help="Name or id of the tenant that it is for.")],
+    model: Annotated[str, typer.Argument(help="The served model that it was trained on.")],
+    name: Annotated[str, typer.Argument(help="Clients ask for MODEL:NAME then.")],
+    folder: Annotated[
+        Path | None, typer.Argument(help=f"With {CONFIG} and {TENSORS}.", exists=True, file_okay=False)
+    ] = None,
+    engine_adapter: Annotated[
+        str | None, typer.Option(help="Instead of a folder: the NAME that engines were given by --adapter NAME=FOLDER.")
+    ] = None,
+) -> None:
+    """Upload an adapter for a tenant, or let it use one that the engines have. Nobody else can."""
+    if (folder is None) == (engine_adapter is None):
+        raise typer.BadParameter("give either a folder or --engine-adapter")
+    for file in (CONFIG, TENSORS):
+        if folder is not None and not (folder / file).is_file():
+            raise typer.BadParameter(f"{folder} has no {file}; save the adapter with PEFT's save_pretrained")
+    new: dict[str, Any] = {"tenant_id": admin.client.find_tenant(tenant)["id"], "model": model, "name": name}
+    if folder is None:
+        admin.show_row(admin.client.call("POST", "/adapters", new | {"engine_adapter": engine_adapter}))
+        return
+    made = admin.client.call("POST", "/adapters", new | {"config": (folder / CONFIG).read_text(encoding="utf-8")})
+    path = f"/adapters/{made['id']}"
+    try:
+        _upload(admin, path, folder / TENSORS)
+        published = admin.client.call("POST", f"{path}/publish")
+    except BaseException:  # so that the name is free for the next try
+        admin.client.call("DELETE", path)
+        raise
+    admin.show_row(published)
+
+
+@app.command("remove")
+@admin_command
+def remove_adapter(
+    admin: Admin,
+    adapter_id: Annotated[str, typer.Argument(help="Id of the adapter; list them with: moiety adapter list.")],
+) -> None:
+    """Let nobody use it any more."""
+    admin.show_row(admin.client.call("DELETE", f"/adapters/{adapter_id}"))
+
+
+def _upload(admin: Admin, path: str, file: Path) -> None:
+    start, console = 0, Console(stderr=True)
+    with file.open("rb") as content, Progress(console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("uploading", total=file.stat().st_size)
+        while data := content.read(PART_BYTES):
+            body = {"start": start, "data": base64.b64encode(data).decode("ascii")}
+            admin.client.call("POST", f"{path}/parts", body)
+            start += len(data)
+            progress.update(bar, completed=start)

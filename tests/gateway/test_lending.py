@@ -1,0 +1,131 @@
+"""Engines are sent the adapters that requests name: once, anew where they have them no more, and not those that they
+came with. A real client and a real front, with a scripted core behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from moiety_engine.front.front import Front
+from moiety_engine.front.settings import FrontSettings
+from moiety_engine.messages import CoreAdapter
+from moiety_engine.scripted.link import ScriptedCore
+from moiety_engine.scripted.script import Script
+from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_platform.clock import SystemClock
+from moiety_platform.engine_client.transport import ZmqEngineClient
+from moiety_platform.errors import NotFound
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import AdapterPart, Finished, Sampling, Stopping, Submit
+
+PARTS = {name: [name.encode() * 10, b"second", b"third"] for name in ("ada_a", "ada_b")}
+SIZE = sum(map(len, PARTS["ada_a"]))
+
+
+class Core(ScriptedCore):
+    """The scripted core, and what it was told of adapters."""
+
+    def __init__(self) -> None:
+        super().__init__(Script(tokens=tuple(b"abc")))
+        self.found: list[tuple[str, str, bytes]] = []
+
+    def send(self, commands) -> None:
+        for command in commands:
+            if isinstance(command, CoreAdapter):
+                folder = Path(command.folder)
+                config, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+                self.found.append((command.name, config.read_text(), tensors.read_bytes()))
+        super().send(commands)
+
+
+class Store:
+    """Where adapters lie, and how often each was read."""
+
+    def __init__(self) -> None:
+        self.reads: list[str] = []
+
+    async def parts(self, adapter_id):
+        self.reads.append(adapter_id)
+        if adapter_id not in PARTS:
+            raise NotFound("there is no such adapter")
+        for index, data in enumerate(PARTS[adapter_id]):
+            await asyncio.sleep(0)
+            yield AdapterPart(adapter_id, index, data, "" if index else "{}", index == 2)
+
+
+@asynccontextmanager
+async def engine_and_client(until, **settings):
+    context, core, store = zmq.Context(), Core(), Store()
+    listen = FrontSettings(model="scripted", listen="tcp://127.0.0.1:0", heartbeat_interval_s=0.05, **settings)
+    front = Front(listen, "engine-1", scripted_text_model(), core, context)
+    await front.start()
+    client = ZmqEngineClient(front.address, context, SystemClock(), adapters=store.parts)
+    try:
+        assert await front.wait_ready()
+        await client.start()
+        await until(lambda: client.state.healthy)
+        yield client, core, store
+    finally:
+        await client.close()
+        await front.close()
+        context.destroy(linger=0)
+
+
+def submit(request_id, adapter) -> Submit:
+    return Submit(
+        request_id=request_id, seq=0, model="scripted", tenant_id="t", service=STANDARD, prompt_ids=[1, 2],
+        sampling=Sampling(), stopping=Stopping(max_tokens=3, ignore_eos=True), credit_tokens=3, cache_salt=b"s",
+        arrival_unix_ns=1, adapter=adapter,
+    )  # fmt: skip
+
+
+async def ask(client, request_id, adapter) -> Finished:
+    async with asyncio.timeout(60), client.open(submit(request_id, adapter)) as stream:
+        return [message async for message in stream.messages()][-1]
+
+
+def whole(name) -> tuple[str, str, bytes]:
+    return name, "{}", b"".join(PARTS[name])
+
+
+async def test_an_adapter_is_sent_once_however_many_want_it(until):
+    async with engine_and_client(until) as (client, core, store):
+        ends = await asyncio.gather(*(ask(client, f"r{i}", "ada_a") for i in range(5)))
+        ends.append(await ask(client, "later", "ada_a"))
+        assert [end.num_output_tokens for end in ends] == [3] * 6
+        assert store.reads == ["ada_a"]
+        assert core.found == [whole("ada_a")]
+
+
+async def test_what_an_engine_has_given_up_is_sent_again(until):
+    async with engine_and_client(until, adapter_disk_bytes=SIZE) as (client, core, store):
+        for request_id, adapter in (("1", "ada_a"), ("2", "ada_b"), ("3", "ada_a"), ("4", "ada_a")):
+            assert (await ask(client, request_id, adapter)).num_output_tokens == 3
+        assert store.reads == ["ada_a", "ada_b", "ada_a"]
+        assert core.found == [whole("ada_a"), whole("ada_b"), whole("ada_a")]
+
+
+async def test_one_that_is_too_large_for_the_engine_fails_its_request_in_the_end(until):
+    async with engine_and_client(until, adapter_disk_bytes=SIZE - 1) as (client, core, _):
+        with pytest.raises(Exception, match="does not have this adapter"):
+            await ask(client, "r", "ada_a")
+        assert core.found == []
+        assert (await ask(client, "other", "")).num_output_tokens == 3
+
+
+async def test_one_that_was_deleted_is_told_as_missing_and_the_connection_goes_on(until):
+    async with engine_and_client(until) as (client, _, _store):
+        with pytest.raises(NotFound):
+            await ask(client, "r", "ada_gone")
+        assert (await ask(client, "r", "")).num_output_tokens == 3
+        assert client.state.num_inflight == 0
+
+
+async def test_those_that_an_engine_came_with_are_not_sent(until):
+    async with engine_and_client(until, adapters=("given",)) as (client, core, store):
+        assert (await ask(client, "r", "given")).num_output_tokens == 3
+        assert (store.reads, core.found) == ([], [])

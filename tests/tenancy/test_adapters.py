@@ -1,0 +1,187 @@
+"""Adapters in the store: uploaded part by part within bounds, published once they are whole, erased when deleted."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from litestar import Litestar
+from sqlalchemy import func, select
+
+from moiety_platform.adapters.cache import AdapterCache, NamedAdapter
+from moiety_platform.adapters.contents import AdapterContents
+from moiety_platform.adapters.controller import adapter_routes
+from moiety_platform.adapters.models import Adapter, AdapterChunk
+from moiety_platform.adapters.naming import allowed_of
+from moiety_platform.adapters.service import erase_some
+from moiety_platform.auth.admin import admin_router
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.classes.cache import ClassCache
+from moiety_platform.clock import ManualClock
+from moiety_platform.db.session import Database
+from moiety_platform.errors import PlatformError
+from moiety_platform.http_errors import answer_platform_error
+from moiety_platform.prices.cache import PriceCache
+from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.store import LeaseStore
+
+from .conftest import PEPPER, Admin, Demo
+
+LORA = json.dumps({"peft_type": "LORA", "r": 4})
+
+
+def tensors(*names: str, num_bytes: int = 400) -> bytes:
+    """A safetensors file of so many bytes of data."""
+    size = num_bytes // max(1, len(names))
+    entries = {
+        name: {"dtype": "U8", "shape": [size], "data_offsets": [i * size, (i + 1) * size]}
+        for i, name in enumerate(names)
+    }
+    head = json.dumps(entries).encode()
+    return len(head).to_bytes(8, "little") + head + bytes(size * len(names))
+
+
+GOOD = tensors("base_model.model.a.lora_A.weight", "base_model.model.a.lora_B.weight")
+
+
+@pytest.fixture
+def cache(database: Database, clock: ManualClock) -> AdapterCache:
+    return AdapterCache(database, clock)
+
+
+@pytest.fixture
+async def api(database: Database, clock: ManualClock, demo: Demo, cache: AdapterCache) -> AsyncIterator[Admin]:
+    classes, prices = ClassCache(database, clock), PriceCache(database, clock)
+    quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
+    routes = adapter_routes(cache, max_bytes=2000, max_tenant_bytes=3000)
+    parts = (database, Authenticator(database, PEPPER, clock), classes, prices, quotas, PEPPER, clock)
+    app = Litestar(
+        [admin_router(*parts, more=routes)],
+        exception_handlers={PlatformError: answer_platform_error},
+        openapi_config=None,
+    )
+    admin = Admin(app, demo.admin_key)
+    async with admin.http:
+        yield admin
+
+
+async def begin(api: Admin, demo: Demo, name: str = "a", expect: int = 201, **changes: Any) -> Any:
+    new = {"tenant_id": demo.tenant_id, "model": "m", "name": name, "config": LORA} | changes
+    return await api.call("POST", "adapters", expect, json=new)
+
+
+async def send(api: Admin, adapter_id: str, start: int, data: bytes, expect: int = 200) -> Any:
+    body = {"start": start, "data": base64.b64encode(data).decode()}
+    return await api.call("POST", f"adapters/{adapter_id}/parts", expect, json=body)
+
+
+async def test_an_upload_in_parts_comes_out_as_it_went_in_and_has_a_name_then(
+    api: Admin, demo: Demo, cache: AdapterCache, database: Database
+) -> None:
+    made = await begin(api, demo)
+    await send(api, made["id"], 0, GOOD[:100])
+    wrong = await send(api, made["id"], 50, GOOD[100:], 409)
+    assert "must begin at 100" in wrong["error"]["message"]
+    assert await cache.find(demo.tenant_id, "m:a") is None
+    await send(api, made["id"], 100, GOOD[100:])
+    published = await api.call("POST", f"adapters/{made['id']}/publish", 200)
+    assert (published["state"], published["num_bytes"]) == ("ready", len(GOOD))
+    assert published["digest"] == hashlib.sha256(GOOD).hexdigest()
+    found = await cache.find(demo.tenant_id, "m:a")
+    assert found is not None
+    assert (found.model, found.engine_name) == ("m", made["id"])
+    assert await cache.find("ten_another", "m:a") is None
+    parts = [part async for part in AdapterContents(database).parts(made["id"])]
+    assert b"".join(part.data for part in parts) == GOOD
+    assert [(part.index, part.config, part.is_last) for part in parts] == [(0, LORA, False), (1, "", True)]
+    await send(api, made["id"], len(GOOD), b"more", 409)
+
+
+async def test_a_name_is_taken_once_a_tenant_and_free_again_after_a_deletion(api: Admin, demo: Demo) -> None:
+    made = await begin(api, demo)
+    assert (await begin(api, demo, expect=409))["error"]["code"] == "adapter_exists"
+    await begin(api, demo, "b")
+    await api.call("DELETE", f"adapters/{made['id']}", 200)
+    await api.call("GET", f"adapters/{made['id']}", 404)
+    await begin(api, demo)
+    assert [one["name"] for one in (await api.call("GET", "adapters", 200))["data"]] == ["a", "b"]
+
+
+async def test_sizes_of_one_and_of_all_of_a_tenant_are_bounded(api: Admin, demo: Demo) -> None:
+    first, second = await begin(api, demo), await begin(api, demo, "b")
+    await send(api, first["id"], 0, bytes(2000))
+    assert "2,000 bytes" in (await send(api, first["id"], 2000, b"x", 413))["error"]["message"]
+    full = await send(api, second["id"], 0, bytes(1001), 413)
+    assert full["error"]["code"] == "adapter_storage_full"
+    await send(api, second["id"], 0, bytes(1000))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"short", id="no head"),
+        pytest.param(b"\xff" * 100, id="a head without end"),
+        pytest.param(GOOD[:-1], id="cut"),
+        pytest.param(tensors("model.embed_tokens.weight"), id="no factors"),
+        pytest.param((4).to_bytes(8, "little") + b"[{}]", id="another JSON"),
+    ],
+)
+async def test_what_is_no_adapters_file_is_not_published(api: Admin, demo: Demo, content: bytes) -> None:
+    made = await begin(api, demo)
+    if content:
+        await send(api, made["id"], 0, content)
+    refused = await api.call("POST", f"adapters/{made['id']}/publish", 400)
+    assert refused["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "a:b"},
+        {"name": ""},
+        {"model": ""},
+        {"config": None},
+        {"config": "{}"},
+        {"config": "nonsense"},
+        {"engine_adapter": "there"},
+    ],
+)
+async def test_what_makes_no_sense_is_refused(api: Admin, demo: Demo, changes: dict[str, Any]) -> None:
+    assert (await begin(api, demo, expect=400, **changes))["error"]["message"]
+
+
+def test_a_key_for_some_models_may_use_what_it_names_and_all_adapters_of_a_model_that_it_names() -> None:
+    adapter = NamedAdapter("m:a", "m", "ada_1", 0)
+    assert allowed_of(None, adapter) is None
+    assert allowed_of(frozenset({"m"}), adapter) == {"m"}
+    assert allowed_of(frozenset({"m:a"}), adapter) == {"m", "m:a"}
+    assert allowed_of(frozenset({"m:a"}), None) == {"m:a"}
+    assert allowed_of(frozenset({"m:b"}), adapter) == {"m:b"}
+
+
+async def test_one_that_is_on_the_engines_needs_no_upload(api: Admin, demo: Demo, cache: AdapterCache) -> None:
+    made = await begin(api, demo, config=None, engine_adapter="there")
+    assert made["state"] == "ready"
+    found = await cache.find(demo.tenant_id, "m:a")
+    assert found is not None
+    assert found.engine_name == "there"
+
+
+async def test_what_was_deleted_is_erased_piece_by_piece(api: Admin, demo: Demo, database: Database) -> None:
+    made, kept = await begin(api, demo), await begin(api, demo, "b")
+    for one in (made, kept):
+        await send(api, one["id"], 0, b"x" * 10)
+    await api.call("DELETE", f"adapters/{made['id']}", 200)
+    num_rows = []
+    for _ in range(3):
+        async with database.write() as session:
+            num_rows.append(await erase_some(session))
+    assert num_rows == [1, 1, 0]
+    async with database.read() as session:
+        assert (await session.scalars(select(Adapter.id))).all() == [kept["id"]]
+        assert await session.scalar(select(func.count()).select_from(AdapterChunk)) == 1
