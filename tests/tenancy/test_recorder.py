@@ -25,6 +25,7 @@ from moiety_platform.usage import live_log
 from moiety_platform.usage.journal import Journal
 from moiety_platform.usage.models import LedgerEntry, UsageHour, UsageRecord
 from moiety_platform.usage.recorder import UsageRecorder
+from moiety_platform.usage.row import KILLED as OF_KILLED
 from moiety_platform.usage.row import UsageRow
 from moiety_platform.usage.store import storable
 
@@ -317,6 +318,7 @@ import asyncio, pathlib, sys
 import msgspec
 from moiety_platform.db.session import Database
 from moiety_platform.usage.recorder import UsageRecorder
+from moiety_platform.usage.row import KILLED as OF_KILLED
 from moiety_platform.usage.row import UsageRow
 
 async def main():
@@ -337,7 +339,7 @@ asyncio.run(main())
 async def test_a_kill_loses_no_row_and_what_ran_is_stored_as_failed(
     database: Database, database_url: str, tmp_path: Path
 ) -> None:
-    rows = [make_row("ended"), make_row("running", outcome="", http_status=0, output_tokens=3, prompt_tokens=11)]
+    rows = [make_row("ended"), make_row("running", **({"prompt_tokens": 11} | OF_KILLED))]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", KILLED, database_url, str(tmp_path / "journal"), msgspec.json.encode(rows).decode()),
         stdout=subprocess.PIPE,

@@ -32,7 +32,8 @@ MIN_TABLE_WIDTH = 64  # blocks; a wider table is recorded anew, at twice the wid
 _Kind = tuple[int, bool]  # sequences, and whether any has an adapter
 
 _ALLOCATIONS = {"empty", "empty_like"}
-_QUERIES = {"data_ptr", "dim", "element_size", "is_contiguous", "numel", "stride", "__get__"}  # __get__: shape, dtype …
+_QUERIES = {"data_ptr", "dim", "element_size", "is_contiguous", "numel", "stride", "__len__"}
+_QUERIES |= {"__get__"}  # shape, dtype …
 _VIEWS = {"as_strided", "view"}
 
 
