@@ -75,4 +75,5 @@ class Pace:
 
     def _blend_of_mixed(self, rank: int, now_s: float) -> float:
         excess = self.demand.overload(rank, self._flow.served_per_s, now_s) - 1
-        return self._tuning.mixed_blend * min(1.0, max(0.0, excess)) ** 2
+        over = max(0.0, min(1.0, excess) - self._tuning.mixed_excess) / (1 - self._tuning.mixed_excess)
+        return max(self._tuning.mixed_blend_least, self._tuning.mixed_blend * over**2)

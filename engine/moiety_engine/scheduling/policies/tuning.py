@@ -27,6 +27,8 @@ class Tuning:
     risk_factor: float = 2.0  # at risk when this many times the predicted need is left
     length_margin: float = 3.0  # of an answer's expected length, for which there must be time before the end promised
     blend: float = 300.0  # under load, seconds that a deadline moves for each second of work left
+    mixed_blend_least: float = 80.0  # where less is due: places that were made at different times must agree
+    mixed_excess: float = 0.4  # of what is due over what can be done, up to which that is enough
     mixed_blend: float = 2000.0  # the same in ranks of mixed promises, where twice as much is due as can be done
     loaded_s: float = 10.0  # predicted wait at which that holds in full, and ranks of mixed promises go by it alone
     boost_part: float = 0.02  # of the time, for those who waited too long
