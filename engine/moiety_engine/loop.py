@@ -18,10 +18,12 @@ import msgspec
 import torch
 
 from moiety_engine.adapters.registry import AdapterRegistry
+from moiety_engine.anteroom import Anteroom
 from moiety_engine.assembly import assemble, telling
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.config import Batching, EngineConfig, PolicyName, Speculate
+from moiety_engine.core_load import load_of
 from moiety_engine.distribution.crew import Crew
 from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.errors import OutOfMemory, RanksError
@@ -84,6 +86,7 @@ class EngineLoop:
         for name, folder in config.adapters.items():
             self.adapters.learn(name, Path(folder))
         self.adapters.load_all()
+        self._anteroom = Anteroom(self.exchange.arrivals, self.adapters, self._lobby)
         self._resident: Resident | None = self._move_in()
         self._experts = self._watch_experts()
         first, *further = [self._ledger() for _ in range(model.ranks.across.size)]
@@ -127,23 +130,17 @@ class EngineLoop:
             submit = msgspec.structs.replace(submit, max_tokens=room, min_tokens=min(submit.min_tokens, room))
         if submit.hand_over is not None:
             submit = self.exchange.depart(submit)
-        if submit.transfer_id and self.exchange.arrivals is not None:
-            self.exchange.arrivals.enter(submit)
-        else:
-            self._enter(submit)
+        if not self._anteroom.must_wait(submit):
+            self._queue(submit, None)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool) -> None:
         """Raise a request's credit (a total)."""
-        arrivals = self.exchange.arrivals
-        if arrivals is not None and arrivals.extend(key, credit_tokens, last=last):
-            return
-        waits = self.adapters.extend(key, credit_tokens, last=last) or self._lobby.extend(key, credit_tokens, last=last)
-        if not waits:
+        if not self._anteroom.extend(key, credit_tokens, last=last):
             self._emit(self.scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns()))
 
     def abort(self, key: int, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request before the next step; its blocks are free when this returns."""
-        guest = self.exchange.leave(key) or self.adapters.abort(key) or self._lobby.leave(key)
+        guest = self._anteroom.leave(key)
         if guest is not None:
             num_resumed = len(guest.resumed_ids or ())
             ended = CoreFinish(reason, "", 0, num_resumed, 0, 0, self._clock_ns(), guest.service.name, [], 0)
@@ -159,7 +156,7 @@ class EngineLoop:
     def waits_for_others(self) -> bool:
         """Whether a request waits for its guide to be compiled, its adapter to be read, or its KV to come, which ends
         by itself."""
-        return not (self._lobby.is_empty and self.adapters.is_quiet) or self.exchange.num_waiting > 0
+        return not self._anteroom.is_empty
 
     def step(self) -> bool:
         """Plan a step and launch it; then take in the result of the step before, where steps overlap, or else of this
@@ -168,7 +165,6 @@ class EngineLoop:
             return self._step(self._awake())
 
     def _step(self, resident: Resident) -> bool:
-        self._take_arrivals()
         self._take_guests()
         plan = self.scheduler.plan(self._clock_ns())
         resident.copy_blocks(plan)
@@ -224,7 +220,7 @@ class EngineLoop:
         self._orders.give(Release())
         self.scheduler.groups.forget()
         self.exchange.serve(None)
-        self.adapters.leave()
+        self.adapters.give_up()
         self._resident = None
         del resident
         free_cached_memory(self.model.device)
@@ -296,35 +292,7 @@ class EngineLoop:
         return step
 
     def load(self) -> CoreLoad:
-        scheduler, groups, arrivals = self.scheduler, self.scheduler.groups, self.exchange.arrivals
-        return CoreLoad(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + self.exchange.num_waiting,
-            num_paused=scheduler.num_paused,
-            kv_blocks_total=groups.num_blocks,
-            kv_blocks_used=groups.num_used,
-            kv_blocks_cached=sum(kv.pool.num_cached for kv in groups),
-            block_size=self.block_size,
-            steps_total=self.steps_total,
-            prompt_tokens_total=scheduler.prompt_tokens_total,
-            cached_tokens_total=scheduler.cached_tokens_total,
-            output_tokens_total=scheduler.output_tokens_total,
-            requests_total=self._requests_total,
-            host_blocks_total=sum(host.num_blocks for host in groups.hosts),
-            host_blocks_used=sum(host.num_used for host in groups.hosts),
-            swapped_out_blocks_total=sum(kv.swapped_out_total for kv in groups),
-            swapped_in_blocks_total=sum(kv.swapped_in_total for kv in groups),
-            classes=scheduler.class_loads(),
-            overshot_tokens_total=scheduler.overshot_tokens_total,
-            drafted_tokens_total=scheduler.drafted_tokens_total,
-            accepted_tokens_total=scheduler.accepted_tokens_total,
-            max_batch_tokens=scheduler.limits.max_batch_tokens,
-            max_running=scheduler.limits.max_running,
-            step_costs=scheduler.step_time.costs(),
-            handed_over_requests_total=self.exchange.handed_over_requests_total,
-            taken_over_requests_total=0 if arrivals is None else arrivals.taken_over_requests_total,
-            lost_transfers_total=0 if arrivals is None else arrivals.lost_transfers_total,
-        )
+        return load_of(self.scheduler, self.exchange, self.steps_total, self._requests_total)
 
     def _ledger(self) -> KvLedger:
         """Of one group of ranks."""
@@ -337,49 +305,21 @@ class EngineLoop:
             answers_apart=self.model.arithmetic.invariant,
         )
 
-    def _enter(self, submit: CoreSubmit) -> None:
-        if submit.adapter:
-            self.adapters.enter(submit)
-        else:
-            self._let_in(submit)
-
     def _queue(self, submit: CoreSubmit, guide: Follower | None) -> None:
         seed = submit.sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
         num_landing = self.exchange.num_landing(submit.key)
         self.scheduler.add(submit, seed=seed, now_ns=self._clock_ns(), guide=guide, num_landing=num_landing)
 
-    def _take_arrivals(self) -> None:
-        """Whose KV is there, or is lost, go on."""
-        if self.exchange.arrivals is None or not self.exchange.num_waiting:
-            return
-        for come in list(self.exchange.arrivals.take_ready()):
-            self._enter(come.submit)
-            if come.credit_last:
-                self.extend(come.submit.key, come.submit.credit_tokens, last=True)
-
-    def _let_in(self, submit: CoreSubmit) -> None:
-        """Its adapter, if it wants one, is in its place."""
-        if submit.guide is not None:
-            self._lobby.enter(submit)
-        else:
-            self._queue(submit, None)
-
     def _take_guests(self) -> None:
-        """Whose adapters and guides are there queue now; who cannot be served is told with this step."""
-        if not self.adapters.is_quiet:
-            for submit, credit_last in self.adapters.take_ready():
-                self._let_in(submit)
-                if credit_last:
-                    self.extend(submit.key, submit.credit_tokens, last=True)
-            self._failures += self.adapters.take_refused()
-        if self._lobby.is_empty:
+        """Who need not wait any more queues now; who cannot be served is told with this step."""
+        if self._anteroom.is_empty:
             return
-        for ready in self._lobby.take_ready():
-            self._queue(ready.submit, ready.follower)
-            if ready.credit_tokens != ready.submit.credit_tokens or ready.credit_last:
-                self.extend(ready.submit.key, ready.credit_tokens, last=ready.credit_last)
-        self._failures += self._lobby.take_refused()
+        for submit, guide, is_last in self._anteroom.take_ready():
+            self._queue(submit, guide)
+            if is_last:
+                self.extend(submit.key, submit.credit_tokens, last=True)
+        self._failures += self._anteroom.take_refused()
 
     def _end_astray(self, flight: Flight) -> None:
         """Requests whose guides cannot be followed any further: what the step samples for them is thrown away."""

@@ -163,9 +163,9 @@ def test_the_step_that_memory_is_measured_with_is_the_largest_that_may_come(
     seen: list[tuple[int, int]] = []
     hidden = loops.model.hidden
 
-    def note(batch: Any, kv: Any) -> Any:
+    def note(batch: Any, kv: Any, *more: Any) -> Any:
         seen.append((len(batch.token_ids_T), len(batch.wanted_rows_L)))
-        return hidden(batch, kv)
+        return hidden(batch, kv, *more)
 
     monkeypatch.setattr(loops.model, "hidden", note)
     kv_bytes = largest_step(loops.model, Orders(), block_size=8, max_batch_tokens=700, max_running=5, max_context=512)

@@ -104,7 +104,7 @@ class AdapterRegistry:
         guest.credit_last = guest.credit_last or last
         return True
 
-    def abort(self, key: int) -> CoreSubmit | None:
+    def leave(self, key: int) -> CoreSubmit | None:
         """A guest goes; None if there is no such guest."""
         guest = self._guests.pop(key, None)
         return None if guest is None else guest.submit
@@ -152,7 +152,7 @@ class AdapterRegistry:
             if not self._place(name, known, weights) and known.problem:
                 raise AdapterError(f"adapter {name!r} in {known.folder}: {known.problem}")
 
-    def leave(self) -> None:
+    def give_up(self) -> None:
         """Give the device's memory back. Only while no request is open; what is wanted again is read again."""
         assert not self._users, "adapters are given up while requests use them"
         for name in list(self._slot_of):

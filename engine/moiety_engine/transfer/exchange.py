@@ -70,10 +70,6 @@ class Exchange:
         arrival = None if self.arrivals is None else self.arrivals.arrival_of(key)
         return 0 if arrival is None else arrival.num_tokens
 
-    def leave(self, key: int) -> CoreSubmit | None:
-        """A request goes that waits for its KV; None if none of that key does."""
-        return None if self.arrivals is None else self.arrivals.leave(key)
-
     def told(self, outputs: list[CoreOutput], failures: list[CoreFailure]) -> list[CoreOutput]:
         """What the front is told: of those that end, how their KV came, or why it did not go."""
         if self.departures is None and self.arrivals is None:
