@@ -7,6 +7,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -17,8 +18,10 @@ from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_platform.clock import SystemClock
+from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.transport import ZmqEngineClient
-from moiety_platform.errors import NotFound
+from moiety_platform.errors import NotFound, PlatformError, Unavailable
+from moiety_platform.routing.roles import Need, first_engines
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import AdapterPart, Finished, Sampling, Stopping, Submit
 
@@ -47,9 +50,12 @@ class Store:
 
     def __init__(self) -> None:
         self.reads: list[str] = []
+        self.is_slow = False
 
     async def parts(self, adapter_id):
         self.reads.append(adapter_id)
+        if self.is_slow:
+            await asyncio.Event().wait()
         if adapter_id not in PARTS:
             raise NotFound("there is no such adapter")
         for index, data in enumerate(PARTS[adapter_id]):
@@ -68,6 +74,7 @@ async def engine_and_client(until, **settings):
         assert await front.wait_ready()
         await client.start()
         await until(lambda: client.state.healthy)
+        client.front = front
         yield client, core, store
     finally:
         await client.close()
@@ -75,11 +82,11 @@ async def engine_and_client(until, **settings):
         context.destroy(linger=0)
 
 
-def submit(request_id, adapter) -> Submit:
+def submit(request_id, adapter, credit_tokens=3) -> Submit:
     return Submit(
         request_id=request_id, seq=0, model="scripted", tenant_id="t", service=STANDARD, prompt_ids=[1, 2],
-        sampling=Sampling(), stopping=Stopping(max_tokens=3, ignore_eos=True), credit_tokens=3, cache_salt=b"s",
-        arrival_unix_ns=1, adapter=adapter,
+        sampling=Sampling(), stopping=Stopping(max_tokens=3, ignore_eos=True), credit_tokens=credit_tokens,
+        cache_salt=b"s", arrival_unix_ns=1, adapter=adapter,
     )  # fmt: skip
 
 
@@ -129,3 +136,32 @@ async def test_those_that_an_engine_came_with_are_not_sent(until):
     async with engine_and_client(until, adapters=("given",)) as (client, core, store):
         assert (await ask(client, "r", "given")).num_output_tokens == 3
         assert (store.reads, core.found) == ([], [])
+
+
+async def test_who_waits_for_an_adapter_is_told_when_the_engine_is_lost(until):
+    async with engine_and_client(until) as (client, _, store):
+        store.is_slow = True
+        waiting = [asyncio.create_task(ask(client, f"r{i}", "ada_a")) for i in range(3)]
+        await until(lambda: store.reads)
+        await client.front.close()
+        for end in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(end, PlatformError) and end.status in (502, 503)
+
+
+async def test_what_was_granted_while_the_adapter_was_sent_again_is_not_lost(until):
+    async with engine_and_client(until, adapter_disk_bytes=SIZE) as (client, _, _store):
+        for request_id, adapter in (("1", "ada_a"), ("2", "ada_b")):
+            await ask(client, request_id, adapter)
+        async with asyncio.timeout(60), client.open(submit("3", "ada_a", credit_tokens=1)) as stream:
+            stream.extend(2, last=True)
+            *_, end = [message async for message in stream.messages()]
+        assert (end.num_output_tokens, end.detail) == (2, "credit_refused")
+
+
+def test_engines_that_serve_no_adapters_are_passed_by(card):
+    cards = [msgspec.structs.replace(card, engine_id=name, takes_adapters=name == "b") for name in "ab"]
+    plain, able = (EngineState(f"tcp://{one.engine_id}", True, "", one, None, 0) for one in cards)
+    assert first_engines([plain, able], Need.ADAPTED) == [able]
+    assert first_engines([plain, able], Need.ANSWER) == [plain, able]
+    with pytest.raises(Unavailable, match="serves adapters"):
+        first_engines([plain], Need.ADAPTED)

@@ -80,7 +80,8 @@ def test_a_tenants_adapter_answers_it_by_name_and_nobody_else(
 def test_it_costs_what_its_base_model_does_unless_it_has_a_price_of_its_own(
     server: Any, account: Any, served_as: str, until: Callable[..., Any]
 ) -> None:
-    prices = {server.model: "1", served_as: "10"}
+    (adapter,) = server.get("/admin/v1/adapters")["data"]
+    prices = {server.model: "1", f"{server.model}:{adapter['id']}": "10"}
     until(lambda: account.post("/v1/completions", {"model": served_as, **PROMPT}).status_code == 200, "it is known")
     costs = []
     for number in range(2):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from moiety_platform.adapters.cache import NamedAdapter
+from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import BadRequest
 from moiety_wire.messages import Card
 
@@ -17,11 +20,16 @@ def allowed_of(allowed: frozenset[str] | None, adapter: NamedAdapter | None) -> 
     return allowed | {adapter.model}
 
 
-def require_adapters(adapter: NamedAdapter | None, card: Card) -> None:
-    """Raises BadRequest where the engine of that card serves none."""
-    if adapter is not None and not card.takes_adapters:
+def adapting_card(adapter: NamedAdapter | None, card: Card, able: Iterable[EngineState]) -> Card:
+    """The card itself, or with an adapter that of the first engine that serves some. Raises BadRequest where none
+    does."""
+    if adapter is None or card.takes_adapters:
+        return card
+    found = next((one.card for one in able if one.card is not None and one.card.takes_adapters), None)
+    if found is None:
         raise BadRequest(
             f"the engine of the model {card.model!r} serves no adapters; use the model without one",
             code=NOT_SUPPORTED,
             param="model",
         )
+    return found

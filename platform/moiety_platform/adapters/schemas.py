@@ -13,7 +13,7 @@ from moiety_platform.openapi.schemas import shows
 from moiety_platform.prices.models import MAX_MODEL_LENGTH
 
 NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_ADAPTER_NAME_LENGTH - 1}}}", re.ASCII)
-MAX_CONFIG_LENGTH = 100_000
+MAX_CONFIG_LENGTH = 10_000  # PEFT writes about one thousand
 MAX_PART_BYTES = 1024 * 1024
 
 Name = Annotated[str, shows(pattern=f"^{NAME.pattern}$")]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import defer
 
 from moiety_platform.adapters.models import Adapter, AdapterChunk, AdapterState
 from moiety_platform.adapters.schemas import MAX_CONFIG_LENGTH, MAX_PART_BYTES, NAME, NewAdapter
@@ -119,8 +120,8 @@ async def get_adapter(session: AsyncSession, adapter_id: str, *, lock: bool = Fa
 async def list_adapters(
     session: AsyncSession, tenant_id: str | None = None, *, ready: bool = False
 ) -> Sequence[Adapter]:
-    """By tenant, model and name; of all tenants, or of one."""
-    statement = select(Adapter).where(Adapter.state != AdapterState.DELETED)
+    """By tenant, model and name, without what their configurations say; of all tenants, or of one."""
+    statement = select(Adapter).options(defer(Adapter.config)).where(Adapter.state != AdapterState.DELETED)
     if tenant_id is not None:
         statement = statement.where(Adapter.tenant_id == tenant_id)
     if ready:

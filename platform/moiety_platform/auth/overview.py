@@ -16,6 +16,7 @@ from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.tenants.models import ApiKey, Project, Tenant, TenantStatus
 from moiety_platform.usage.queries import UsageFilter, sum_usage
+from moiety_platform.usage.reconciliation import hold_still
 from moiety_platform.usage.schemas import UsageTotals
 
 
@@ -80,6 +81,7 @@ class OverviewController(Controller):
         )
         until = now + timedelta(seconds=1)
         async with database.read() as session:
+            await hold_still(session)
             found = (await session.execute(counts)).one()
             last_hour = await sum_usage(session, UsageFilter(now - timedelta(hours=1), until), ())
             last_day = await sum_usage(session, UsageFilter(now - timedelta(days=1), until), ())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from moiety_platform.adapters.cache import AdapterCache, NamedAdapter
-from moiety_platform.adapters.naming import allowed_of, require_adapters
+from moiety_platform.adapters.naming import adapting_card, allowed_of
 from moiety_platform.admission.decide import refuse_hopeless
 from moiety_platform.admission.gate import AdmissionGate, GatePlace
 from moiety_platform.classes.cache import ClassCache
@@ -25,7 +25,7 @@ from moiety_platform.completions.text import ModelTexts
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import Overloaded, PlatformError
 from moiety_platform.prices.cache import PriceCache
-from moiety_platform.routing.choose import are_extensible, card_of, cards_of, choose
+from moiety_platform.routing.choose import able_engines, are_extensible, card_of, cards_of, choose
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.routing.roles import Need
 from moiety_platform.traces.request_trace import Phase
@@ -81,7 +81,7 @@ class Pipeline:
                 record.served_model, record.base_model = generation.model, base
             raise
         record.served_model, record.base_model = generation.model, base
-        require_adapters(adapter, card)
+        card = adapting_card(adapter, card, able_engines(states, base))
         check_limits(generation, card, self._max_sequences)
         cap = record.principal.service_class
         catalogue = await self._classes.get(cap)
@@ -98,7 +98,8 @@ class Pipeline:
     ) -> tuple[Run, list[Submit]]:
         """Everything between the gate and the first message to an engine."""
         card, catalogue, chosen = choice.card, choice.catalogue, choice.chosen
-        need = Need.PROMPT if generation.embed else Need.ANSWER if choice.adapter is None else Need.WHOLE
+        need = Need.PROMPT if generation.embed else Need.ANSWER
+        need = need if choice.adapter is None else Need.ADAPTED
         state = choose(choice.states, card.model, chosen.service, need=need)
         refusal = refuse_hopeless(chosen.service, state.class_load(chosen.service.name))
         if refusal is not None:
@@ -108,7 +109,8 @@ class Pipeline:
         longest = [most_output_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
         num_prompt_tokens = sum(map(len, prompts))
         is_extensible = are_extensible(choice.states, card.model)
-        tariff = await self._tariff(record.served_model, card.model, catalogue, chosen)
+        own = "" if choice.adapter is None else f":{choice.adapter.engine_name}"  # names of adapters are their tenants'
+        tariff = await self._tariff(card.model + own, card.model, catalogue, chosen)
         record.trace.enter(Phase.HOLD)
         credit = await record.spending.begin(
             num_prompt_tokens,

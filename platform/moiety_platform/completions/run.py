@@ -54,6 +54,7 @@ class Run:
         credit_window: int,
     ) -> None:
         self.prompts = prompts
+        self._num_prompt_tokens = sum(map(len, prompts))
         self.text = text
         self._record = record
         self._chosen = chosen
@@ -219,7 +220,7 @@ class Run:
             or stream.credit_tokens - stream.num_output_tokens > window // 2
         ):
             return
-        reserved = self.usage().prompt_tokens + sum(other.num_claimed_tokens for other in self._sequences)
+        reserved = self._num_prompt_tokens + sum(other.num_claimed_tokens for other in self._sequences)
         spending = self._record.spending
         if stream.credit_tokens > stream.num_output_tokens:
             try:
@@ -234,7 +235,7 @@ class Run:
         """What has been generated so far; exact when every stream has ended."""
         first_choices = self._sequences[:: max(1, len(self._sequences) // len(self.prompts))]
         return Usage(
-            prompt_tokens=sum(map(len, self.prompts)),
+            prompt_tokens=self._num_prompt_tokens,
             cached_tokens=sum(sequence.num_cached_tokens for sequence in first_choices),
             output_tokens=sum(sequence.num_tokens for sequence in self._sequences),
             reasoning_tokens=self._num_thought_tokens(),

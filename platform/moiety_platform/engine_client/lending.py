@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
+
 from moiety_platform.engine_client.stream import EngineStream
-from moiety_platform.errors import NotFound, PlatformError
-from moiety_wire.messages import Accepted, AdapterPart, Failed, FailureCode, Finished, Submit, ToEngine, Tokens
+from moiety_platform.errors import NotFound, PlatformError, Unavailable
+from moiety_wire.messages import Accepted, AdapterPart, Extend, Failed, FailureCode, Finished, Submit, ToEngine, Tokens
 
 ReadAdapter = Callable[[str], AsyncIterator[AdapterPart]]
 
@@ -28,8 +30,10 @@ class Lending:
             self._submits[submit.request_id] = submit, stream, read
             try:
                 await self._bring(submit.adapter, read)
-            except BaseException:
-                del self._submits[submit.request_id]
+            except BaseException as error:
+                self._submits.pop(submit.request_id, None)
+                if stream.ended and isinstance(error, Unavailable):
+                    return  # the session was lost meanwhile, which the stream's reader is told
                 stream.was_not_sent()
                 raise
         self._send(submit)
@@ -60,8 +64,10 @@ class Lending:
         except PlatformError as error:
             stream.fail(error)
             return
-        if stream.wants_more:
-            self._send(submit)
+        if stream.wants_more:  # with what it was granted since, which went to nobody
+            self._send(msgspec.structs.replace(submit, credit_tokens=stream.credit_tokens))
+            if stream.credit_is_last:
+                self._send(Extend(submit.request_id, submit.seq + 1, stream.credit_tokens, last=True))
         else:
             stream.deliver(failed)
 
@@ -70,11 +76,14 @@ class Lending:
         if sending is None:
             sending = asyncio.create_task(self._send_all(adapter_id, read), name="adapter sent")
             self._sent[adapter_id] = sending
-        try:
-            await asyncio.shield(sending)
-        except PlatformError:
-            self._sent.pop(adapter_id, None)
-            raise
+        await asyncio.wait({sending})  # which goes on where who waits for it leaves
+        if sending.cancelled():
+            raise Unavailable("the engine was lost while it was sent the adapter; try again shortly", retry_after_s=1)
+        error = sending.exception()
+        if error is not None:
+            if self._sent.get(adapter_id) is sending:
+                del self._sent[adapter_id]
+            raise error
 
     async def _send_all(self, adapter_id: str, read: ReadAdapter) -> None:
         is_whole = False

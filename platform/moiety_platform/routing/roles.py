@@ -26,12 +26,14 @@ class Need(Enum):
     PROMPT = auto()  # it ends with its prompt, or the token after that
     ANSWER = auto()  # a prompt, and an answer that another engine may write
     WHOLE = auto()  # both by one engine
+    ADAPTED = auto()  # the same, by one that serves adapters
 
 
 def need_of(submit: Submit) -> Need:
-    """A prompt whose tokens are scored is told with the answer's end, by the engine that computed it; and only engines
-    for both serve adapters."""
-    if submit.sampling.num_prompt_logprobs is not None or submit.adapter:
+    """A prompt whose tokens are scored is told with the answer's end, by the engine that computed it."""
+    if submit.adapter:
+        return Need.ADAPTED
+    if submit.sampling.num_prompt_logprobs is not None:
         return Need.WHOLE
     num_tokens = len(submit.resumed_ids or ())
     return Need.PROMPT if submit.embed or submit.stopping.max_tokens <= num_tokens + 1 else Need.ANSWER
@@ -39,7 +41,14 @@ def need_of(submit: Submit) -> Need:
 
 def first_engines(able: Sequence[EngineState], need: Need) -> list[EngineState]:
     """Those that a request may be submitted to first, of the engines of its model that can take any. Engines of the
-    role decode take whole requests where no other can. Raises Unavailable where there are engines for prompts only."""
+    role decode take whole requests where no other can. Raises Unavailable where there are engines for prompts only, or
+    none that serves the adapters that are needed."""
+    if need is Need.ADAPTED:
+        able = [engine for engine in able if engine.card is not None and engine.card.takes_adapters]
+        if not able:
+            raise Unavailable(
+                "No engine that serves adapters can take a request now; try again shortly.", retry_after_s=1
+            )
     roles: dict[EngineRole, list[EngineState]] = {role: [] for role in EngineRole}
     for engine in able:
         roles[_role(engine)].append(engine)

@@ -54,6 +54,7 @@ class UsageController(Controller):
             clock.now(), since, until, tenant_id=tenant_id, project_id=project_id, key_id=key_id, model=model
         )
         async with database.read() as session:
+            await hold_still(session)
             return await sum_usage(session, wanted, grouping)
 
     @get("/minutes", opt=needs(Action.READ_USAGE))

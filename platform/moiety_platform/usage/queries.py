@@ -104,7 +104,8 @@ def _moment(text: str | None, param: str) -> datetime | None:
 
 async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequence[str]) -> UsageReport:
     """Sums a group, the groups with most output first; by time, if grouped by the hour. Whole days and hours come from
-    their sums, so that a long time costs no more than its days; the rest is added up."""
+    their sums, so that a long time costs no more than its days; the rest is added up. In a transaction that sees one
+    moment throughout (`hold_still`): which days have sums, and these, are read one after the other."""
     columns = [_COLUMNS.get(name, name) for name in grouping]
     days = None if "hour" in grouping else await longest_done(session, *wanted.whole_hours)
     source = _source(session.get_bind().dialect.name, wanted, columns, days)

@@ -143,7 +143,7 @@ class ForeignEngineClient:
         stream = EngineStream(submit, inbox, self._take)
         stream.credit_is_last = True  # such a server is told once how many tokens it may make
         answer = Answer(submit, self._prober.tokenizer, self._prober.eos_token_ids, self._clock)
-        refusal = self._dialect.refusal(submit)
+        refusal = "adapters" if submit.adapter else self._dialect.refusal(submit)
         if refusal:
             message = f"the engine of {submit.model!r} does not know {refusal}; leave that out"
             if submit.resumed_ids is None:
