@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 CONNECT_TIMEOUT_S = 5.0
-TIMEOUT_S = 30.0  # who looks waits for a turn, longer than the gateway lets anybody wait
+TIMEOUT_S = 12.0  # who looks waits for a turn, longer than the gateway lets anybody wait
 MAX_PAGES = 20
 PAGE_LIMIT = 500
 ADMIN = "/admin/v1"

@@ -247,9 +247,12 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     browser.see_in_table("ready")
 
     browser.go("Overview")
-    serve.part("gateway").send_signal(signal.SIGSTOP)  # the page must say so, and recover
-    browser.see(re.compile("does not answer"))
-    serve.part("gateway").send_signal(signal.SIGCONT)
+    gateway = serve.part("gateway")
+    gateway.send_signal(signal.SIGSTOP)  # the page must say so, and recover
+    try:
+        browser.see(re.compile("does not answer"))
+    finally:
+        gateway.send_signal(signal.SIGCONT)
     browser.see("serving moiety-demo")
     assert browser.complaints == []
 

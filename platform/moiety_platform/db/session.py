@@ -46,7 +46,7 @@ class Pool:
 
 
 SERVING = Pool(10, 5, CONNECT_TIMEOUT_S)
-LOOKING = Pool(4, 3, 20.0)  # apart from those who are served: who only looks waits longer, and takes nobody's place
+LOOKING = Pool(4, 3, 8.0)  # apart from those who are served: who only looks waits longer, and takes nobody's place
 
 
 def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S, pool: Pool = SERVING) -> AsyncEngine:
