@@ -238,6 +238,7 @@ class EngineLoop:
             problem = str(exc)
         if problem:  # only now does nobody hold what had been made, as the error did
             self._resident = None
+            self.exchange.serve(None)  # it holds the cache too
             self._orders.give(Release())
             with self._orders.together(Leave()):
                 if not self.model.away:

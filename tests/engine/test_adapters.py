@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moiety_engine.adapters import registry
 from moiety_engine.adapters.dummy import ATTENTION, write_adapter
 from moiety_engine.adapters.peft import TENSORS, read_adapter
 from moiety_engine.config import EngineConfig, PolicyName
@@ -279,6 +280,7 @@ def test_a_configuration_that_is_not_served_is_refused_with_the_reason(
         ("self_attn.q_proj", "mlp.gate", "no served module takes"),
         ("self_attn.q_proj", "mlp.experts.8.up_proj", r"has no layers.0.mlp.experts.8"),
         ("q_proj.lora_A", "q_proj.lora_C", "no served module takes"),
+        ("layers.1.", f"layers.{'1' * 5000}.", "no served module takes"),
         ("layers.1.self_attn.q_proj.lora_A", "layers.7.self_attn.q_proj.lora_A", "no served"),
         ("layers.1.self_attn.q_proj.lora_A", "layers.1.mlp.experts.0.up_proj.lora_A", "come together"),
     ],
@@ -309,3 +311,35 @@ def test_what_an_operator_gives_is_checked_at_the_start(checkpoint: Path, tmp_pa
         load_loop(EngineConfig(model=str(checkpoint), name="tiny", adapters={"mine": str(tmp_path)}))
     with pytest.raises(InvalidConfig, match="over several ranks"):
         load_loop(EngineConfig(model=str(checkpoint), name="tiny", adapters={"mine": str(tmp_path)}, tp=2))
+
+
+def test_a_read_that_nobody_waits_for_any_more_decides_nothing(
+    loops: Any, many: dict[str, Path], tmp_path: Path
+) -> None:
+    loop = loops.make()
+    gone = tmp_path / "gone"
+    loop.adapters.learn("late", gone)  # its folder is away when it is read
+    loop.submit(make_submit(1, "late"))
+    loop.step()
+    loop.abort(1)
+    loop.take_outputs()
+    gone.symlink_to(many["a0"])
+    loop.submit(make_submit(2, "late"))
+    tokens, failed = finish(loop, 1)
+    assert len(tokens[2]) == NUM_OUTPUT and not failed
+
+
+def test_whatever_goes_wrong_in_reading_an_adapter_fails_its_request_alone(
+    loops: Any, many: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_args: Any, **_more: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(registry, "read_adapter", fails)
+    loop = loops.make()
+    loop.adapters.learn("a0", many["a0"])
+    loop.submit(make_submit(1, "a0"))
+    loop.submit(make_submit(2, ""))
+    tokens, failed = finish(loop, 2)
+    assert len(tokens[2]) == NUM_OUTPUT
+    assert "cannot be read" in failed[1]

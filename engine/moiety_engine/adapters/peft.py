@@ -32,8 +32,8 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_NAMES_SHOWN = 4
 
-_NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.lora_([AB])\.weight")
-_MODULE = re.compile(r"(?:self_attn\.([qkvo])_proj|mlp\.(?:experts\.(\d+)\.)?(gate|up|down)_proj)")
+_NAME = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.(.+)\.lora_([AB])\.weight")
+_MODULE = re.compile(r"(?:self_attn\.([qkvo])_proj|mlp\.(?:experts\.(\d{1,6})\.)?(gate|up|down)_proj)")
 _ALIASES = (("block_sparse_moe.", "mlp."), (".w1", ".gate_proj"), (".w3", ".up_proj"), (".w2", ".down_proj"))
 _PLACES = {
     "q": (Product.QKV, 0),
@@ -78,7 +78,7 @@ def read_adapter(folder: Path, spec: ModelSpec, *, max_rank: int) -> AdapterWeig
             found = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a mapping
     except FileNotFoundError as exc:
         raise AdapterError(f"the adapter lacks {TENSORS}: save it with safe_serialization=True") from exc
-    except (SafetensorError, OSError) as exc:
+    except (SafetensorError, OSError, RuntimeError) as exc:  # the last is torch's, of types that it cannot widen
         raise AdapterError(f"{TENSORS} cannot be read: {exc}") from exc
     halves = _halves(found, spec)
     downs = {module: halves[module, "A"] for module, half in halves if half == "A"}
@@ -237,6 +237,6 @@ def _told(module: _Module) -> str:
 
 
 def _shown(names: Any) -> str:
-    names = sorted(names)
+    names = sorted(str(name)[:100] for name in names)
     more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
     return ", ".join(names[:MAX_NAMES_SHOWN]) + more

@@ -83,7 +83,7 @@ class AdapterRegistry:
     def learn(self, adapter_id: str, folder: Path) -> None:
         """From now on it is known, or known to lie elsewhere."""
         known = self._known.setdefault(adapter_id, _Adapter(folder))
-        known.folder, known.problem = folder, ""
+        known.folder, known.problem, known.reading = folder, "", None
 
     def enter(self, submit: CoreSubmit) -> None:
         """A request waits until its adapter is in a slot."""
@@ -107,7 +107,14 @@ class AdapterRegistry:
     def leave(self, key: int) -> CoreSubmit | None:
         """A guest goes; None if there is no such guest."""
         guest = self._guests.pop(key, None)
-        return None if guest is None else guest.submit
+        if guest is None:
+            return None
+        name = guest.submit.adapter
+        known = self._known[name]
+        if known.reading is not None and all(other.submit.adapter != name for other in self._guests.values()):
+            known.reading.cancel()
+            known.reading = None  # nobody waits: neither its weights nor its failure are kept
+        return guest.submit
 
     def take_ready(self) -> Iterator[tuple[CoreSubmit, bool]]:
         """Who need not wait any more, with the credit that it has now, and whether that is the last. Where the slots
@@ -146,7 +153,7 @@ class AdapterRegistry:
         served. Only before the first request."""
         for name, known in self._known.items():
             try:
-                weights = read_adapter(known.folder, self._model.spec, max_rank=self._max_rank)
+                weights = self._read(known.folder)
             except AdapterError as exc:
                 raise AdapterError(f"adapter {name!r} in {known.folder}: {exc}") from exc
             if not self._place(name, known, weights) and known.problem:
@@ -163,11 +170,21 @@ class AdapterRegistry:
         if self._readers is not None:
             self._readers.shutdown(wait=False, cancel_futures=True)
 
+    def _read(self, folder: Path) -> AdapterWeights:
+        """Also in the reader's thread. Raises AdapterError, whatever is wrong: a tenant's bytes end nobody's engine."""
+        try:
+            return read_adapter(folder, self._model.spec, max_rank=self._max_rank)
+        except AdapterError:
+            raise
+        except Exception as exc:
+            log.exception("adapter_not_read", folder=str(folder))
+            raise AdapterError("it cannot be read; the engine's log says why") from exc
+
     def _try_to_place(self, name: str, known: _Adapter) -> bool:
         """Go on with bringing it into a slot. Whether it was read and there is no room for it yet."""
         if known.reading is None:
             assert self._readers is not None, "where none are served nobody waits"
-            known.reading = self._readers.submit(read_adapter, known.folder, self._model.spec, max_rank=self._max_rank)
+            known.reading = self._readers.submit(self._read, known.folder)
         if not known.reading.done():
             return False
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import tempfile
@@ -52,12 +53,23 @@ class AdapterShelf:
             self._held.move_to_end(name)
 
     def take(self, sender: bytes, part: AdapterPart) -> None:
-        """The next part of what the sender sends. One that is held already, or comes out of order, is dropped."""
+        """The next part of what the sender sends. One that is held already, comes out of order or cannot be written is
+        dropped; its request is then told that the adapter is missing."""
         key = sender, part.adapter_id
-        if part.adapter_id in self._held or not _ID.fullmatch(part.adapter_id):
+        if not _ID.fullmatch(part.adapter_id):
             return
+        if part.adapter_id in self._held:
+            self._drop(key)  # another was quicker
+            return
+        try:
+            self._add(key, part)
+        except OSError as exc:
+            self._drop(key)
+            log.error("adapter_not_kept", adapter=part.adapter_id, reason=str(exc), advice="see to room on the disk")
+
+    def _add(self, key: tuple[bytes, str], part: AdapterPart) -> None:
         upload = self._begin(key, part) if part.index == 0 else self._uploads.get(key)
-        if upload is None or upload.num_parts != part.index or not self._make_room(upload.num_bytes + len(part.data)):
+        if upload is None or upload.num_parts != part.index or not self._make_room(len(part.data)):
             self._drop(key)
             log.warning("adapter_part_dropped", adapter=part.adapter_id, index=part.index, max_bytes=self.max_bytes)
             return
@@ -93,12 +105,13 @@ class AdapterShelf:
         return upload
 
     def _finish(self, key: tuple[bytes, str]) -> None:
-        upload = self._uploads.pop(key)
+        upload = self._uploads[key]
         upload.file.close()
         assert self._folder is not None
         place = self._folder / key[1]
         shutil.rmtree(place, ignore_errors=True)  # of one that had given way
         upload.folder.rename(place)
+        del self._uploads[key]
         self._held[key[1]] = upload.num_bytes
         self._commands.append(CoreAdapter(key[1], str(place)))
         log.info("adapter_received", adapter=key[1], num_bytes=upload.num_bytes)
@@ -106,11 +119,14 @@ class AdapterShelf:
     def _drop(self, key: tuple[bytes, str]) -> None:
         upload = self._uploads.pop(key, None)
         if upload is not None:
-            upload.file.close()
+            with contextlib.suppress(OSError):  # what it still had to write
+                upload.file.close()
             shutil.rmtree(upload.folder, ignore_errors=True)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """For so many bytes beside what is held. False where those that are used leave too few."""
+        """For so many bytes beside what is held and what has come of others. False where those that are used leave too
+        few."""
+        num_bytes += sum(upload.num_bytes for upload in self._uploads.values())
         if sum(self._held.values()) + num_bytes <= self.max_bytes:
             return True
         used = self.in_use()

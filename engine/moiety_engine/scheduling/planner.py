@@ -41,6 +41,11 @@ class Planner:
         return not self._decodes and not self._prefills
 
     @property
+    def groups(self) -> set[int]:
+        """Of ranks: those that have anything in the step."""
+        return {chunk.sequence.group for chunk in (*self._decodes, *self._prefills.values())}
+
+    @property
     def decodes(self) -> list[Chunk]:
         return self._decodes
 

@@ -103,9 +103,9 @@ class Room:
                 return True
         return False
 
-    def break_deadlock(self, now_ns: int) -> bool:
+    def break_deadlock(self, now_ns: int, group: int | None = None) -> bool:
         """Half-filled sequences hold all blocks among them: the youngest gives way so that the others end."""
-        holders = [s for s in self._places.running if s.blocks]
+        holders = [s for s in self._places.running if s.blocks and group in (None, s.group)]
         num_of = Counter(s.group for s in holders)
         holders = [s for s in holders if num_of[s.group] > 1]
         if not holders:

@@ -153,7 +153,19 @@ class Scheduler:
         self._plan_into(planner, now_ns)
         while planner.empty and self._running is None and self._room.break_deadlock(now_ns):
             self._plan_into(planner, now_ns)
+        self._free_stuck_groups(planner, now_ns)
         return planner.finish(self._room.preempted, now_ns)
+
+    def _free_stuck_groups(self, planner: Planner, now_ns: int) -> None:
+        """A group whose sequences hold all of its blocks and wait for more goes on in the next step, whatever others
+        do meanwhile."""
+        if self.groups.count == 1 or planner.rows_left <= 0:
+            return
+        running = () if self._running is None else self._running.chunks
+        busy = planner.groups | {chunk.sequence.group for chunk in running}
+        for group, kv in enumerate(self.groups):
+            if group not in busy and not kv.pool.num_free:
+                self._room.break_deadlock(now_ns, group)
 
     def launched(self, plan: Plan) -> None:
         """The step runs, or will before anything that is planned from now on; the one before has been committed. Blocks

@@ -1,0 +1,50 @@
+"""Adapters that gateways send, on a disk with an end."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+
+from moiety_engine.front.adapters import AdapterShelf
+from moiety_wire.messages import AdapterPart
+
+
+def part(name: str, index: int, *, last: bool = False) -> AdapterPart:
+    return AdapterPart(name, index, b"x" * 10, "" if index else "{}", last)
+
+
+def test_a_full_disk_costs_the_adapter_and_no_other_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = AdapterShelf(100)
+
+    def full(*_args: object, **_more: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "mkdtemp", full)
+        shelf.take(b"g", part("ada_a", 0, last=True))
+    assert "ada_a" not in shelf
+    shelf.take(b"g", part("ada_a", 0, last=True))
+    assert "ada_a" in shelf
+    shelf.close()
+
+
+def test_what_comes_from_several_at_once_keeps_to_one_bound() -> None:
+    shelf = AdapterShelf(40)
+    for index in range(2):
+        for sender, name in ((b"g", "ada_a"), (b"h", "ada_b")):
+            shelf.take(sender, part(name, index))
+    shelf.take(b"g", part("ada_a", 2, last=True))  # the fifth of ten bytes
+    assert "ada_a" not in shelf
+    shelf.take(b"h", part("ada_b", 2, last=True))
+    assert "ada_b" in shelf
+    shelf.close()
+
+
+def test_one_that_another_has_sent_first_leaves_nothing_behind() -> None:
+    shelf = AdapterShelf(100)
+    shelf.take(b"g", part("ada_a", 0))
+    shelf.take(b"h", part("ada_a", 0, last=True))
+    shelf.take(b"g", part("ada_a", 1))
+    assert "ada_a" in shelf and not shelf._uploads
+    shelf.close()
