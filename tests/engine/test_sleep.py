@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from moiety_engine.config import EngineConfig, LoadFormat, Overlap
+from moiety_engine.config import EngineConfig, LoadFormat, Overlap, TransferConfig
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.front.rest import RestKeeper
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.memory import Memory
 from moiety_engine.messages import CoreRest, CoreRested, CoreSubmit
 from moiety_engine.model import residence
+from moiety_engine.model.batch import KvCache
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.residence import named_tensors, require_fit, weight_bytes
 from moiety_engine.offline import run_all
@@ -90,6 +91,23 @@ def test_what_finds_no_room_when_it_is_woken_sleeps_on_and_can_be_woken_later(ch
     loop.sizes = fitting
     loop.wake()
     assert run_all(loop, [make_submit(0)])[0].token_ids
+
+
+def test_where_waking_fails_late_nobody_keeps_the_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = own_loop(checkpoint, transfer=TransferConfig(listen="tcp://127.0.0.1:0"))
+    loop.sleep()
+
+    def no_room(_self: EngineLoop) -> None:
+        raise OutOfMemory("no room for the largest step")
+
+    with monkeypatch.context() as patched, pytest.raises(OutOfMemory, match="largest step"):
+        patched.setattr(EngineLoop, "warm_up", no_room)
+        loop.wake()
+    assert loop.asleep and loop.exchange.address
+    assert not any(isinstance(held, KvCache) for held in vars(loop.exchange._zone).values())
+    loop.wake()
+    assert run_all(loop, [make_submit(0)])[0].token_ids
+    loop.close()
 
 
 def test_sleep_waits_for_what_is_open_and_the_newest_wish_counts() -> None:
