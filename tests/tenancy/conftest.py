@@ -69,7 +69,8 @@ class Postgres:
             return psycopg.connect(url, autocommit=True)
         except psycopg.OperationalError:
             sys.stderr.write(f"PostgreSQL was gone; the end of its log:\n{self.server.log.read_text()[-4000:]}\n")
-            (self.server.pgdata / "postmaster.pid").unlink(missing_ok=True)  # of a process that may not be reaped yet
+            for name in ("postmaster.pid", ".s.PGSQL.5432.lock"):  # of a process that may not be reaped yet
+                (self.server.pgdata / name).unlink(missing_ok=True)
             self.server.ensure_postgres_running()
             return psycopg.connect(url, autocommit=True)
 
