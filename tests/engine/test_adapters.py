@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -314,19 +315,29 @@ def test_what_an_operator_gives_is_checked_at_the_start(checkpoint: Path, tmp_pa
 
 
 def test_a_read_that_nobody_waits_for_any_more_decides_nothing(
-    loops: Any, many: dict[str, Path], tmp_path: Path
+    loops: Any, many: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    read, may_fail, reads = registry.read_adapter, threading.Event(), []
+
+    def fails_at_first(folder: Path, *args: Any, **more: Any) -> Any:
+        reads.append(folder)
+        if len(reads) > 1:
+            return read(folder, *args, **more)
+        assert may_fail.wait(60.0)
+        raise AdapterError("its folder is away")
+
+    monkeypatch.setattr(registry, "read_adapter", fails_at_first)
     loop = loops.make()
-    gone = tmp_path / "gone"
-    loop.adapters.learn("late", gone)  # its folder is away when it is read
+    loop.adapters.learn("late", many["a0"])
     loop.submit(make_submit(1, "late"))
-    loop.step()
+    loop.step()  # it is being read
     loop.abort(1)
     loop.take_outputs()
-    gone.symlink_to(many["a0"])
+    may_fail.set()
     loop.submit(make_submit(2, "late"))
     tokens, failed = finish(loop, 1)
     assert len(tokens[2]) == NUM_OUTPUT and not failed
+    assert len(reads) == 2
 
 
 def test_whatever_goes_wrong_in_reading_an_adapter_fails_its_request_alone(
