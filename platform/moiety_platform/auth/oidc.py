@@ -38,7 +38,13 @@ ALGORITHMS = (
 )
 TENANT_UNKNOWN = "tenant_unknown"
 
+UNREADABLE = (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, KeyError, TypeError)
+
 log = structlog.get_logger(__name__)
+
+
+class OtherIssuer(ValueError):
+    """It says in its own words that it is not the one of the settings, so that no token of it would count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,29 +139,14 @@ class OidcVerifier:
         """Read the issuer's keys; where that fails, those that are known count on."""
         try:
             async with asyncio.timeout(FETCH_TIMEOUT_S):
-                found = await self._get(f"{self._terms.issuer.rstrip('/')}/.well-known/openid-configuration")
-                if found.get("issuer") != self._terms.issuer:
-                    raise ValueError(f"it calls itself {found.get('issuer')!r}")
-                location = str(found["jwks_uri"])
-                if self._terms.issuer.startswith("https:") and not location.startswith("https:"):
-                    raise ValueError("its keys are not behind https")
-                published = (await self._get(location))["keys"]
-                self._keys = dict(_usable(published))
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, KeyError, TypeError) as exc:
+                self._keys = await read_keys(self._http, self._terms.issuer)
+        except UNREADABLE as exc:
             self._failed = True
             log.warning("oidc_issuer_away", issuer=self._terms.issuer, reason=f"{type(exc).__name__}: {exc}"[:300])
         else:
             self._failed = False
         finally:  # not before: who comes meanwhile waits for what is being read
             self._fetched_s = self._clock.monotonic()
-
-    async def _get(self, url: str) -> dict[str, Any]:
-        response = await self._http.get(url)
-        response.raise_for_status()
-        document = response.json()
-        if not isinstance(document, dict):
-            raise TypeError(f"{url} is not a JSON object")
-        return document
 
     def _role(self, claims: Mapping[str, Any]) -> Role:
         """The one with most rights of those that the token has and we know."""
@@ -180,6 +171,26 @@ class OidcVerifier:
                 f"The tenant {tenant.name!r} is suspended. Ask your administrator to activate it.",
                 code="tenant_suspended",
             )
+
+
+async def read_keys(http: httpx.AsyncClient, issuer: str) -> dict[str, jwt.PyJWK]:
+    """The issuer's published keys that signatures can be checked with, by id. Raises one of UNREADABLE."""
+    found = await _get(http, f"{issuer.rstrip('/')}/.well-known/openid-configuration")
+    if found.get("issuer") != issuer:
+        raise OtherIssuer(f"it calls itself {found.get('issuer')!r}")
+    location = str(found["jwks_uri"])
+    if issuer.startswith("https:") and not location.startswith("https:"):
+        raise ValueError("its keys are not behind https")
+    return dict(_usable((await _get(http, location))["keys"]))
+
+
+async def _get(http: httpx.AsyncClient, url: str) -> dict[str, Any]:
+    response = await http.get(url)
+    response.raise_for_status()
+    document = response.json()
+    if not isinstance(document, dict):
+        raise TypeError(f"{url} is not a JSON object")
+    return document
 
 
 def _usable(published: list[dict[str, Any]]) -> list[tuple[str, jwt.PyJWK]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from moiety_platform.cli.doctor.engines import Settings as EngineSettings
 from moiety_platform.cli.doctor.engines import local_engine, look_at_engines
 from moiety_platform.cli.doctor.finding import Finding, Level
 from moiety_platform.cli.doctor.machine import look_at_machine, versions
-from moiety_platform.cli.doctor.services import look_at_dashboard, look_at_gateway, look_at_traces
+from moiety_platform.cli.doctor.services import look_at_dashboard, look_at_gateway, look_at_issuer, look_at_traces
 from moiety_platform.cli.doctor.store import look_at_store
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.gateway_client import DEFAULT_URL
@@ -27,7 +28,7 @@ from moiety_platform.settings import GatewaySettings
 from moiety_platform.supervisor.data_dir import read_first_keys, read_url
 from moiety_platform.supervisor.errors import SupervisorError
 
-AREAS = ("machine", "store", "engines", "gateway", "traces", "dashboard")
+AREAS = ("machine", "store", "engines", "gateway", "login", "traces", "dashboard")
 MARKS = {Level.OK: "✓", Level.WARNING: "!", Level.WRONG: "✗"}
 
 
@@ -43,6 +44,9 @@ class Patient:
 
     def has(self, area: str) -> bool:
         return not self.only or area in self.only
+
+
+Look = Callable[[Patient, Clock], AsyncIterator[Finding]]
 
 
 def doctor(
@@ -112,27 +116,34 @@ async def examine(patient: Patient, clock: Clock) -> list[Finding]:
 
 
 async def _look(patient: Patient, clock: Clock) -> AsyncIterator[Finding]:
-    settings = patient.settings
-    if patient.has("machine"):
-        for finding in look_at_machine(settings.data_dir):
+    for area, look in LOOKS.items():
+        if patient.has(area):
+            async for finding in look(patient, clock):
+                yield finding
+
+
+def _in_a_thread(look: Callable[[Patient, datetime], Iterable[Finding]]) -> Look:
+    async def looked(patient: Patient, clock: Clock) -> AsyncIterator[Finding]:
+        for finding in await asyncio.to_thread(lambda: list(look(patient, clock.now()))):
             yield finding
-    if patient.has("store"):
-        async for finding in look_at_store(settings, patient.admin_key, clock):
-            yield finding
-    if patient.has("engines"):
-        engines = EngineSettings(settings.engines, curve_of(settings))
-        for finding in await asyncio.to_thread(lambda: list(look_at_engines(engines))):
-            yield finding
-    if patient.has("gateway"):
-        now = clock.now()
-        for finding in await asyncio.to_thread(lambda: list(look_at_gateway(patient.url, patient.admin_key, now))):
-            yield finding
-    if patient.has("traces"):
-        for finding in await asyncio.to_thread(lambda: list(look_at_traces(settings))):
-            yield finding
-    if patient.has("dashboard"):
-        for finding in await asyncio.to_thread(lambda: list(look_at_dashboard(patient.dashboard))):
-            yield finding
+
+    return looked
+
+
+LOOKS: dict[str, Look] = {
+    "machine": _in_a_thread(lambda patient, _: look_at_machine(patient.settings.data_dir)),
+    "store": lambda patient, clock: look_at_store(patient.settings, patient.admin_key, clock),
+    "engines": _in_a_thread(lambda patient, _: look_at_engines(engines_of(patient.settings))),
+    "gateway": _in_a_thread(lambda patient, now: look_at_gateway(patient.url, patient.admin_key, now)),
+    "login": lambda patient, _: look_at_issuer(patient.settings),
+    "traces": _in_a_thread(lambda patient, _: look_at_traces(patient.settings)),
+    "dashboard": _in_a_thread(lambda patient, _: look_at_dashboard(patient.dashboard)),
+}
+
+
+def engines_of(settings: GatewaySettings) -> EngineSettings:
+    key = settings.foreign_api_key
+    return EngineSettings(settings.engines, curve_of(settings), key.get_secret_value() if key else None)
 
 
 def curve_of(settings: GatewaySettings) -> CurveKeys | None:

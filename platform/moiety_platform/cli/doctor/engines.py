@@ -18,6 +18,7 @@ from moiety_platform.engine_client.curve import CurveKeys
 from moiety_wire.codec import decode_to_gateway, encode
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.messages import PROTOCOL_VERSION, Card, Hello
+from moiety_wire.roles import EngineRole
 
 AREA = "engines"
 TIMEOUT_S = 3.0
@@ -28,10 +29,11 @@ VERSION = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01"  # no more than it takes to
 
 @dataclass(frozen=True)
 class Settings:
-    """What a gateway is told of its engines. `has_curve`: it has keys for them."""
+    """What a gateway is told of its engines. `foreign_key` is for servers of others whose address names no file."""
 
     addresses: Sequence[str]
     curve: CurveKeys | None
+    foreign_key: str | None = None
 
 
 def look_at_engines(settings: Settings, timeout_s: float = TIMEOUT_S) -> Iterator[Finding]:
@@ -42,7 +44,7 @@ def look_at_engines(settings: Settings, timeout_s: float = TIMEOUT_S) -> Iterato
     cards: list[tuple[str, Card]] = []
     for address in settings.addresses:
         if is_foreign(address):
-            yield _look_at_foreign(address, timeout_s)
+            yield _look_at_foreign(address, settings.foreign_key, timeout_s)
             continue
         places = list(_resolve(address)) if is_name(address) else [address]
         if not places:
@@ -55,6 +57,7 @@ def look_at_engines(settings: Settings, timeout_s: float = TIMEOUT_S) -> Iterato
                 found = ok(AREA, "engine", f"{place}: {found.model} ({found.family}) on {found.device}")
             yield found
     yield from _disagreements(cards)
+    yield from _half_pools(cards)
 
 
 def _resolve(address: str) -> Iterator[str]:
@@ -125,7 +128,7 @@ def _hello(address: str, curve: CurveKeys | None, timeout_s: float) -> Card | Fi
             except UndecodableMessage:
                 break
             if cards:
-                return cards[0]
+                return _of_this_release(address, cards[0])
     if curve is not None:
         advice = "set curve_server_key to the public key of the engine's --curve-key-file (its `engine_ready` line)"
         return wrong(AREA, "curve_wrong", f"{address}: the engine refuses the gateway's CURVE keys", advice)
@@ -133,10 +136,20 @@ def _hello(address: str, curve: CurveKeys | None, timeout_s: float) -> Card | Fi
     return wrong(AREA, "engine_silent", f"{address}: an engine listens, and does not answer a gateway's hello", advice)
 
 
-def _look_at_foreign(text: str, timeout_s: float) -> Finding:
+def _of_this_release(address: str, card: Card) -> Card | Finding:
+    """The card, if a gateway of this release can take the engine."""
+    if card.protocol_version == PROTOCOL_VERSION:
+        return card
+    told = f"{address}: the engine speaks protocol {card.protocol_version}, this release {PROTOCOL_VERSION}"
+    older = "engine" if card.protocol_version < PROTOCOL_VERSION else "gateway"
+    advice = f"run one release of both: bring the {older} up to date, and leave it out until then"
+    return wrong(AREA, "engine_release", told, advice)
+
+
+def _look_at_foreign(text: str, default_key: str | None, timeout_s: float) -> Finding:
     try:
         address = ForeignAddress.parse(text)
-        key = None if address.key_file is None else address.key_file.read_text().strip()
+        key = default_key if address.key_file is None else address.key_file.read_text().strip()
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         answer = httpx.get(f"{address.base_url}/models", headers=headers, timeout=timeout_s)
         answer.raise_for_status()
@@ -169,6 +182,14 @@ def _disagreements(cards: list[tuple[str, Card]]) -> Iterator[Finding]:
             told = f"{address} and {other_address} both serve {card.model!r} with another {', '.join(different)}"
             advice = "start both with the same checkpoint, or give one another --name"
             yield wrong(AREA, "model_mismatch", told, advice)
+
+
+def _half_pools(cards: list[tuple[str, Card]]) -> Iterator[Finding]:
+    """Models of which engines compute prompts, and none goes on with them."""
+    able = {card.model for _, card in cards if card.role is not EngineRole.PREFILL}
+    for model in sorted({card.model for _, card in cards} - able):
+        told = f"all engines of {model!r} compute prompts only (--role prefill)"
+        yield wrong(AREA, "role_missing", told, "start one that writes answers: moiety engine --role decode, or both")
 
 
 def local_engine(data_dir: Path) -> tuple[str, ...]:

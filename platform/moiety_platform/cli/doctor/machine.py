@@ -5,29 +5,34 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from moiety_platform.cli.doctor.finding import Finding, ok, warn, wrong
 
 AREA = "machine"
-OLDEST_PYTHON = (3, 11)
+PARTS = ("gateway", "engine", "dashboard", "deepspeed", "plot", "grpc")  # extras of what serves
 MIN_FILES = 4096  # a stream is a connection; each engine, database connection and journal is one more
 GOOD_FILES = 65_536
 MIN_FREE_BYTES = 1 << 30
 MIN_SHARED_BYTES = 512 << 20
 DRIVER_TIMEOUT_S = 10
+EFFECTIVE = os.access in os.supports_effective_ids
 PACKAGES = ("moiety", "torch", "triton", "litestar", "sqlalchemy", "pyzmq")
 
 
 def look_at_machine(data_dir: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> Iterator[Finding]:
-    """Python, packages, GPU, disk, open files, shared memory."""
-    yield from _python()
+    """Packages, GPU, data directory, disk, open files, shared memory."""
+    yield _packages()
     yield from _gpu()
+    yield from _data_dir(data_dir)
     yield _disk(data_dir, min_free_bytes)
     yield _files()
     yield _shared_memory(Path("/dev/shm"))
@@ -44,33 +49,73 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def _python() -> Iterator[Finding]:
+def _packages() -> Finding:
+    """Those that are there, against what this release asks for; of a part that is not installed nothing is asked."""
+    unfit = {}
+    for requirement in map(Requirement, requires("moiety") or ()):
+        marker = requirement.marker
+        if requirement.name == "moiety" or not (marker is None or any(marker.evaluate({"extra": x}) for x in PARTS)):
+            continue
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            unfit[f"{requirement.name}{requirement.specifier}"] = f"{requirement.name} {found}"
+    if unfit:
+        wanted = " ".join(map(shlex.quote, unfit))
+        command = f"{shlex.quote(sys.executable)} -m pip install {wanted}"
+        told = f"{', '.join(unfit.values())} {'do' if len(unfit) > 1 else 'does'} not fit this release"
+        return wrong(AREA, "packages_unfit", told, "install what it was made for, and start again what runs", command)
     shown = ", ".join(f"{name} {number or '–'}" for name, number in versions().items())
-    if sys.version_info < OLDEST_PYTHON:
-        yield wrong(AREA, "python_too_old", shown, "install Python 3.11 or newer, and Moiety with it")
-    else:
-        yield ok(AREA, "versions", shown)
+    return ok(AREA, "versions", shown)
 
 
 def _gpu() -> Iterator[Finding]:
-    if not Path("/dev/nvidiactl").exists():
-        yield ok(AREA, "gpu", "no NVIDIA GPU: engines run on the processor")
-        return
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        yield warn(AREA, "gpu_unknown", "there is a GPU, but no nvidia-smi", "install the driver's tools")
+        if Path("/dev/nvidiactl").exists():
+            yield warn(AREA, "gpu_unknown", "there is a GPU, but no nvidia-smi", "install the driver's tools")
+        else:
+            yield ok(AREA, "gpu", "no NVIDIA GPU: engines run on the processor")
         return
     query = [tool, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, check=True)
+        told = subprocess.run(query, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, check=False)
+        failure = "" if told.returncode == 0 else (told.stdout or told.stderr).strip() or f"exit code {told.returncode}"
     except (subprocess.SubprocessError, OSError) as exc:
-        advice = "the driver does not answer: see dmesg, and load or reinstall the driver"
-        yield wrong(AREA, "gpu_driver", f"nvidia-smi failed: {exc}", advice)
+        failure = str(exc)
+    if failure:
+        advice = "the driver is not loaded: load it; where that fails, dmesg says why, and it must be installed anew"
+        yield wrong(AREA, "gpu_driver", f"nvidia-smi failed: {failure}", advice, "modprobe nvidia")
         return
     yield ok(AREA, "gpu", told.stdout.strip().replace("\n", "; "))
     if versions()["torch"] is not None and versions()["triton"] is None:
         advice = "install triton, or engines compute experts by plain torch"
-        yield warn(AREA, "triton_missing", "torch is there, triton is not", advice, "pip install triton")
+        command = f"{shlex.quote(sys.executable)} -m pip install triton"
+        yield warn(AREA, "triton_missing", "torch is there, triton is not", advice, command)
+
+
+def _data_dir(data_dir: Path) -> Iterator[Finding]:
+    """Whether who asks may write it and the journal in it; asked as the user that the gateway runs as."""
+    for folder in (data_dir, data_dir / "usage-journal"):
+        if folder.exists() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=EFFECTIVE):
+            yield _closed(folder)
+
+
+def _closed(folder: Path) -> Finding:
+    found, user = folder.stat(), os.geteuid()
+    place = shlex.quote(str(folder))
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        advice = "its file system is read-only: mount one that can be written there, or set another data directory"
+        return wrong(AREA, "data_dir_closed", f"{folder} cannot be written", advice)
+    if not folder.is_dir():
+        advice = "a file is in the way of the folder: put it elsewhere"
+        return wrong(AREA, "data_dir_closed", f"{folder} is no folder", advice, f"mv {place} {place}.away")
+    told = f"{folder} cannot be written by user {user}: it is of user {found.st_uid}, mode {found.st_mode & 0o777:o}"
+    advice = "let the gateway's user have it, or usage that the database cannot take has nowhere to go"
+    command = f"chmod u+rwx {place}" if found.st_uid == user else f"chown -R {user} {place}"
+    return wrong(AREA, "data_dir_closed", told, advice, command)
 
 
 def _disk(data_dir: Path, min_free_bytes: int) -> Finding:

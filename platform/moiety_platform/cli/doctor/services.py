@@ -1,17 +1,18 @@
-"""What speaks HTTP: the gateway, its admin API, the trace store, the dashboard."""
+"""What speaks HTTP: the gateway, its admin API, the issuer of logins, the trace store, the dashboard."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 import httpx
 
+from moiety_platform.auth.oidc import UNREADABLE, OtherIssuer, read_keys
 from moiety_platform.cli.doctor.finding import Finding, ok, wrong
 from moiety_platform.settings import GatewaySettings
 
-GATEWAY, TRACES, DASHBOARD = "gateway", "traces", "dashboard"
+GATEWAY, LOGIN, TRACES, DASHBOARD = "gateway", "login", "traces", "dashboard"
 TIMEOUT_S = 5.0
 MAX_SKEW_S = 5.0  # a Date header has whole seconds
 
@@ -22,14 +23,17 @@ def look_at_gateway(url: str, admin_key: str | None, now: datetime) -> Iterator[
         health = httpx.get(f"{url}/healthz", timeout=TIMEOUT_S)
         ready = httpx.get(f"{url}/readyz", timeout=TIMEOUT_S)
         is_ours = health.status_code == httpx.codes.OK and health.json() == {"status": "ok"}
-    except ValueError:
+    except (ValueError, httpx.RemoteProtocolError, httpx.ReadError):
         is_ours = False
     except httpx.HTTPError as exc:
         advice = "start `moiety gateway` or `moiety serve`, or give its address as --url"
         yield wrong(GATEWAY, "gateway_away", f"{url} does not answer ({type(exc).__name__})", advice)
         return
     if not is_ours:
-        yield wrong(GATEWAY, "not_a_gateway", f"{url} is no Moiety gateway", "give the gateway's address as --url")
+        advice = (
+            "give the gateway's address as --url; if it should be there, stop what has its port (ss -ltnp names it)"
+        )
+        yield wrong(GATEWAY, "not_a_gateway", f"something listens at {url} that is no gateway", advice)
         return
     yield from _look_at_its_clock(health, now)
     if ready.status_code == httpx.codes.OK:
@@ -61,6 +65,41 @@ def _look_at_key(url: str, admin_key: str) -> Finding:
     except (ValueError, KeyError, TypeError):
         reason = str(answer.status_code)
     return wrong(GATEWAY, "admin_key_refused", f"the gateway refuses the administrator's key: {reason}", advice)
+
+
+async def look_at_issuer(settings: GatewaySettings) -> AsyncIterator[Finding]:
+    """Whether its keys can be read, as a gateway reads them."""
+    issuer = settings.oidc_issuer
+    if issuer is None:
+        yield ok(LOGIN, "issuer", "administrators come with keys; no issuer of tokens is configured")
+        return
+    try:
+        async with httpx.AsyncClient(timeout=TIMEOUT_S) as http:
+            keys = await read_keys(http, issuer)
+    except OtherIssuer as exc:
+        advice = "set oidc_issuer to exactly that, with or without its last slash"
+        yield wrong(LOGIN, "issuer_other", f"{issuer}: {exc}", advice)
+    except UNREADABLE as exc:
+        yield _unreadable(issuer, exc)
+    else:
+        if keys:
+            yield ok(LOGIN, "issuer", f"{issuer} publishes {len(keys)} keys")
+        else:
+            advice = "have it sign with RS256, PS256, ES256 or EdDSA, and publish those keys"
+            yield wrong(LOGIN, "issuer_keys", f"{issuer} publishes no key that tokens can be checked with", advice)
+
+
+def _unreadable(issuer: str, failure: Exception) -> Finding:
+    text = str(failure) or type(failure).__name__
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        advice = (
+            "renew the certificate; if an authority of your own made it, name its file to gateways in SSL_CERT_FILE"
+        )
+        return wrong(LOGIN, "issuer_certificate", f"{issuer}: {text}", advice)
+    advice = (
+        "start the issuer, correct oidc_issuer, or let gateways reach it: known keys count on for a while, new none"
+    )
+    return wrong(LOGIN, "issuer_away", f"{issuer} does not tell its keys: {text}", advice)
 
 
 def look_at_traces(settings: GatewaySettings) -> Iterator[Finding]:

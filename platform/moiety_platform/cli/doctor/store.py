@@ -24,13 +24,17 @@ from moiety_platform.clock import Clock
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.db.url import redact
+from moiety_platform.prices.models import PriceRecord
+from moiety_platform.quota.kinds import Kind, Unit
+from moiety_platform.quota.models import Quota
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.models import ApiKey
+from moiety_platform.usage.models import UsageHour
 from moiety_platform.usage.reconciliation import hold_still, reconcile
 
 AREA = "store"
 MAX_SKEW_S = 2.0
-DRIFT_HOURS = 24
+DRIFT_HOURS = 48  # so that a whole day is in it, whose sums can be compared
 MIGRATE_TIMEOUT_S = 30
 
 
@@ -48,6 +52,7 @@ async def look_at_store(settings: GatewaySettings, admin_key: str | None, clock:
             yield await look_at_clock(session, clock)
             yield await look_at_pepper(session, settings, admin_key)
             yield await look_at_owners(session, clock)
+            yield await look_at_prices(session, clock)
         async with database.read() as session:
             await hold_still(session)
             async for finding in look_at_books(session, clock):
@@ -131,6 +136,22 @@ async def look_at_owners(session: AsyncSession, clock: Clock) -> Finding:
     return ok(AREA, "owners", f"working keys of owners: {owners}")
 
 
+async def look_at_prices(session: AsyncSession, clock: Clock) -> Finding:
+    """Limits in money bound only what has a price."""
+    money = [kind for kind in Kind if kind.unit is Unit.MONEY]
+    limits = await session.scalar(select(func.count()).select_from(Quota).where(Quota.kind.in_(money))) or 0
+    if not limits:
+        return ok(AREA, "prices", "no limit is in money")
+    since = clock.now() - timedelta(hours=DRIFT_HOURS)
+    used = select(UsageHour.model).where(UsageHour.hour >= since, UsageHour.output_tokens > 0).distinct()
+    free = sorted(await session.scalars(used.where(UsageHour.model.not_in(select(PriceRecord.model)))))
+    if free:
+        told = f"{', '.join(free[:3])} has no price, and {limits} limits are in money: they do not bound it"
+        advice = f"set one (dollars a million tokens): moiety price set {shlex.quote(free[0])} --input … --output …"
+        return wrong(AREA, "price_missing", told, advice)
+    return ok(AREA, "prices", f"what was used in {DRIFT_HOURS} h has a price")
+
+
 async def look_at_books(session: AsyncSession, clock: Clock) -> AsyncIterator[Finding]:
     """Requests, ledger, sums and limits."""
     until = clock.now()
@@ -140,6 +161,10 @@ async def look_at_books(session: AsyncSession, clock: Clock) -> AsyncIterator[Fi
         tenants = ", ".join(one.tenant_id for one in report.differences[:3])
         told = f"requests, ledger and sums of {len(report.differences)} tenants differ: {tenants}"
         yield wrong(AREA, "books_differ", told, again, "moiety usage reconcile")
+    if report.days:
+        tenants = ", ".join(one.tenant_id for one in report.days[:3])
+        told = f"the sums of days of {len(report.days)} tenants are not those of their hours: {tenants}"
+        yield wrong(AREA, "days_differ", told, again, "moiety usage reconcile")
     if report.windows:
         limits = ", ".join(sorted({one.quota_id for one in report.windows})[:3])
         told = f"{len(report.windows)} windows of limits are not what their leases come to: {limits}"

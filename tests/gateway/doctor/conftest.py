@@ -1,0 +1,136 @@
+"""A healthy deployment for the doctor, and means to hurt it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shutil
+import socket
+import subprocess
+import sys
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+
+import pytest
+import zmq
+
+from moiety_engine.front.front import Front
+from moiety_engine.front.settings import FrontSettings
+from moiety_engine.scripted.link import ScriptedCore
+from moiety_engine.scripted.script import Script
+from moiety_engine.scripted.text_model import scripted_text_model
+from moiety_migrations import upgrade
+from moiety_platform.cli.doctor.command import Patient, examine
+from moiety_platform.cli.doctor.finding import Level
+from moiety_platform.cli.gateway import ensure_first_keys
+from moiety_platform.clock import SystemClock
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.listening import bind
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.trace_receiver.process import TraceServer, build_app
+from moiety_platform.trace_receiver.settings import TraceSettings
+
+COMMAND_S = 60
+MOIETY = f'moiety() {{ {sys.executable} -m moiety_platform.cli "$@"; }}; '
+TOKEN = "a token of gateways"
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+class World:
+    """A healthy deployment, and means to hurt it."""
+
+    def __init__(self, patient: Patient, gateway, stack: AsyncExitStack) -> None:
+        self.patient, self.gateway, self.stack = patient, gateway, stack
+        self.clock = SystemClock()
+
+    def changed(self, **settings) -> Patient:
+        return dataclasses.replace(self.patient, settings=self.patient.settings.model_copy(update=settings))
+
+    async def engine(self, **options) -> str:
+        """A front that listens; its address."""
+        return await self.stack.enter_async_context(run_engine(**options))
+
+    def run(self, command: str) -> None:
+        """Advice, as it stands, in a shell."""
+        subprocess.run(["bash", "-c", MOIETY + command], check=True, timeout=COMMAND_S, capture_output=True)
+
+
+@asynccontextmanager
+async def run_engine(chat_template=None, **options):
+    context = zmq.Context()
+    settings = FrontSettings(**{"model": "scripted", "listen": "tcp://127.0.0.1:0", **options})
+    text = scripted_text_model()
+    if chat_template is not None:
+        text = dataclasses.replace(text, chat_template=chat_template)
+    front = Front(settings, "engine", text, ScriptedCore(Script()), context)
+    await front.start()
+    assert await front.wait_ready()
+    try:
+        yield front.address
+    finally:
+        await front.close()
+        context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def run_trace_store(folder, token=TOKEN, port=0):
+    database = f"sqlite:///{folder / 'moiety.db'}"
+    upgrade(f"sqlite:///{folder / 'traces.db'}")
+    settings = TraceSettings(database_url=database, traces_token=token, log_format="json")
+    async with build_app(settings) as app:
+        listener = bind("127.0.0.1", port)
+        server = TraceServer(app)
+        task = asyncio.create_task(server.serve([listener]))
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/otlp"
+        finally:
+            server.request_exit()
+            await task
+
+
+@pytest.fixture(scope="module")
+def migrated(tmp_path_factory):
+    path = tmp_path_factory.mktemp("migrated") / "moiety.db"
+    upgrade(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture
+async def world(tmp_path, migrated, start_gateway, card):
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    shutil.copy(migrated, data_dir / "moiety.db")
+    settings = GatewaySettings(data_dir=data_dir)
+    keys = await ensure_first_keys(settings, reissue=False)
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(start_gateway([FakeEngineClient(card)]))
+        patient = Patient(settings, gateway.url, keys.admin_key, None)
+        yield World(patient, gateway, stack)
+
+
+@pytest.fixture
+def heals(world):
+    """Plant a fault, which says what is looked at, have it found by its code and nothing else, follow the advice, which
+    says again what is looked at, and have nothing found."""
+
+    async def heal(fault, area, code):
+        steps = fault(world)
+        async with aclosing(steps):
+            patient = await anext(steps)
+            found = await complaints(world, patient, area)
+            assert [one.code for one in found] == [code]
+            assert found[0].advice
+            patient = await steps.asend(found[0])
+            assert await complaints(world, patient, area) == []
+
+    return heal
+
+
+async def complaints(world, patient, area):
+    """What is wrong or to be watched there."""
+    only = dataclasses.replace(patient, only=frozenset({area}))
+    return [one for one in await examine(only, world.clock) if one.level is not Level.OK]

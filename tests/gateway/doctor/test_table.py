@@ -1,0 +1,40 @@
+"""Whatever the doctor can complain of is planted by a test, and stands in docs/operations.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+DOCTOR = ROOT / "platform" / "moiety_platform" / "cli" / "doctor"
+PAGE = ROOT / "docs" / "operations.md"
+
+
+def complaints() -> set[str]:
+    """The codes of all that is wrong or to be watched, as the sources have them."""
+    calls = [
+        node
+        for path in DOCTOR.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("wrong", "warn")
+    ]
+    return {ast.literal_eval(call.args[1]) for call in calls}
+
+
+def rows() -> dict[str, str]:
+    """What the page's table says of each."""
+    page = PAGE.read_text(encoding="utf-8").partition("### What it complains of")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.MULTILINE))
+
+
+def test_the_page_has_every_complaint_and_no_other() -> None:
+    assert sorted(rows()) == sorted(complaints())
+
+
+def test_what_the_page_does_not_call_unplanted_is_planted_by_a_test() -> None:
+    files = [path for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)]
+    tests = "".join(path.read_text(encoding="utf-8") for path in files)
+    planted = {code for code in complaints() if f'"{code}"' in tests}
+    assert planted == {code for code, said in rows().items() if "not planted" not in said}
+    assert len(planted) >= 15
