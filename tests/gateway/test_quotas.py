@@ -270,3 +270,15 @@ async def test_a_keys_limit_holds_for_those_it_is_rotated_to(limited):
         assert await used(gateway, quota) == sum(answer.usage.total_tokens for answer in answers)
         (listed,) = (await admin(gateway, "GET", f"/quotas?scope_id={successor['key']['id']}"))["data"]
         assert listed["id"] == quota["id"]
+
+
+async def test_a_refusal_by_a_limit_breaks_no_promise(limited):
+    async with limited() as gateway:
+        await limit(gateway, "tenant", 1, "requests_per_minute")
+        await ask(gateway)
+        with pytest.raises(openai.RateLimitError):
+            await ask(gateway)
+        _, _, text = await gateway.request("GET", "/metrics")
+        told = [line for line in text.decode().splitlines() if line.startswith("moiety_sla_total{")]
+        assert sorted(line.rpartition(" ")[2] for line in told) == ["0.0", "1.0"]
+        assert 'moiety_sla_total{attained="true",model="tiny",service_class="standard"} 1.0' in told

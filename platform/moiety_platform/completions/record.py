@@ -163,10 +163,11 @@ class RequestRecord:
             self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
 
     def sla_attained(self, now_s: float) -> bool | None:
-        """Whether the promise of the served class was kept; None where there was none to keep: for a bad request, and
-        for a client that left while it could still be kept."""
+        """Whether the promise of the served class was kept; None where there was none to keep: for a bad request, for
+        one beyond a limit, and for a client that left while it could still be kept."""
         service = self.served
-        if service is None or (self.outcome in ("failed", "rejected") and self.http_status in range(400, 429)):
+        is_theirs = self.http_status in range(400, 500) and self.admission_outcome != "rejected"
+        if service is None or (self.outcome in ("failed", "rejected") and is_theirs):
             return None
         if self.outcome in ("stop", "length"):
             return is_kept(service, self.progress)

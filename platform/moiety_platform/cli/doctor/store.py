@@ -137,7 +137,7 @@ async def look_at_owners(session: AsyncSession, clock: Clock) -> Finding:
 
 
 async def look_at_prices(session: AsyncSession, clock: Clock) -> Finding:
-    """Limits in money bound only what has a price."""
+    """What has no price is refused to whoever has a limit in money."""
     money = [kind for kind in Kind if kind.unit is Unit.MONEY]
     limits = await session.scalar(select(func.count()).select_from(Quota).where(Quota.kind.in_(money))) or 0
     if not limits:
@@ -146,7 +146,7 @@ async def look_at_prices(session: AsyncSession, clock: Clock) -> Finding:
     used = select(UsageHour.model).where(UsageHour.hour >= since, UsageHour.output_tokens > 0).distinct()
     free = sorted(await session.scalars(used.where(UsageHour.model.not_in(select(PriceRecord.model)))))
     if free:
-        told = f"{', '.join(free[:3])} has no price, and {limits} limits are in money: they do not bound it"
+        told = f"{', '.join(free[:3])} has no price: whoever has one of the {limits} limits in money is refused"
         advice = f"set one (dollars a million tokens): moiety price set {shlex.quote(free[0])} --input … --output …"
         return wrong(AREA, "price_missing", told, advice)
     return ok(AREA, "prices", f"what was used in {DRIFT_HOURS} h has a price")
