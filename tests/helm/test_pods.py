@@ -25,6 +25,14 @@ networkPolicies: {enabled: true}
 gateway: {replicas: 2, deregisterSeconds: 1, drainSeconds: 20}
 engines:
   - {name: demo, replicas: 2, drainSeconds: 20, options: {scripted: true, scripted-step-ms: 20}}
+declared:
+  classes: [{name: gold, rank: 0, ttft_s: 5}]
+  tenants:
+    - name: initech
+      service_class: gold
+      limits: {tokens_per_day: 2000000}
+      projects: [{name: web, keys: [{name: ci, keySecret: initech-ci}]}]
+  prices: [{model: scripted, input: 0.15, output: "0.60"}]
 """
 START_S = 150.0
 STREAMS_A_SECOND = 20
@@ -89,6 +97,23 @@ def test_a_release_is_installed_and_a_rolling_restart_of_everything_costs_no_str
     assert used["output_tokens"] == sum(one.usage["completion_tokens"] for one in streams)
     assert used["prompt_tokens"] == sum(one.usage["prompt_tokens"] for one in streams)
     assert tenant
+
+
+def test_what_values_declare_is_there_after_each_job_and_the_declared_key_is_served(release: Running) -> None:
+    key = (release.folder / "secrets" / "initech-ci" / "key").read_text()
+    as_owner = {"Authorization": f"Bearer {release.owner_key}"}
+    with httpx.Client(base_url=release.url, timeout=60, trust_env=False) as client:
+
+        def listed(what: str) -> list[dict[str, Any]]:
+            return list(client.get(f"/admin/v1/{what}", headers=as_owner).json()["data"])
+
+        (tenant,) = (one for one in listed("tenants") if one["name"] == "initech")
+        (limit,) = (one for one in listed("quotas") if one["scope_id"] == tenant["id"])
+        assert (tenant["service_class"], limit["kind"], limit["cap"]) == ("gold", "tokens_per_day", 2_000_000)
+        assert [one["model"] for one in listed("prices")] == ["scripted"]
+        body = {"model": "scripted", "prompt": "hello", "max_tokens": 5}
+        answer = client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "hello")
 
 
 @pytest.mark.parametrize(
