@@ -18,7 +18,7 @@ import httpx
 
 from moiety_platform.supervisor.ports import claim_port
 
-START_S = 60.0
+START_S = 180.0
 NUM_ENGINES = 2
 STEP_MS = 4
 

@@ -1,0 +1,142 @@
+"""The chart's autoscaler of an engine pool, replayed on two real traces.
+
+    cd benchmarks && python -m autoscaling --traces FOLDER [--only diurnal] [--output results/autoscaling.json]
+
+For each trace: the objects as the chart renders them, the same by queue time alone, and as many devices throughout as
+the autoscaler may have. What a pool of that size keeps is what can be had; the rest is what scaling costs and saves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from autoscaling.chart import draw
+from autoscaling.hpa import Terms
+from autoscaling.replay import Outcome, fixed, replay, scaled_object
+from moiety_engine.simulator.capacity import Capacity, at_load, measure_capacity
+from moiety_engine.simulator.devices import A100_LLAMA3_8B
+from moiety_engine.simulator.pool import PoolTerms
+from moiety_platform.bench.environment import describe_environment
+from moiety_wire.classes import SHIPPED
+from moiety_workload.readers import load_workload
+from moiety_workload.request import Workload
+from moiety_workload.transforms import cut, last_for
+
+HERE = Path(__file__).parents[1]
+START_S = 120.0  # from a pod's making to its first request: pulled, loaded, found by its name
+WELL_USED = 0.5  # of what a device can do: what tokensPerSecond is to say, by docs/install.md
+MOST = 6
+SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`make` turns the trace into what arrives, in devices' capacity; `first`: devices at its begin."""
+
+    trace: str
+    make: Callable[[Workload, Capacity], Workload]
+    first: int
+
+
+def a_day(trace: Workload, capacity: Capacity) -> Workload:
+    """A day in an hour and a half, so much steeper than days are: from 0.3 to 2.2 devices' worth and back."""
+    duration_s, low, high = 5400.0, 0.3, 2.2
+    busiest = at_load(last_for(trace, duration_s), capacity, high, SEED)
+    rng = Random(f"day {SEED}")
+
+    def share(time_s: float) -> float:
+        return (low + (high - low) * (1 - math.cos(2 * math.pi * time_s / duration_s)) / 2) / high
+
+    kept = tuple(one for one in busiest.requests if rng.random() < share(one.arrival_s))
+    return replace(busiest, requests=kept)
+
+
+def as_it_came(trace: Workload, capacity: Capacity) -> Workload:
+    """Its own bursts, at one and a half devices' worth; the first 40 minutes."""
+    return cut(at_load(trace, capacity, 1.5, SEED), 0.0, 2400.0)
+
+
+SCENARIOS = {
+    "diurnal": Scenario("azure2023/AzureLLMInferenceTrace_conv.csv", a_day, 2),
+    "bursty": Scenario("azure2023/AzureLLMInferenceTrace_code.csv", as_it_came, 4),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, required=True, help="folder with azure2023/")
+    parser.add_argument("--only", choices=SCENARIOS, help="one of the two")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "autoscaling.json")
+    options = parser.parse_args()
+    known = json.loads(options.output.read_text())["scenarios"] if options.only and options.output.exists() else {}
+    scenarios = {**known}
+    for name in [options.only] if options.only else list(SCENARIOS):
+        scenarios[name] = run(SCENARIOS[name], options.traces)
+        for variant, one in scenarios[name]["variants"].items():
+            print(name, variant, {key: _short(value) for key, value in one["figures"].items()}, file=sys.stderr)
+    report = {
+        "date": date.today().isoformat(),
+        "command": "cd benchmarks && python -m autoscaling --traces FOLDER",
+        "settings": {"start_s": START_S, "well_used": WELL_USED, "device": A100_LLAMA3_8B.name, "seed": SEED},
+        "environment": describe_environment(),
+        "scenarios": scenarios,
+    }
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    draw(report, options.output.with_suffix(".png"))
+
+
+def run(scenario: Scenario, traces: Path) -> dict[str, Any]:
+    """All variants of one scenario."""
+    trace = load_workload(traces / scenario.trace)
+    workload = scenario.make(trace, measure_capacity(trace, A100_LLAMA3_8B))
+    capacity = measure_capacity(workload, A100_LLAMA3_8B)
+    tokens_per_s = sum(one.output_tokens for one in workload.requests) / workload.duration_s / capacity.offered
+    settings = {"tokensPerSecond": round(WELL_USED * tokens_per_s), "minReplicas": 2, "maxReplicas": MOST}
+    terms = Terms.of_scaled_object(scaled_object(settings))
+    queue = [one for one in terms.metrics if one.name == "queue-time"]
+    pool = PoolTerms(A100_LLAMA3_8B, "moiety", {one.name: one for one in SHIPPED}, START_S)
+    variants = {
+        "chart": replay(workload, pool, terms, scenario.first),
+        "queue time alone": replay(workload, pool, replace(terms, metrics=queue), scenario.first),
+        f"{MOST} devices throughout": fixed(workload, pool, MOST),
+    }
+    return {
+        "trace": scenario.trace,
+        "settings": settings,
+        "load_in_devices": capacity.offered,
+        "tokens_per_s_of_a_full_device": tokens_per_s,
+        "arrivals_per_minute": _per_minute(workload),
+        "variants": {name: _told(one) for name, one in variants.items()},
+    }
+
+
+def _told(outcome: Outcome) -> Mapping[str, Any]:
+    return {
+        "figures": outcome.figures(),
+        "sizes": [(time_s, wanted, ready) for time_s, wanted, ready in outcome.sizes if time_s % 60 == 0],
+        "kept": [(time_s, share) for time_s, share, _ in outcome.windows()],
+    }
+
+
+def _per_minute(workload: Workload) -> list[int]:
+    counts = [0] * math.ceil(workload.duration_s / 60)
+    for one in workload.requests:
+        counts[int(one.arrival_s // 60)] += 1
+    return counts
+
+
+def _short(value: object) -> object:
+    return round(value, 3) if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""A HorizontalPodAutoscaler's arithmetic, from its object or from the ScaledObject of KEDA that makes one.
+
+As in Kubernetes' pkg/controller/podautoscaler (1.34): every 15 s each metric proposes a number of replicas, the largest
+counts, the windows of stabilization and the policies of `behavior` bound it. KEDA hands an external metric for each
+trigger to such an autoscaler, and answers 0 for a query that finds nothing (`ignoreNullValues`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SYNC_S = 15.0
+TOLERANCE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """`query` is PromQL. An average is divided among the replicas; a value is not."""
+
+    name: str
+    query: str
+    target: float
+    is_average: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """One direction of `behavior`. `policies` are (type, value, period)."""
+
+    window_s: float
+    policies: Sequence[tuple[str, int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the object says."""
+
+    min_replicas: int
+    max_replicas: int
+    metrics: Sequence[Metric]
+    up: Rules
+    down: Rules
+
+    @classmethod
+    def of_scaled_object(cls, document: Mapping[str, Any]) -> Terms:
+        """KEDA's. Raises KeyError where it has what is not known here."""
+        spec = document["spec"]
+        metrics = [
+            Metric(
+                one["name"],
+                one["metadata"]["query"],
+                float(one["metadata"]["threshold"]),
+                {"Value": False, "AverageValue": True}[one["metricType"]],
+            )
+            for one in spec["triggers"]
+            if one["type"] == "prometheus" and one["metadata"]["ignoreNullValues"] == "true"
+        ]
+        behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        return cls._of(spec["minReplicaCount"], spec["maxReplicaCount"], metrics, behavior)
+
+    @classmethod
+    def of_autoscaler(cls, document: Mapping[str, Any], queries: Mapping[str, str]) -> Terms:
+        """Kubernetes' own, with external metrics; `queries` are an adapter's, by the metrics' names."""
+        spec = document["spec"]
+        metrics = []
+        for one in spec["metrics"]:
+            metric, target = one["external"]["metric"], one["external"]["target"]
+            query = queries[metric["name"]] % metric["selector"]["matchLabels"]
+            is_average = target["type"] == "AverageValue"
+            amount = target["averageValue" if is_average else "value"]
+            metrics.append(Metric(metric["name"], query, float(amount), is_average))
+        return cls._of(spec["minReplicas"], spec["maxReplicas"], metrics, spec["behavior"])
+
+    @classmethod
+    def _of(cls, least: int, most: int, metrics: Sequence[Metric], behavior: Mapping[str, Any]) -> Terms:
+        up, down = (
+            Rules(
+                behavior[side]["stabilizationWindowSeconds"],
+                [(one["type"], one["value"], one["periodSeconds"]) for one in behavior[side]["policies"]],
+            )
+            for side in ("scaleUp", "scaleDown")
+        )
+        return cls(least, most, metrics, up, down)
+
+
+@dataclass
+class Autoscaler:
+    """Remembers what was recommended and done. `read` answers a query with a number."""
+
+    terms: Terms
+    read: Callable[[str], float]
+    _recommended: list[tuple[float, int]] = field(default_factory=list)
+    _changes: list[tuple[float, int]] = field(default_factory=list)
+
+    def decide(self, now_s: float, current: int, ready: int) -> int:
+        """How many replicas there are to be, of so many that are asked for and so many that are ready."""
+        proposed = max(propose(one, self.read(one.query), current, ready) for one in self.terms.metrics)
+        steady = self._stabilise(now_s, current, proposed)
+        wanted = self._pace(now_s, current, steady)
+        if wanted != current:
+            self._changes.append((now_s, wanted - current))
+        return wanted
+
+    def _stabilise(self, now_s: float, current: int, proposed: int) -> int:
+        """No more than the least that was proposed within one window, no less than the most within the other."""
+        self._recommended.append((now_s, proposed))
+        longest_s = max(self.terms.up.window_s, self.terms.down.window_s)
+        self._recommended = [one for one in self._recommended if one[0] > now_s - longest_s or one[0] == now_s]
+        least = min(self._within(now_s, self.terms.up.window_s))
+        most = max(self._within(now_s, self.terms.down.window_s))
+        return min(max(current, least), most)
+
+    def _within(self, now_s: float, window_s: float) -> list[int]:
+        return [count for at_s, count in self._recommended if at_s > now_s - window_s or at_s == now_s]
+
+    def _pace(self, now_s: float, current: int, wanted: int) -> int:
+        """As fast as the widest policy lets it, and within what the object allows at all."""
+        if wanted > current:
+            most = max(self._limit(now_s, current, *policy) for policy in self.terms.up.policies)
+            wanted = min(wanted, max(most, current))
+        elif wanted < current:
+            least = min(self._limit(now_s, current, *policy, sign=-1) for policy in self.terms.down.policies)
+            wanted = max(wanted, min(least, current))
+        return min(max(wanted, self.terms.min_replicas), self.terms.max_replicas)
+
+    def _limit(self, now_s: float, current: int, kind: str, value: int, period_s: float, sign: int = 1) -> int:
+        began = current - sum(change for at_s, change in self._changes if at_s > now_s - period_s)
+        if kind == "Pods":
+            return began + sign * value
+        share = began * (1 + sign * value / 100)
+        return math.ceil(share) if sign > 0 else int(share)
+
+
+def propose(metric: Metric, value: float, current: int, ready: int) -> int:
+    """What one metric asks for. A tenth off the target is on it."""
+    if metric.is_average:
+        ratio = value / (metric.target * current)
+        return current if abs(1 - ratio) <= TOLERANCE else math.ceil(round(value / metric.target, 9))
+    ratio = value / metric.target
+    return current if abs(1 - ratio) <= TOLERANCE else math.ceil(round(ratio * ready, 9))

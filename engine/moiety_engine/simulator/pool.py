@@ -1,0 +1,141 @@
+"""A pool of devices whose number changes while it serves: what an autoscaler works on.
+
+A device that is asked for takes requests after the time that a start takes. One that is given up takes no more, and
+goes when the last of its own have ended. A request goes to the device with the fewest open ones, the earliest of them,
+and with none there it is lost. Each device is the real scheduler under virtual time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from moiety_engine.simulator.devices import Device
+from moiety_engine.simulator.driver import START_NS, Driver
+from moiety_engine.simulator.records import Record
+from moiety_wire.classes import ServiceClass
+from moiety_workload.request import TraceRequest, Workload
+
+_POLL_NS = 1_000_000  # how soon a scheduler that holds its requests back is asked again
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTerms:
+    """What each device of a pool is, and how long it takes from being asked for to taking requests."""
+
+    device: Device
+    policy: str
+    classes: Mapping[str, ServiceClass]
+    start_s: float
+
+
+class PoolDevice(Driver):
+    """One device, driven from moment to moment. `ended` collects the records of what has ended."""
+
+    def __init__(self, workload: Workload, terms: PoolTerms, max_tokens: int, ready_s: float) -> None:
+        empty = replace(workload, requests=())
+        super().__init__(empty, terms.device, terms.policy, terms.classes, max_tokens=max_tokens)
+        self.ready_s = ready_s
+        self.leaving = False
+        self.ended: list[Record] = []
+        self._inbox: deque[TraceRequest] = deque()
+        self._now_ns = START_NS + round(ready_s * 1e9)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that it was given and that have not ended."""
+        return self._num_open + len(self._inbox)
+
+    def give(self, request: TraceRequest) -> None:
+        """It begins with the first step after the request's arrival."""
+        self._inbox.append(request)
+
+    def advance(self, until_s: float) -> None:
+        """Run all steps that begin before that."""
+        until_ns = START_NS + round(until_s * 1e9)
+        while self._now_ns < until_ns:
+            while self._inbox and START_NS + self._inbox[0].arrival_s * 1e9 <= self._now_ns:
+                self._submit(self._inbox.popleft(), self._now_ns)
+            if not self._num_open:
+                arrival_ns = START_NS + round(self._inbox[0].arrival_s * 1e9) if self._inbox else until_ns
+                self._now_ns = max(self._now_ns + 1, min(arrival_ns, until_ns))
+                continue
+            plan = self._scheduler.plan(self._now_ns)
+            self._take_failures(self._now_ns)
+            if not plan.chunks:
+                self._now_ns += _POLL_NS
+                continue
+            end_ns = self._now_ns + max(1, round(self._cost_s(plan, self._now_ns) * 1e9))
+            self._step(plan, self._now_ns, end_ns)
+            self._now_ns = end_ns
+
+    def _close(self, record: Record, now_ns: int) -> None:
+        super()._close(record, now_ns)
+        self.ended.append(record)
+
+
+class Pool:
+    """Devices by the order of their asking; the last one asked for goes first, as in a StatefulSet."""
+
+    def __init__(self, workload: Workload, terms: PoolTerms, count: int) -> None:
+        self._workload = workload
+        self._terms = terms
+        self._max_tokens = max(request.output_tokens for request in workload.requests)
+        self._waiting = deque(workload.requests)
+        self._devices = [self._new(0.0) for _ in range(count)]
+        self._leaving: list[PoolDevice] = []
+        self.num_lost = 0
+        self.device_s = 0.0  # that were held, starts and departures included
+        self.now_s = 0.0
+
+    @property
+    def size(self) -> int:
+        """Devices that are wanted, ready or not."""
+        return len(self._devices)
+
+    @property
+    def num_ready(self) -> int:
+        return sum(one.ready_s <= self.now_s for one in self._devices)
+
+    @property
+    def num_open(self) -> int:
+        return sum(one.num_open for one in (*self._devices, *self._leaving))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all requests have come and ended."""
+        return not self._waiting and not self.num_open
+
+    def resize(self, count: int) -> None:
+        """Ask for more, or give up some."""
+        while len(self._devices) < count:
+            self._devices.append(self._new(self.now_s + self._terms.start_s))
+        while len(self._devices) > count:
+            self._leaving.append(self._devices.pop())
+
+    def advance(self, until_s: float) -> list[Record]:
+        """Let requests come and be served until then; the records of those that have ended meanwhile."""
+        while self._waiting and self._waiting[0].arrival_s < until_s:
+            request = self._waiting.popleft()
+            self._run(request.arrival_s)
+            ready = [one for one in self._devices if one.ready_s <= request.arrival_s]
+            if ready:
+                min(ready, key=lambda one: one.num_open).give(request)
+            else:
+                self.num_lost += 1
+        self._run(until_s)
+        self.device_s += (until_s - self.now_s) * (len(self._devices) + len(self._leaving))
+        self.now_s = until_s
+        ended = [record for one in (*self._devices, *self._leaving) for record in one.ended]
+        for one in (*self._devices, *self._leaving):
+            one.ended.clear()
+        self._leaving = [one for one in self._leaving if one.num_open]
+        return ended
+
+    def _run(self, until_s: float) -> None:
+        for one in (*self._devices, *self._leaving):
+            one.advance(until_s)
+
+    def _new(self, ready_s: float) -> PoolDevice:
+        return PoolDevice(self._workload, self._terms, self._max_tokens, ready_s)
