@@ -164,7 +164,7 @@ def main() -> None:
             postgres.close()
     report = {
         "date": date.today().isoformat(),
-        "command": "python benchmarks/upgrade.py",
+        "command": f"python benchmarks/upgrade.py --rate {options.rate:g} --seconds {options.seconds:g}",
         "settings": {"from": options.commit, "rate": options.rate, "seconds": options.seconds},
         "environment": describe_environment(),
         **checks,

@@ -1,6 +1,6 @@
 """The chart's autoscaler of an engine pool, replayed on two real traces.
 
-    cd benchmarks && python -m autoscaling --traces FOLDER [--only diurnal] [--output results/autoscaling.json]
+    cd benchmarks && python -m autoscaling --traces FOLDER [--jobs 6] [--output results/autoscaling.json]
 
 For each trace: the objects as the chart renders them, the same by queue time alone, and as many devices throughout as
 the autoscaler may have. What a pool of that size keeps is what can be had; the rest is what scaling costs and saves.
@@ -13,6 +13,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -48,8 +49,8 @@ class Scenario:
 
 
 def a_day(trace: Workload, capacity: Capacity) -> Workload:
-    """A day in an hour and a half, so much steeper than days are: from 0.3 to 2.2 devices' worth and back."""
-    duration_s, low, high = 5400.0, 0.3, 2.2
+    """A day in an hour, so much steeper than days are: from 0.3 to 2.2 devices' worth and back."""
+    duration_s, low, high = 3600.0, 0.3, 2.2
     busiest = at_load(last_for(trace, duration_s), capacity, high, SEED)
     rng = Random(f"day {SEED}")
 
@@ -71,18 +72,46 @@ SCENARIOS = {
 }
 
 
+CHART, QUEUE_ALONE, MOST_THROUGHOUT = "chart", "queue time alone", f"{MOST} devices throughout"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What arrives, the pool's values for the chart, the load and a full device's output, in devices and tokens/s."""
+
+    workload: Workload
+    settings: Mapping[str, int]
+    load: float
+    tokens_per_s: float
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, help="folder with azure2023/")
-    parser.add_argument("--only", choices=SCENARIOS, help="one of the two")
+    parser.add_argument("--jobs", type=int, default=6, help="processes")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "autoscaling.json")
     options = parser.parse_args()
-    known = json.loads(options.output.read_text())["scenarios"] if options.only and options.output.exists() else {}
-    scenarios = {**known}
-    for name in [options.only] if options.only else list(SCENARIOS):
-        scenarios[name] = run(SCENARIOS[name], options.traces)
-        for variant, one in scenarios[name]["variants"].items():
-            print(name, variant, {key: _short(value) for key, value in one["figures"].items()}, file=sys.stderr)
+    prepared = {name: prepare(name, options.traces) for name in SCENARIOS}
+    with ProcessPoolExecutor(options.jobs) as processes:
+        begun = {
+            (name, variant): processes.submit(run, name, variant, prepared[name])
+            for name in SCENARIOS
+            for variant in (CHART, QUEUE_ALONE, MOST_THROUGHOUT)
+        }
+        ended = {which: future.result() for which, future in begun.items()}
+    for which, one in ended.items():
+        print(*which, {key: _short(value) for key, value in one["figures"].items()}, file=sys.stderr)
+    scenarios = {
+        name: {
+            "trace": SCENARIOS[name].trace,
+            "settings": one.settings,
+            "load_in_devices": one.load,
+            "tokens_per_s_of_a_full_device": one.tokens_per_s,
+            "arrivals_per_minute": _per_minute(one.workload),
+            "variants": {variant: told for (whose, variant), told in ended.items() if whose == name},
+        }
+        for name, one in prepared.items()
+    }
     report = {
         "date": date.today().isoformat(),
         "command": "cd benchmarks && python -m autoscaling --traces FOLDER",
@@ -94,29 +123,26 @@ def main() -> None:
     draw(report, options.output.with_suffix(".png"))
 
 
-def run(scenario: Scenario, traces: Path) -> dict[str, Any]:
-    """All variants of one scenario."""
+def prepare(name: str, traces: Path) -> Prepared:
+    """What all variants of a scenario have in common."""
+    scenario = SCENARIOS[name]
     trace = load_workload(traces / scenario.trace)
     workload = scenario.make(trace, measure_capacity(trace, A100_LLAMA3_8B))
     capacity = measure_capacity(workload, A100_LLAMA3_8B)
     tokens_per_s = sum(one.output_tokens for one in workload.requests) / workload.duration_s / capacity.offered
     settings = {"tokensPerSecond": round(WELL_USED * tokens_per_s), "minReplicas": 2, "maxReplicas": MOST}
-    terms = Terms.of_scaled_object(scaled_object(settings))
-    queue = [one for one in terms.metrics if one.name == "queue-time"]
+    return Prepared(workload, settings, capacity.offered, tokens_per_s)
+
+
+def run(name: str, variant: str, prepared: Prepared) -> Mapping[str, Any]:
+    """One variant; in a process of its own."""
     pool = PoolTerms(A100_LLAMA3_8B, "moiety", {one.name: one for one in SHIPPED}, START_S)
-    variants = {
-        "chart": replay(workload, pool, terms, scenario.first),
-        "queue time alone": replay(workload, pool, replace(terms, metrics=queue), scenario.first),
-        f"{MOST} devices throughout": fixed(workload, pool, MOST),
-    }
-    return {
-        "trace": scenario.trace,
-        "settings": settings,
-        "load_in_devices": capacity.offered,
-        "tokens_per_s_of_a_full_device": tokens_per_s,
-        "arrivals_per_minute": _per_minute(workload),
-        "variants": {name: _told(one) for name, one in variants.items()},
-    }
+    if variant == MOST_THROUGHOUT:
+        return _told(fixed(prepared.workload, pool, MOST))
+    terms = Terms.of_scaled_object(scaled_object(prepared.settings))
+    if variant == QUEUE_ALONE:
+        terms = replace(terms, metrics=[one for one in terms.metrics if one.name == "queue-time"])
+    return _told(replay(prepared.workload, pool, terms, SCENARIOS[name].first))
 
 
 def _told(outcome: Outcome) -> Mapping[str, Any]:

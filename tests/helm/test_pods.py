@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -116,6 +117,22 @@ def test_what_values_declare_is_there_after_each_job_and_the_declared_key_is_ser
         assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "hello")
 
 
+def test_what_the_install_page_has_a_user_type_next_makes_a_tenant_and_a_key(release: Running) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "install.md").read_text(encoding="utf-8")
+    typed = [line for line in page.splitlines() if line.startswith((".venv/bin/moiety tenant", ".venv/bin/moiety key"))]
+    assert len(typed) == 2
+    own = {"MOIETY_URL": release.url, "MOIETY_ADMIN_KEY": release.owner_key}
+    for line in typed:
+        command = line.replace(".venv/bin/moiety", f"{sys.executable} -m moiety_platform.cli")
+        told = subprocess.run(
+            ["bash", "-c", command], env=_environment() | own, capture_output=True, text=True, check=True
+        ).stdout
+    (key,) = re.findall(r"mty_\w+\.\w+", told)
+    body = {"model": "scripted", "prompt": "hello", "max_tokens": 5}
+    answer = httpx.post(f"{release.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+    assert answer.status_code == httpx.codes.OK
+
+
 @pytest.mark.parametrize(
     ("source", "target", "port", "reached"),
     [
@@ -178,7 +195,7 @@ async def _make_tenant(client: httpx.AsyncClient, as_owner: dict[str, str]) -> t
         assert answer.status_code == 201, answer.text
         return dict(answer.json())
 
-    tenant = await make("tenants", name="acme")
+    tenant = await make("tenants", name="load")
     project = await make("projects", tenant_id=tenant["id"], name="main")
     return tenant["id"], (await make("keys", project_id=project["id"], name="load"))["secret"]
 
