@@ -1,0 +1,37 @@
+"""What the chart's README says was executed, computed or validated is about what the chart renders."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from .conftest import CHART, Render
+from .test_pods import EXAMPLE, VALUES
+
+Objects = list[dict[str, Any]]
+
+
+def part(one: dict[str, Any]) -> tuple[str, str]:
+    """An object's kind, and the part of the release that it is of; all pools of engines are one."""
+    component = one["metadata"]["labels"]["app.kubernetes.io/component"]
+    return one["kind"], "engine" if component.startswith("engine-") else component
+
+
+def told() -> dict[tuple[str, str], str]:
+    """The table: kind and part → what was done with it."""
+    page = (CHART / "README.head.md").read_text(encoding="utf-8").partition("## What was run of it")[2]
+    rows = re.findall(r"^\| (\w+) \| ([\w, ]+) \| (\w+) \|", page, re.MULTILINE)
+    return {(kind, one): was for kind, parts, was in rows for one in parts.split(", ") if was != "was"}
+
+
+def test_the_readme_says_of_every_object_what_was_done_with_it(all_objects: Objects) -> None:
+    assert set(told()) == {part(one) for one in all_objects}
+    assert set(told().values()) == {"executed", "computed", "validated"}
+
+
+def test_what_is_called_executed_is_in_what_the_runner_is_given(render: Render) -> None:
+    values = {**yaml.safe_load(EXAMPLE.read_text(encoding="utf-8")), **yaml.safe_load(VALUES)}
+    given = {part(one) for one in render(values)}
+    assert {one for one, was in told().items() if was == "executed"} <= given
