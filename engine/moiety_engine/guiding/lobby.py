@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import structlog
+
 from moiety_engine.guiding.errors import GuideRefused
 from moiety_engine.guiding.follower import Follower
 from moiety_engine.guiding.library import Library
 from moiety_engine.messages import CoreFailure, CoreSubmit
 from moiety_wire.messages import FailureCode
+
+log = structlog.get_logger()
 
 NUM_COMPILERS = 2
 NOT_HELD_HERE = "this engine cannot hold an answer to a form: {reason}"
@@ -93,6 +97,10 @@ class Lobby:
                 follower = guest.opening.result()
             except GuideRefused as exc:
                 self._refuse(key, f"the form that was asked for cannot be followed: {exc}")
+                continue
+            except Exception:  # the root of a compiler's task: it costs its request, and not the engine
+                log.exception("guide_failed", kind=guest.submit.guide.kind if guest.submit.guide else None)
+                self._refuse(key, "the form that was asked for cannot be compiled; write it otherwise")
                 continue
             yield Ready(guest.submit, follower, guest.credit_tokens, guest.credit_last)
 
