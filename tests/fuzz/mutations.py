@@ -1,5 +1,5 @@
-"""Mutations of what a text says, not of its bytes, of which parsers refuse nearly all. The first byte chooses a way (see
-`split`) and is left alone."""
+"""Mutations of what a text says, not of its bytes, of which parsers refuse nearly all. The first byte chooses a way
+(see `split`) and is left alone."""
 
 from __future__ import annotations
 

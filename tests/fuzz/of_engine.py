@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from fuzz.mutations import of_json, of_msgpack
-from fuzz.target import Take, Target, cut, split
+from fuzz.target import Take, Target, split
 
 
 def open_wire() -> Take:
@@ -69,6 +69,7 @@ def open_answers() -> Take:
 def open_guides() -> Take:
     """What an answer must be, compiled within its bounds, and followed for some tokens."""
     from fuzz.words import tokenizer_json
+
     from moiety_engine.guiding.errors import GuideRefused
     from moiety_engine.guiding.library import Library
     from moiety_wire.guides import Guide, GuideKind

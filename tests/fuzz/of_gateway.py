@@ -44,7 +44,7 @@ def bodies_of(*names: str) -> Take:
             assert refused.status in (400, 422), refused
             json.dumps(refused.message).encode()
         else:
-            assert 1 <= generation.num_sequences, generation
+            assert generation.num_sequences >= 1, generation
 
     return take
 
@@ -80,6 +80,7 @@ def open_batch_lines() -> Take:
 def open_foreign_streams() -> Take:
     """The whole way from a server's bytes to the messages that the rest of a gateway goes by."""
     from fuzz.words import SUBMIT, tokenizer
+
     from moiety_platform.clock import SystemClock
     from moiety_platform.engine_addresses import ForeignAddress
     from moiety_platform.engine_client.foreign.answer import Answer
@@ -276,6 +277,7 @@ def open_connections() -> Take:
 def open_templates() -> Take:
     """A template that comes with a checkpoint; and what clients write, rendered by templates that are in use."""
     from fuzz.words import tokenizer_json
+
     from moiety_platform.completions.body import decode_body
     from moiety_platform.completions.schemas import ChatBody
     from moiety_platform.errors import PlatformError

@@ -40,6 +40,7 @@ from moiety_platform.gateway import GatewayServer
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.listening import bind
+from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import configure_logging
 from moiety_platform.metrics import Metrics, UpkeepMetrics
 from moiety_platform.prices.cache import PriceCache
@@ -265,6 +266,7 @@ async def run_gateway(
         store_clock = StoreClock()
         parts = (database, authenticator, quotas, metrics, tracing, clock, chosen)
         batches = Batches(worker_id, *parts, poll_s=0.05, backoff=Backoff(0.02), now=store_clock)
+        live = LiveSettings(chosen)
         services = Services(
             authenticator=authenticator,
             usage=rows,
@@ -295,12 +297,14 @@ async def run_gateway(
                 )
             ],
             batches=batches,
+            live=live,
         )
         listener = bind("127.0.0.1", 0)
         started = asyncio.Event()
         pipeline = create_pipeline(chosen, services)
         app = create_app(chosen, services, pipeline)
         server = GatewayServer(app, chosen.drain_s, ConnectionLimits.of(chosen), started.set, batches.drain)
+        server.followed_by(live)
         await stack.enter_async_context(batches.working(pipeline))
         task = asyncio.create_task(server.serve([listener]))
         await started.wait()
@@ -308,7 +312,7 @@ async def run_gateway(
         running.stop = server.request_exit
         running.forget_keys = lambda: authenticator.forget(keys.tenant_key.removeprefix("mty_").partition(".")[0])
         running.database, running.responses = database, responses
-        running.store_clock = store_clock
+        running.store_clock, running.live = store_clock, live
         chores = chores_of(chosen, database, store_clock)
         running.upkeep = Upkeep(
             worker_id, database, chores, UpkeepMetrics(metrics.registry), interval_s=60, now=store_clock

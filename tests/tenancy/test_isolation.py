@@ -21,7 +21,7 @@ from sqlalchemy import update
 
 from moiety_platform.access.roles import Role
 from moiety_platform.adapters.cache import AdapterCache
-from moiety_platform.adapters.controller import adapter_routes
+from moiety_platform.adapters.controller import AdapterRoom, adapter_routes
 from moiety_platform.adapters.schemas import NewAdapter
 from moiety_platform.adapters.service import create_adapter
 from moiety_platform.app import Services, create_app
@@ -296,7 +296,7 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
     replicas, settings = Replicas([]), GatewaySettings()
     experts = expert_routes(ExpertService(replicas, clock))
     handlers = [*engine_routes(replicas), *experts, *webhook_routes(Reach(), PEPPER), *erasure_routes(), *more]
-    handlers += adapter_routes(AdapterCache(database, clock), max_bytes=10_000, max_tenant_bytes=15_000)
+    handlers += adapter_routes(AdapterCache(database, clock), AdapterRoom(10_000, 15_000))
     handlers += simulation_routes(Simulations(database, limit_s=60.0, niceness=0), replicas.states)
     router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=handlers)
     services = Services(

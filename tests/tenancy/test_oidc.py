@@ -98,7 +98,7 @@ async def gateway(issuer: Issuer, database: Database, clock: ManualClock) -> Asy
         quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
         authenticator = Authenticator(database, PEPPER, clock)
         app = Litestar(
-            [admin_router(database, authenticator, *caches, quotas, PEPPER, clock, oidc=oidc)],
+            [admin_router(database, authenticator, *caches, quotas, PEPPER, clock, oidc=lambda: oidc)],
             exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
         )
         transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]

@@ -46,8 +46,20 @@ class DnsWatch:
 
     async def start(self) -> None:
         """Look the name up, now and again and again."""
+        self.begin()
+
+    def begin(self) -> None:
+        """The same, in a running loop."""
         self._rounds.start()
         self._rounds.wake()
+
+    async def leave(self) -> None:
+        """The name is not wanted any more: its engines get no more requests."""
+        await self.stop()
+        self._replicas.missing.pop(self._address, None)
+        for address in self._added:
+            self._replicas.retire(address)
+        self._added.clear()
 
     async def stop(self) -> None:
         """Idempotent."""
