@@ -87,6 +87,23 @@ def _share_arenas() -> None:
 
 
 async def _serve(source: SettingsSource[GatewaySettings], listener: socket.socket) -> None:
+    async with assembled(source) as (services, server):
+        loop = asyncio.get_running_loop()
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signal_number, server.request_exit)
+        host, port = listener.getsockname()[:2]
+        gc.collect()
+        gc.set_threshold(*RARELY)
+        gc.freeze()  # what lives as long as the process need not be looked at by every collection
+        log.info("gateway_listening", host=host, port=port, engines=list(source.first.engines))
+        async with _watching(services.reloader):
+            await server.serve([listener])
+        log.info("gateway_stopped")
+
+
+@asynccontextmanager
+async def assembled(source: SettingsSource[GatewaySettings]) -> AsyncIterator[tuple[Services, GatewayServer]]:
+    """All of a gateway but the address that it listens on; every setting that may change is followed by somebody."""
     settings = source.first
     async with build_services(source) as services:
         pipeline = create_pipeline(settings, services)
@@ -97,17 +114,8 @@ async def _serve(source: SettingsSource[GatewaySettings], listener: socket.socke
         server.followed_by(services.live)
         services.live.follow(["log_level"], lambda wanted: set_log_level(wanted.log_level))
         assert not services.live.unfollowed, services.live.unfollowed
-        loop = asyncio.get_running_loop()
-        for signal_number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signal_number, server.request_exit)
-        host, port = listener.getsockname()[:2]
-        gc.collect()
-        gc.set_threshold(*RARELY)
-        gc.freeze()  # what lives as long as the process need not be looked at by every collection
-        log.info("gateway_listening", host=host, port=port, engines=list(settings.engines))
-        async with services.batches.working(pipeline), _watching(services.reloader):
-            await server.serve([listener])
-        log.info("gateway_stopped")
+        async with services.batches.working(pipeline):
+            yield services, server
 
 
 @asynccontextmanager

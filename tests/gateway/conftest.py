@@ -312,7 +312,7 @@ async def run_gateway(
         running.stop = server.request_exit
         running.forget_keys = lambda: authenticator.forget(keys.tenant_key.removeprefix("mty_").partition(".")[0])
         running.database, running.responses = database, responses
-        running.store_clock, running.live = store_clock, live
+        running.store_clock, running.live, running.server = store_clock, live, server
         chores = chores_of(chosen, database, store_clock)
         running.upkeep = Upkeep(
             worker_id, database, chores, UpkeepMetrics(metrics.registry), interval_s=60, now=store_clock

@@ -40,6 +40,7 @@ from moiety_platform.experts.controller import expert_routes
 from moiety_platform.experts.service import ExpertService
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
+from moiety_platform.live_settings import LiveSettings
 from moiety_platform.metrics import Metrics
 from moiety_platform.openapi.documents import Part, make_document
 from moiety_platform.prices.cache import PriceCache
@@ -48,10 +49,12 @@ from moiety_platform.quota.kinds import Kind, Level
 from moiety_platform.quota.schemas import NewQuota
 from moiety_platform.quota.service import set_quota
 from moiety_platform.quota.store import LeaseStore
+from moiety_platform.reloading.controller import settings_routes
+from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.replicas import Replicas
-from moiety_platform.settings import GatewaySettings
+from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_platform.simulations.controller import simulation_routes
 from moiety_platform.simulations.runner import Simulations
 from moiety_platform.tenants.schemas import NewProject, NewTenant
@@ -144,6 +147,7 @@ ASKS = [
     Ask("GET /audit", "200 200   403 403   200 200   403 403   200 200", query={"object_id": "{project_id}"}),
     Ask("GET /audit/verification", "200 200   403 403   403 403   403 403   403 403"),
     Ask("GET /engines", ALL_READERS),
+    Ask("GET /settings", ALL_READERS),
     Ask("GET /experts", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
     Ask("POST /experts/plan", "404 404   404 404   403 403   404 404   403 403", body={"model": "none"}),
     Ask("GET /traces", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
@@ -297,6 +301,7 @@ def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -
     experts = expert_routes(ExpertService(replicas, clock))
     handlers = [*engine_routes(replicas), *experts, *webhook_routes(Reach(), PEPPER), *erasure_routes(), *more]
     handlers += adapter_routes(AdapterCache(database, clock), AdapterRoom(10_000, 15_000))
+    handlers += settings_routes(SettingsSource.open(None, SECTION, lambda: settings), LiveSettings(settings), None)
     handlers += simulation_routes(Simulations(database, limit_s=60.0, niceness=0), replicas.states)
     router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=handlers)
     services = Services(

@@ -1,29 +1,32 @@
-"""The engines of the settings, connected: which come and go with the file, and with the names in it."""
+"""The engines of the settings, connected: which come and go with the file, and with the names in it. One that left the
+file serves on until another one of its model is there."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import structlog
 import zmq
 
 from moiety_platform.adapters.contents import AdapterContents
 from moiety_platform.clock import SystemClock
-from moiety_platform.engine_addresses import ForeignAddress, is_foreign, is_name
+from moiety_platform.engine_addresses import ForeignAddress, identity, is_foreign, is_name
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.foreign.client import ForeignEngineClient
 from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.live_settings import CannotFollow, Ready
 from moiety_platform.rounds import Rounds
-from moiety_platform.routing.discovery import INTERVAL_S, DnsWatch
+from moiety_platform.routing.discovery import DnsWatch
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.usage.metering import MeterReader
 from moiety_text.errors import TextError
+
+LOOK_EVERY_S = 0.5
+LEAVE_S = 60.0  # for which an engine that is not wanted any more waits for others of its model
 
 log = structlog.get_logger(__name__)
 
@@ -57,23 +60,21 @@ class Engines:
             self._context.destroy(linger=0)
             raise
         self._watches = {name: self._watch_of(name) for name in settings.engines if is_name(name)}
-        self._closing = Rounds("engines-left", self.replicas.close_retired, INTERVAL_S)
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._unwanted: dict[str, float] = {}  # until when at most they get requests all the same
+        self._leaving = Rounds("engines-left", self._let_go, LOOK_EVERY_S)
 
     async def __aenter__(self) -> Self:
         await self.replicas.__aenter__()
         for watch in self._watches.values():
             watch.begin()
-        self._closing.start()
+        self._leaving.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         try:
-            await self._closing.cancel()
+            await self._leaving.cancel()
             for watch in self._watches.values():
                 await watch.stop()
-            if self._leaving:
-                await asyncio.wait(self._leaving)
             await self.replicas.__aexit__(None, None, None)
         finally:
             self._context.destroy(linger=0)
@@ -91,7 +92,7 @@ class Engines:
             keys = {address: self._key_of(ForeignAddress.parse(address), wanted) for address in foreign_of(after)}
             new = [address for address in after if address not in before]
             clients.extend(self._client_of(address, wanted) for address in new if not is_name(address))
-            watches = {name: self._watch_of(name) for name in after if is_name(name) and name in new}
+            watches = {name: self._watch_of(name) for name in new if is_name(name) and name not in self._watches}
             for client in clients:
                 await self.replicas.start(client)
         except zmq.ZMQError as exc:
@@ -105,9 +106,11 @@ class Engines:
             self._settings = wanted
             for client in clients:
                 self.replicas.admit(client)
-            for address in before:
-                if address not in after:
-                    self._leave(address, [client.address for client in clients])
+            now_s = self._clock.monotonic()
+            kept = {identity(address) for address in after}
+            gone = [address for address in before if identity(address) not in kept]
+            self._unwanted = {one: until_s for one, until_s in self._unwanted.items() if one not in kept}
+            self._unwanted |= {identity(address): now_s + LEAVE_S for address in gone}
             for name, watch in watches.items():
                 self._watches[name] = watch
                 watch.begin()
@@ -118,19 +121,32 @@ class Engines:
 
         return Ready(commit, undo)
 
-    def _leave(self, address: str, replaced: Iterable[str]) -> None:
-        """Give it no more requests, and leave it once it has none."""
-        if is_name(address):
-            self._later(self._watches.pop(address).leave())
-            return
-        name = ForeignAddress.parse(address).name if is_foreign(address) else address
-        if name not in replaced:
-            self.replicas.retire(name)
+    async def _let_go(self) -> None:
+        """What is not wanted any more gets no more requests once others can take those for its model, and its link is
+        closed once it has none."""
+        now_s = self._clock.monotonic()
+        for name, until_s in list(self._unwanted.items()):
+            watch = self._watches.get(name)
+            ours = [name] if watch is None else watch.addresses
+            if now_s < until_s and any(self._is_needed(one) for one in ours):
+                continue
+            del self._unwanted[name]
+            if watch is not None:
+                del self._watches[name]
+                await watch.leave()
+            elif self.replicas.find(name) is not None:
+                self.replicas.retire(name)
+        await self.replicas.close_retired()
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+    def _is_needed(self, address: str) -> bool:
+        """Whether nobody else that stays serves its model."""
+        leaving = set(self._unwanted).union(*(self._watches[one].addresses for one in self._unwanted if is_name(one)))
+        states = {state.address: state for state in self.replicas.states() if state.healthy and not state.draining}
+        mine = states.get(address)
+        if mine is None or mine.card is None:
+            return False
+        others = [state.card for at, state in states.items() if at not in leaving and state.card is not None]
+        return all(card.model != mine.card.model for card in others)
 
     def _watch_of(self, name: str) -> DnsWatch:
         return DnsWatch(name, self.replicas, lambda address: self._client_of(address, self._settings))

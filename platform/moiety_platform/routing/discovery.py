@@ -53,6 +53,11 @@ class DnsWatch:
         self._rounds.start()
         self._rounds.wake()
 
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Of the engines that it has added."""
+        return frozenset(self._added)
+
     async def leave(self) -> None:
         """The name is not wanted any more: its engines get no more requests."""
         await self.stop()
