@@ -45,7 +45,7 @@ from moiety_platform.metrics import Metrics, UpkeepMetrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
-from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
+from moiety_platform.reloading.reloader import Reloader, ReloadMetrics, watching
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.settings import GatewaySettings
@@ -96,7 +96,7 @@ async def _serve(source: SettingsSource[GatewaySettings], listener: socket.socke
         gc.set_threshold(*RARELY)
         gc.freeze()  # what lives as long as the process need not be looked at by every collection
         log.info("gateway_listening", host=host, port=port, engines=list(source.first.engines))
-        async with _watching(services.reloader):
+        async with watching(services.reloader):
             await server.serve([listener])
         log.info("gateway_stopped")
 
@@ -116,20 +116,6 @@ async def assembled(source: SettingsSource[GatewaySettings]) -> AsyncIterator[tu
         assert not services.live.unfollowed, services.live.unfollowed
         async with services.batches.working(pipeline):
             yield services, server
-
-
-@asynccontextmanager
-async def _watching(reloader: Reloader[GatewaySettings] | None) -> AsyncIterator[None]:
-    """The configuration file, by looking and when SIGHUP says so. Without one the signal ends the process, as ever."""
-    if reloader is None:
-        yield
-        return
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
-    await reloader.start()
-    try:
-        yield
-    finally:
-        await reloader.stop()
 
 
 class GatewayServer(uvicorn.Server):
@@ -223,9 +209,8 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
         )
         door = await stack.enter_async_context(TokenDoor(settings, database, clock))
         upkeep = await _keep_up(stack, settings, process_id, database, UpkeepMetrics(metrics.registry))
-        reloader = None
-        if source.path is not None:
-            reloader = Reloader(source, live, ReloadMetrics(metrics.registry), beside=key_files)
+        told = ReloadMetrics(metrics.registry)
+        reloader = None if source.path is None else Reloader(source, live, told, beside=key_files)
         administration = Administration(settings, database, looked_at, pepper, clock, adapters)
         await stack.enter_async_context(administration)
         telemetry.send_metrics(settings)
@@ -233,7 +218,7 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
         more = administration.routes(engines.replicas, traces, source, live, reloader)
         admin = admin_router(*parts, oidc=door.find, traces=traces, more=more)
         batches = Batches(process_id, database, authenticator, quotas, metrics, telemetry.tracing, clock, settings)
-        live.follow_with(["engines", "foreign_api_key"], engines.follow)
+        live.follow_with(["engines", "foreign_api_key"], engines.follow, reads_files=True)
         telemetry.followed_by(live)
         door.followed_by(live)
         administration.followed_by(live)

@@ -67,7 +67,7 @@ class LiveSettings(Generic[S]):
 
     def __init__(self, now: S) -> None:
         self.now = now
-        self._parts: list[tuple[frozenset[str], Prepare[S]]] = []
+        self._parts: list[tuple[frozenset[str], Prepare[S], bool]] = []
         self._changing = asyncio.Lock()
 
     def follow(self, names: Iterable[str], use: Callable[[S], None]) -> None:
@@ -78,17 +78,18 @@ class LiveSettings(Generic[S]):
 
         self.follow_with(names, prepare)
 
-    def follow_with(self, names: Iterable[str], prepare: Prepare[S]) -> None:
-        """Have `prepare`, which may raise CannotFollow, open what the settings need when any of these changes."""
+    def follow_with(self, names: Iterable[str], prepare: Prepare[S], *, reads_files: bool = False) -> None:
+        """Have `prepare`, which may raise CannotFollow, open what the settings need when any of these changes; with
+        `reads_files`, which the settings name, whatever changes."""
         chosen = frozenset(names)
         unknown = [name for name in chosen if not is_live(type(self.now), name)]
         assert not unknown, f"{unknown} cannot change while the process runs"
-        self._parts.append((chosen, prepare))
+        self._parts.append((chosen, prepare, reads_files))
 
     @property
     def unfollowed(self) -> list[str]:
         """Live settings that nobody follows, which would be a defect."""
-        followed = frozenset[str]().union(*(names for names, _ in self._parts))
+        followed = frozenset[str]().union(*(names for names, _, _ in self._parts))
         model = type(self.now)
         return sorted(name for name in model.model_fields if is_live(model, name) and name not in followed)
 
@@ -99,8 +100,8 @@ class LiveSettings(Generic[S]):
             taken = self.now.model_copy(update={name: after for name, (_, after) in changes.at_once.items()})
             ready: list[Ready] = []
             try:
-                for names, prepare in self._parts:
-                    if not names.isdisjoint(changes.at_once):
+                for names, prepare, reads_files in self._parts:
+                    if reads_files or not names.isdisjoint(changes.at_once):
                         ready.append(await prepare(taken))
             except BaseException:
                 for one in reversed(ready):

@@ -46,11 +46,13 @@ from moiety_platform.metrics import Metrics, UpkeepMetrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
+from moiety_platform.reloading.controller import settings_routes
+from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.replicas import Replicas
-from moiety_platform.settings import GatewaySettings
+from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_platform.trace_metrics import TraceCollector
 from moiety_platform.traces.sampling import SamplingTerms
 from moiety_platform.traces.tracing import Tracing
@@ -266,7 +268,7 @@ async def run_gateway(
         store_clock = StoreClock()
         parts = (database, authenticator, quotas, metrics, tracing, clock, chosen)
         batches = Batches(worker_id, *parts, poll_s=0.05, backoff=Backoff(0.02), now=store_clock)
-        live = LiveSettings(chosen)
+        live, source = LiveSettings(chosen), SettingsSource.open(None, SECTION, lambda: chosen, settings)
         services = Services(
             authenticator=authenticator,
             usage=rows,
@@ -293,6 +295,7 @@ async def run_gateway(
                         *expert_routes(ExpertService(replicas, clock)),
                         *webhook_routes(Reach(), PEPPER),
                         *erasure_routes(),
+                        *settings_routes(source, live, None),
                     ],
                 )
             ],

@@ -437,7 +437,8 @@ async def test_every_endpoint_answers_every_role_as_the_table_says(world: World,
                 wrong.append(f"{ask}: what is another's is not answered as what does not exist")
             if bound and (seen := [thing for thing in world.b.ids() if thing in answer.text and name == "a"]):
                 wrong.append(f"{ask}: shows {seen} of the other tenant")
-            if ask.route.startswith("GET") and any(secret in answer.text for secret in (*world.a.secrets, "secret_")):
+            told = answer.text.replace('"curve_secret_key"', "")  # a name, of which only whether it is set is told
+            if ask.route.startswith("GET") and any(secret in told for secret in (*world.a.secrets, "secret_")):
                 wrong.append(f"{ask}: shows a secret")
     assert wrong == []
 

@@ -50,7 +50,7 @@ class Administration:
         self._adapters = adapters
         self._reach = Reach(networks_of(settings))
         self._room = AdapterRoom(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
-        self._simulations = Simulations(
+        self.simulations = Simulations(
             looked_at, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness
         )
         self._stack = AsyncExitStack()
@@ -60,7 +60,7 @@ class Administration:
         alerts = AlertSender(self._database, poster, self._pepper, self._clock)
         await alerts.start()
         self._stack.push_async_callback(alerts.stop)
-        self._stack.push_async_callback(self._simulations.stop)
+        self._stack.push_async_callback(self.simulations.stop)
         return self
 
     async def __aexit__(
@@ -80,7 +80,7 @@ class Administration:
         return [
             *engine_routes(replicas),
             *expert_routes(ExpertService(replicas, self._clock)),
-            *simulation_routes(self._simulations, replicas.states),
+            *simulation_routes(self.simulations, replicas.states),
             *webhook_routes(self._reach, self._pepper),
             *erasure_routes(traces=traces),
             *adapter_routes(self._adapters, self._room),
@@ -100,8 +100,8 @@ class Administration:
         self._room.max_tenant_bytes = settings.max_adapter_bytes_per_tenant
 
     def _use_patience(self, settings: GatewaySettings) -> None:
-        self._simulations.limit_s = settings.simulation_limit_s
-        self._simulations.niceness = settings.simulation_niceness
+        self.simulations.limit_s = settings.simulation_limit_s
+        self.simulations.niceness = settings.simulation_niceness
 
 
 def networks_of(settings: GatewaySettings) -> tuple[Network, ...]:

@@ -4,7 +4,9 @@ waited for; one that is wrong changes nothing, and is told of in the log, by met
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+import signal
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -139,3 +141,17 @@ class Reloader(Generic[S]):
         self.standing = Standing(self.standing.taken_at, problem, self.standing.waiting)
         self._metrics.failed()
         log.error("config_reload_failed", file=str(self._path), problem=problem)
+
+
+@asynccontextmanager
+async def watching(reloader: Reloader[S] | None) -> AsyncIterator[None]:
+    """The file is watched, and SIGHUP has it read at once. Without one the signal ends the process, as ever."""
+    if reloader is None:
+        yield
+        return
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
+    await reloader.start()
+    try:
+        yield
+    finally:
+        await reloader.stop()
