@@ -1,7 +1,7 @@
 """`make fuzz`: mutated input for everything that reads what strangers send, one target after the other.
 
 Coverage-guided, by atheris. What is found ends its target with the input and where it failed; what reaches new code is
-kept for the next run in `.fuzz`, and of that the smallest few in the corpora (`--keep`), which `make test` runs."""
+kept for the next run in `.fuzz`, and a few of that in the corpora (`--keep`), which `make test` runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fuzz.corpora import FIGURES, TARGETS, keep, kept
 
 from moiety_platform.bench.environment import describe_environment
 
-MAX_KEPT = 150
-MAX_KEPT_BYTES = 2048
+MAX_KEPT = 60
+MAX_KEPT_BYTES = 1024
 FINDINGS = ("crash-", "timeout-", "oom-")
 
 
@@ -47,7 +47,7 @@ def fuzz(
         typer.echo(f"{name}: {json.dumps(figures)}")
         found += figures["findings"]
         if keep_some:
-            keep_smallest(name, work / name)
+            keep_some_of(name, work / name)
         if report is not None:
             add_to(report, name, figures)
     raise typer.Exit(1 if found else 0)
@@ -78,11 +78,12 @@ def run(name: str, work: Path, seconds: float, cpu_seconds: float) -> dict[str, 
     }
 
 
-def keep_smallest(name: str, work: Path) -> None:
-    """Beside what is kept already, the shortest of what reaches new code."""
+def keep_some_of(name: str, work: Path) -> None:
+    """Beside what is kept already, some of what reaches new code, of all lengths."""
     reached = sorted((work / "corpus").iterdir(), key=lambda path: path.stat().st_size)
     more = [path.read_bytes() for path in reached if path.stat().st_size <= MAX_KEPT_BYTES]
-    keep(name, [*kept(name), *more[: max(0, MAX_KEPT - len(kept(name)))]])
+    room = max(0, MAX_KEPT - len(kept(name)))
+    keep(name, [*kept(name), *more[:: len(more) // room + 1]] if room else kept(name))
 
 
 def add_to(report: Path, name: str, figures: dict[str, int]) -> None:
