@@ -223,6 +223,16 @@ async def test_a_file_that_is_cut_short_empty_wrong_or_gone_changes_nothing(tmp_
     assert (one.live.now.max_choices, one.reloader.standing.problem) == (7, "")
 
 
+async def test_a_file_that_is_of_other_parts_only_may_stay_so(tmp_path: Path) -> None:
+    file = tmp_path / "moiety.toml"
+    file.write_text("[serve]\nport = 1\n")
+    one = watched(file)
+    file.write_text("[serve]\nport = 2\n")
+    for _ in range(2):
+        await one.reloader.look()
+    assert (one.reloader.standing.problem, one.live.now.max_choices) == ("", 16)
+
+
 async def test_a_change_that_one_part_cannot_follow_is_taken_by_none(tmp_path: Path) -> None:
     file = tmp_path / "moiety.toml"
     file.write_text("[gateway]\n")

@@ -133,7 +133,7 @@ class Engines:
             del self._unwanted[name]
             if watch is not None:
                 del self._watches[name]
-                await watch.leave()
+                await watch.leave({identity(address) for address in self._settings.engines})
             elif self.replicas.find(name) is not None:
                 self.replicas.retire(name)
         await self.replicas.close_retired()

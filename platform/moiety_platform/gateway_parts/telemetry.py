@@ -14,6 +14,8 @@ from moiety_platform.traces.sampling import SamplingTerms
 from moiety_platform.traces.tracing import Sender, Tracing
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import MetricExporter
+
     from moiety_platform.otlp_metrics import MetricSender
 
 
@@ -40,7 +42,7 @@ class Telemetry:
 
     def send_metrics(self, settings: GatewaySettings) -> None:
         """Once all that is told is there."""
-        self._metrics = self._metric_sender(settings)
+        self._metrics = self._metric_sender(settings, _metric_exporter(settings))
 
     def followed_by(self, live: LiveSettings[GatewaySettings]) -> None:
         live.follow(["trace_sample_rate", "trace_sample_rates", "trace_first_per_s", "trace_max_per_s"], self.sample)
@@ -65,13 +67,14 @@ class Telemetry:
         return Ready(lambda: self._give_up(self.tracing.use(senders)), lambda: _closed(senders))
 
     async def follow_metrics(self, wanted: GatewaySettings) -> Ready:
+        exporter = await asyncio.to_thread(_metric_exporter, wanted)
+
         def commit() -> None:
             if (before := self._metrics) is not None:
                 before.withdraw()
                 self._give_up([before])
-            self._metrics = self._metric_sender(wanted)
+            self._metrics = self._metric_sender(wanted, exporter)
 
-        await asyncio.to_thread(_import_metrics)  # which takes a while
         return Ready(commit)
 
     def _give_up(self, senders: Iterable[Sender | MetricSender]) -> None:
@@ -99,18 +102,21 @@ class Telemetry:
                 raise CannotSendSpans(f"OTLP by gRPC needs {exc.name}: pip install 'moiety[grpc]'") from exc
         return [SpanSender(name, exporter, self._process_id) for name, exporter in exporters]
 
-    def _metric_sender(self, settings: GatewaySettings) -> MetricSender | None:
-        if settings.otlp_metrics_endpoint is None:
+    def _metric_sender(self, settings: GatewaySettings, exporter: MetricExporter | None) -> MetricSender | None:
+        if exporter is None:
             return None
-        from moiety_platform.otlp_metrics import MetricSender, otlp_metric_exporter  # noqa: PLC0415  # slow to import
+        from moiety_platform.otlp_metrics import MetricSender  # noqa: PLC0415  # slow to import
 
-        exporter = otlp_metric_exporter(settings.otlp_metrics_endpoint)
         interval_s = settings.otlp_metrics_interval_ms / 1000
         return MetricSender(self._registry, exporter, self._process_id, interval_s=interval_s)
 
 
-def _import_metrics() -> None:
-    import moiety_platform.otlp_metrics  # noqa: F401, PLC0415  # slow
+def _metric_exporter(settings: GatewaySettings) -> MetricExporter | None:
+    if settings.otlp_metrics_endpoint is None:
+        return None
+    from moiety_platform.otlp_metrics import otlp_metric_exporter  # noqa: PLC0415  # slow to import
+
+    return otlp_metric_exporter(settings.otlp_metrics_endpoint)
 
 
 async def _closed(senders: Iterable[Sender | MetricSender]) -> None:

@@ -32,8 +32,8 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True)
 class SettingsSource(Generic[S]):
-    """`first` are the settings as they were read at the start, `mark` is that of the file just before. `options` and
-    `environment` name what beats the file."""
+    """`first` are the settings as they were read at the start, `mark` is that of the file just before, `had_table` says
+    whether it had the process's table. `options` and `environment` name what beats the file."""
 
     path: Path | None
     section: str
@@ -42,6 +42,7 @@ class SettingsSource(Generic[S]):
     options: frozenset[str]
     environment: frozenset[str]
     mark: Mark
+    had_table: bool
 
     @classmethod
     def open(
@@ -51,14 +52,16 @@ class SettingsSource(Generic[S]):
         mark = mark_of([path] if path is not None else [])
         first = load()
         set_here = frozenset(name for name in type(first).model_fields if _is_in_environment(type(first), name))
-        return cls(path, section, load, first, frozenset(options), set_here, mark)
+        had_table = path is not None and section in read_config_section(path, None)
+        return cls(path, section, load, first, frozenset(options), set_here, mark, had_table)
 
     def read(self) -> S:
         """The settings as the file says them now. Raises BadSettings; for an empty file too, which is one that somebody
         is about to write."""
         assert self.path is not None, "there is something to read again"
         try:
-            if self.section not in read_config_section(self.path, None):
+            tables = read_config_section(self.path, None)
+            if not tables or (self.had_table and self.section not in tables):
                 raise BadSettings(
                     f"{self.path} has no table {self.section!r}; write `{self.section}: {{}}` if none is set"
                 )

@@ -58,11 +58,11 @@ class DnsWatch:
         """Of the engines that it has added."""
         return frozenset(self._added)
 
-    async def leave(self) -> None:
-        """The name is not wanted any more: its engines get no more requests."""
+    async def leave(self, kept: Collection[str]) -> None:
+        """The name is not wanted any more: its engines, but those that are `kept`, get no more requests."""
         await self.stop()
         self._replicas.missing.pop(self._address, None)
-        for address in self._added:
+        for address in self._added.difference(kept):
             self._replicas.retire(address)
         self._added.clear()
 
