@@ -10,7 +10,7 @@ INPUTS := pyproject.toml constraints.txt
 RELEASE := $(VENV)/release
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test bench bench-gpu chaos soak images locks sbom audit fmt clean
+.PHONY: help serve test bench bench-gpu chaos soak fuzz images locks sbom audit fmt clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -41,6 +41,9 @@ chaos: $(VENV)/.dev ## break a small cluster under load in every way, for 14 min
 soak: $(VENV)/.dev ## a day in 20 minutes: 100 tenants, something restarted every three (ARGS="--hours 6 --rate 4")
 	@PYTHONPATH="$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" exec nice $(BIN)/python -m chaos.soak $(ARGS)
 
+fuzz: $(VENV)/.fuzz ## mutated input for all that reads what strangers send (ARGS="chat wire --seconds 600", ARGS=--list)
+	@PYTHONPATH="$(CURDIR)/tests$${PYTHONPATH:+:$$PYTHONPATH}" exec nice -n 19 $(BIN)/python -m fuzz $(ARGS)
+
 images: ## build the images with docker or podman (IMAGES="gateway …", TORCH=cpu, REGISTRY=…/)
 	@helm/images/build.sh
 
@@ -58,7 +61,7 @@ fmt: $(VENV)/.dev ## format the code and mend what lint can mend
 	@$(BIN)/ruff format .
 
 clean: ## remove the virtual environment and every cache, but no data
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .fuzz build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps: newer than what they were made from, so that a second run does nothing.
@@ -78,6 +81,11 @@ $(VENV)/.dev: $(VENV)/.made $(INPUTS)
 	@echo 'installing Moiety and its tests into $(VENV); this takes a few minutes the first time …'
 	@$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.serve
+
+$(VENV)/.fuzz: $(VENV)/.dev
+	@echo 'installing atheris, a fuzzer, into $(VENV) …'
+	@$(PIP) --editable '.[dev,fuzz]'
+	@touch $@
 
 $(RELEASE)/.made: $(VENV)/.made helm/images/tools.txt
 	@echo 'installing what releases are made with into $(RELEASE) …'

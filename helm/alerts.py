@@ -160,6 +160,11 @@ STORE = (
         "What is past its time is not deleted.",
     ),
     Alert(
+        "MoietyConfigNotTaken", TICKET, "moiety_config_last_reload_successful == 0", "5m",
+        "{{ $labels.instance }} has not taken its configuration file",
+        "The file is wrong; it goes by what the file said before, and will not start with what it says now.",
+    ),
+    Alert(
         "MoietySpansLost", TICKET,
         "sum by (destination, reason) (rate(moiety_spans_dropped_total[10m])) > 0", "15m",
         "Traces do not reach {{ $labels.destination }}",

@@ -211,7 +211,9 @@ class ChatTemplate:
             self._template.globals = dict(self._template.globals)  # each rendering copies them: quick from a dict
         except jinja2.TemplateSyntaxError as exc:
             raise TemplateRefused(f"the chat template does not parse, line {exc.lineno}: {exc.message}") from exc
-        except RecursionError as exc:
+        except (SyntaxError, ValueError) as exc:  # of the Python that Jinja makes of it: a break outside of loops
+            raise TemplateRefused(f"the chat template does not parse: {exc}") from exc
+        except (RecursionError, MemoryError) as exc:  # the latter is what Python's own parser calls it
             raise TemplateRefused("the chat template is nested too deeply") from exc
 
     def render(

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from moiety_platform.auth.pepper import BadPepper
 from moiety_platform.gateway import run_gateway
 from moiety_platform.listening import CannotListen
-from moiety_platform.settings import GatewaySettings
+from moiety_platform.reloading.source import SettingsSource
+from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK
 
 
@@ -18,7 +19,7 @@ def main() -> int:
     """Serve; returns the exit code."""
     os.umask(PRIVATE_UMASK)
     try:
-        run_gateway(GatewaySettings.load())
+        run_gateway(SettingsSource.open(None, SECTION, GatewaySettings.load))
     except (ValidationError, CannotListen, BadPepper) as exc:
         sys.stderr.write(f"{exc}\n")
         return 2

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from litestar import Litestar, Request, Response
+from litestar.datastructures import State
 from litestar.exceptions import HTTPException
+from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 from litestar.types import ControllerRouterHandler
 
 from moiety_platform.adapters.cache import AdapterCache
@@ -37,17 +39,36 @@ from moiety_platform.errors import PlatformError
 from moiety_platform.expert_metrics import ExpertCollector
 from moiety_platform.health import health_routes
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error, answer_unexpected_error
-from moiety_platform.idempotency.keeper import IdempotencyKeeper
+from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
+from moiety_platform.live_settings import LiveSettings
 from moiety_platform.metrics import Metrics
 from moiety_platform.models_api import ModelServices, model_routes
 from moiety_platform.openapi.controller import schema_routes
 from moiety_platform.prices.cache import PriceCache
+from moiety_platform.reloading.reloader import Reloader
 from moiety_platform.request_ids import add_request_id
 from moiety_platform.responses_api.controller import ResponseServices, response_routes
-from moiety_platform.responses_api.keeper import ResponseKeeper
+from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing
+
+OF_PIPELINE = (
+    "inline_tokenize_bytes",
+    "max_inflight_per_tenant",
+    "credit_window_tokens",
+    "max_sequences",
+    "failover_wait_s",
+)
+OF_BODIES = ("max_body_bytes", "max_json_depth", "max_streams_per_key", *ShapeLimits.__dataclass_fields__)
+OF_KEEPING = (
+    "idempotency_ttl_s", "idempotency_max_answer_bytes", "idempotency_max_keys_per_tenant",
+    "idempotency_max_bytes_per_tenant", "responses_ttl_s", "responses_max_per_tenant", "responses_max_bytes_per_tenant",
+)  # fmt: skip
+OF_BATCHES = (
+    "max_file_bytes", "max_file_bytes_per_tenant", "keep_files_days", "max_batch_lines", "max_open_batches_per_tenant",
+    "batch_concurrency", "batch_lease_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +90,25 @@ class Services:
     store: StoreReadiness | None = None
     batches: Batches | None = None
     adapters: AdapterCache | None = None
+    live: LiveSettings[GatewaySettings] | None = None  # None: the settings stay as they are
+    reloader: Reloader[GatewaySettings] | None = None
+
+
+class BoundedRequest(Request[Any, Any, Any]):
+    """The framework's, whose bodies are as large as the application's state says at the time."""
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        num_bytes, most = 0, self.app.state.max_body_bytes
+        async for chunk in super().stream():
+            num_bytes += len(chunk)
+            if num_bytes > most:
+                raise RequestEntityTooLarge
+            yield chunk
 
 
 def create_pipeline(settings: GatewaySettings, services: Services) -> Pipeline:
     """What every request of the process goes through."""
-    return Pipeline(
+    pipeline = Pipeline(
         services.replicas,
         ModelTexts(settings.inline_tokenize_bytes),
         services.classes,
@@ -85,6 +120,16 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> Pipeline:
         failover_wait_s=settings.failover_wait_s,
         adapters=services.adapters,
     )
+
+    def use(wanted: GatewaySettings) -> None:
+        pipeline.texts.use(wanted.inline_tokenize_bytes)
+        pipeline.gate.limit = wanted.max_inflight_per_tenant
+        pipeline.credit_window, pipeline.max_sequences = wanted.credit_window_tokens, wanted.max_sequences
+        pipeline.failover_wait_s = wanted.failover_wait_s
+
+    if services.live is not None:
+        services.live.follow(OF_PIPELINE, use)
+    return pipeline
 
 
 def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline | None = None) -> Litestar:
@@ -117,7 +162,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
             *health_routes(services.replicas, services.metrics, services.store),
             *(services.batches.routes() if services.batches is not None else ()),
             *services.admin_routes,
-            *schema_routes(shape),
+            *schema_routes(lambda: exchange.shape),
         ],
         exception_handlers={
             PlatformError: answer_platform_error,
@@ -127,11 +172,41 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
         },
         before_send=[add_request_id, tell_allowed_methods],
         openapi_config=None,  # the documents are ours
-        request_max_body_size=settings.max_body_bytes,
+        request_class=BoundedRequest,
+        request_max_body_size=None,
+        state=State({"max_body_bytes": settings.max_body_bytes}),
         logging_config=None,
     )
     check_actions(app)
+    if services.live is not None:
+        _follow(services.live, app, services, exchange, models)
     return app
+
+
+def _follow(
+    live: LiveSettings[GatewaySettings],
+    app: Litestar,
+    services: Services,
+    exchange: ExchangeServices,
+    models: ModelServices,
+) -> None:
+    """Whatever bounds bodies and what is kept of them, for those that come from then on."""
+
+    def bound(wanted: GatewaySettings) -> None:
+        app.state.max_body_bytes = exchange.once.max_body_bytes = wanted.max_body_bytes
+        for one in (exchange, models):
+            one.max_body_bytes, one.max_json_depth = wanted.max_body_bytes, wanted.max_json_depth
+            one.shape = ShapeLimits.of(wanted)
+        exchange.streams.limit = wanted.max_streams_per_key
+
+    def keep(wanted: GatewaySettings) -> None:
+        services.idempotency.limits = KeepingLimits.of(wanted)
+        services.responses.limits = ConversationLimits.of(wanted)
+
+    live.follow(OF_BODIES, bound)
+    live.follow([*OF_KEEPING, "max_messages", "max_body_bytes"], keep)
+    if services.batches is not None:
+        live.follow([*OF_BATCHES, *OF_BODIES], services.batches.use)
 
 
 def _answer_nobody(_request: Request[Any, Any, Any], _error: ClientDisconnected) -> Response[None]:

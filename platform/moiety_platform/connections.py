@@ -60,6 +60,10 @@ class ServerConfig(uvicorn.Config):
         super().__init__(app, http=Connection, timeout_keep_alive=limits.keep_alive_s, **options)
         self.limits = limits
 
+    def use(self, limits: ConnectionLimits) -> None:
+        """For connections to come, and for the next request of those that are open."""
+        self.limits, self.timeout_keep_alive = limits, limits.keep_alive_s
+
 
 class _Phase(Enum):
     """What the client is to send next."""
@@ -113,6 +117,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, config: ServerConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
+        self._server = config
         self._limits = config.limits
         self.url = b""  # before there is a request
         self._phase = _Phase.NOTHING
@@ -165,6 +170,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._limits, self.timeout_keep_alive = self._server.limits, self._server.timeout_keep_alive
         self.scope["state"] |= {DEPARTURE: self._departure, SEND_WHOLE: self._send_whole}
         self._enter(_Phase.HEAD)
         self._header_bytes = self._line_bytes = 0

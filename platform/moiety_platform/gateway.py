@@ -13,23 +13,17 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from ipaddress import ip_network
 
-import httpx
 import structlog
 import uvicorn
 import uvloop
-import zmq
 from litestar import Litestar
-from litestar.handlers import HTTPRouteHandler
 
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.contents import AdapterContents
-from moiety_platform.adapters.controller import adapter_routes
 from moiety_platform.app import Services, create_app, create_pipeline
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.oidc import FETCH_TIMEOUT_S, OidcTerms, OidcVerifier
 from moiety_platform.auth.pepper import resolve_pepper
 from moiety_platform.batches.assembly import Batches
 from moiety_platform.classes.cache import ClassCache
@@ -38,67 +32,50 @@ from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.connections import ConnectionLimits, ServerConfig
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import LOOKING, Database
-from moiety_platform.engine_addresses import ForeignAddress, is_foreign, is_name
-from moiety_platform.engine_client.base import EngineClient
-from moiety_platform.engine_client.curve import CurveKeys
-from moiety_platform.engine_client.foreign.client import ForeignEngineClient
-from moiety_platform.engine_client.transport import ZmqEngineClient
-from moiety_platform.erasure.controller import erasure_routes
-from moiety_platform.experts.controller import expert_routes
-from moiety_platform.experts.service import ExpertService
+from moiety_platform.gateway_parts.administration import Administration
+from moiety_platform.gateway_parts.engines import Engines, key_files
+from moiety_platform.gateway_parts.telemetry import Telemetry
+from moiety_platform.gateway_parts.tokens import TokenDoor
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.listening import BACKLOG, bind
-from moiety_platform.logs import configure_logging
+from moiety_platform.live_settings import LiveSettings
+from moiety_platform.logs import configure_logging, set_log_level
 from moiety_platform.metrics import Metrics, UpkeepMetrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
+from moiety_platform.reloading.reloader import Reloader, ReloadMetrics, watching
+from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
-from moiety_platform.routing.controller import engine_routes
-from moiety_platform.routing.discovery import DnsWatch
-from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
-from moiety_platform.simulations.controller import simulation_routes
-from moiety_platform.simulations.runner import Simulations
 from moiety_platform.store_metrics import StoreCollector
 from moiety_platform.trace_metrics import TraceCollector
-from moiety_platform.traces.sampling import SamplingTerms
-from moiety_platform.traces.tracing import Tracing
 from moiety_platform.upkeep.chores import chores_of
 from moiety_platform.upkeep.service import Upkeep
 from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
-from moiety_platform.webhooks.addresses import Reach
-from moiety_platform.webhooks.controller import webhook_routes
-from moiety_platform.webhooks.poster import Poster
-from moiety_platform.webhooks.sender import AlertSender
-from moiety_text.errors import TextError
 
 LAST_RECORDS_S = 10.0
+OF_UPKEEP = (
+    "upkeep_interval_s", "keep_files_days", "keep_batches_days", "keep_requests_days", "keep_limit_windows_days",
+)  # fmt: skip
 M_ARENA_MAX, ARENAS = -8, 2  # of malloc.h
 RARELY = (20_000, 50, 100)  # a request leaves little in cycles, so looking for them at every few is time lost
 
 log = structlog.get_logger(__name__)
 
 
-class CannotSendSpans(Exception):
-    """A package that the way of the spans needs is not installed; the message says which."""
-
-
-class CannotUseEngine(Exception):
-    """A file that the address of an engine names is missing or unusable; the message says which."""
-
-
-def run_gateway(settings: GatewaySettings) -> None:
-    """Serve until SIGINT or SIGTERM; a second one ends without draining. Raises CannotListen,
-    CannotUseEngine or CannotSendSpans."""
+def run_gateway(source: SettingsSource[GatewaySettings]) -> None:
+    """Serve until SIGINT or SIGTERM; a second one ends without draining. SIGHUP has the configuration file read again,
+    where there is one. Raises CannotListen, CannotUseEngine or CannotSendSpans."""
+    settings = source.first
     configure_logging(settings.log_level, settings.log_format)
     _share_arenas()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # for texts in batches, and here they come one by one
     listener = bind(settings.host, settings.port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, listener))
+        runner.run(_serve(source, listener))
 
 
 def _share_arenas() -> None:
@@ -109,12 +86,8 @@ def _share_arenas() -> None:
         mallopt(M_ARENA_MAX, ARENAS)
 
 
-async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
-    async with build_services(settings) as services:
-        pipeline = create_pipeline(settings, services)
-        app = create_app(settings, services, pipeline)
-        assert services.batches is not None, "a gateway with a store has batches"
-        server = GatewayServer(app, settings.drain_s, ConnectionLimits.of(settings), on_draining=services.batches.drain)
+async def _serve(source: SettingsSource[GatewaySettings], listener: socket.socket) -> None:
+    async with assembled(source) as (services, server):
         loop = asyncio.get_running_loop()
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signal_number, server.request_exit)
@@ -122,10 +95,27 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> None:
         gc.collect()
         gc.set_threshold(*RARELY)
         gc.freeze()  # what lives as long as the process need not be looked at by every collection
-        log.info("gateway_listening", host=host, port=port, engines=list(settings.engines))
-        async with services.batches.working(pipeline):
+        log.info("gateway_listening", host=host, port=port, engines=list(source.first.engines))
+        async with watching(services.reloader):
             await server.serve([listener])
         log.info("gateway_stopped")
+
+
+@asynccontextmanager
+async def assembled(source: SettingsSource[GatewaySettings]) -> AsyncIterator[tuple[Services, GatewayServer]]:
+    """All of a gateway but the address that it listens on; every setting that may change is followed by somebody."""
+    settings = source.first
+    async with build_services(source) as services:
+        pipeline = create_pipeline(settings, services)
+        app = create_app(settings, services, pipeline)
+        assert services.batches is not None, "a gateway with a store has batches"
+        assert services.live is not None, "and settings that may change"
+        server = GatewayServer(app, settings.drain_s, ConnectionLimits.of(settings), on_draining=services.batches.drain)
+        server.followed_by(services.live)
+        services.live.follow(["log_level"], lambda wanted: set_log_level(wanted.log_level))
+        assert not services.live.unfollowed, services.live.unfollowed
+        async with services.batches.working(pipeline):
+            yield services, server
 
 
 class GatewayServer(uvicorn.Server):
@@ -141,20 +131,27 @@ class GatewayServer(uvicorn.Server):
     ) -> None:
         self._on_started = on_started
         self._on_draining = on_draining
-        super().__init__(
-            ServerConfig(
-                app,
-                limits,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=drain_s,
-                backlog=BACKLOG,
-            )
+        self._limited = ServerConfig(
+            app,
+            limits,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=drain_s,
+            backlog=BACKLOG,
         )
+        super().__init__(self._limited)
+
+    def followed_by(self, live: LiveSettings[GatewaySettings]) -> None:
+        """Requests that have begun go on by what they began with."""
+        live.follow([*ConnectionLimits.__dataclass_fields__, "drain_s"], self._use)
+
+    def _use(self, settings: GatewaySettings) -> None:
+        self._limited.use(ConnectionLimits.of(settings))
+        self._limited.timeout_graceful_shutdown = settings.drain_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -172,15 +169,16 @@ class GatewayServer(uvicorn.Server):
 
 
 @asynccontextmanager
-async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
+async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterator[Services]:
     """Open everything that the application needs; close it again in reverse, so that no usage row is lost."""
-    clock, metrics = SystemClock(), Metrics(settings.metrics_tenants)
+    settings = source.first
+    clock, metrics, live = SystemClock(), Metrics(settings.metrics_tenants), LiveSettings(settings)
     pepper = resolve_pepper(settings.key_pepper.get_secret_value() if settings.key_pepper else None, settings.data_dir)
     async with AsyncExitStack() as stack:
         process_id = f"{socket.gethostname()[:24]}-{secrets.token_hex(12)}"
-        tracing = _trace(settings, process_id)
-        stack.push_async_callback(asyncio.to_thread, tracing.close)
-        metrics.registry.register(TraceCollector(tracing))
+        telemetry = Telemetry(settings, metrics.registry, process_id)
+        stack.push_async_callback(telemetry.close)
+        metrics.registry.register(TraceCollector(telemetry.tracing))
         database, looked_at, traces = _open_stores(stack, settings)
         metrics.watch_statements(lambda: database.num_statements + looked_at.num_statements)
         store = StoreReadiness(database)
@@ -191,55 +189,59 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
         quotas = QuotaKeeper(database, LeaseStore(process_id, LEASE_S), clock, ttl_s=LEASE_S)
         await quotas.start()
         stack.push_async_callback(quotas.stop)
-        idempotency = IdempotencyKeeper(database, KeyStore(), KeepingLimits.of(settings))
-        await idempotency.start()
-        stack.push_async_callback(idempotency.stop)
+        idempotency = await _keep_answers(stack, settings, database)
         responses = ResponseKeeper(database, ConversationLimits.of(settings))
-        recorder = RequestRecorder(usage, quotas, metrics, tracing, clock)
+        recorder = RequestRecorder(usage, quotas, metrics, telemetry.tracing, clock)
         stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
         meter = MeterReader(database, usage.holds)
         await meter.start()
         stack.push_async_callback(meter.stop)
         metrics.registry.register(StoreCollector(clock, store, usage, quotas, meter, recorder))
-        replicas = await stack.enter_async_context(
-            _connect(settings, clock, quotas.replica_id, meter, AdapterContents(database))
+        engines = await stack.enter_async_context(
+            Engines(settings, clock, quotas.replica_id, meter, AdapterContents(database))
         )
-        quotas.quarantine.is_proven = replicas.have_settled_for
+        quotas.quarantine.is_proven = engines.replicas.have_settled_for
         authenticator = Authenticator(database, pepper, clock)
         classes, prices, adapters = (
             ClassCache(database, clock),
             PriceCache(database, clock),
             AdapterCache(database, clock),
         )
-        oidc = await stack.enter_async_context(_verify_tokens(settings, database, clock))
-        reach = Reach(tuple(map(ip_network, settings.webhook_networks)))
-        poster = await stack.enter_async_context(Poster(reach))
-        alerts = AlertSender(database, poster, pepper, clock)
-        await alerts.start()
-        stack.push_async_callback(alerts.stop)
-        await stack.enter_async_context(_keep_up(settings, process_id, database, UpkeepMetrics(metrics.registry)))
-        _send_metrics(stack, settings, metrics, process_id)
-        simulations = simulation_routes(_simulate(stack, settings, looked_at), replicas.states)
-        more = [*engine_routes(replicas), *expert_routes(ExpertService(replicas, clock)), *simulations]
-        more += [*webhook_routes(reach, pepper), *erasure_routes(traces=traces), *_adapter_routes(adapters, settings)]
+        door = await stack.enter_async_context(TokenDoor(settings, database, clock))
+        upkeep = await _keep_up(stack, settings, process_id, database, UpkeepMetrics(metrics.registry))
+        told = ReloadMetrics(metrics.registry)
+        reloader = None if source.path is None else Reloader(source, live, told, beside=key_files)
+        administration = Administration(settings, database, looked_at, pepper, clock, adapters)
+        await stack.enter_async_context(administration)
+        telemetry.send_metrics(settings)
         parts = (looked_at, authenticator, classes, prices, quotas, pepper, clock)
-        admin = admin_router(*parts, oidc=oidc, traces=traces, more=more)
+        more = administration.routes(engines.replicas, traces, source, live, reloader)
+        admin = admin_router(*parts, oidc=door.find, traces=traces, more=more)
+        batches = Batches(process_id, database, authenticator, quotas, metrics, telemetry.tracing, clock, settings)
+        live.follow_with(["engines", "foreign_api_key"], engines.follow, reads_files=True)
+        telemetry.followed_by(live)
+        door.followed_by(live)
+        administration.followed_by(live)
+        live.follow(["metrics_tenants"], lambda wanted: metrics.tenants.use(wanted.metrics_tenants))
+        live.follow(OF_UPKEEP, lambda wanted: upkeep.use(chores_of(wanted, database), wanted.upkeep_interval_s))
         yield Services(
             authenticator=authenticator,
             usage=usage,
-            replicas=replicas,
+            replicas=engines.replicas,
             classes=classes,
             prices=prices,
             metrics=metrics,
-            tracing=tracing,
+            tracing=telemetry.tracing,
             clock=clock,
             recorder=recorder,
             idempotency=idempotency,
             responses=responses,
             admin_routes=[admin],
             store=store,
-            batches=Batches(process_id, database, authenticator, quotas, metrics, tracing, clock, settings),
+            batches=batches,
             adapters=adapters,
+            live=live,
+            reloader=reloader,
         )
 
 
@@ -255,125 +257,20 @@ def _open_stores(stack: AsyncExitStack, settings: GatewaySettings) -> tuple[Data
     return database, looked_at, traces
 
 
-def _adapter_routes(adapters: AdapterCache, settings: GatewaySettings) -> list[HTTPRouteHandler]:
-    one, all_of_a_tenant = settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant
-    return adapter_routes(adapters, max_bytes=one, max_tenant_bytes=all_of_a_tenant)
+async def _keep_answers(stack: AsyncExitStack, settings: GatewaySettings, database: Database) -> IdempotencyKeeper:
+    """What keeps answers under their Idempotency-Key, until the stack is closed."""
+    keeper = IdempotencyKeeper(database, KeyStore(), KeepingLimits.of(settings))
+    await keeper.start()
+    stack.push_async_callback(keeper.stop)
+    return keeper
 
 
-def _simulate(stack: AsyncExitStack, settings: GatewaySettings, database: Database) -> Simulations:
-    """What runs simulations, until the stack is closed."""
-    made = Simulations(database, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness)
-    stack.push_async_callback(made.stop)
-    return made
-
-
-def _trace(settings: GatewaySettings, process_id: str) -> Tracing:
-    """What judges traces, and sends those that are kept to where the settings say."""
-    terms = SamplingTerms(
-        settings.trace_sample_rate, settings.trace_sample_rates, settings.trace_first_per_s, settings.trace_max_per_s
-    )
-    token = settings.traces_token.get_secret_value() if settings.traces_token else None
-    if settings.traces_endpoint is None and settings.otlp_endpoint is None:
-        return Tracing(terms)
-    from moiety_platform.traces.sender import SpanSender, grpc_exporter, otlp_exporter  # noqa: PLC0415  # slow to import
-
-    senders = []
-    if settings.traces_endpoint is not None:
-        senders.append(SpanSender("store", otlp_exporter(settings.traces_endpoint, token), process_id))
-    if settings.otlp_endpoint is not None:
-        make = grpc_exporter if settings.otlp_protocol == "grpc" else otlp_exporter
-        try:
-            senders.append(SpanSender("otlp", make(settings.otlp_endpoint), process_id))
-        except ModuleNotFoundError as exc:
-            raise CannotSendSpans(f"OTLP by gRPC needs {exc.name}: pip install 'moiety[grpc]'") from exc
-    return Tracing(terms, senders)
-
-
-def _send_metrics(stack: AsyncExitStack, settings: GatewaySettings, metrics: Metrics, process_id: str) -> None:
-    """By OTLP, where the settings say so, for as long as the stack is open."""
-    if settings.otlp_metrics_endpoint is None:
-        return
-    from moiety_platform.otlp_metrics import MetricSender, otlp_metric_exporter  # noqa: PLC0415  # slow to import
-
-    exporter, interval_s = (
-        otlp_metric_exporter(settings.otlp_metrics_endpoint),
-        settings.otlp_metrics_interval_ms / 1000,
-    )
-    sender = MetricSender(metrics.registry, exporter, process_id, interval_s=interval_s)
-    stack.push_async_callback(asyncio.to_thread, sender.close)
-
-
-@asynccontextmanager
 async def _keep_up(
-    settings: GatewaySettings, process_id: str, database: Database, metrics: UpkeepMetrics
-) -> AsyncIterator[None]:
-    """Delete what is past its time for as long as the context is open."""
+    stack: AsyncExitStack, settings: GatewaySettings, process_id: str, database: Database, metrics: UpkeepMetrics
+) -> Upkeep:
+    """What deletes what is past its time, until the stack is closed."""
     chores = chores_of(settings, database)
     upkeep = Upkeep(process_id, database, chores, metrics, interval_s=settings.upkeep_interval_s)
     await upkeep.start()
-    try:
-        yield
-    finally:
-        await upkeep.stop()
-
-
-@asynccontextmanager
-async def _verify_tokens(
-    settings: GatewaySettings, database: Database, clock: SystemClock
-) -> AsyncIterator[OidcVerifier | None]:
-    """What checks the tokens of the settings' issuer; None where there is none."""
-    if settings.oidc_issuer is None or settings.oidc_audience is None:
-        yield None
-        return
-    terms = OidcTerms(
-        settings.oidc_issuer, settings.oidc_audience, settings.oidc_roles_claim, settings.oidc_tenant_claim
-    )
-    async with httpx.AsyncClient(timeout=FETCH_TIMEOUT_S) as http:
-        yield OidcVerifier(terms, database, http, clock)
-
-
-@asynccontextmanager
-async def _connect(
-    settings: GatewaySettings, clock: SystemClock, replica_id: str, meter: MeterReader, adapters: AdapterContents
-) -> AsyncIterator[Replicas]:
-    """Links to all engines of the settings, and to those that their names stand for."""
-    curve = None
-    if settings.curve_server_key and settings.curve_public_key and settings.curve_secret_key:
-        curve = CurveKeys(
-            settings.curve_server_key.encode(),
-            settings.curve_public_key.encode(),
-            settings.curve_secret_key.get_secret_value().encode(),
-        )
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-
-    def client_of(address: str) -> EngineClient:
-        if is_foreign(address):
-            return _foreign_client(ForeignAddress.parse(address), settings, clock)
-        return ZmqEngineClient(
-            address, context, clock, curve, replica_id=replica_id, on_unsettled=meter.take, adapters=adapters.parts
-        )
-
-    names = [address for address in settings.engines if is_name(address)]
-    try:
-        async with Replicas([client_of(address) for address in settings.engines if address not in names]) as links:
-            watches = [DnsWatch(name, links, client_of) for name in names]
-            try:
-                for watch in watches:
-                    await watch.start()
-                yield links
-            finally:
-                for watch in watches:
-                    await watch.stop()
-    finally:
-        context.destroy(linger=0)
-
-
-def _foreign_client(address: ForeignAddress, settings: GatewaySettings, clock: SystemClock) -> ForeignEngineClient:
-    """Raises CannotUseEngine where its files cannot be read."""
-    key = settings.foreign_api_key.get_secret_value() if settings.foreign_api_key else None
-    try:
-        if address.key_file is not None:
-            key = address.key_file.read_text(encoding="utf-8").strip()
-        return ForeignEngineClient(address, clock, key)
-    except (TextError, OSError, UnicodeDecodeError) as exc:
-        raise CannotUseEngine(f"engine {address.name}: {exc}") from exc
+    stack.push_async_callback(upkeep.stop)
+    return upkeep

@@ -18,10 +18,27 @@ _SHARED: tuple[structlog.typing.Processor, ...] = (
 )
 
 
+class _Logger(structlog.make_filtering_bound_logger(logging.DEBUG)):  # type: ignore[misc]  # a class made at run time
+    """What every logger is once it was used. Its methods are those of the level; see `set_log_level`."""
+
+
+_METHODS = [name for name in vars(structlog.make_filtering_bound_logger(logging.DEBUG)) if not name.startswith("_")]
+
+
+def set_log_level(level: str) -> None:
+    """From now on, of loggers that have been used before too."""
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    chosen = structlog.make_filtering_bound_logger(threshold)
+    for name in _METHODS:
+        setattr(_Logger, name, getattr(chosen, name))
+    # what libraries say of their work has SQL parameters in it, and so prompts, and addresses of webhooks
+    logging.getLogger().setLevel(max(threshold, logging.WARNING))
+
+
 def configure_logging(level: str, log_format: str, stream: TextIO = sys.stderr) -> None:
     """Send structlog's and the standard library's events to `stream`. Called once, by a process's entry point."""
     on_terminal = log_format == "console" or (log_format == "auto" and stream.isatty())
-    threshold = logging.getLevelNamesMapping()[level.upper()]
+    set_log_level(level)
     tail: list[structlog.typing.Processor]
     if on_terminal:
         plain = structlog.dev.plain_traceback  # the default shows local variables, among them prompts
@@ -30,7 +47,7 @@ def configure_logging(level: str, log_format: str, stream: TextIO = sys.stderr) 
         tail = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_to_json)]
     structlog.configure(
         processors=[*_SHARED, *tail] if on_terminal else [_as_json],
-        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        wrapper_class=_Logger,
         logger_factory=structlog.WriteLoggerFactory(stream),
         cache_logger_on_first_use=True,
     )
@@ -41,10 +58,7 @@ def configure_logging(level: str, log_format: str, stream: TextIO = sys.stderr) 
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *tail],
         )
     )
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    # what libraries say of their work has SQL parameters in it, and so prompts, and addresses of webhooks
-    root.setLevel(max(threshold, logging.WARNING))
+    logging.getLogger().handlers[:] = [handler]
 
 
 def _as_json(logger: Any, method: str, event: structlog.typing.EventDict) -> str:

@@ -84,8 +84,8 @@ class Metrics:
     def __init__(self, max_tenants: int = MAX_TENANTS) -> None:
         """At most so many tenants have series of their own."""
         self.registry = new_registry()
-        self._tenants = TenantCollector(max_tenants)
-        self.registry.register(self._tenants)
+        self.tenants = TenantCollector(max_tenants)
+        self.registry.register(self.tenants)
         self._children: dict[tuple[Counter | Histogram, tuple[str, ...]], Counter | Histogram] = {}
         self._requests = Counter(
             "moiety_requests",
@@ -182,7 +182,7 @@ class Metrics:
     def observe(self, row: UsageRow, operation: str, served_model: str, tpot_s: float | None) -> None:
         """Count one ended request. `served_model` is a model of ours or `unknown`, whatever the client asked for."""
         labels = (served_model, row.service_class)
-        self._tenants.observe(row)
+        self.tenants.observe(row)
         self._of(self._requests, *labels, row.outcome, str(row.http_status)).inc()
         self._of(self._duration, operation, *labels, row.outcome).observe(row.duration_ms / 1000)
         if row.error_code is not None:

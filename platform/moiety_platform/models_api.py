@@ -120,9 +120,9 @@ class Detokenized(TypedDict):
     prompt: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModelServices:
-    """What these endpoints need."""
+    """What these endpoints need. The bounds may be set to others, for the bodies that are read from then on."""
 
     authenticator: Authenticator
     replicas: Replicas

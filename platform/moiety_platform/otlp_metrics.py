@@ -89,6 +89,10 @@ class MetricSender(Collector):
             exports.add_metric([outcome], count)
         yield exports
 
+    def withdraw(self) -> None:
+        """Another one tells at /metrics from now on; once."""
+        self._registry.unregister(self)
+
     def close(self, timeout_s: float = LAST_EXPORT_S) -> None:
         """Send a last time, unless it takes longer. Idempotent. Not in the loop, which is asked for the metrics."""
         self._closing.set()

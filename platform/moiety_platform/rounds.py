@@ -25,7 +25,7 @@ class Rounds:
     ) -> None:
         self._name = name
         self._work = work
-        self._every_s = every_s
+        self.every_s = every_s  # may be set to another, for the rounds after the next
         self._pause_s = pause_s
         self._woken = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -62,7 +62,7 @@ class Rounds:
     async def _run(self) -> None:
         is_away = False
         while True:
-            await _wait(self._woken, self._every_s)
+            await _wait(self._woken, self.every_s)
             if self.is_stopping:
                 return
             self._woken.clear()

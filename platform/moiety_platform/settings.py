@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
+from pydantic import AliasChoices, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, SettingsConfigDict
 
 from moiety_platform.config_file import read_config_section
 from moiety_platform.engine_addresses import identity
+from moiety_platform.reloadable import fixed, live
 from moiety_wire.guides import MAX_GUIDE_BYTES
 
 SECTION = "gateway"
@@ -34,109 +35,119 @@ def traces_beside(store_url: str) -> str:
     return store_url if found is None else found[1] + TRACES_FILE
 
 
+def _also(name: str, variable: str) -> AliasChoices:
+    """OpenTelemetry's own variable, by which our engines go as well, so that one serves both."""
+    return AliasChoices(name, f"MOIETY_{name.upper()}", variable)
+
+
 class GatewaySettings(BaseSettings):
     """Everything that may be set for one gateway process."""
 
     model_config = SettingsConfigDict(env_prefix="MOIETY_", frozen=True, extra="forbid", validate_default=True)
 
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)
-    data_dir: Path = Path(".moiety")
-    database_url: str | None = None  # None: SQLite in data_dir
-    key_pepper: SecretStr | None = None  # mixed into the hash of every API key; lives outside the database
+    host: str = fixed("127.0.0.1", "address to listen on")
+    port: int = fixed(8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
+    data_dir: Path = fixed(Path(".moiety"), "for the pepper, the usage journal and SQLite")
+    database_url: str | None = fixed(None, "of the store: sqlite:///FILE or postgresql://…; none: SQLite in data_dir")
+    key_pepper: SecretStr | None = fixed(None, "mixed into the hash of every API key; lives outside the database")
 
-    engines: Annotated[tuple[str, ...], NoDecode] = ()  # fronts: ZeroMQ addresses, or names of several; or of others
-    foreign_api_key: SecretStr | None = None  # for servers of others whose address names no key_file
-    curve_server_key: str | None = None  # the engines' public key; set all three or none
-    curve_public_key: str | None = None
-    curve_secret_key: SecretStr | None = None
-
-    oidc_issuer: str | None = None  # whose tokens the admin API takes beside keys; set the audience too
-    oidc_audience: str | None = None  # which the tokens must name
-    oidc_roles_claim: str = "moiety_roles"  # a role or a list of them; a claim inside another with dots
-    oidc_tenant_claim: str = "moiety_tenant"  # the id of the one tenant that the token is for, if any
-
-    webhook_networks: Annotated[tuple[str, ...], NoDecode] = ()  # that webhooks may go to beside the public internet
-
-    max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
-    max_json_depth: int = Field(default=64, ge=4, le=128)
-    max_messages: int = Field(default=2048, ge=1, le=16_384)
-    max_choices: int = Field(default=16, ge=1, le=128)  # n
-    max_stop_strings: int = Field(default=16, ge=1, le=64)
-    max_stop_chars: int = Field(default=1024, ge=1, le=4096)  # of each stop string
-    max_tools: int = Field(default=128, ge=1, le=1024)
-    max_tool_schema_bytes: int = Field(default=65_536, ge=256)  # of each tool's parameters, as JSON
-    max_guide_bytes: int = Field(default=65_536, ge=256, le=MAX_GUIDE_BYTES)  # of a schema, expression or grammar
-    max_header_bytes: int = Field(default=32 * 1024, ge=4096)  # of a request's line and headers
-    max_headers: int = Field(default=100, ge=16)
-    header_timeout_s: float = Field(default=15, gt=0)  # until they are there
-    body_timeout_s: float = Field(default=30, gt=0)  # a body comes at 500 bytes/s at least, looked at so often
-    keep_alive_s: int = Field(default=60, ge=1)  # how long a connection stays open without a request
-    max_streams_per_key: int = Field(default=1024, ge=1)  # open at this gateway; beyond: 429
-    max_sequences: int = Field(default=128, ge=1)  # prompts × n of one request
-    max_inflight_per_tenant: int = Field(default=4096, ge=1)  # sequences of one tenant at this gateway; beyond: 429
-    credit_window_tokens: int = Field(default=128, ge=1)
-    inline_tokenize_bytes: int = Field(default=8192, ge=0)  # longer prompts are tokenized off the event loop
-    send_timeout_s: float = Field(default=60, gt=0)  # a client that takes nothing for so long is hung up on
-    failover_wait_s: float = Field(default=1, ge=0)  # how long a sequence waits for an engine when its own is lost
-    max_file_bytes: int = Field(default=100_000_000, ge=1024)  # of one uploaded file
-    max_file_bytes_per_tenant: int = Field(default=10_000_000_000, ge=1024)  # of all its files, results included
-    max_adapter_bytes: int = Field(default=256_000_000, ge=1024)  # of one adapter's tensors
-    max_adapter_bytes_per_tenant: int = Field(default=2_000_000_000, ge=1024)
-    max_batch_lines: int = Field(default=50_000, ge=1)
-    max_open_batches_per_tenant: int = Field(default=100, ge=1)  # that have not ended
-    batch_concurrency: int = Field(default=32, ge=0, le=4096)  # lines at a time; 0: other gateways do the work
-    batch_lease_s: float = Field(default=30, ge=1, le=3600)  # after which the lines of a killed gateway are others'
-    drain_s: int = Field(default=30, ge=0)  # how long a stop waits for running answers
-
-    idempotency_ttl_s: float = Field(default=24 * 3600, gt=0)  # how long answers are kept under their Idempotency-Key
-    idempotency_max_answer_bytes: int = Field(default=1024 * 1024, ge=0)  # of a larger one, only that there was one
-    idempotency_max_keys_per_tenant: int = Field(default=100_000, ge=1)  # beyond: 429
-    idempotency_max_bytes_per_tenant: int = Field(default=256 * 1024 * 1024, ge=0)  # beyond: as of a larger answer
-
-    responses_ttl_s: float = Field(default=30 * 86_400, gt=0)  # how long responses are kept that asked for it
-    responses_max_per_tenant: int = Field(default=10_000, ge=0, le=100_000)  # beyond: 429; 0: none are kept
-    responses_max_bytes_per_tenant: int = Field(default=256 * 1024 * 1024, ge=0)  # beyond: 429
-
-    simulation_limit_s: float = Field(default=300, gt=0)  # how long one may take
-    simulation_niceness: int = Field(default=10, ge=0, le=19)  # how far it gives way to what is served
-    upkeep_interval_s: float = Field(default=60, gt=0)  # how often what is past its time is deleted
-    keep_files_days: int = Field(default=30, ge=0, le=3_650)  # for which no end was asked; 0: until they are deleted
-    keep_batches_days: int = Field(default=30, ge=2, le=3_650)  # from their making, and as long as their files
-    keep_requests_days: int = Field(default=0, ge=0, le=3_650)  # single ones: 0, for ever, or 62 at least
-    keep_limit_windows_days: int = Field(default=120, ge=MIN_DAYS_OF_USAGE, le=3_650)  # from their beginning
-
-    otlp_endpoint: str | None = Field(  # e.g. http://collector:4318; None: no spans leave the process
-        default=None,  # OpenTelemetry's own variable is also what our engines go by, so one setting serves both
-        validation_alias=AliasChoices("otlp_endpoint", "MOIETY_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+    engines: Annotated[tuple[str, ...], NoDecode] = live(
+        (), "addresses of engines, of names that several stand behind, or of servers of others"
     )
-    otlp_protocol: Literal["http/protobuf", "grpc"] = Field(  # by gRPC the port is 4317; it needs moiety[grpc]
-        default="http/protobuf",
-        validation_alias=AliasChoices("otlp_protocol", "MOIETY_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"),
+    foreign_api_key: SecretStr | None = live(None, "of servers of others whose address names no key_file")
+    curve_server_key: str | None = fixed(None, "the engines' public key; set all three or none")
+    curve_public_key: str | None = fixed(None, "this gateway's, by CURVE")
+    curve_secret_key: SecretStr | None = fixed(None, "that belongs to it")
+
+    oidc_issuer: str | None = live(None, "whose tokens the admin API takes beside keys; set the audience too")
+    oidc_audience: str | None = live(None, "which the tokens must name")
+    oidc_roles_claim: str = live("moiety_roles", "a role or a list of them; a claim inside another with dots")
+    oidc_tenant_claim: str = live("moiety_tenant", "the id of the one tenant that the token is for, if any")
+
+    webhook_networks: Annotated[tuple[str, ...], NoDecode] = live(
+        (), "networks that webhooks may go to beside the public internet"
     )
-    otlp_metrics_endpoint: str | None = Field(  # e.g. http://collector:4318/v1/metrics; None: they are only at /metrics
-        default=None,
-        validation_alias=AliasChoices(
-            "otlp_metrics_endpoint", "MOIETY_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
-        ),
+
+    max_body_bytes: int = live(4 * 1024 * 1024, "of a request's body", ge=1024)
+    max_json_depth: int = live(64, "of brackets within brackets of a body", ge=4, le=128)
+    max_messages: int = live(2048, "of a chat, and items of a conversation", ge=1, le=16_384)
+    max_choices: int = live(16, "answers to a prompt: `n`", ge=1, le=128)
+    max_stop_strings: int = live(16, "of a request", ge=1, le=64)
+    max_stop_chars: int = live(1024, "of each stop string", ge=1, le=4096)
+    max_tools: int = live(128, "of a request", ge=1, le=1024)
+    max_tool_schema_bytes: int = live(65_536, "of each tool's parameters, as JSON", ge=256)
+    max_guide_bytes: int = live(65_536, "of a schema, expression or grammar", ge=256, le=MAX_GUIDE_BYTES)
+    max_header_bytes: int = live(32 * 1024, "of a request's line and headers", ge=4096)
+    max_headers: int = live(100, "of a request", ge=16)
+    header_timeout_s: float = live(15, "until a request's line and headers are there", gt=0)
+    body_timeout_s: float = live(30, "a body comes at 500 bytes/s at least, looked at so often", gt=0)
+    keep_alive_s: int = live(60, "how long a connection stays open without a request", ge=1)
+    max_streams_per_key: int = live(1024, "streams of one key open at this gateway; beyond: 429", ge=1)
+    max_sequences: int = live(128, "prompts × n of one request", ge=1)
+    max_inflight_per_tenant: int = live(4096, "sequences of one tenant at this gateway; beyond: 429", ge=1)
+    credit_window_tokens: int = live(128, "output tokens that are reserved ahead of an answer", ge=1)
+    inline_tokenize_bytes: int = live(8192, "longer prompts are tokenized off the event loop", ge=0)
+    send_timeout_s: float = live(60, "a client that takes nothing for so long is hung up on", gt=0)
+    failover_wait_s: float = live(1, "how long a sequence waits for an engine when its own is lost", ge=0)
+    max_file_bytes: int = live(100_000_000, "of one uploaded file", ge=1024)
+    max_file_bytes_per_tenant: int = live(10_000_000_000, "of all its files, results included", ge=1024)
+    max_adapter_bytes: int = live(256_000_000, "of one adapter's tensors", ge=1024)
+    max_adapter_bytes_per_tenant: int = live(2_000_000_000, "of all its adapters", ge=1024)
+    max_batch_lines: int = live(50_000, "of a batch", ge=1)
+    max_open_batches_per_tenant: int = live(100, "batches that have not ended", ge=1)
+    batch_concurrency: int = live(32, "lines of batches at a time; 0: other gateways do the work", ge=0, le=4096)
+    batch_lease_s: float = live(30, "after which the lines of a killed gateway are others'", ge=1, le=3600)
+    drain_s: int = live(30, "how long a stop waits for running answers", ge=0)
+
+    idempotency_ttl_s: float = live(24 * 3600, "how long answers are kept under their Idempotency-Key", gt=0)
+    idempotency_max_answer_bytes: int = live(1024 * 1024, "of a larger one, only that there was one", ge=0)
+    idempotency_max_keys_per_tenant: int = live(100_000, "keys; beyond: 429", ge=1)
+    idempotency_max_bytes_per_tenant: int = live(
+        256 * 1024 * 1024, "bytes of answers; beyond: as of a larger answer", ge=0
     )
-    otlp_metrics_interval_ms: int = Field(  # how often
-        default=60_000,
-        ge=100,
-        validation_alias=AliasChoices(
-            "otlp_metrics_interval_ms", "MOIETY_OTLP_METRICS_INTERVAL_MS", "OTEL_METRIC_EXPORT_INTERVAL"
-        ),
+
+    responses_ttl_s: float = live(30 * 86_400, "how long responses are kept that asked for it", gt=0)
+    responses_max_per_tenant: int = live(10_000, "responses; beyond: 429; 0: none are kept", ge=0, le=100_000)
+    responses_max_bytes_per_tenant: int = live(256 * 1024 * 1024, "bytes of responses; beyond: 429", ge=0)
+
+    simulation_limit_s: float = live(300, "how long a simulation may take", gt=0)
+    simulation_niceness: int = live(10, "how far it gives way to what is served", ge=0, le=19)
+    upkeep_interval_s: float = live(60, "how often what is past its time is deleted", gt=0)
+    keep_files_days: int = live(30, "of files for which no end was asked; 0: until they are deleted", ge=0, le=3_650)
+    keep_batches_days: int = live(30, "of batches, from their making, and as long as their files", ge=2, le=3_650)
+    keep_requests_days: int = live(0, "of single requests: 0, for ever, or 62 at least", ge=0, le=3_650)
+    keep_limit_windows_days: int = live(
+        120, "of the windows of limits, from their beginning", ge=MIN_DAYS_OF_USAGE, le=3_650
     )
-    traces_endpoint: str | None = None  # of our own trace store, e.g. http://traces:4318/otlp; None: nothing is kept
-    traces_token: SecretStr | None = None  # by which that store knows its gateways
-    traces_database_url: str | None = None  # where it keeps them; None: beside a SQLite store, or in PostgreSQL
-    trace_sample_rate: float = Field(default=0.02, ge=0, le=1)  # of the requests that nothing speaks for
-    trace_sample_rates: Annotated[dict[str, float], NoDecode] = Field(default_factory=dict)  # by class: priority=1,…
-    trace_first_per_s: int = Field(default=1, ge=0)  # of every second, kept whatever the rate is
-    trace_max_per_s: int = Field(default=100, ge=1)  # of all that is kept; what goes beyond is counted
-    metrics_tenants: int = Field(default=20, ge=0, le=1000)  # with series of their own at /metrics; the rest are summed
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["auto", "json", "console"] = "auto"
+
+    otlp_endpoint: str | None = live(
+        None, "where spans go, such as http://collector:4318; none: nowhere",
+        validation_alias=_also("otlp_endpoint", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+    )  # fmt: skip
+    otlp_protocol: Literal["http/protobuf", "grpc"] = live(
+        "http/protobuf", "by gRPC the port is 4317; it needs moiety[grpc]",
+        validation_alias=_also("otlp_protocol", "OTEL_EXPORTER_OTLP_PROTOCOL"),
+    )  # fmt: skip
+    otlp_metrics_endpoint: str | None = live(
+        None, "where metrics go, such as http://collector:4318/v1/metrics; none: they are only at /metrics",
+        validation_alias=_also("otlp_metrics_endpoint", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"),
+    )  # fmt: skip
+    otlp_metrics_interval_ms: int = live(
+        60_000, "how often metrics go there", ge=100,
+        validation_alias=_also("otlp_metrics_interval_ms", "OTEL_METRIC_EXPORT_INTERVAL"),
+    )  # fmt: skip
+    traces_endpoint: str | None = live(
+        None, "of our own trace store, such as http://traces:4318/otlp; none: no trace is kept"
+    )
+    traces_token: SecretStr | None = live(None, "by which that store knows its gateways")
+    traces_database_url: str | None = fixed(None, "where it keeps them; none: beside a SQLite store, or in PostgreSQL")
+    trace_sample_rate: float = live(0.02, "share of the traces that nothing speaks for", ge=0, le=1)
+    trace_sample_rates: Annotated[dict[str, float], NoDecode] = live({}, "that share by class: priority=1,…")
+    trace_first_per_s: int = live(1, "traces of every second that are kept whatever the rate is", ge=0)
+    trace_max_per_s: int = live(100, "traces that are kept in all; what goes beyond is counted", ge=1)
+    metrics_tenants: int = live(20, "with series of their own at /metrics; the rest are summed", ge=0, le=1000)
+    log_level: Literal["debug", "info", "warning", "error"] = live("info", "from which on events are logged")
+    log_format: Literal["auto", "json", "console"] = fixed("auto", "of the log; auto: columns on a terminal, else JSON")
 
     @field_validator("engines", "webhook_networks", mode="before")
     @classmethod

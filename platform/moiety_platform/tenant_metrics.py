@@ -57,6 +57,10 @@ class TenantCollector(Collector):
         self._recent: defaultdict[str, int] = defaultdict(int)  # tokens and requests since the last ranking
         self._ranked_s = float("-inf")
 
+    def use(self, max_tenants: int) -> None:
+        """So many places from the next reading on."""
+        self._max_tenants, self._ranked_s = max_tenants, float("-inf")
+
     def observe(self, row: UsageRow) -> None:
         """Count one ended request."""
         tenant_id = row.tenant_id
@@ -93,6 +97,10 @@ class TenantCollector(Collector):
         busiest = heapq.nlargest(self._max_tenants * STAYING, recent, key=recent.__getitem__)
         wanting = [tenant_id for tenant_id in busiest[: self._max_tenants] if tenant_id not in self._shown]
         leaving = sorted(set(self._shown) - set(busiest))
+        num_beyond = len(self._shown) - self._max_tenants  # where there are fewer places than there were
+        for tenant_id in sorted(self._shown, key=lambda one: recent.get(one, 0))[: max(0, num_beyond)]:
+            self._other.take(self._shown.pop(tenant_id))
+        leaving = [tenant_id for tenant_id in leaving if tenant_id in self._shown]
         room = self._max_tenants - len(self._shown)
         for tenant_id in leaving[: max(0, len(wanting) - room)]:
             self._other.take(self._shown.pop(tenant_id))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,3 +248,28 @@ def test_what_is_wrong_is_said_with_file_line_and_path(
     apply: Callable[..., dict[str, Any]], text: str, said: str
 ) -> None:
     assert said in apply(text, ends_with=1)["said"]
+
+
+def test_a_file_that_is_watched_is_applied_again_when_it_changes(moiety: Moiety, serve: Any, tmp_path: Path) -> None:
+    file = tmp_path / "watched.yaml"
+
+    def declare(weight: object) -> None:
+        beside = tmp_path / ".watched.new"
+        beside.write_text(f"tenants:\n  - {{name: watched, weight: {weight}}}\n")
+        beside.replace(file)
+
+    declare(2)
+    program = "from moiety_platform.cli.main import main; main()"
+    options = ("apply", "-f", str(file), "--source", "watched", "--data-dir", str(serve.data_dir), "--watch", "--json")
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program, *options], stdout=pipe, stderr=pipe, text=True) as watching:
+        try:
+            for weight in (2, 3):
+                declare(weight)
+                assert '"done": 1' in next(line for line in watching.stdout if '"done"' in line)
+                assert json.loads(moiety("tenant", "show", "watched", "--json").stdout)["weight"] == weight
+                if weight == 2:
+                    declare("heavy")
+                    assert "weight" in next(line for line in watching.stderr if "Error" in line)
+        finally:
+            watching.kill()

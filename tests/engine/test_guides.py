@@ -17,7 +17,9 @@ import torch
 from moiety_demo import checkpoint_path
 from moiety_engine.config import EngineConfig, LoadFormat, Overlap, Speculate
 from moiety_engine.guiding.errors import GuideRefused
+from moiety_engine.guiding.follower import Follower
 from moiety_engine.guiding.library import Library
+from moiety_engine.guiding.lobby import Lobby
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
@@ -122,6 +124,23 @@ def test_an_answer_that_is_not_of_its_form_is_ended_and_no_other(model: EngineLo
     assert complaint(text_of(tokens), PLACE) == ""
 
 
+def test_a_guide_on_which_compiling_itself_fails_costs_its_request_and_not_the_engine() -> None:
+    class Broken(Library):
+        def __init__(self) -> None:
+            self.num_words = 1
+
+        def open(self, guide: Guide) -> Follower:
+            raise ZeroDivisionError("a defect")
+
+    lobby, refused = Lobby(Broken()), []
+    lobby.enter(asked(1, Guide(GuideKind.REGEX, "a+")))
+    while not refused:
+        assert not list(lobby.take_ready())
+        refused = lobby.take_refused()
+    assert [(one.key, one.code) for one in refused] == [(1, FailureCode.GUIDE_REFUSED)]
+    assert lobby.leave(1) is None
+
+
 def test_who_has_no_guide_goes_on_while_one_is_compiled_and_who_leaves_meanwhile_is_told(model: EngineLoop) -> None:
     slow = Guide(GuideKind.JSON_SCHEMA, json.dumps({"enum": [f"{i} {i * i}" for i in range(9000)]}))
     model.submit(asked(1, None, max_tokens=8))
@@ -209,6 +228,7 @@ def test_schemas_of_many_kinds_are_kept_to(model: EngineLoop, monkeypatch: pytes
         (GuideKind.CHOICE, '["a", ""]', "none of them empty"),
         (GuideKind.REGEX, "(a", "regex"),
         (GuideKind.GRAMMAR, "root ::= a", "another form than Lark's"),
+        (GuideKind.GRAMMAR, "of no rule at all", "Expected"),
         (GuideKind.GRAMMAR, "start: A\nA: B{1000}\nB: C{1000}\nC: /x/", "the terminal A has more than 50,000"),
     ],
 )

@@ -40,16 +40,19 @@ from moiety_platform.gateway import GatewayServer
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.listening import bind
+from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import configure_logging
 from moiety_platform.metrics import Metrics, UpkeepMetrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
+from moiety_platform.reloading.controller import settings_routes
+from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.routing.controller import engine_routes
 from moiety_platform.routing.replicas import Replicas
-from moiety_platform.settings import GatewaySettings
+from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_platform.trace_metrics import TraceCollector
 from moiety_platform.traces.sampling import SamplingTerms
 from moiety_platform.traces.tracing import Tracing
@@ -265,6 +268,7 @@ async def run_gateway(
         store_clock = StoreClock()
         parts = (database, authenticator, quotas, metrics, tracing, clock, chosen)
         batches = Batches(worker_id, *parts, poll_s=0.05, backoff=Backoff(0.02), now=store_clock)
+        live, source = LiveSettings(chosen), SettingsSource.open(None, SECTION, lambda: chosen, settings)
         services = Services(
             authenticator=authenticator,
             usage=rows,
@@ -291,16 +295,19 @@ async def run_gateway(
                         *expert_routes(ExpertService(replicas, clock)),
                         *webhook_routes(Reach(), PEPPER),
                         *erasure_routes(),
+                        *settings_routes(source, live, None),
                     ],
                 )
             ],
             batches=batches,
+            live=live,
         )
         listener = bind("127.0.0.1", 0)
         started = asyncio.Event()
         pipeline = create_pipeline(chosen, services)
         app = create_app(chosen, services, pipeline)
         server = GatewayServer(app, chosen.drain_s, ConnectionLimits.of(chosen), started.set, batches.drain)
+        server.followed_by(live)
         await stack.enter_async_context(batches.working(pipeline))
         task = asyncio.create_task(server.serve([listener]))
         await started.wait()
@@ -308,7 +315,7 @@ async def run_gateway(
         running.stop = server.request_exit
         running.forget_keys = lambda: authenticator.forget(keys.tenant_key.removeprefix("mty_").partition(".")[0])
         running.database, running.responses = database, responses
-        running.store_clock = store_clock
+        running.store_clock, running.live, running.server = store_clock, live, server
         chores = chores_of(chosen, database, store_clock)
         running.upkeep = Upkeep(
             worker_id, database, chores, UpkeepMetrics(metrics.registry), interval_s=60, now=store_clock

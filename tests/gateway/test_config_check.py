@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from pathlib import Path
+
 import pytest
 
 from moiety_platform.cli.main import main
+from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.settings import GatewaySettings
 
 
@@ -64,6 +69,37 @@ def test_secrets_in_plain_text_are_warned_of_and_not_shown(check, line: str, sai
     assert said in told
     assert "long enough" not in told
     assert "word@" not in told
+
+
+def test_the_reference_of_settings_is_what_is_declared(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["config", "reference"])
+    written = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    assert written == capsys.readouterr().out, "write it anew: moiety config reference > docs/settings.md"
+
+
+async def test_a_file_is_compared_with_the_gateway_that_runs(start_gateway, card, tmp_path, capsys) -> None:
+    file = tmp_path / "moiety.yaml"
+    file.write_text("gateway: {max_choices: 3, port: 1, max_tools: 5, log_level: info}")
+    async with start_gateway([FakeEngineClient(card)], max_tools=9) as gateway:
+
+        async def run(*arguments: str) -> str:
+            def main_ends() -> None:
+                with pytest.raises(SystemExit):
+                    main(["config", *arguments, "--url", gateway.url, "--admin-key", gateway.admin_key, "--json"])
+
+            await asyncio.to_thread(main_ends)
+            return capsys.readouterr().out
+
+        told = json.loads(await run("check", str(file), "--against", "running"))
+        found = {one["name"]: (one["now"], one["then"], one["taken"]) for one in told["differences"]}
+        assert found == {
+            "max_choices": (16, 3, "at once"),
+            "max_tools": (9, 5, "never: the gateway's option beats the file"),
+            "port": (8000, 1, "at a restart"),
+        }
+        shown = json.loads(await run("show"))
+        assert {one["name"]: one["value"] for one in shown["data"]}["max_tools"] == 9
 
 
 def test_what_passes_is_what_the_gateway_takes(check, tmp_path) -> None:

@@ -645,6 +645,8 @@ def refusal(status: str, message: str, header: bytes = b"") -> bytes:
 ERRORS = [
     (stream_of(b"data: {what\n\n"), 502, "engine_protocol_violation", None),
     (stream_of(b"data: [1]\n\n"), 502, "engine_protocol_violation", None),
+    (stream_of(b'data: {"choices": "\xff"}\n\n'), 502, "engine_protocol_violation", None),
+    (stream_of(b'data: {"choices": [{"token_ids": [18446744073709551616]}]}\n\n'), 502, None, None),
     (stream_of(b'data: {"choices": 7}\n\n'), 502, "engine_protocol_violation", None),
     (stream_of(b'data: {"choices": [{"token_ids": ["x"]}]}\n\n'), 502, "engine_protocol_violation", None),
     (stream_of(b'data: {"choices": [{"token_ids": [1]}], "usage": {"completion_tokens": 9}}\n\n'), 502, None, None),

@@ -13,7 +13,8 @@ from moiety_platform.app import create_app
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import LOOKING, SERVING, Database
 from moiety_platform.gateway import build_services
-from moiety_platform.settings import GatewaySettings
+from moiety_platform.reloading.source import SettingsSource
+from moiety_platform.settings import SECTION, GatewaySettings
 
 from .conftest import PEPPER, make_demo
 
@@ -29,7 +30,8 @@ async def test_however_many_look_a_client_is_served_and_all_who_look_get_an_answ
     await database.close()
     settings = GatewaySettings(database_url=clean_postgres, data_dir=tmp_path, key_pepper=PEPPER.decode())
     with contextlib.closing(psycopg.connect(clean_postgres, autocommit=True)) as watcher:
-        async with build_services(settings) as services, asyncio.timeout(DEADLINE_S):
+        source = SettingsSource.open(None, SECTION, lambda: settings)
+        async with build_services(source) as services, asyncio.timeout(DEADLINE_S):
             transport = httpx.ASGITransport(app=create_app(settings, services))  # type: ignore[arg-type]
             async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=None) as http:
                 admin, tenant = ({"Authorization": f"Bearer {key}"} for key in (demo.admin_key, demo.key))

@@ -18,14 +18,17 @@ from litestar import Litestar
 from litestar.exceptions import HTTPException
 from pydantic import ValidationError
 
+from moiety_platform.access.roles import Role
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.oidc import MAX_AGE_S, REFETCH_S, OidcTerms, OidcVerifier
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
-from moiety_platform.errors import PlatformError
+from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
+from moiety_platform.gateway_parts.tokens import TokenDoor
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
+from moiety_platform.live_settings import LiveSettings
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
@@ -98,7 +101,7 @@ async def gateway(issuer: Issuer, database: Database, clock: ManualClock) -> Asy
         quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
         authenticator = Authenticator(database, PEPPER, clock)
         app = Litestar(
-            [admin_router(database, authenticator, *caches, quotas, PEPPER, clock, oidc=oidc)],
+            [admin_router(database, authenticator, *caches, quotas, PEPPER, clock, oidc=lambda: oidc)],
             exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
         )
         transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
@@ -233,3 +236,36 @@ async def test_while_the_issuer_is_away_known_keys_count_and_others_get_503(
 def test_settings_that_cannot_be_right_are_refused(given: dict[str, str]) -> None:
     with pytest.raises(ValidationError, match="issuer"):
         GatewaySettings(**given)  # type: ignore[arg-type]
+
+
+async def test_whom_a_running_gateway_believes_is_what_its_settings_say(
+    issuer: Issuer, database: Database, clock: ManualClock
+) -> None:
+    live = LiveSettings(GatewaySettings())
+    async with TokenDoor(live.now, database, clock) as door:
+        door.followed_by(live)
+        assert door.find() is None
+        given: dict[str, Any] = {"oidc_issuer": issuer.url, "oidc_audience": AUDIENCE}
+        others: dict[str, Any] = {"aud": "others", "roles": ["owner"], "tenant": "ten_a"}
+        await live.change(GatewaySettings(**given))
+        first = door.find()
+        assert first is not None
+        assert (await first.authenticate(issuer.token())).role is Role.VIEWER
+        with pytest.raises(Unauthenticated):
+            await first.authenticate(issuer.token(**others))
+        await live.change(GatewaySettings(**given | {"oidc_audience": "others", "oidc_roles_claim": "roles"}))
+        second = door.find()
+        assert second is not None
+        assert (await second.authenticate(issuer.token(**others))).role is Role.OWNER
+        assert (await first.authenticate(issuer.token())).role is Role.VIEWER, "what has begun goes on"
+        claims = {"oidc_roles_claim": "moiety_roles", "oidc_tenant_claim": "tenant"}
+        await live.change(GatewaySettings(**given | claims))
+        third = door.find()
+        assert third is not None
+        with pytest.raises(Forbidden):
+            await third.authenticate(issuer.token(tenant="no tenant's id"))
+        await live.change(GatewaySettings(oidc_issuer="https://other.example.com", oidc_audience=AUDIENCE))
+        fourth = door.find()
+        assert fourth is not None and fourth is not third
+        await live.change(GatewaySettings())
+        assert door.find() is None

@@ -17,6 +17,7 @@ from sqlalchemy import literal
 
 from moiety_engine.scheduling.policies import POLICIES
 from moiety_engine.simulator.devices import PRESETS
+from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.classes.cache import ClassCache
@@ -24,10 +25,13 @@ from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import PlatformError
+from moiety_platform.gateway_parts.administration import Administration
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
+from moiety_platform.live_settings import LiveSettings
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
+from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations import store
 from moiety_platform.simulations.controller import simulation_routes
 from moiety_platform.simulations.runner import Simulations
@@ -219,3 +223,12 @@ async def test_what_makes_no_sense_is_refused(api: Admin, asked: dict[str, Any],
 def test_what_may_be_asked_for_by_name_is_what_the_simulator_has() -> None:
     assert set(known.DEVICES) == set(PRESETS)
     assert set(known.POLICIES) == set(POLICIES)
+
+
+async def test_the_patience_with_simulations_is_what_the_settings_say(database: Database, clock: Any) -> None:
+    live = LiveSettings(GatewaySettings())
+    async with Administration(live.now, database, database, PEPPER, clock, AdapterCache(database, clock)) as made:
+        made.followed_by(live)
+        assert (made.simulations.limit_s, made.simulations.niceness) == (300, 10)
+        await live.change(GatewaySettings(simulation_limit_s=7, simulation_niceness=3))
+        assert (made.simulations.limit_s, made.simulations.niceness) == (7, 3)

@@ -112,6 +112,11 @@ def test_a_template_that_does_not_parse_is_refused_with_its_line() -> None:
         ChatTemplate("a\n{% for %}", {})
 
 
+def test_a_template_of_which_no_program_can_be_made_is_refused() -> None:
+    with pytest.raises(TemplateRefused, match="outside loop"):
+        ChatTemplate("{% break %}", {})
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -93,8 +93,8 @@ def check_terminals(lark: str) -> None:
 def _terminals(lark: str) -> Mapping[str, str]:
     """The text of every terminal, by its name."""
     rules = list(_RULE.finditer(lark))
-    ends = [rule.start() for rule in rules[1:]] + [len(lark)]
-    return {rule[1]: lark[rule.end() : end] for rule, end in zip(rules, ends, strict=True) if rule[1].isupper()}
+    ends = [*(rule.start() for rule in rules[1:]), len(lark)]
+    return {rule[1]: lark[rule.end() : end] for rule, end in zip(rules, ends, strict=False) if rule[1].isupper()}
 
 
 def _length(name: str, bodies: Mapping[str, str], lengths: dict[str, int], within: set[str]) -> int:

@@ -6,11 +6,15 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import structlog
+
 from moiety_engine.guiding.errors import GuideRefused
 from moiety_engine.guiding.follower import Follower
 from moiety_engine.guiding.library import Library
 from moiety_engine.messages import CoreFailure, CoreSubmit
 from moiety_wire.messages import FailureCode
+
+log = structlog.get_logger()
 
 NUM_COMPILERS = 2
 NOT_HELD_HERE = "this engine cannot hold an answer to a form: {reason}"
@@ -59,6 +63,10 @@ class Lobby:
                 follower = opening.result()
             except GuideRefused as exc:
                 self._refuse(key, f"the form that was asked for cannot be followed: {exc}")
+                continue
+            except Exception:  # the root of a compiler's task: it costs its request, and not the engine
+                log.exception("guide_failed")
+                self._refuse(key, "the form that was asked for cannot be compiled; write it otherwise")
                 continue
             yield submit, follower
 

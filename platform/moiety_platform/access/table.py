@@ -54,6 +54,7 @@ class Action(StrEnum):
     READ_ADAPTERS = "adapters.read"
     WRITE_ADAPTERS = "adapters.write"
     GRANT_ADAPTERS = "adapters.grant"
+    READ_SETTINGS = "settings.read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ RULES: Mapping[Action, Rule] = MappingProxyType(
         Action.WRITE_DECLARATIONS: Rule(anyone=_OPERATORS),
         Action.READ_ADAPTERS: Rule(anyone=_READERS, own=_OWN_READERS),
         Action.WRITE_ADAPTERS: Rule(anyone=_OPERATORS, own=_OWN_WRITERS),
+        Action.READ_SETTINGS: Rule(anyone=_READERS),
         Action.GRANT_ADAPTERS: Rule(anyone=_OPERATORS),  # of those that are on the engines' hosts
     }
 )

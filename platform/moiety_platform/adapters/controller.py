@@ -18,8 +18,15 @@ from moiety_platform.db.session import Database
 from moiety_platform.openapi.described import fails
 
 
-def adapter_routes(cache: AdapterCache, *, max_bytes: int, max_tenant_bytes: int) -> list[HTTPRouteHandler]:
-    """The handlers, for the admin router to take in. `max_bytes`: of one adapter."""
+class AdapterRoom:
+    """How large one adapter may be, and all of a tenant; may be set to others, for the parts that come from then on."""
+
+    def __init__(self, max_bytes: int, max_tenant_bytes: int) -> None:
+        self.max_bytes, self.max_tenant_bytes = max_bytes, max_tenant_bytes
+
+
+def adapter_routes(cache: AdapterCache, room: AdapterRoom) -> list[HTTPRouteHandler]:
+    """The handlers, for the admin router to take in."""
 
     @post("/adapters", tags=["adapters"], name="create_adapter", opt=needs(Action.WRITE_ADAPTERS) | fails(404, 409))
     async def create_adapter(
@@ -47,7 +54,7 @@ def adapter_routes(cache: AdapterCache, *, max_bytes: int, max_tenant_bytes: int
     ) -> AdapterView:
         """Add the next part of the tensors."""
         async with database.write() as session:
-            limits = {"max_bytes": max_bytes, "max_tenant_bytes": max_tenant_bytes}
+            limits = {"max_bytes": room.max_bytes, "max_tenant_bytes": room.max_tenant_bytes}
             return AdapterView.of(await service.append_part(session, adapter_id, data.start, data.data, **limits))
 
     @post(

@@ -24,7 +24,7 @@ class AdmissionGate:
     """Counts sequences (prompts × n), since each is a request to an engine. One event loop."""
 
     def __init__(self, max_inflight_per_tenant: int, clock: Clock) -> None:
-        self._limit = max_inflight_per_tenant
+        self.limit = max_inflight_per_tenant  # may be set to another, for those that enter from then on
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
 
@@ -32,12 +32,12 @@ class AdmissionGate:
         """Count a request as in flight, from now until its place is left. Raises Overloaded where that is more than the
         tenant may have; one that is larger than the bound by itself gets in when nothing else is there."""
         tenant = self._tenants.setdefault(tenant_id, _Tenant())
-        if tenant.num_inflight and tenant.num_inflight + num_sequences > self._limit:
+        if tenant.num_inflight and tenant.num_inflight + num_sequences > self.limit:
             raise Overloaded(
-                f"{tenant.num_inflight} sequences of this tenant are in flight, and {self._limit} are allowed; wait "
+                f"{tenant.num_inflight} sequences of this tenant are in flight, and {self.limit} are allowed; wait "
                 "for some to end, then try again",
                 Reason.TENANT_QUEUE_FULL,
-                retry_after_s=_retry_after_s(tenant, tenant.num_inflight + num_sequences - self._limit),
+                retry_after_s=_retry_after_s(tenant, tenant.num_inflight + num_sequences - self.limit),
             )
         tenant.num_inflight += num_sequences
         return GatePlace(self, tenant_id, tenant, num_sequences)

@@ -15,15 +15,15 @@ class StreamGate:
     """Counts streamed answers from their request's body to their end. One event loop."""
 
     def __init__(self, max_per_key: int) -> None:
-        self._limit = max_per_key
+        self.limit = max_per_key  # may be set to another, for those that begin from then on
         self._num_open: Counter[str] = Counter()
 
     @contextmanager
     def hold(self, key_id: str) -> Iterator[None]:
         """Count a stream as open. Raises RateLimited where the key has as many as it may have."""
-        if self._num_open[key_id] >= self._limit:
+        if self._num_open[key_id] >= self.limit:
             raise RateLimited(
-                f"This key has {self._limit} streams open at this gateway, and no more are allowed; read some to their "
+                f"This key has {self.limit} streams open at this gateway, and no more are allowed; read some to their "
                 "end or close them, then try again",
                 code="too_many_streams",
                 retry_after_s=RETRY_AFTER_S,

@@ -17,8 +17,7 @@ from moiety_platform.audit.controller import AuditController
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.controller import KeyController
-from moiety_platform.auth.guard import action_of, admin_guard
-from moiety_platform.auth.oidc import OidcVerifier
+from moiety_platform.auth.guard import FindVerifier, action_of, admin_guard
 from moiety_platform.auth.overview import CallerController, OverviewController
 from moiety_platform.auth.pepper import Pepper
 from moiety_platform.auth.reach import criteria_of, reach_of, tenant_of
@@ -53,7 +52,7 @@ def admin_router(
     pepper: bytes,
     clock: Clock,
     *,
-    oidc: OidcVerifier | None = None,
+    oidc: FindVerifier = lambda: None,
     traces: Database | None = None,
     more: Sequence[ControllerRouterHandler] = (),
 ) -> Router:

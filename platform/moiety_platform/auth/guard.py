@@ -24,15 +24,19 @@ class UnguardedRoute(Exception):
     """A defect of ours: a route of the admin API does not say what its caller does."""
 
 
-def admin_guard(authenticator: Authenticator, oidc: OidcVerifier | None = None) -> AsyncGuard:
-    """A guard that leaves the caller in `connection.state.caller`. With `oidc`, a bearer that is no key of ours is a
-    token. Raises Unauthenticated, Forbidden or Unavailable."""
+FindVerifier = Callable[[], OidcVerifier | None]
+
+
+def admin_guard(authenticator: Authenticator, oidc: FindVerifier = lambda: None) -> AsyncGuard:
+    """A guard that leaves the caller in `connection.state.caller`. Where `oidc` finds a verifier, a bearer that is no
+    key of ours is a token. Raises Unauthenticated, Forbidden or Unavailable."""
 
     async def guard(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
         authorization = connection.headers.get("authorization")
         scheme, _, token = (authorization or "").partition(" ")
-        if oidc is not None and scheme.lower() == "bearer" and not token.strip().startswith(PREFIX):
-            caller = await oidc.authenticate(token.strip())
+        verifier = oidc()
+        if verifier is not None and scheme.lower() == "bearer" and not token.strip().startswith(PREFIX):
+            caller = await verifier.authenticate(token.strip())
         else:
             caller = caller_of(await authenticator.authenticate(authorization))
         if connection.scope.get("method") != HttpMethod.OPTIONS:  # the framework's own, which tells a path's methods

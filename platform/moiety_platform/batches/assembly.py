@@ -54,53 +54,59 @@ class Batches:
         self._authenticator = authenticator
         self._clock = clock
         self._settings = settings
-        self._shape = ShapeLimits.of(settings)
         self._poll_s = poll_s
         self._backoff = backoff or Backoff()
         self._now = now
         self._rows = HeldRows()
         self._recorder = RequestRecorder(self._rows, quotas, metrics, tracing, clock)
         self._files = Files(database, BatchFiles(database), now)
+        self._uploads = Uploads(
+            database, settings.max_file_bytes, settings.max_file_bytes_per_tenant, settings.keep_files_s, now
+        )
+        self._services = BatchServices(
+            authenticator,
+            database,
+            settings.max_open_batches_per_tenant,
+            settings.keep_files_s,
+            on_change=self._wake,
+            now=now,
+        )
+        self._tending = Tending(database, limits_of(settings), now=now)
+        self._runner: LineRunner | None = None
         self._worker: BatchWorker | None = None
 
     def routes(self) -> list[HTTPRouteHandler]:
         """The handlers of `/v1/files` and `/v1/batches`."""
-        settings = self._settings
-        uploads = Uploads(
-            self._database,
-            settings.max_file_bytes,
-            settings.max_file_bytes_per_tenant,
-            settings.keep_files_s,
-            self._now,
-        )
         return [
-            *file_routes(FileServices(self._authenticator, self._files, uploads)),
-            *batch_routes(
-                BatchServices(
-                    self._authenticator,
-                    self._database,
-                    settings.max_open_batches_per_tenant,
-                    settings.keep_files_s,
-                    on_change=self._wake,
-                    now=self._now,
-                )
-            ),
+            *file_routes(FileServices(self._authenticator, self._files, self._uploads)),
+            *batch_routes(self._services),
         ]
+
+    def use(self, settings: GatewaySettings) -> None:
+        """For the files, batches and lines that come from now on."""
+        self._settings = settings
+        self._uploads.max_file_bytes = settings.max_file_bytes
+        self._uploads.max_tenant_bytes = settings.max_file_bytes_per_tenant
+        self._uploads.keep_s = self._services.keep_files_s = settings.keep_files_s
+        self._services.max_open_batches = settings.max_open_batches_per_tenant
+        self._tending.limits = limits_of(settings)
+        if self._runner is not None:
+            self._runner.max_json_depth, self._runner.shape = settings.max_json_depth, ShapeLimits.of(settings)
+        if self._worker is not None:
+            self._worker.use(settings.batch_concurrency, settings.batch_lease_s)
 
     @asynccontextmanager
     async def working(self, pipeline: Pipeline) -> AsyncIterator[None]:
         """Answer lines through this pipeline for as long as the context is open. With a concurrency of 0 other gateways
         do all the work."""
-        if self._settings.batch_concurrency == 0:
-            yield
-            return
-        settings, database = self._settings, self._database
-        limits = Limits(settings.max_batch_lines, settings.max_body_bytes, settings.max_json_depth, self._shape)
+        settings = self._settings
+        parts = (self._authenticator, self._recorder, self._rows, pipeline)
+        self._runner = LineRunner(*parts, settings.max_json_depth, ShapeLimits.of(settings), self._backoff)
         worker = self._worker = BatchWorker(
             self._worker_id,
-            database,
-            self._runner(pipeline),
-            Tending(database, limits, now=self._now),
+            self._database,
+            self._runner,
+            self._tending,
             self._clock,
             concurrency=settings.batch_concurrency,
             lease_s=settings.batch_lease_s,
@@ -119,11 +125,10 @@ class Batches:
         if self._worker is not None:
             self._worker.drain()
 
-    def _runner(self, pipeline: Pipeline) -> LineRunner:
-        depth = self._settings.max_json_depth
-        parts = (self._authenticator, self._recorder, self._rows, pipeline)
-        return LineRunner(*parts, depth, self._shape, self._backoff)
-
     def _wake(self) -> None:
         if self._worker is not None:
             self._worker.wake()
+
+
+def limits_of(settings: GatewaySettings) -> Limits:
+    return Limits(settings.max_batch_lines, settings.max_body_bytes, settings.max_json_depth, ShapeLimits.of(settings))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 from litestar import Request, get, post
@@ -36,9 +35,10 @@ MAX_BODY_BYTES = 256 * 1024
 MAX_JSON_DEPTH = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchServices:
-    """What these endpoints need; `on_change` wakes whoever works on batches in this process."""
+    """What these endpoints need; `on_change` wakes whoever works on batches in this process. The two numbers may be set
+    to others, for the batches that are made from then on."""
 
     authenticator: Authenticator
     database: Database
@@ -51,7 +51,6 @@ class BatchServices:
 def batch_routes(services: BatchServices) -> list[HTTPRouteHandler]:
     """The handlers of these endpoints."""
     database = services.database
-    make = partial(create_batch, max_open=services.max_open_batches, keep_files_s=services.keep_files_s)
 
     async def caller(request: Request[Any, Any, Any]) -> Principal:
         return await authenticate(services.authenticator, request)
@@ -70,7 +69,10 @@ def batch_routes(services: BatchServices) -> list[HTTPRouteHandler]:
         headers = request.scope["headers"]
         new = await receive_body(NewBatch, request.receive, headers, MAX_BODY_BYTES, MAX_JSON_DEPTH)
         async with database.write() as session:
-            batch = await make(session, owner, new, now=services.now)
+            max_open, keep_files_s = services.max_open_batches, services.keep_files_s
+            batch = await create_batch(
+                session, owner, new, max_open=max_open, keep_files_s=keep_files_s, now=services.now
+            )
         services.on_change()
         return view(batch)
 

@@ -84,8 +84,7 @@ class LineRunner:
         self._recorder = recorder
         self._rows = rows
         self._pipeline = pipeline
-        self._max_json_depth = max_json_depth
-        self._shape = shape
+        self.max_json_depth, self.shape = max_json_depth, shape
         self._backoff = backoff
         self._records: dict[LineKey, RequestRecord] = {}  # of what is being answered
 
@@ -130,7 +129,7 @@ class LineRunner:
             bills_failures=False,
         ) as record:
             self._records[line.key] = record
-            body = decode_body(endpoint.schema, body_of(line.text), self._max_json_depth, self._shape)
+            body = decode_body(endpoint.schema, body_of(line.text), self.max_json_depth, self.shape)
             answer = await endpoint.answer(self._pipeline, record, body)
             record.completed()
         return answered(line_key(*line.key), line.custom_id, request_id, answer)

@@ -37,7 +37,7 @@ class Tending:
         now: Now = now_ms,
     ) -> None:
         self._database = database
-        self._limits = limits
+        self.limits = limits  # may be set to others, for the files that are looked at from then on
         self._lease_ms = round(lease_s * 1000)
         self._now = now
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -85,7 +85,7 @@ class Tending:
             if not await claim_batch(session, batch, self._lease_ms, self._now):
                 return
         if batch.status == BatchStatus.VALIDATING:
-            await Validation(self._database, batch, self._limits, self._lease_ms, self._now).run()
+            await Validation(self._database, batch, self.limits, self._lease_ms, self._now).run()
         else:
             await self._close(batch)
 

@@ -70,8 +70,7 @@ class BatchWorker:
         self._runner = runner
         self._tending = tending
         self._clock = clock
-        self._concurrency = concurrency
-        self._lease_s = lease_s
+        self._concurrency, self._lease_s = concurrency, lease_s
         self._backoff = backoff
         self._poll_s = poll_s
         self._rounds = Rounds("batch-worker", self._round, poll_s, pause_s=OUTAGE_PAUSE_S)
@@ -83,6 +82,12 @@ class BatchWorker:
         self._dry: set[str] = set()  # batches that had no more lines to claim when last looked at
         self._looked_s = self._renewed_s = float("-inf")
         self._is_draining = False
+
+    def use(self, concurrency: int, lease_s: float) -> None:
+        """For the lines that begin from now on; with a concurrency of 0 other gateways do all the work."""
+        self._concurrency, self._lease_s = concurrency, lease_s
+        self._paces.clear()
+        self.wake()
 
     def wake(self) -> None:
         """A batch was made or changed in this process: look at once."""
@@ -121,6 +126,8 @@ class BatchWorker:
     async def _round(self) -> None:
         """Raises Unavailable; what was to be stored is kept for the next round then."""
         await self._store()
+        if not self._concurrency and not self._held():
+            return
         now_s = self._clock.monotonic()
         if now_s - self._renewed_s >= self._lease_s / 3:
             await self._renew()
@@ -194,7 +201,7 @@ class BatchWorker:
                 task.cancel()
         self._dry.clear()
         self._paces = {batch_id: pace for batch_id, pace in self._paces.items() if batch_id in going_on}
-        if not self._is_draining:
+        if not self._is_draining and self._concurrency:
             self._tending.tend(self._batches, self.wake)
 
     async def _claim(self) -> None:
@@ -225,7 +232,7 @@ class BatchWorker:
         return self._pace(batch.id).may_begin(self._num_running(batch.id), self._clock.monotonic())
 
     def _pace(self, batch_id: str) -> Pace:
-        return self._paces.setdefault(batch_id, Pace.full(self._concurrency))
+        return self._paces.setdefault(batch_id, Pace.full(max(1, self._concurrency)))
 
     def _num_running(self, batch_id: str) -> int:
         return sum(running_id == batch_id for running_id, _ in self._running)

@@ -1,12 +1,14 @@
 """`moiety config …`: whether a configuration file is what gateway, trace store and engine take, before they are started
-with it."""
+with it or read it again; and what a gateway goes by."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,24 +16,46 @@ import typer
 from pydantic import SecretStr, ValidationError
 from pydantic_settings import BaseSettings
 
+from moiety_platform.cli.admin_client import AdminClient
+from moiety_platform.cli.admin_command import Admin, AdminKey, DataDir, Url, admin_command
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.lazy import as_command
 from moiety_platform.cli.tables import show_json
 from moiety_platform.config_file import ConfigFileError, read_config_section
+from moiety_platform.reloading.reference import reference_of
+from moiety_platform.reloading.shown import SET, shown
+from moiety_platform.reloading.source import Origin
 from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_platform.trace_receiver.settings import TraceSettings
 
 TRACES, SERVE = "traces", "serve"
 NOT_IN_FILES = ("config", "help", "version")
 PLACEHOLDER = "x" * 16  # where a setting without a default comes from the environment
+WAITS = "waits for a restart"
 PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
-app = typer.Typer(no_args_is_help=True, help="Check the configuration file.")
+app = typer.Typer(no_args_is_help=True, help="The configuration file, and what a gateway goes by.")
 
 
 @app.callback()
 def config() -> None:
-    """Check the configuration file."""
+    """The configuration file, and what a gateway goes by."""
+
+
+class Against(StrEnum):
+    """What a file may be compared with."""
+
+    RUNNING = "running"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting of the gateway that runs, and what a file says; `taken` says when."""
+
+    name: str
+    now: Any
+    then: Any
+    taken: str
 
 
 @dataclass(frozen=True)
@@ -47,6 +71,12 @@ class Problem:
 @app.command("check")
 def check(
     file: Annotated[Path, typer.Argument(help="TOML or YAML file, as --config takes it.")],
+    against: Annotated[
+        Against | None, typer.Option(help="`running`: say what the gateway that runs would take of it, and when.")
+    ] = None,
+    url: Url = None,
+    admin_key: AdminKey = None,
+    data_dir: DataDir = Path(".moiety"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
     """Check a file: unknown names, values that are none, secrets in plain text. Ends with 1 if it would not work."""
@@ -55,15 +85,60 @@ def check(
     except ConfigFileError as exc:
         raise CommandError(str(exc)) from exc
     wrong = [one for one in problems if not one.is_warning]
+    differences: list[Difference] = []
+    if against is not None and not wrong:
+        with contextlib.closing(AdminClient.connect(url, admin_key, data_dir).http) as http:
+            differences = list(differences_from(file, AdminClient(http).get("/settings")["data"]))
     if as_json:
         rows = [{"line": p.line, "name": p.name, "told": p.told, "warning": p.is_warning} for p in problems]
-        show_json({"file": str(file), "works": not wrong, "problems": rows})
+        report = {"file": str(file), "works": not wrong, "problems": rows}
+        show_json(report if against is None else report | {"differences": list(map(asdict, differences))})
     else:
         for one in problems:
             typer.echo(f"{file}:{one.line}: {'warning: ' if one.is_warning else ''}{one.name}: {one.told}")
+        for other in differences:
+            typer.echo(f"{file}: {other.name}: {other.now!r} becomes {other.then!r} {other.taken}")
         typer.echo(f"{file}: {len(wrong)} wrong, {len(problems) - len(wrong)} warnings")
     if wrong:
         raise typer.Exit(1)
+
+
+@app.command("reference")
+def reference() -> None:
+    """Every setting of a file's tables, with its default and when a change of it is taken, in Markdown."""
+    typer.echo(reference_of({SECTION: GatewaySettings, TRACES: TraceSettings}), nl=False)
+
+
+@app.command("show")
+@admin_command
+def show(admin: Admin) -> None:
+    """What a gateway goes by: each setting with its value, its origin, and when a change of the file is taken."""
+    told = admin.client.get("/settings")
+    if admin.as_json:
+        show_json(told)
+        return
+    rows = [{**one, "reload": WAITS if one["waits"] else one["reload"]} for one in told["data"]]
+    admin.show_rows(rows, {"name": "name", "value": "value", "origin": "from", "reload": "a change is taken"})
+    if told["file"] is not None:
+        typer.echo(f"{told['file']}, taken {told['taken_at']}")
+    if told["problem"]:
+        raise CommandError(f"the file as it is now was not taken: {told['problem']}")
+
+
+def differences_from(file: Path, running: Sequence[Mapping[str, Any]]) -> Iterator[Difference]:
+    """What a gateway would go by otherwise, were this its file. Secrets are not compared. Raises ConfigFileError."""
+    table = read_config_section(file, SECTION)
+    wanted = GatewaySettings.model_validate(table)
+    for one in running:
+        name, now = one["name"], one["value"]
+        then = shown(getattr(wanted, name))
+        if now == then or SET in (now, then):
+            continue
+        if one["origin"] in (Origin.OPTION, Origin.ENVIRONMENT):
+            if name in table:
+                yield Difference(name, now, then, f"never: the gateway's {one['origin']} beats the file")
+        elif name in table or one["origin"] == Origin.FILE:
+            yield Difference(name, now, then, one["reload"])
 
 
 def problems_of(file: Path) -> Iterator[Problem]:

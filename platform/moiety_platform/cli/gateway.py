@@ -13,13 +13,14 @@ from moiety_platform.auth.bootstrap import ensure_bootstrap
 from moiety_platform.auth.pepper import BadPepper, resolve_pepper
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.migrations import find_upgrade
-from moiety_platform.cli.settings_of import load_settings
+from moiety_platform.cli.settings_of import open_settings
 from moiety_platform.clock import SystemClock
 from moiety_platform.db.session import Database
 from moiety_platform.db.url import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
-from moiety_platform.gateway import CannotSendSpans, CannotUseEngine, run_gateway
+from moiety_platform.gateway import run_gateway
 from moiety_platform.listening import CannotListen
+from moiety_platform.live_settings import CannotFollow
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, FirstKeys, write_first_keys
 
@@ -53,7 +54,8 @@ def gateway(
         typer.Option(help="Make an admin key and a tenant with a key if this file is missing or the store empty."),
     ] = None,
 ) -> None:
-    """Run the HTTP gateway alone. Each option may also be set in the environment, as MOIETY_PORT for --port.
+    """Run the HTTP gateway alone. Each option may also be set in the environment, as MOIETY_PORT for --port. A
+    change of the file is taken within seconds, as far as it needs no restart; SIGHUP has it read at once.
 
     Ends with 0 after a stop, 1 when it could not start, 2 for a wrong option or setting.
     """
@@ -63,7 +65,8 @@ def gateway(
         "database_url": database_url, "drain_s": drain_s, "otlp_endpoint": otlp_endpoint,
         "log_level": log_level, "log_format": log_format,
     }  # fmt: skip
-    settings = load_settings(config, **flags)
+    source = open_settings(config, **flags)
+    settings = source.first
     try:
         if migrate:
             find_upgrade()(settings.store_url)
@@ -71,8 +74,8 @@ def gateway(
             keys = asyncio.run(ensure_first_keys(settings, reissue=not first_keys.exists()))
             if keys is not None:  # where the store was empty, those of the file were another store's
                 write_first_keys(first_keys, keys)
-        run_gateway(settings)
-    except (CannotListen, CannotSendSpans, CannotUseEngine, BadPepper, BadDatabaseUrl, PlatformError) as exc:
+        run_gateway(source)
+    except (CannotListen, CannotFollow, BadPepper, BadDatabaseUrl, PlatformError) as exc:
         raise CommandError(str(exc)) from exc
 
 

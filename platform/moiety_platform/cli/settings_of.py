@@ -1,7 +1,10 @@
-"""The gateway's settings for a command that looks at them, with what is wrong told as a command tells it."""
+"""The gateway's settings for a command that needs them, with what is wrong told as a command tells it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +12,28 @@ import typer
 from pydantic import ValidationError
 
 from moiety_platform.config_file import ConfigFileError
-from moiety_platform.settings import GatewaySettings
+from moiety_platform.reloading.source import SettingsSource, complaints
+from moiety_platform.settings import SECTION, GatewaySettings
 
 
 def load_settings(config: Path | None, **flags: Any) -> GatewaySettings:
     """Raises typer.BadParameter."""
-    try:
+    with _told():
         return GatewaySettings.load(config, **flags)
+
+
+def open_settings(config: Path | None, **flags: Any) -> SettingsSource[GatewaySettings]:
+    """Those of a process that reads its file again. Raises typer.BadParameter."""
+    options = [name for name, value in flags.items() if value is not None]
+    with _told():
+        return SettingsSource.open(config, SECTION, partial(GatewaySettings.load, config, **flags), options)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
     except ConfigFileError as exc:
         raise typer.BadParameter(str(exc)) from exc
     except ValidationError as exc:
-        problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in exc.errors())
-        raise typer.BadParameter(problems) from exc
+        raise typer.BadParameter(complaints(exc)) from exc

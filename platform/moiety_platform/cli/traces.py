@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,9 +17,10 @@ from moiety_platform.config_file import ConfigFileError
 from moiety_platform.db.url import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
 from moiety_platform.listening import CannotListen
+from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK
 from moiety_platform.trace_receiver.process import run_trace_store
-from moiety_platform.trace_receiver.settings import TraceSettings
+from moiety_platform.trace_receiver.settings import SECTION, TraceSettings
 
 
 def traces(
@@ -48,15 +50,16 @@ def traces(
         "log_level": log_level, "log_format": log_format,
     }  # fmt: skip
     try:
-        settings = TraceSettings.load(config, **flags)
+        load = partial(TraceSettings.load, config, **flags)
+        source = SettingsSource.open(config, SECTION, load, [name for name, one in flags.items() if one is not None])
     except ConfigFileError as exc:
         raise typer.BadParameter(str(exc)) from exc
     except ValidationError as exc:
         raise typer.BadParameter("; ".join(map(explain, exc.errors(include_input=False)))) from exc
     try:
         if migrate:
-            find_upgrade()(settings.store_url)
-        run_trace_store(settings)
+            find_upgrade()(source.first.store_url)
+        run_trace_store(source)
     except (CannotListen, BadDatabaseUrl, PlatformError) as exc:
         raise CommandError(str(exc)) from exc
 

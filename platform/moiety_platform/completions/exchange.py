@@ -51,9 +51,10 @@ SendLast = Callable[[], Awaitable[None]]
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ExchangeServices:
-    """What every endpoint needs that asks something of an engine."""
+    """What every endpoint needs that asks something of an engine. The bounds may be set to others, for the bodies that
+    are read from then on."""
 
     authenticator: Authenticator
     recorder: RequestRecorder

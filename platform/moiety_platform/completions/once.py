@@ -32,7 +32,7 @@ class Once:
     def __init__(self, keeper: IdempotencyKeeper, metrics: Metrics, max_body_bytes: int) -> None:
         self._keeper = keeper
         self._metrics = metrics
-        self._max_body_bytes = max_body_bytes
+        self.max_body_bytes = max_body_bytes
 
     async def serve(
         self, principal: Principal, endpoint: str, scope: Scope, receive: Receive, reply: Reply, serve: Serve
@@ -43,7 +43,7 @@ class Once:
         if key is None:
             await serve(receive)
             return
-        body, receive = await _read_ahead(receive, self._max_body_bytes)
+        body, receive = await _read_ahead(receive, self.max_body_bytes)
         if body is None:  # too large, or the client has left: refused before anything is served
             await serve(receive)
             return

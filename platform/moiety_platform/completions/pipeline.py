@@ -33,7 +33,8 @@ from moiety_wire.messages import Card, Submit
 
 
 class Pipeline:
-    """Carries out generations for one gateway process."""
+    """Carries out generations for one gateway process. Its public numbers may be set to others, for the requests that
+    come from then on."""
 
     def __init__(
         self,
@@ -53,11 +54,10 @@ class Pipeline:
         self.texts = texts
         self._classes = classes
         self._prices = prices
-        self._gate = gate
+        self.gate = gate
         self._clock = clock
-        self._credit_window = credit_window
-        self._max_sequences = max_sequences
-        self._failover_wait_s = failover_wait_s
+        self.credit_window, self.max_sequences = credit_window, max_sequences
+        self.failover_wait_s = failover_wait_s
         self._adapters = adapters
 
     def run(self, record: RequestRecord, generation: Generation, *, streams: bool = False) -> HeldRun:
@@ -82,7 +82,7 @@ class Pipeline:
             raise
         record.served_model, record.base_model = generation.model, base
         card = adapting_card(adapter, card, able_engines(states, base))
-        check_limits(generation, card, self._max_sequences)
+        check_limits(generation, card, self.max_sequences)
         cap = record.principal.service_class
         catalogue = await self._classes.get(cap)
         chosen = catalogue.choose(cap, generation.service_tier)
@@ -91,13 +91,14 @@ class Pipeline:
 
     def enter(self, record: RequestRecord, generation: Generation) -> GatePlace:
         """The tenant's place at the gate. Raises Overloaded."""
-        return self._gate.enter(record.principal.tenant_id, generation.num_sequences)
+        return self.gate.enter(record.principal.tenant_id, generation.num_sequences)
 
     async def prepare(
         self, record: RequestRecord, generation: Generation, choice: _Choice, streams: bool
     ) -> tuple[Run, list[Submit]]:
         """Everything between the gate and the first message to an engine."""
         card, catalogue, chosen = choice.card, choice.catalogue, choice.chosen
+        credit_window, failover_wait_s = self.credit_window, self.failover_wait_s
         need = Need.PROMPT if generation.embed else Need.ANSWER
         need = need if choice.adapter is None else Need.ADAPTED
         state = choose(choice.states, card.model, chosen.service, need=need)
@@ -115,7 +116,7 @@ class Pipeline:
         credit = await record.spending.begin(
             num_prompt_tokens,
             generation.num_sequences,
-            min(max(longest), self._credit_window) if is_extensible else max(longest),
+            min(max(longest), credit_window) if is_extensible else max(longest),
             tariff,
         )
         record.trace.enter(Phase.ADMISSION)
@@ -136,8 +137,8 @@ class Pipeline:
             adapter=adapter,
         )
         submits = submits_of(origin, generation, prompts, longest, text)
-        placement = Placement(self._replicas, card.model, chosen.service, self._failover_wait_s)
-        return Run(record, chosen, prompts, text, placement, self._clock, self._credit_window), submits
+        placement = Placement(self._replicas, card.model, chosen.service, failover_wait_s)
+        return Run(record, chosen, prompts, text, placement, self._clock, credit_window), submits
 
     async def _tariff(self, model: str, base: str, catalogue: Catalogue, chosen: ChosenClass) -> Tariff:
         """The model's own prices, or those of the one that it is with an adapter."""

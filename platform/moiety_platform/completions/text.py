@@ -48,7 +48,7 @@ class ModelText:
         self._model = card.model
         self._vocab_size = card.vocab_size
         self._max_context_tokens = card.max_context_tokens
-        self._inline_bytes = inline_bytes
+        self.inline_bytes = inline_bytes
         identity = f"{card.model}\0{card.family}\0{card.dtype}\0{card.device}"
         self.fingerprint = "fp_" + blake2b(identity.encode(), digest_size=5).hexdigest()
 
@@ -67,7 +67,7 @@ class ModelText:
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Raises BadRequest for an id that is not the model's."""
-        if len(token_ids) * ID_COST <= self._inline_bytes:
+        if len(token_ids) * ID_COST <= self.inline_bytes:
             return self._decode(token_ids)
         return await asyncio.to_thread(self._decode, token_ids)
 
@@ -146,7 +146,7 @@ class ModelText:
     def _is_short(self, prompts: Sequence[Prompt]) -> bool:
         """Whether encoding them all is a matter of so little time that a thread would cost more, and none spells a
         control token; not exact, but never without reason."""
-        left = self._inline_bytes
+        left = self.inline_bytes
         for prompt in prompts:
             if isinstance(prompt, tuple):
                 left -= ID_COST * len(prompt)
@@ -279,6 +279,12 @@ class ModelTexts:
         self._inline_bytes = inline_bytes
         self._built: dict[tuple[str, str, str, str, int], ModelText] = {}
         self._building = asyncio.Lock()
+
+    def use(self, inline_bytes: int) -> None:
+        """For the prompts that come from now on."""
+        self._inline_bytes = inline_bytes
+        for text in self._built.values():
+            text.inline_bytes = inline_bytes
 
     async def get(self, card: Card) -> ModelText:
         """The text side of a card. Raises moiety_text's errors if the card's files cannot be used."""

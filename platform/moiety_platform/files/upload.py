@@ -20,9 +20,9 @@ MIN_EXPIRY_S = 3600
 MAX_EXPIRY_S = 30 * 86_400
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Uploads:
-    """Takes the uploads of one gateway process."""
+    """Takes the uploads of one gateway process. The bounds may be set to others, for the files that begin then."""
 
     database: Database
     max_file_bytes: int

@@ -95,9 +95,8 @@ class IdempotencyKeeper:
     ) -> None:
         self._database = database
         self._store = store
-        self._limits = limits
+        self.limits = limits  # may be set to others, for the keys that are claimed from then on
         self._claim_ms = round(claim_s * 1000)
-        self._ttl_ms = round(limits.ttl_s * 1000)
         self._running: set[str] = set()
         self._renewing = Rounds("idempotency-renew", self.renew, claim_s / 3)
 
@@ -108,7 +107,7 @@ class IdempotencyKeeper:
         TooManyKeys, or Unavailable."""
         is_small = len(asked.body) <= INLINE_BYTES
         bound_to = asked.fingerprint() if is_small else await asyncio.to_thread(asked.fingerprint)
-        claim = Claim(self, asked.tenant_id, self._limits.max_answer_bytes)
+        claim = Claim(self, asked.tenant_id, self.limits.max_answer_bytes)
         async with self._database.write() as session:
             found = await self._store.claim(
                 session,
@@ -117,7 +116,7 @@ class IdempotencyKeeper:
                 fingerprint=bound_to,
                 claim_id=claim.claim_id,
                 ttl_ms=self._claim_ms,
-                max_keys=self._limits.max_keys_per_tenant,
+                max_keys=self.limits.max_keys_per_tenant,
             )
         if found is not None:
             return _answer_of(found, bound_to)
@@ -134,8 +133,8 @@ class IdempotencyKeeper:
                     claim.tenant_id,
                     claim.claim_id,
                     answer,
-                    ttl_ms=self._ttl_ms,
-                    max_bytes=self._limits.max_bytes_per_tenant,
+                    ttl_ms=round(self.limits.ttl_s * 1000),
+                    max_bytes=self.limits.max_bytes_per_tenant,
                 )
         except Unavailable as error:
             log.warning("idempotent_answer_lost", tenant_id=claim.tenant_id, reason=str(error))

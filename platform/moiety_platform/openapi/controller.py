@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,8 +17,8 @@ SCHEMA_PATH = "/schema"
 MEDIA_TYPE = "application/vnd.oai.openapi+json"
 
 
-def schema_routes(settings: Any) -> list[HTTPRouteHandler]:
-    """The handlers. `settings` bound what bodies may have."""
+def schema_routes(settings: Callable[[], Any]) -> list[HTTPRouteHandler]:
+    """The handlers. `settings` tells what bounds bodies."""
     documents = Documents(settings)
 
     def page_of(part: Part) -> HTTPRouteHandler:

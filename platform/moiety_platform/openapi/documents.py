@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import version
@@ -62,16 +62,19 @@ _TITLES = {Part.PUBLIC: "Moiety", Part.ADMIN: "Moiety administration", Part.ALL:
 
 @dataclass(slots=True)
 class Documents:
-    """The documents of one application, each made when it is first asked for. `settings` bound what bodies may have."""
+    """The documents of one application, each made when it is first asked for. `settings` tells what bounds bodies."""
 
-    settings: Any
-    _made: dict[Part, dict[str, Any]] = field(default_factory=dict)
+    settings: Callable[[], Any]
+    _made: dict[Part, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
 
     def get(self, app: Litestar, part: Part) -> dict[str, Any]:
         """The document, ready to be encoded as JSON."""
-        if part not in self._made:
-            self._made[part] = make_document(app, part, self.settings)
-        return self._made[part]
+        settings = self.settings()
+        made_for, document = self._made.get(part, (None, {}))
+        if made_for != settings:
+            document = make_document(app, part, settings)
+            self._made[part] = settings, document
+        return document
 
 
 def make_document(app: Litestar, part: Part, settings: Any) -> dict[str, Any]:

@@ -55,13 +55,13 @@ class ResponseKeeper:
     ) -> None:
         self._database = database
         self._store = store or ResponseStore()
-        self._limits = limits
+        self.limits = limits  # may be set to others, for the requests that come from then on
 
     # ── a request that stores or continues ──
 
     async def require_room(self, whose: Principal) -> None:
         """Raises BadRequest where nothing is kept here, RateLimited where the tenant has no room left, Unavailable."""
-        room = self._limits.room
+        room = self.limits.room
         if room.max_responses == 0:
             raise BadRequest("this server keeps no responses; leave 'store' out, or send false", param="store")
         async with self._database.read() as session:
@@ -94,7 +94,7 @@ class ResponseKeeper:
         return Continued(last.id, tuple(_items_of(chain)), last.total_bytes)
 
     def _check_length(self, last: StoredResponse) -> None:
-        limits = self._limits
+        limits = self.limits
         if last.num_items >= limits.max_items:
             raise BadRequest(
                 f"the conversation has {last.num_items:,} items; one may have {limits.max_items:,}. Begin a new one",
@@ -133,8 +133,8 @@ class ResponseKeeper:
         )
         try:
             async with self._database.write() as session:
-                ttl_ms = round(self._limits.ttl_s * 1000)
-                is_kept = await self._store.add(session, response, self._limits.room, ttl_ms)
+                ttl_ms = round(self.limits.ttl_s * 1000)
+                is_kept = await self._store.add(session, response, self.limits.room, ttl_ms)
         except Unavailable as error:
             log.warning("response_not_kept", tenant_id=whose.tenant_id, reason=str(error))
             return False

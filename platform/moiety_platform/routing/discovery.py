@@ -46,8 +46,25 @@ class DnsWatch:
 
     async def start(self) -> None:
         """Look the name up, now and again and again."""
+        self.begin()
+
+    def begin(self) -> None:
+        """The same, in a running loop."""
         self._rounds.start()
         self._rounds.wake()
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Of the engines that it has added."""
+        return frozenset(self._added)
+
+    async def leave(self, kept: Collection[str]) -> None:
+        """The name is not wanted any more: its engines, but those that are `kept`, get no more requests."""
+        await self.stop()
+        self._replicas.missing.pop(self._address, None)
+        for address in self._added.difference(kept):
+            self._replicas.retire(address)
+        self._added.clear()
 
     async def stop(self) -> None:
         """Idempotent."""

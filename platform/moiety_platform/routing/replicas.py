@@ -25,6 +25,7 @@ class Replicas:
         self.missing: dict[str, str] = {}
         self._clients = {client.address: client for client in clients}
         self._retired: dict[str, EngineClient] = {}
+        self._replaced: list[EngineClient] = []  # by another client of the same address
         self._changed = asyncio.Event()  # replaced by a new one each time that it is set
         self._coming: Counter[str] = Counter()  # requests that are on their way to an engine, by its address
 
@@ -37,7 +38,8 @@ class Replicas:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await asyncio.gather(*(client.close() for client in (*self._clients.values(), *self._retired.values())))
+        everyone = (*self._clients.values(), *self._retired.values(), *self._replaced)
+        await asyncio.gather(*(client.close() for client in everyone))
 
     async def join(self, address: str, connect: Callable[[str], EngineClient]) -> bool:
         """Take an engine in. False: it is there already."""
@@ -46,22 +48,41 @@ class Replicas:
         client = self._retired.pop(address, None)
         if client is None:
             client = connect(address)
-            client.watch(self._note_change)
-            await client.start()
+            await self.start(client)
         self._clients[address] = client
         self._note_change()
         return True
 
+    async def start(self, client: EngineClient) -> None:
+        """Connect, without requests yet: see `admit`."""
+        client.watch(self._note_change)
+        await client.start()
+
+    def admit(self, client: EngineClient) -> None:
+        """Give requests to an engine that was started, in the place of one of the same address, if there is one."""
+        if (before := self._clients.get(client.address)) is not None:
+            self._replaced.append(before)
+        if (left := self._retired.pop(client.address, None)) is not None:
+            self._replaced.append(left)
+        self._clients[client.address] = client
+        self._note_change()
+
+    def find(self, address: str) -> EngineClient | None:
+        return self._clients.get(address)
+
     def retire(self, address: str) -> None:
         """Give an engine no more requests; those that it has go on."""
         self._retired[address] = self._clients.pop(address)
+        self._note_change()
 
     async def close_retired(self) -> None:
         """Close the links to retired engines that have none of our requests any more."""
         idle = {address: client for address, client in self._retired.items() if not client.state.num_inflight}
         for address in idle:  # at once, before others get their turn
             del self._retired[address]
-        for client in idle.values():
+        replaced = [client for client in self._replaced if not client.state.num_inflight]
+        self._replaced = [client for client in self._replaced if client not in replaced]
+        for client in (*idle.values(), *replaced):
             await client.close()
 
     def clients(self) -> list[EngineClient]:
@@ -125,7 +146,7 @@ class Replicas:
         """Whether every engine has proven that it holds nothing of a gateway process that nobody has heard of for so
         long. Nothing is proven while an engine is missing, or one that was left may still hold something."""
         states = self.states()
-        if not states or self.missing or self._retired:
+        if not states or self.missing or self._retired or self._replaced:
             return False
         return all(state.has_settled_for(replica_id, seconds) for state in states)
 

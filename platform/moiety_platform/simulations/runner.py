@@ -46,8 +46,7 @@ class Simulations:
     def __init__(self, database: Database, *, limit_s: float, niceness: int, beat_s: float = BEAT_S) -> None:
         """`niceness` says how far the simulator gives way to everything else on this machine."""
         self._database = database
-        self._limit_s = limit_s
-        self._niceness = niceness
+        self.limit_s, self.niceness = limit_s, niceness  # may be set to others, for simulations to come
         self._beat_s = beat_s
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -93,12 +92,13 @@ class Simulations:
 
     async def _watch(self, simulation_id: str, work: asyncio.Task[Compared]) -> None:
         """Until it is done, or cancelled. Raises SimulationProblem when it has taken too long."""
-        ends_at = asyncio.get_running_loop().time() + self._limit_s
+        limit_s = self.limit_s
+        ends_at = asyncio.get_running_loop().time() + limit_s
         while not (await asyncio.wait({work}, timeout=self._beat_s))[0]:
             if asyncio.get_running_loop().time() > ends_at:
                 work.cancel()
                 await asyncio.wait({work})
-                raise SimulationProblem(f"it took more than {self._limit_s:.0f} s; choose fewer minutes")
+                raise SimulationProblem(f"it took more than {limit_s:.0f} s; choose fewer minutes")
             with contextlib.suppress(Unavailable):  # which may pass
                 async with self._database.write() as session:
                     if not await store.beat(session, simulation_id):
@@ -113,7 +113,7 @@ class Simulations:
                 (folder / "device.json").write_bytes(msgspec.json.encode(device))
             option = device if isinstance(device, str) else str(folder / "device.json")
             offer = Offer(folder, arrivals, option, await weights_of(self._database, traffic.tenants))
-            now, then = [await simulate(offer, side, niceness=self._niceness) for side in (plan.now, plan.then)]
+            now, then = [await simulate(offer, side, niceness=self.niceness) for side in (plan.now, plan.then)]
         told = device if isinstance(device, str) else str(device["name"])
         num_requests = traffic.num_requests or now.num_requests
         return Compared(told, num_requests, traffic.num_unserved, now, then)

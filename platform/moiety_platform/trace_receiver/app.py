@@ -69,11 +69,11 @@ class TraceApp:
         registry: CollectorRegistry,
         max_body_bytes: int,
     ) -> None:
-        self._tokens = tokens
+        self.tokens = tokens  # this and the bound may be set to others, for the requests that come from then on
         self._writer = writer
         self._store = store
-        self._registry = registry
-        self._max_body_bytes = max_body_bytes
+        self.registry = registry
+        self.max_body_bytes = max_body_bytes
         self._requests = Counter("moiety_traces_requests", "OTLP requests by status.", ("status",), registry=registry)
 
     async def __call__(self, scope: HTTPScope, receive: Receive, send: Send) -> None:
@@ -86,7 +86,7 @@ class TraceApp:
             reason = await self._store.why_not_ready()
             await _answer(send, 503 if reason else 200, (reason or "ready").encode(), "text/plain")
         elif method == "GET" and path == "/metrics":
-            await _answer(send, 200, generate_latest(self._registry), CONTENT_TYPE)
+            await _answer(send, 200, generate_latest(self.registry), CONTENT_TYPE)
         else:
             await _answer(send, 404, b"spans are taken at POST /otlp/v1/traces", "text/plain")
 
@@ -95,10 +95,11 @@ class TraceApp:
         try:
             if scope["method"] != "POST":
                 raise Refusal(405, "send spans by POST")
-            is_ours = self._tokens.is_ours(headers.get(b"authorization", b"").decode("latin-1"))
+            is_ours = self.tokens.is_ours(headers.get(b"authorization", b"").decode("latin-1"))
             if headers.get(b"content-type", b"").partition(b";")[0].strip() != PROTOBUF.encode():
                 raise Refusal(415, f"send {PROTOBUF}: the exporter's protocol 'http/protobuf'")
-            body = _unpack(headers, await self._receive(receive), self._max_body_bytes)
+            max_bytes = self.max_body_bytes
+            body = _unpack(headers, await _receive(receive, max_bytes), max_bytes)
             answer = self._store_spans(body, is_ours)
         except Refusal as refusal:
             self._requests.labels(str(refusal.status)).inc()
@@ -123,20 +124,21 @@ class TraceApp:
         partial = ExportTracePartialSuccess(rejected_spans=rows.num_rejected, error_message=rows.complaint)
         return ExportTraceServiceResponse(partial_success=partial)
 
-    async def _receive(self, receive: Receive) -> bytes:
-        """The body as it comes, bounded."""
-        parts, num_bytes = [], 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise Refusal(400, "the body broke off")
-            assert message["type"] == "http.request", "all that is left"
-            parts.append(message["body"])
-            num_bytes += len(message["body"])
-            if num_bytes > self._max_body_bytes:
-                raise _too_large(self._max_body_bytes)
-            if not message["more_body"]:
-                return b"".join(parts)
+
+async def _receive(receive: Receive, max_bytes: int) -> bytes:
+    """The body as it comes, bounded."""
+    parts, num_bytes = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refusal(400, "the body broke off")
+        assert message["type"] == "http.request", "all that is left"
+        parts.append(message["body"])
+        num_bytes += len(message["body"])
+        if num_bytes > max_bytes:
+            raise _too_large(max_bytes)
+        if not message["more_body"]:
+            return b"".join(parts)
 
 
 def _unpack(headers: Headers, body: bytes, max_bytes: int) -> bytes:

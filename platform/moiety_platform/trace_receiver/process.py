@@ -21,8 +21,11 @@ from moiety_platform.db.now import now_ms
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import Database
 from moiety_platform.listening import BACKLOG, bind
-from moiety_platform.logs import configure_logging
+from moiety_platform.live_settings import LiveSettings
+from moiety_platform.logs import configure_logging, set_log_level
 from moiety_platform.metrics import UpkeepMetrics, new_registry
+from moiety_platform.reloading.reloader import Reloader, ReloadMetrics, watching
+from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.trace_receiver.app import Tokens, TraceApp
 from moiety_platform.trace_receiver.settings import TraceSettings
 from moiety_platform.trace_receiver.writer import TraceWriter
@@ -39,23 +42,31 @@ LIMITS = ConnectionLimits(
 log = structlog.get_logger(__name__)
 
 
-def run_trace_store(settings: TraceSettings) -> None:
-    """Serve until SIGINT or SIGTERM. Raises CannotListen."""
+def run_trace_store(source: SettingsSource[TraceSettings]) -> None:
+    """Serve until SIGINT or SIGTERM; SIGHUP has the configuration file read again, where there is one. Raises
+    CannotListen."""
+    settings = source.first
     configure_logging(settings.log_level, settings.log_format)
     listener = bind(settings.traces_host, settings.traces_port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, listener))
+        runner.run(_serve(source, listener))
 
 
-async def _serve(settings: TraceSettings, listener: socket.socket) -> None:
-    async with build_app(settings) as app:
+async def _serve(source: SettingsSource[TraceSettings], listener: socket.socket) -> None:
+    live = LiveSettings(source.first)
+    live.follow(["log_level"], lambda wanted: set_log_level(wanted.log_level))
+    async with build_app(source.first, live=live) as app:
+        assert not live.unfollowed, live.unfollowed
+        told = ReloadMetrics(app.registry)
+        reloader = None if source.path is None else Reloader(source, live, told)
         server = TraceServer(app)
         loop = asyncio.get_running_loop()
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signal_number, server.request_exit)
         host, port = listener.getsockname()[:2]
         log.info("traces_listening", host=host, port=port)
-        await server.serve([listener])
+        async with watching(reloader):
+            await server.serve([listener])
     log.info("traces_stopped")
 
 
@@ -79,8 +90,11 @@ class TraceServer(uvicorn.Server):
 
 
 @asynccontextmanager
-async def build_app(settings: TraceSettings, now: Now = now_ms) -> AsyncIterator[TraceApp]:
-    """Open the store and keep it up; close it when all that was taken is stored. `now` is the database's clock."""
+async def build_app(
+    settings: TraceSettings, now: Now = now_ms, *, live: LiveSettings[TraceSettings] | None = None
+) -> AsyncIterator[TraceApp]:
+    """Open the store and keep it up; close it when all that was taken is stored. `now` is the database's clock. With
+    `live` settings it goes by those."""
     database = Database.open(settings.store_url)
     registry = new_registry()
     writer = TraceWriter(database, settings.traces_queue_spans)
@@ -89,17 +103,32 @@ async def build_app(settings: TraceSettings, now: Now = now_ms) -> AsyncIterator
     owner = f"{socket.gethostname()[:24]}-{secrets.token_hex(12)}"
     chores, counts = chores_of(settings, now), UpkeepMetrics(registry)
     upkeep = Upkeep(owner, database, chores, counts, interval_s=settings.upkeep_interval_s, now=now)
-    guests = settings.traces_guest_token
-    tokens = Tokens(settings.traces_token.get_secret_value(), guests.get_secret_value() if guests else None)
+    app = TraceApp(tokens_of(settings), writer, store, registry, settings.traces_max_body_bytes)
+
+    def use(wanted: TraceSettings) -> None:
+        app.tokens, app.max_body_bytes = tokens_of(wanted), wanted.traces_max_body_bytes
+        writer.max_spans = wanted.traces_queue_spans
+
+    if live is not None:
+        live.follow(["traces_token", "traces_guest_token", "traces_max_body_bytes", "traces_queue_spans"], use)
+        live.follow(
+            ["keep_traces_days", "upkeep_interval_s"],
+            lambda wanted: upkeep.use(chores_of(wanted, now), wanted.upkeep_interval_s),
+        )
     await writer.start()
     await upkeep.start()
     try:
-        yield TraceApp(tokens, writer, store, registry, settings.traces_max_body_bytes)
+        yield app
     finally:
         await upkeep.stop()
         await writer.stop()
         await store.close()
         await database.close()
+
+
+def tokens_of(settings: TraceSettings) -> Tokens:
+    guests = settings.traces_guest_token
+    return Tokens(settings.traces_token.get_secret_value(), guests.get_secret_value() if guests else None)
 
 
 def chores_of(settings: TraceSettings, now: Now = now_ms) -> list[Chore]:

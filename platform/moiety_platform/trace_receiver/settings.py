@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import SecretStr
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from moiety_platform.config_file import read_config_section
+from moiety_platform.reloadable import fixed, live
 from moiety_platform.settings import SECTION as GATEWAY_SECTION
 from moiety_platform.settings import traces_beside
 
@@ -21,20 +22,22 @@ class TraceSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="MOIETY_", frozen=True, extra="forbid", validate_default=True)
 
-    traces_host: str = "127.0.0.1"
-    traces_port: int = Field(default=4318, ge=0, le=65535)
-    data_dir: Path = Path(".moiety")
-    database_url: str | None = None  # the gateway's
-    traces_database_url: str | None = None  # None: beside that where it is SQLite, the same where it is PostgreSQL
-    traces_token: SecretStr = Field(min_length=16)  # of gateways, whose word on tenants is believed
-    traces_guest_token: SecretStr | None = Field(default=None, min_length=16)  # of anybody else who may send spans
+    traces_host: str = fixed("127.0.0.1", "address to listen on")
+    traces_port: int = fixed(4318, "port to listen on; 0 takes a free one", ge=0, le=65535)
+    data_dir: Path = fixed(Path(".moiety"), "where the SQLite file is kept")
+    database_url: str | None = fixed(None, "the gateway's database")
+    traces_database_url: str | None = fixed(
+        None, "where spans are kept; none: beside the gateway's database where it is SQLite, else in it"
+    )
+    traces_token: SecretStr = live(..., "of gateways, whose word on tenants is believed", min_length=16)
+    traces_guest_token: SecretStr | None = live(None, "of anybody else who may send spans", min_length=16)
 
-    traces_max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)  # unpacked
-    traces_queue_spans: int = Field(default=20_000, ge=1000)  # that wait for the database; beyond: 503
-    keep_traces_days: float = Field(default=7, gt=0, le=3_650)
-    upkeep_interval_s: float = Field(default=60, gt=0)
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["auto", "json", "console"] = "auto"
+    traces_max_body_bytes: int = live(4 * 1024 * 1024, "of a request, unpacked", ge=1024)
+    traces_queue_spans: int = live(20_000, "spans that wait for the database; beyond: 503", ge=1000)
+    keep_traces_days: float = live(7, "how long traces are kept", gt=0, le=3_650)
+    upkeep_interval_s: float = live(60, "how often what is past its time is deleted", gt=0)
+    log_level: Literal["debug", "info", "warning", "error"] = live("info", "from which on events are logged")
+    log_format: Literal["auto", "json", "console"] = fixed("auto", "of the log; auto: columns on a terminal, else JSON")
 
     @property
     def store_url(self) -> str:

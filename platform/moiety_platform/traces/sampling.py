@@ -59,7 +59,7 @@ class Sampler:
 
     def __init__(self, terms: SamplingTerms) -> None:
         self.counts: Counter[Verdict] = Counter()
-        self._terms = terms
+        self.terms = terms  # may be set to others, for the requests that end from then on
         self._second = -1
         self._num_kept = 0  # within it
         self._num_first = 0
@@ -70,7 +70,7 @@ class Sampler:
             self._second, self._num_kept, self._num_first = second, 0, 0
         verdict = self._judge(ending)
         if verdict.is_kept:
-            if self._num_kept >= self._terms.max_per_s:
+            if self._num_kept >= self.terms.max_per_s:
                 verdict = Verdict.OVER_BUDGET
             else:
                 self._num_kept += 1
@@ -81,9 +81,9 @@ class Sampler:
     def _judge(self, ending: Ending) -> Verdict:
         if (reason := _speaks_for(ending)) is not None:
             return reason
-        if self._num_first < self._terms.first_per_s:
+        if self._num_first < self.terms.first_per_s:
             return Verdict.FIRST
-        rate = self._terms.rates.get(ending.service_class, self._terms.rate)
+        rate = self.terms.rates.get(ending.service_class, self.terms.rate)
         is_drawn = rate >= 1 or (rate > 0 and _lot(ending) < rate * _RANGE)
         return Verdict.RATE if is_drawn else Verdict.UNSAMPLED
 

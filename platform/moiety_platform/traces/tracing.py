@@ -39,6 +39,11 @@ class Tracing:
         self.senders = tuple(senders)
         self._shared: dict[str, None] = {}  # ids of the last shared spans that were sent
 
+    def use(self, senders: Sequence[Sender]) -> tuple[Sender, ...]:
+        """Send what is kept there from now on; those that it was sent to before, which are the caller's to close."""
+        before, self.senders = self.senders, tuple(senders)
+        return before
+
     def start(self, traceparent: str | None, start_ns: int, unix_ns: Callable[[], int]) -> RequestTrace:
         """A request's trace, within the client's if that is told in a valid way."""
         return RequestTrace(parse_traceparent(traceparent), start_ns, unix_ns, is_recorded=bool(self.senders))

@@ -55,13 +55,19 @@ class Upkeep:
     ) -> None:
         self._owner = owner
         self._database = database
-        self._chores = chores
+        self.chores = chores  # may be set to others, for the rounds to come
         self._metrics = metrics
         self._interval_s = interval_s
         self._lease_ms = round(lease_s * 1000)
         self._pause_s = pause_s
         self._now = now
         self._rounds = Rounds("upkeep", self.round, interval_s / LOOKS_AN_INTERVAL)
+
+    def use(self, chores: Sequence[Chore], interval_s: float) -> None:
+        """From the next round on, which is made now."""
+        self.chores, self._interval_s = chores, interval_s
+        self._rounds.every_s = interval_s / LOOKS_AN_INTERVAL
+        self._rounds.wake()
 
     async def start(self) -> None:
         self._rounds.start()
@@ -73,9 +79,9 @@ class Upkeep:
     async def round(self) -> dict[str, int]:
         """Do every chore whose turn it is, to its end; how many rows each has deleted. Raises Unavailable."""
         async with self._database.read() as session:
-            names = await due(session, [chore.name for chore in self._chores], self._now)
+            names = await due(session, [chore.name for chore in self.chores], self._now)
         done = {}
-        for chore in self._chores:
+        for chore in self.chores:
             if chore.name in names and not self._rounds.is_stopping:
                 done[chore.name] = await self._do(chore)
         return done

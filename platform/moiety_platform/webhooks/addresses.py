@@ -37,9 +37,9 @@ class CannotReach(Exception):
         self.code = code
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reach:
-    """`networks` are those that the settings allow besides the public internet."""
+    """`networks` are those that the settings allow besides the public internet; may be set to others."""
 
     networks: tuple[Network, ...] = ()
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,13 +23,15 @@ from moiety_platform.cli.apply.document import Document, read_document
 from moiety_platform.cli.apply.key_secrets import KeySecrets
 from moiety_platform.cli.apply.plan import IDLE, Action, Step, Terms, make_plan
 from moiety_platform.cli.apply.spec import read_wanted
-from moiety_platform.cli.errors import CommandError, Refused
+from moiety_platform.cli.errors import CommandError, NotReachable, Refused
 from moiety_platform.cli.gateway_client import answer
 from moiety_platform.cli.tables import show_json, show_rows, show_value
 from moiety_platform.cluster.secrets_api import ACCOUNT
 from moiety_platform.prices.terms import dollars
+from moiety_platform.reloading.source import mark_of
 
 PAUSE_S = 0.5
+LOOK_EVERY_S = 1.0
 COLUMNS = {"does": "does", "kind": "what", "name": "name", "field": "field", "before": "is", "after": "becomes",
            "why": "why"}  # fmt: skip
 
@@ -44,14 +48,58 @@ def apply(
     ] = "default",
     show_keys: Annotated[bool, typer.Option("--show-keys", help="Print new keys that have no keySecret.")] = False,
     wait_s: Annotated[float, typer.Option(min=0, help="How long to wait for the gateway to answer.")] = 0,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on, and apply each change of the file.")] = False,
     account: Annotated[
         Path, typer.Option(help="Folder with the pod's token, namespace and certificate.", hidden=True)
     ] = ACCOUNT,
 ) -> None:
     """Make classes, tenants, limits, prices and webhooks what a file says. What was made by hand is left alone.
 
-    A second run changes nothing. Each thing is done whole or not at all; ends with 1 if one was not.
+    A second run changes nothing. Each thing is done whole or not at all; ends with 1 if one was not. With --watch it
+    goes on until it is stopped; what fails is told, and done again when the file changes or the gateway is back.
     """
+
+    def once() -> None:
+        _apply_once(
+            admin, file, source, account, wait_s, dry_run=dry_run, prune=prune, adopt=adopt, show_keys=show_keys
+        )
+
+    if watch:
+        follow(file, once)
+    else:
+        once()
+
+
+def follow(file: Path, once: Callable[[], None]) -> None:
+    """Now, and whenever the file has changed and rested from one look to the next. Until the process is stopped."""
+    taken = seen = mark_of([])
+    while True:
+        mark = mark_of([file])
+        rests, seen = mark == seen, mark
+        if rests and mark != taken:
+            taken = mark
+            try:
+                once()
+            except CommandError as exc:
+                typer.echo(f"Error: {exc}", err=True)
+                if isinstance(exc, NotReachable):
+                    taken = mark_of([])
+            sys.stdout.flush()
+        time.sleep(LOOK_EVERY_S)
+
+
+def _apply_once(
+    admin: Admin,
+    file: Path,
+    source: str,
+    account: Path,
+    wait_s: float,
+    *,
+    dry_run: bool,
+    prune: bool,
+    adopt: bool,
+    show_keys: bool,
+) -> None:
     document = read_document(file)
     wanted = read_wanted(document)
     wait_for_gateway(admin.client.http, wait_s)

@@ -109,6 +109,12 @@ class ForeignEngineClient:
             now_s - self._since_s if self._is_healthy else 0.0,
         )
 
+    def use_key(self, api_key: str | None) -> None:
+        """Of the API, for the requests from now on."""
+        self._http.headers.pop("Authorization", None)
+        if api_key:
+            self._http.headers["Authorization"] = f"Bearer {api_key}"
+
     def watch(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
 

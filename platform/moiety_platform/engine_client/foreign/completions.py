@@ -10,7 +10,7 @@ import msgspec
 
 from moiety_platform.engine_addresses import ForeignAddress, Kind
 from moiety_platform.engine_client.foreign.failures import error_of
-from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, PieceLogprob, Token, form_refusal
+from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, PieceLogprob, Token, are_ids, form_refusal
 from moiety_platform.errors import PlatformError
 from moiety_wire.guides import Guide, GuideKind
 from moiety_wire.messages import Submit
@@ -121,7 +121,7 @@ class Completions:
         if not isinstance(choice, dict):
             raise BadAnswer("a choice is no object")
         text, token_ids = choice.get("text"), choice.get("token_ids")
-        if token_ids is not None and not (isinstance(token_ids, list) and all(type(one) is int for one in token_ids)):
+        if token_ids is not None and not are_ids(token_ids):
             raise BadAnswer("token_ids is no list of ids")
         if token_ids is None and not isinstance(text, str):
             raise BadAnswer("a choice has neither text nor token_ids")
@@ -181,7 +181,7 @@ def _logprobs(found: Any) -> list[PieceLogprob]:
             PieceLogprob(_token(token), float(value), _best(top or {}))
             for token, value, top in zip(tokens, values, tops, strict=True)
         ]
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as exc:
         raise BadAnswer("logprobs are not of OpenAI's form") from exc
 
 

@@ -125,7 +125,7 @@ class Exchange:
     def _read(self, data: bytes) -> Piece:
         try:
             event: Any = _decode(data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadAnswer(f"an event is not JSON ({error})") from error
         if not isinstance(event, dict):
             raise BadAnswer("an event is no object")

@@ -8,7 +8,7 @@ import msgspec
 
 from moiety_platform.engine_addresses import ForeignAddress
 from moiety_platform.engine_client.foreign.failures import error_of
-from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, form_refusal
+from moiety_platform.engine_client.foreign.piece import BadAnswer, Piece, are_ids, form_refusal
 from moiety_platform.errors import PlatformError
 from moiety_wire.guides import GuideKind
 from moiety_wire.messages import Submit
@@ -76,10 +76,11 @@ class LlamaCpp:
             raise BadAnswer("an event lacks content or tokens_predicted")
         if not event.get("stop"):
             token_ids = event.get("tokens")
-            if not (isinstance(token_ids, list) and token_ids and all(type(one) is int for one in token_ids)):
+            if not token_ids or not are_ids(token_ids):
                 token_ids = None
             return Piece(text=text, token_ids=token_ids, num_output_tokens=num_output)
         stop_type = event.get("stop_type")
+        stopped = event.get("stopping_word") if stop_type == "word" else None
         timings = event.get("timings")
         num_cached = timings.get("cache_n") if isinstance(timings, dict) else None
         return Piece(
@@ -87,6 +88,6 @@ class LlamaCpp:
             num_output_tokens=num_output,
             num_cached_tokens=num_cached if type(num_cached) is int and num_cached >= 0 else None,
             finish=FINISH.get(stop_type, "stop") if isinstance(stop_type, str) else "stop",
-            stop_string=event.get("stopping_word") or None if stop_type == "word" else None,
+            stop_string=stopped if isinstance(stopped, str) and stopped else None,
             is_last=True,
         )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from moiety_platform.errors import PlatformError
 from moiety_wire.guides import GuideKind
 from moiety_wire.messages import Submit
 
 Token = int | str  # an id, or the text where the server tells no id
+
+
+MAX_ID = 2**31 - 1
 
 
 class BadAnswer(Exception):
@@ -37,6 +40,11 @@ class Piece:
     finish: str | None = None  # in OpenAI's words: stop, length; abort
     stop_string: str | None = None  # that made it stop
     is_last: bool = False
+
+
+def are_ids(value: Any) -> TypeGuard[list[int]]:
+    """Whether it is a list of what may be tokens."""
+    return isinstance(value, list) and all(type(one) is int and 0 <= one <= MAX_ID for one in value)
 
 
 def form_refusal(submit: Submit, known: Collection[GuideKind]) -> str:

@@ -1,0 +1,109 @@
+"""What the admin API has beside tenants, keys and limits: engines, webhooks, adapters, simulations, settings."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from ipaddress import ip_network
+from types import TracebackType
+from typing import Self
+
+from litestar.handlers import HTTPRouteHandler
+
+from moiety_platform.adapters.cache import AdapterCache
+from moiety_platform.adapters.controller import AdapterRoom, adapter_routes
+from moiety_platform.clock import Clock
+from moiety_platform.db.session import Database
+from moiety_platform.erasure.controller import erasure_routes
+from moiety_platform.experts.controller import expert_routes
+from moiety_platform.experts.service import ExpertService
+from moiety_platform.live_settings import LiveSettings
+from moiety_platform.reloading.controller import settings_routes
+from moiety_platform.reloading.reloader import Reloader
+from moiety_platform.reloading.source import SettingsSource
+from moiety_platform.routing.controller import engine_routes
+from moiety_platform.routing.replicas import Replicas
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.simulations.controller import simulation_routes
+from moiety_platform.simulations.runner import Simulations
+from moiety_platform.webhooks.addresses import Network, Reach
+from moiety_platform.webhooks.controller import webhook_routes
+from moiety_platform.webhooks.poster import Poster
+from moiety_platform.webhooks.sender import AlertSender
+
+
+class Administration:
+    """Entered by the entry point: alerts are sent, and simulations run, until it is left."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        database: Database,
+        looked_at: Database,
+        pepper: bytes,
+        clock: Clock,
+        adapters: AdapterCache,
+    ) -> None:
+        """`looked_at` is the same store for those who look."""
+        self._database = database
+        self._pepper = pepper
+        self._clock = clock
+        self._adapters = adapters
+        self._reach = Reach(networks_of(settings))
+        self._room = AdapterRoom(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
+        self.simulations = Simulations(
+            looked_at, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness
+        )
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        poster = await self._stack.enter_async_context(Poster(self._reach))
+        alerts = AlertSender(self._database, poster, self._pepper, self._clock)
+        await alerts.start()
+        self._stack.push_async_callback(alerts.stop)
+        self._stack.push_async_callback(self.simulations.stop)
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    def routes(
+        self,
+        replicas: Replicas,
+        traces: Database | None,
+        source: SettingsSource[GatewaySettings],
+        live: LiveSettings[GatewaySettings],
+        reloader: Reloader[GatewaySettings] | None,
+    ) -> list[HTTPRouteHandler]:
+        """For the admin router to take in."""
+        return [
+            *engine_routes(replicas),
+            *expert_routes(ExpertService(replicas, self._clock)),
+            *simulation_routes(self.simulations, replicas.states),
+            *webhook_routes(self._reach, self._pepper),
+            *erasure_routes(traces=traces),
+            *adapter_routes(self._adapters, self._room),
+            *settings_routes(source, live, reloader),
+        ]
+
+    def followed_by(self, live: LiveSettings[GatewaySettings]) -> None:
+        live.follow(["webhook_networks"], self._use_networks)
+        live.follow(["max_adapter_bytes", "max_adapter_bytes_per_tenant"], self._use_room)
+        live.follow(["simulation_limit_s", "simulation_niceness"], self._use_patience)
+
+    def _use_networks(self, settings: GatewaySettings) -> None:
+        self._reach.networks = networks_of(settings)
+
+    def _use_room(self, settings: GatewaySettings) -> None:
+        self._room.max_bytes = settings.max_adapter_bytes
+        self._room.max_tenant_bytes = settings.max_adapter_bytes_per_tenant
+
+    def _use_patience(self, settings: GatewaySettings) -> None:
+        self.simulations.limit_s = settings.simulation_limit_s
+        self.simulations.niceness = settings.simulation_niceness
+
+
+def networks_of(settings: GatewaySettings) -> tuple[Network, ...]:
+    """That webhooks may go to beside the public internet."""
+    return tuple(map(ip_network, settings.webhook_networks))

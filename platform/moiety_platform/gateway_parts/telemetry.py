@@ -1,0 +1,124 @@
+"""Where a gateway's spans and metrics go. Fails open: what is not taken there is counted, and nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry
+
+from moiety_platform.live_settings import CannotFollow, LiveSettings, Ready
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.traces.sampling import SamplingTerms
+from moiety_platform.traces.tracing import Sender, Tracing
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import MetricExporter
+
+    from moiety_platform.otlp_metrics import MetricSender
+
+
+class CannotSendSpans(CannotFollow):
+    """A package that the way of the spans needs is not installed; the message says which."""
+
+
+def sampling_of(settings: GatewaySettings) -> SamplingTerms:
+    return SamplingTerms(
+        settings.trace_sample_rate, settings.trace_sample_rates, settings.trace_first_per_s, settings.trace_max_per_s
+    )
+
+
+class Telemetry:
+    """Owned by the entry point, which closes it."""
+
+    def __init__(self, settings: GatewaySettings, registry: CollectorRegistry, process_id: str) -> None:
+        """Raises CannotSendSpans."""
+        self._process_id = process_id
+        self._registry = registry
+        self._leaving: set[asyncio.Task[None]] = set()
+        self.tracing = Tracing(sampling_of(settings), self._senders(settings))
+        self._metrics: MetricSender | None = None
+
+    def send_metrics(self, settings: GatewaySettings) -> None:
+        """Once all that is told is there."""
+        self._metrics = self._metric_sender(settings, _metric_exporter(settings))
+
+    def followed_by(self, live: LiveSettings[GatewaySettings]) -> None:
+        live.follow(["trace_sample_rate", "trace_sample_rates", "trace_first_per_s", "trace_max_per_s"], self.sample)
+        live.follow_with(["otlp_endpoint", "otlp_protocol", "traces_endpoint", "traces_token"], self.follow_spans)
+        live.follow_with(["otlp_metrics_endpoint", "otlp_metrics_interval_ms"], self.follow_metrics)
+
+    async def close(self) -> None:
+        """Send what is left. Takes seconds at most."""
+        if self._leaving:
+            await asyncio.wait(self._leaving)
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)
+        await asyncio.to_thread(self.tracing.close)
+
+    def sample(self, settings: GatewaySettings) -> None:
+        """By these rates from now on."""
+        self.tracing.sampler.terms = sampling_of(settings)
+
+    async def follow_spans(self, wanted: GatewaySettings) -> Ready:
+        """Raises CannotSendSpans."""
+        senders = await asyncio.to_thread(self._senders, wanted)
+        return Ready(lambda: self._give_up(self.tracing.use(senders)), lambda: _closed(senders))
+
+    async def follow_metrics(self, wanted: GatewaySettings) -> Ready:
+        exporter = await asyncio.to_thread(_metric_exporter, wanted)
+
+        def commit() -> None:
+            if (before := self._metrics) is not None:
+                before.withdraw()
+                self._give_up([before])
+            self._metrics = self._metric_sender(wanted, exporter)
+
+        return Ready(commit)
+
+    def _give_up(self, senders: Iterable[Sender | MetricSender]) -> None:
+        self._later(_closed(tuple(senders)))
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    def _senders(self, settings: GatewaySettings) -> list[Sender]:
+        if settings.traces_endpoint is None and settings.otlp_endpoint is None:
+            return []
+        from moiety_platform.traces.sender import SpanSender, grpc_exporter, otlp_exporter  # noqa: PLC0415  # slow
+
+        exporters = []
+        if settings.traces_endpoint is not None:
+            token = settings.traces_token.get_secret_value() if settings.traces_token else None
+            exporters.append(("store", otlp_exporter(settings.traces_endpoint, token)))
+        if settings.otlp_endpoint is not None:
+            make = grpc_exporter if settings.otlp_protocol == "grpc" else otlp_exporter
+            try:
+                exporters.append(("otlp", make(settings.otlp_endpoint)))
+            except ModuleNotFoundError as exc:
+                raise CannotSendSpans(f"OTLP by gRPC needs {exc.name}: pip install 'moiety[grpc]'") from exc
+        return [SpanSender(name, exporter, self._process_id) for name, exporter in exporters]
+
+    def _metric_sender(self, settings: GatewaySettings, exporter: MetricExporter | None) -> MetricSender | None:
+        if exporter is None:
+            return None
+        from moiety_platform.otlp_metrics import MetricSender  # noqa: PLC0415  # slow to import
+
+        interval_s = settings.otlp_metrics_interval_ms / 1000
+        return MetricSender(self._registry, exporter, self._process_id, interval_s=interval_s)
+
+
+def _metric_exporter(settings: GatewaySettings) -> MetricExporter | None:
+    if settings.otlp_metrics_endpoint is None:
+        return None
+    from moiety_platform.otlp_metrics import otlp_metric_exporter  # noqa: PLC0415  # slow to import
+
+    return otlp_metric_exporter(settings.otlp_metrics_endpoint)
+
+
+async def _closed(senders: Iterable[Sender | MetricSender]) -> None:
+    for sender in senders:
+        await asyncio.to_thread(sender.close)

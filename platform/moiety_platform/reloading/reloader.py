@@ -1,0 +1,157 @@
+"""Watches the configuration file of one process, and has what changed in it taken. A file that is being written is
+waited for; one that is wrong changes nothing, and is told of in the log, by metrics and by the admin API."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from pydantic_settings import BaseSettings
+
+from moiety_platform.live_settings import CannotFollow, LiveSettings
+from moiety_platform.reloading.shown import shown
+from moiety_platform.reloading.source import BadSettings, SettingsSource, mark_of
+from moiety_platform.rounds import Rounds
+
+LOOK_EVERY_S = 1.0
+
+S = TypeVar("S", bound=BaseSettings)
+
+log = structlog.get_logger(__name__)
+
+
+class ReloadMetrics:
+    """Of one process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._taken = Counter("moiety_config_reloads", "Changes of the configuration file taken.", registry=registry)
+        self._failed = Counter(
+            "moiety_config_reload_failed",
+            "Changes of the configuration file not taken, since it is wrong; the log says why.",
+            registry=registry,
+        )
+        self._successful = Gauge(
+            "moiety_config_last_reload_successful",
+            "1 while the configuration file is as it was last taken, 0 after a change that was not.",
+            registry=registry,
+        )
+        self._waiting = Gauge(
+            "moiety_config_settings_waiting",
+            "Settings that are other in the file and need a restart.",
+            registry=registry,
+        )
+        self._successful.set(1)
+
+    def taken(self, num_waiting: int) -> None:
+        self._taken.inc()
+        self._successful.set(1)
+        self._waiting.set(num_waiting)
+
+    def failed(self) -> None:
+        self._failed.inc()
+        self._successful.set(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How the process stands to its file: when it last took it, why not since, and what waits for a restart."""
+
+    taken_at: datetime
+    problem: str = ""
+    waiting: dict[str, Any] = field(default_factory=dict)
+
+
+class Reloader(Generic[S]):
+    """Owned by the entry point; one event loop."""
+
+    def __init__(
+        self,
+        source: SettingsSource[S],
+        live: LiveSettings[S],
+        metrics: ReloadMetrics,
+        *,
+        beside: Callable[[S], Collection[Path]] = lambda _: (),
+        every_s: float = LOOK_EVERY_S,
+    ) -> None:
+        """`beside`: files that the settings name and that are read again with them."""
+        assert source.path is not None, "there is a file to watch"
+        self._path = source.path
+        self._source = source
+        self.standing = Standing(datetime.now(UTC))
+        self._live = live
+        self._metrics = metrics
+        self._beside = beside
+        self._taken = self._seen = (*source.mark, *mark_of(beside(live.now)))
+        self._is_asked = False
+        self._rounds = Rounds("settings", self.look, every_s)
+
+    async def start(self) -> None:
+        self._rounds.start()
+
+    async def stop(self) -> None:
+        """Idempotent."""
+        await self._rounds.cancel()
+
+    def ask(self) -> None:
+        """Read the file at once, whether it has changed or not."""
+        self._is_asked = True
+        self._rounds.wake()
+
+    async def look(self) -> None:
+        """Take a change that has rested from one look to the next, or that is asked for."""
+        asked, self._is_asked = self._is_asked, False
+        mark = await asyncio.to_thread(self._mark)
+        rests, self._seen = mark == self._seen, mark
+        if asked or (rests and mark != self._taken):
+            await self._reload()
+
+    def _mark(self) -> tuple[Any, ...]:
+        return mark_of([self._path, *self._beside(self._live.now)])
+
+    async def _reload(self) -> None:
+        mark = await asyncio.to_thread(self._mark)
+        try:
+            wanted = await asyncio.to_thread(self._source.read)
+            if await asyncio.to_thread(self._mark) != mark:
+                self._is_asked = False
+                return  # written while it was read: it is looked at again
+            changes = await self._live.change(wanted)
+        except (BadSettings, CannotFollow) as error:
+            self._fail(str(error))
+        except Exception as error:  # a defect of ours must not be told as the file's, nor end the watching
+            log.exception("config_reload_broke")
+            self._fail(f"it could not be taken: {type(error).__name__}; the log says more")
+        else:
+            waiting = {name: after for name, (_, after) in changes.at_restart.items()}
+            self.standing = Standing(datetime.now(UTC), waiting=waiting)
+            self._metrics.taken(len(waiting))
+            told = {name: shown(after) for name, (_, after) in changes.at_once.items()}
+            log.info("config_reloaded", file=str(self._path), changed=told, waits_for_restart=sorted(waiting))
+        self._taken = (mark[0], *mark_of(self._beside(self._live.now)))
+
+    def _fail(self, problem: str) -> None:
+        self.standing = Standing(self.standing.taken_at, problem, self.standing.waiting)
+        self._metrics.failed()
+        log.error("config_reload_failed", file=str(self._path), problem=problem)
+
+
+@asynccontextmanager
+async def watching(reloader: Reloader[S] | None) -> AsyncIterator[None]:
+    """The file is watched, and SIGHUP has it read at once. Without one the signal ends the process, as ever."""
+    if reloader is None:
+        yield
+        return
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
+    await reloader.start()
+    try:
+        yield
+    finally:
+        await reloader.stop()

@@ -1,0 +1,26 @@
+"""Settings as they may be shown to administrators: plain values, and of secrets only whether they are set."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+SET = "(set)"
+_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
+
+
+def shown(value: Any) -> Any:
+    """What JSON can say of it."""
+    if isinstance(value, SecretStr):
+        return SET
+    if isinstance(value, str | Path):
+        return _PASSWORD.sub(rf"\1{SET}@", str(value))
+    if isinstance(value, tuple | list):
+        return [shown(one) for one in value]
+    if isinstance(value, Mapping):
+        return {str(key): shown(one) for key, one in value.items()}
+    return value

@@ -1,0 +1,120 @@
+"""What gateways put before an engine, what models write, and what tenants have engines compile or load."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from fuzz.mutations import of_json, of_msgpack
+from fuzz.target import Take, Target, split
+
+
+def open_wire() -> Take:
+    """Both directions and the notes of steps: what is understood is said again in the same way."""
+    from moiety_wire.codec import decode_notes, decode_to_engine, decode_to_gateway, encode
+    from moiety_wire.errors import UndecodableMessage
+
+    def take(data: bytes) -> None:
+        way, data = split(data, 3)
+        try:
+            if way == 2:
+                decode_notes(data)
+                return
+            decode = decode_to_gateway if way else decode_to_engine
+            messages = decode(data)
+        except UndecodableMessage:
+            return
+        if messages:
+            told = encode(*messages)
+            assert encode(*decode(told)) == told, messages
+
+    return take
+
+
+def open_answers() -> Take:
+    """Calls and thoughts in a model's answer, which are the same however its text is cut."""
+    from moiety_text.reasoning import ThoughtReader
+    from moiety_text.stop import StopFinder
+    from moiety_text.tools.deltas import assemble
+    from moiety_text.tools.families import HermesReader, LlamaReader, MistralReader
+
+    names = ("add", "find-it", "f")
+    families = (HermesReader, LlamaReader, MistralReader, None)
+
+    def reader(way: int):
+        family = families[way % 4]
+        calls = None if family is None else family(names, 1 if way & 16 else None, is_rest=bool(way & 32))
+        return ThoughtReader(calls, is_open=bool(way & 8)) if way & 4 or calls is None else calls
+
+    def take(data: bytes) -> None:
+        way, data = split(data, 64)
+        size, data = (1 + data[0] % 16, data[1:]) if data else (1, b"")
+        text = data.decode(errors="replace")
+        whole, by_pieces = reader(way).read(text), reader(way)
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        deltas = [delta for piece in pieces for delta in by_pieces.feed(piece)]
+        assert assemble([*deltas, *by_pieces.end()]) == whole
+        finder, shown = StopFinder(("</s>", "ab", "b\n")), ""
+        for piece in pieces:
+            more, stopped_by = finder.add(piece)
+            shown += more
+            if stopped_by is not None:
+                assert text[len(shown) :].startswith(stopped_by), (shown, stopped_by)
+                return
+        assert shown + finder.flush() == text
+
+    return take
+
+
+def open_guides() -> Take:
+    """What an answer must be, compiled within its bounds, and followed for some tokens."""
+    from fuzz.words import tokenizer_json
+
+    from moiety_engine.guiding.errors import GuideRefused
+    from moiety_engine.guiding.library import Library
+    from moiety_wire.guides import Guide, GuideKind
+
+    library, kinds = Library(tokenizer_json(), (2,)), list(GuideKind)
+
+    def take(data: bytes) -> None:
+        way, data = split(data, len(kinds))
+        try:
+            follower = library.open(Guide(kinds[way], data.decode(errors="replace")))
+        except GuideRefused as refused:
+            assert str(refused)
+            return
+        follower.take([len(data) % 250 + 8, 40, 41])
+
+    return take
+
+
+def open_peft() -> Take:
+    """An adapter's files as an engine loads them."""
+    import moiety_demo
+    from moiety_engine.adapters.peft import CONFIG, TENSORS, read_adapter
+    from moiety_engine.errors import AdapterError
+    from moiety_engine.model.families import read_spec
+
+    folder = Path(tempfile.mkdtemp(prefix="moiety-fuzz-"))
+    spec = read_spec(Path(moiety_demo.__file__).parent / "checkpoint")
+
+    def take(data: bytes) -> None:
+        config, _, tensors = data.partition(b"\0\0\0\n")
+        (folder / CONFIG).write_bytes(config)
+        (folder / TENSORS).write_bytes(tensors)
+        try:
+            read_adapter(folder, spec, max_rank=64)
+        except AdapterError as refused:
+            assert str(refused)
+
+    return take
+
+
+TARGETS = (
+    Target("wire", "messages between gateway and engine", open_wire, ("moiety_wire",), of_msgpack),
+    Target("answers", "calls and thoughts in what models write", open_answers, ("moiety_text",)),
+    Target(
+        "guides", "schemas, expressions and grammars that answers are held to", open_guides, ("moiety_engine",), of_json
+    ),
+    Target("peft", "adapters' files, as engines load them", open_peft, ("moiety_engine",), max_bytes=16_384),
+)

@@ -1,0 +1,44 @@
+"""What is fuzzed: a function of bytes that returns for all input that is taken or refused in words, and raises for all
+else. Knows no fuzzer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from fuzz.mutations import Mutate
+
+Take = Callable[[bytes], None]
+
+
+@dataclass(frozen=True)
+class Target:
+    """`opened` makes what inputs are fed to, once a process; `modules` are those whose branches guide the fuzzer, and
+    half of all mutations are by `mutate` where there is one."""
+
+    name: str
+    told: str
+    opened: Callable[[], Take]
+    modules: tuple[str, ...]
+    mutate: Mutate | None = None
+    max_bytes: int = 4096
+
+
+def finished(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that waits for nothing, without a loop."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it waits for something")
+
+
+def split(data: bytes, num_ways: int) -> tuple[int, bytes]:
+    """One of so many ways, by the first byte, so that one corpus serves all of them; and the rest."""
+    return (data[0] % num_ways, data[1:]) if data else (0, b"")
+
+
+def cut(data: bytes, size: int) -> list[bytes]:
+    """The same bytes as they may come, in pieces."""
+    return [data[at : at + size] for at in range(0, len(data), size)]

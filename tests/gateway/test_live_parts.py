@@ -1,0 +1,316 @@
+"""The live settings of what a whole gateway opens: where it sends to, whom it believes, what it keeps and says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from functools import partial
+
+import httpx
+import pytest
+import structlog
+from sqlalchemy import func, select
+
+from moiety_platform.batches.models import Batch, BatchStatus
+from moiety_platform.clock import SystemClock
+from moiety_platform.db.session import Database
+from moiety_platform.gateway import assembled
+from moiety_platform.listening import bind
+from moiety_platform.live_settings import LiveSettings
+from moiety_platform.logs import set_log_level
+from moiety_platform.quota.models import QuotaWindow
+from moiety_platform.reloadable import is_live
+from moiety_platform.reloading.source import SettingsSource
+from moiety_platform.settings import SECTION, GatewaySettings
+from moiety_platform.trace_receiver.process import build_app
+from moiety_platform.trace_receiver.settings import TraceSettings
+from moiety_platform.traces.sampling import Ending
+from moiety_platform.usage.models import UsageRecord
+from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.store import insert_rows
+
+from .conftest import PEPPER, make_store
+from .test_live_settings import DEADLINE_S, ROWS
+from .test_reload import engine
+
+NOW, DAY_MS = datetime.now(UTC), 24 * 3600 * 1000
+HELLO = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+TOKEN = "a token of gateways"
+
+
+class Receiver:
+    """Takes anything by HTTP and answers 404; tells what came."""
+
+    def __init__(self) -> None:
+        self.heads: list[str] = []
+        self.came = asyncio.Event()
+
+    async def serve(self, reader, writer) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            first = await reader.readline()
+            if first.startswith(b"PRI "):  # HTTP/2, which gRPC speaks
+                self._note("PRI")
+            else:
+                self._note((first + await reader.readuntil(b"\r\n\r\n")).decode().lower())
+            writer.write(b"HTTP/1.1 404 No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            await writer.drain()
+        writer.close()
+
+    def _note(self, head: str) -> None:
+        self.heads.append(head)
+        self.came.set()
+
+    async def wait(self, *words: str) -> bool:
+        """True once something with all these words has come."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not any(all(word in head for word in words) for head in self.heads):
+                self.came.clear()
+                await self.came.wait()
+        self.heads.clear()
+        return True
+
+
+@pytest.fixture
+async def receiver():
+    found = Receiver()
+    server = await asyncio.start_server(found.serve, "127.0.0.1", 0)
+    found.port = server.sockets[0].getsockname()[1]
+    found.url = f"http://127.0.0.1:{found.port}"
+    async with server:
+        yield found
+
+
+class Whole:
+    """A gateway with a file, in this process."""
+
+    def __init__(self, file, services, url: str, keys, database: Database) -> None:
+        self.file, self.services, self.database = file, services, database
+        self.http = httpx.AsyncClient(base_url=url, timeout=DEADLINE_S)
+        self.tenant = {"Authorization": f"Bearer {keys.tenant_key}"}
+        self.admin = {"Authorization": f"Bearer {keys.admin_key}"}
+        self.given: dict[str, object] = {}
+
+    async def change(self, **settings: object) -> None:
+        """What the file says beside what it said at first; read at once."""
+        self.file.write_text(json.dumps({"gateway": self.given | settings}))
+        self.services.reloader.ask()
+        await self.services.reloader.look()
+        assert self.services.reloader.standing.problem == ""
+        for name, value in settings.items():
+            assert name in type(self.services.live.now).model_fields, (name, value)
+
+    async def hello(self) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while (await self.http.post("/v1/chat/completions", json=HELLO, headers=self.tenant)).status_code != 200:
+                pass
+
+    async def metric(self, words: str) -> float:
+        lines = (await self.http.get("/metrics")).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(words))
+
+    async def count(self, table) -> int:
+        async with self.database.read() as session:
+            return await session.scalar(select(func.count()).select_from(table))
+
+
+@pytest.fixture
+async def whole(tmp_path):
+    @asynccontextmanager
+    async def run(**given):
+        file = tmp_path / "moiety.yaml"
+        given = {"data_dir": str(tmp_path), "key_pepper": PEPPER.decode(), **given}
+        file.write_text(json.dumps({"gateway": given}))
+        source = SettingsSource.open(file, SECTION, partial(GatewaySettings.load, file))
+        database = Database.open(source.first.store_url)
+        keys = await make_store(database, SystemClock())
+        async with assembled(source) as (services, server):
+            listener = bind("127.0.0.1", 0)
+            serving = asyncio.create_task(server.serve([listener]))
+            running = Whole(file, services, f"http://127.0.0.1:{listener.getsockname()[1]}", keys, database)
+            running.given = given
+            try:
+                yield running
+            finally:
+                await running.http.aclose()
+                server.request_exit()
+                await serving
+        await database.close()
+
+    return run
+
+
+async def test_spans_and_metrics_go_where_the_file_says(whole, receiver, tmp_path) -> None:
+    async with engine(tmp_path, "a") as address, whole(engines=[address], trace_first_per_s=1000) as gateway:
+        await gateway.change(traces_endpoint=f"{receiver.url}/otlp", traces_token=TOKEN)
+        await gateway.hello()
+        assert await receiver.wait("post /otlp/v1/traces", f"bearer {TOKEN}")
+        await gateway.change(traces_endpoint=f"{receiver.url}/otlp", traces_token="another token of them")
+        await gateway.hello()
+        assert await receiver.wait("post /otlp/v1/traces", "bearer another token of them")
+        await gateway.change(otlp_endpoint=receiver.url)
+        await gateway.hello()
+        assert await receiver.wait("post /v1/traces")
+        await gateway.change(otlp_endpoint=receiver.url, otlp_protocol="grpc")
+        await gateway.hello()
+        assert await receiver.wait("PRI")
+        metrics = {"otlp_metrics_endpoint": f"{receiver.url}/v1/metrics"}
+        await gateway.change(**metrics, otlp_metrics_interval_ms=100)
+        assert await receiver.wait("post /v1/metrics")
+        assert await receiver.wait("post /v1/metrics"), "again, after the interval"
+        await gateway.change()
+        assert gateway.services.tracing.senders == ()
+        assert await gateway.metric("moiety_metric_exports") == 0, "nobody tells of what nobody sends"
+
+
+async def test_the_rates_of_traces_are_those_of_the_file(whole, receiver, tmp_path) -> None:
+    async with engine(tmp_path, "a") as address:
+        fixed = {"engines": [address], "otlp_endpoint": receiver.url, "trace_first_per_s": 0, "trace_sample_rate": 0}
+        async with whole(**fixed) as gateway:
+            sampler = gateway.services.tracing.sampler
+            ending = Ending("t" * 32, b"salt", "standard", False, None, 0, 0)
+
+            def verdict() -> str:
+                return sampler.decide(ending, 0.5).value
+
+            assert verdict() == "unsampled"
+            await gateway.change(trace_sample_rate=1)
+            assert verdict() == "rate"
+            await gateway.change(trace_sample_rates={"standard": 1})
+            assert verdict() == "rate"
+            await gateway.change(trace_first_per_s=9)
+            assert verdict() == "first"
+            await gateway.change(trace_sample_rate=1, trace_max_per_s=1)
+            assert verdict() == "over_budget"
+
+
+async def test_the_key_of_servers_of_others_is_read_again_from_its_file_too(whole, receiver, tmp_path) -> None:
+    from moiety_demo import checkpoint_path
+
+    key_file = tmp_path / "key"
+    key_file.write_text("first\n")
+    theirs = f"openai+{receiver.url}/v1?model=m&kind=generic&tokenizer={checkpoint_path()}"
+    async with whole(foreign_api_key="one", engines=[theirs]) as gateway:
+        assert await receiver.wait("bearer one")
+        await gateway.change(foreign_api_key="two")
+        assert await receiver.wait("bearer two")
+        await gateway.change(engines=[f"{theirs}&key_file={key_file}"])
+        assert await receiver.wait("bearer first")
+        key_file.write_text("second\n")
+        for _ in range(2):
+            await gateway.services.reloader.look()
+        assert await receiver.wait("bearer second")
+
+
+async def test_what_administrators_may_do_is_bounded_by_the_file(whole) -> None:
+    async with whole() as gateway:
+
+        async def status(path: str, body: dict) -> int:
+            return (await gateway.http.post(f"/admin/v1/{path}", json=body, headers=gateway.admin)).status_code
+
+        hook = {"url": "http://127.0.0.1:9/x"}
+        assert await status("webhooks", hook) == 400
+        await gateway.change(webhook_networks=["127.0.0.0/8"])
+        assert await status("webhooks", hook) == 201
+        tenants = (await gateway.http.get("/admin/v1/tenants", headers=gateway.admin)).json()["data"]
+        new = {"tenant_id": tenants[0]["id"], "model": "m", "config": '{"peft_type": "LORA", "r": 4}'}
+        made = await gateway.http.post("/admin/v1/adapters", json=new | {"name": "a"}, headers=gateway.admin)
+        part = {"start": 0, "data": "QUFB" * 500}
+        for name in ("max_adapter_bytes", "max_adapter_bytes_per_tenant"):
+            await gateway.change(**{name: 1024})
+            assert await status(f"adapters/{made.json()['id']}/parts", part) in (409, 413), name
+        await gateway.change()
+        assert await status(f"adapters/{made.json()['id']}/parts", part) == 200
+        await gateway.change(max_body_bytes=1024)
+        assert await status("tenants", {"name": "x" * 2000}) == 413
+
+
+def old_row(started_at: datetime) -> UsageRow:
+    names = {"request_id": "old", "tenant_id": "ten_a", "project_id": "prj_a", "key_id": "key_a", "model": "demo"}
+    return UsageRow(
+        **names, endpoint="/v1/completions", service_class="standard", started_at=started_at, outcome="stop",
+        http_status=200, num_choices=1, prompt_tokens=1, cached_tokens=0, output_tokens=1, queue_ms=0.5, ttft_ms=1.0,
+        duration_ms=2.0,
+    )  # fmt: skip
+
+
+def old_batch(created_ms: int) -> Batch:
+    zeros = dict.fromkeys(("completed", "failed", "prompt_tokens", "cached_tokens", "output_tokens"), 0)
+    return Batch(
+        id="batch_old", tenant_id="t", project_id="p", key_id="k", endpoint="/v1/completions", available_ms=0,
+        created_ms=created_ms, expires_ms=created_ms + DAY_MS, status=BatchStatus.COMPLETED, input_file_id="in",
+        total=0, **zeros,
+    )  # fmt: skip
+
+
+async def test_what_is_kept_and_for_how_long_is_what_the_file_says(whole) -> None:
+    async with whole(upkeep_interval_s=3600) as gateway:
+        old = NOW - timedelta(days=100)
+        async with gateway.database.write() as session:
+            await insert_rows(session, [old_row(old)])
+            session.add(QuotaWindow(quota_id="q", start=old, granted=1, settled=1))
+            session.add(old_batch(round(NOW.timestamp() * 1000) - 10 * DAY_MS))
+        kept = {UsageRecord: 1, QuotaWindow: 1, Batch: 1}
+        assert {table: await gateway.count(table) for table in kept} == kept
+        await gateway.change(
+            keep_requests_days=62, keep_limit_windows_days=62, keep_batches_days=2, upkeep_interval_s=0.2
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            while any([await gateway.count(table) for table in kept]):
+                pass
+        assert not any([await gateway.count(table) for table in kept])
+
+
+async def test_what_is_said_and_of_whom_is_what_the_file_says(whole, logged, tmp_path) -> None:
+    log = structlog.get_logger("somebody")
+    async with engine(tmp_path, "a") as address, whole(engines=[address], log_level="warning") as gateway:
+        set_log_level("warning")  # as the entry point does
+        log.info("at_first")
+        await gateway.change(log_level="info")
+        log.info("since_then")
+        assert ("since_then" in logged.getvalue(), "at_first" in logged.getvalue()) == (True, False)
+        await gateway.hello()
+        named = 'moiety_tenant_requests_total{tenant="ten_'
+        async with asyncio.timeout(DEADLINE_S):
+            while not await gateway.metric(named):
+                pass
+        await gateway.change(metrics_tenants=0)
+        assert await gateway.metric(named) == 0
+        assert await gateway.metric('moiety_tenant_requests_total{tenant="other') > 0
+
+
+async def test_a_trace_store_goes_by_its_file_as_well(tmp_path) -> None:
+    given = {"data_dir": tmp_path, "traces_token": TOKEN}
+    live = LiveSettings(TraceSettings(**given))
+    live.follow(["log_level"], lambda wanted: None)
+    async with build_app(live.now, live=live) as app:
+        assert live.unfollowed == []
+        await live.change(
+            TraceSettings(
+                **given | {"traces_token": "another token of them"}, traces_guest_token="of guests, such as",
+                traces_max_body_bytes=2048, traces_queue_spans=1000, keep_traces_days=1, upkeep_interval_s=5,
+            )
+        )  # fmt: skip
+        assert app.tokens.is_ours("Bearer another token of them")
+        assert not app.tokens.is_ours("Bearer of guests, such as")
+        assert app.max_body_bytes == 2048
+
+
+LOOKED_AT_HERE = {
+    "traces_endpoint", "traces_token", "otlp_endpoint", "otlp_protocol", "otlp_metrics_endpoint",
+    "otlp_metrics_interval_ms", "trace_sample_rate", "trace_sample_rates", "trace_first_per_s", "trace_max_per_s",
+    "foreign_api_key", "webhook_networks", "max_adapter_bytes", "max_adapter_bytes_per_tenant", "keep_requests_days",
+    "keep_limit_windows_days", "keep_batches_days", "upkeep_interval_s", "log_level", "metrics_tenants",
+}  # fmt: skip
+LOOKED_AT_ELSEWHERE = {
+    "engines",  # test_reload.py
+    "oidc_issuer", "oidc_audience", "oidc_roles_claim", "oidc_tenant_claim",  # tenancy/test_oidc.py
+    "simulation_limit_s", "simulation_niceness",  # tenancy/test_simulations.py
+}  # fmt: skip
+
+
+def test_every_live_setting_is_looked_at() -> None:
+    live = {name for name in GatewaySettings.model_fields if is_live(GatewaySettings, name)}
+    assert {row[0] for row in ROWS} | LOOKED_AT_HERE | LOOKED_AT_ELSEWHERE == live

@@ -1,0 +1,309 @@
+"""Every setting that is declared live takes effect on a gateway that runs, and what has begun goes on as it began."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from sqlalchemy import select
+
+from moiety_platform.batches.models import BatchLine
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.idempotency.models import IdempotentRequest
+from moiety_platform.responses_api.models import StoredResponse
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "description": "x" * 300}}}
+DEADLINE_S = 60.0
+DAY_S = 86_400
+
+Look = Callable[["object"], Awaitable[object]]
+
+
+def asks(path: str = CHAT, *, headers: dict | None = None, **fields) -> Look:
+    """The status and code of one request."""
+
+    async def look(gateway):
+        body = {**HELLO, **fields} if path == CHAT else fields
+        status, _, answer = await gateway.post(path, body, headers=headers)
+        return status, json.loads(answer).get("error", {}).get("code")
+
+    return look
+
+
+def beside_a_stream(look: Look) -> Look:
+    """While another request of the same key streams."""
+
+    async def both(gateway):
+        stream = await gateway.client.chat.completions.create(**HELLO | {"max_tokens": 400}, stream=True)
+        async with stream:
+            await anext(aiter(stream))
+            return await look(gateway)
+
+    return both
+
+
+async def sent(gateway, data: bytes) -> bytes:
+    """The first line of what is answered to these bytes before this side is hung up on."""
+    reader, writer = await asyncio.open_connection(*gateway.address)
+    writer.write(data)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            return (await reader.read()).partition(b"\r\n")[0]
+    finally:
+        writer.close()
+
+
+async def status_of_slow_head(gateway):
+    return await sent(gateway, b"POST /v1/chat HTTP/1.1\r\nHost: t")
+
+
+async def status_of_slow_body(gateway):
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {gateway.key}\r\nContent-Length: 9\r\n\r\n"
+    return await sent(gateway, head.encode())
+
+
+async def is_hung_up_on_when_idle(gateway):
+    return await sent(gateway, b"GET /healthz HTTP/1.1\r\nHost: t\r\n\r\n")
+
+
+async def status_of_unread_stream(gateway):
+    body = json.dumps({**HELLO, "max_tokens": 10**6, "stream": True}).encode()
+    unread = socket.socket()
+    unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    unread.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(unread, gateway.address)
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {gateway.key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    await loop.sock_sendall(unread, head.encode() + body)
+    async with asyncio.timeout(DEADLINE_S):
+        (row,) = await gateway.rows.wait_for(1)
+    unread.close()
+    return row.outcome
+
+
+async def first_credit(gateway):
+    await gateway.post(CHAT, HELLO | {"max_tokens": 100})
+    return gateway.engine.submits[-1].credit_tokens
+
+
+async def is_tokenized_in_a_thread(gateway):
+    class Counting(ThreadPoolExecutor):
+        num_tasks = 0
+
+        def submit(self, *args, **options):
+            self.num_tasks += 1
+            return super().submit(*args, **options)
+
+    await gateway.post(COMPLETIONS, {"model": "tiny", "prompt": "x" * 40, "max_tokens": 1})  # what is done only once
+    counting = Counting(2)
+    asyncio.get_running_loop().set_default_executor(counting)
+    await gateway.post("/tokenize", {"model": "tiny", "prompt": "x" * 40})
+    return counting.num_tasks > 0
+
+
+async def survives_its_engine(gateway):
+    stream = await gateway.client.chat.completions.create(**HELLO | {"max_tokens": 300}, stream=True)
+    try:
+        await anext(aiter(stream))
+        gateway.engine.die()
+        back = asyncio.get_running_loop().call_later(0.5, lambda: asyncio.ensure_future(gateway.engine.start()))
+        return sum([1 async for _ in stream]) > 0
+    except Exception:
+        return False
+    finally:
+        back.cancel()
+        await gateway.engine.start()
+
+
+def uploads(*sizes: int) -> Look:
+    """The status of the last upload of these."""
+
+    async def look(gateway):
+        for size in sizes:
+            form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
+            form += (
+                b'Content-Disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"x" * size + b"\r\n--b--\r\n"
+            )
+            headers = {"Content-Type": "multipart/form-data; boundary=b"}
+            status, _, body = await gateway.post("/v1/files", form, headers=headers)
+        expires_at = json.loads(body).get("expires_at")
+        return status if expires_at is None else (status, round((expires_at - time.time()) / DAY_S))
+
+    return look
+
+
+async def new_batch(gateway, num_lines: int):
+    line = {"method": "POST", "url": COMPLETIONS, "body": {"model": "tiny", "prompt": "x", "max_tokens": 1}}
+    lines = "\n".join(json.dumps({"custom_id": str(i), **line}) for i in range(num_lines))
+    file = await gateway.client.files.create(file=("f", lines.encode()), purpose="batch")
+    return await gateway.client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+
+
+async def end_of_a_batch(gateway):
+    batch = await new_batch(gateway, 2)
+    async with asyncio.timeout(DEADLINE_S):
+        while batch.status not in ("completed", "failed"):
+            batch = await gateway.client.batches.retrieve(batch.id)
+    return batch.status
+
+
+async def progress_of_a_batch(gateway):
+    """While another one goes on at once when there is somebody for it again."""
+    batch = await new_batch(gateway, 2)
+    for _ in range(5):  # looks of the worker, who is there and does nothing
+        await asyncio.sleep(0.05)
+    found = (await gateway.client.batches.retrieve(batch.id)).status
+    await gateway.live.change(gateway.live.now.model_copy(update={"batch_concurrency": 4}))
+    return found, await end_of_a_batch(gateway)
+
+
+async def status_of_a_second_batch(gateway):
+    gateway.engine.die()
+    try:
+        await new_batch(gateway, 1)
+        await new_batch(gateway, 1)
+    except Exception as error:
+        return error.status_code
+    return 200
+
+
+async def lease_of_a_line(gateway):
+    """Whole minutes for which a line that waits for its engine is held."""
+    await new_batch(gateway, 1)
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            async with gateway.database.read() as session:
+                line = await session.scalar(select(BatchLine).where(BatchLine.owner.is_not(None)))
+            if line is not None and line.available_ms > time.time() * 1000:
+                return round((line.available_ms / 1000 - time.time()) / 60)
+            await asyncio.sleep(0.02)
+
+
+async def patience_of_a_stop(gateway):
+    return gateway.server.config.timeout_graceful_shutdown
+
+
+async def days_of_a_kept_answer(gateway):
+    await gateway.post(CHAT, HELLO, headers={"Idempotency-Key": str(time.monotonic_ns())})
+    async with gateway.database.read() as session:
+        expires = [row.expires_ms for row in await session.scalars(select(IdempotentRequest))]
+    return round((max(expires) / 1000 - time.time()) / DAY_S)
+
+
+async def replayed(gateway):
+    headers = {"Idempotency-Key": str(time.monotonic_ns())}
+    await asks(headers=headers)(gateway)
+    return await asks(headers=headers)(gateway)
+
+
+async def with_another_key(gateway):
+    return await asks(headers={"Idempotency-Key": str(time.monotonic_ns())})(gateway)
+
+
+async def days_of_a_response(gateway):
+    status, _, body = await gateway.post("/v1/responses", {"model": "tiny", "input": "x", "store": True})
+    if status != 200 or not json.loads(body)["store"]:
+        return status, "not kept"
+    async with gateway.database.read() as session:
+        last = await session.scalar(select(StoredResponse).order_by(StoredResponse.id.desc()))
+    return status, round((last.expires_ms / 1000 - time.time()) / DAY_S)
+
+
+def deep(levels: int) -> list:
+    return [deep(levels - 1)] if levels else []
+
+
+OK = (200, None)
+BAD = (400, "invalid_request")
+NESTED = {"metadata": None, "other": deep(8)}
+ROWS = [  # setting, its new value, what is looked at, what it is before and after
+    ("max_body_bytes", 1024, asks(user="x" * 2000), OK, (413, "request_too_large")),
+    ("max_json_depth", 4, asks(**NESTED), OK, (400, "json_too_deep")),
+    ("max_messages", 1, asks(messages=HELLO["messages"] * 2), OK, BAD),
+    ("max_choices", 2, asks(n=3), OK, BAD),
+    ("max_stop_strings", 1, asks(stop=["q", "r"]), OK, BAD),
+    ("max_stop_chars", 2, asks(stop="qrs"), OK, BAD),
+    ("max_tools", 1, asks(tools=[TOOL, {**TOOL, "function": {"name": "g"}}]), (400, "tools_not_supported"), BAD),
+    ("max_tool_schema_bytes", 256, asks(tools=[TOOL]), (400, "tools_not_supported"), BAD),
+    ("max_guide_bytes", 256, asks(guided_regex="(ab)" * 100), OK, (400, "form_not_supported")),
+    ("max_header_bytes", 4096, asks(headers={"X-Long": "x" * 5000}), OK, (431, "headers_too_large")),
+    ("max_headers", 16, asks(headers={f"X-{i}": "x" for i in range(20)}), OK, (431, "headers_too_large")),
+    ("header_timeout_s", 0.2, status_of_slow_head, None, b"HTTP/1.1 408 Request Timeout"),
+    ("body_timeout_s", 0.2, status_of_slow_body, None, b"HTTP/1.1 408 Request Timeout"),
+    ("keep_alive_s", 1, is_hung_up_on_when_idle, None, b"HTTP/1.1 200 OK"),
+    ("send_timeout_s", 0.2, status_of_unread_stream, None, "disconnected"),
+    ("max_streams_per_key", 1, beside_a_stream(asks(stream=True)), None, (429, "too_many_streams")),
+    ("max_sequences", 2, asks(n=3), OK, BAD),
+    ("max_inflight_per_tenant", 1, beside_a_stream(asks()), OK, (429, "overloaded")),
+    ("credit_window_tokens", 7, first_credit, 100, 7),
+    ("inline_tokenize_bytes", 0, is_tokenized_in_a_thread, False, True),
+    ("failover_wait_s", 60, survives_its_engine, False, True),
+    ("drain_s", 77, patience_of_a_stop, 2, 77),
+    ("max_file_bytes", 1024, uploads(2000), (200, 30), 413),
+    ("max_file_bytes_per_tenant", 1024, uploads(800, 800), (200, 30), 413),
+    ("keep_files_days", 2, uploads(10), (200, 30), (200, 2)),
+    ("max_batch_lines", 1, end_of_a_batch, "completed", "failed"),
+    ("batch_concurrency", 0, progress_of_a_batch, None, ("validating", "completed")),
+    ("max_open_batches_per_tenant", 1, status_of_a_second_batch, 200, 429),
+    ("batch_lease_s", 600, lease_of_a_line, None, 10),
+    ("idempotency_ttl_s", 3 * DAY_S, days_of_a_kept_answer, 1, 3),
+    ("idempotency_max_answer_bytes", 0, replayed, OK, (410, "idempotency_answer_not_kept")),
+    ("idempotency_max_bytes_per_tenant", 0, replayed, OK, (410, "idempotency_answer_not_kept")),
+    ("idempotency_max_keys_per_tenant", 1, with_another_key, OK, (429, "idempotency_keys_exhausted")),
+    ("responses_ttl_s", 4 * DAY_S, days_of_a_response, (200, 30), (200, 4)),
+    ("responses_max_per_tenant", 0, days_of_a_response, (200, 30), (400, "not kept")),
+    ("responses_max_bytes_per_tenant", 0, days_of_a_response, (200, 30), (429, "not kept")),
+]
+
+
+ALONE = {"send_timeout_s", "batch_lease_s", "drain_s", "inline_tokenize_bytes", "max_open_batches_per_tenant"}
+
+
+async def taken(gateway, name: str, value: object, look: Look) -> object:
+    """What is seen after a change, which is undone then."""
+    before = gateway.live.now
+    changes = await gateway.live.change(before.model_copy(update={name: value}))
+    assert (list(changes.at_once), list(changes.at_restart)) == ([name], [])
+    try:
+        return await look(gateway)
+    finally:
+        await gateway.live.change(before)
+
+
+async def test_a_change_of_a_setting_takes_effect_on_requests_and_taken_back_has_none(start_gateway, card) -> None:
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        seen, wanted = {}, {}
+        for name, value, look, before, after in ROWS:
+            if name not in ALONE:
+                seen[name] = (
+                    await look(gateway) if before is not None else None,
+                    await taken(gateway, name, value, look),
+                )
+                wanted[name] = before, after
+        assert seen == wanted
+
+
+@pytest.mark.parametrize(("name", "value", "look", "before", "after"), [row for row in ROWS if row[0] in ALONE])
+async def test_a_change_takes_effect_where_it_needs_an_engine_of_its_own(
+    start_gateway, new_card, name, value, look, before, after
+) -> None:
+    endless = name == "send_timeout_s"
+    engine = FakeEngineClient(
+        new_card(max_context_tokens=10_000_000 if endless else 512), token_s=600.0 if name == "batch_lease_s" else 0.0
+    )
+    if endless:
+        engine.script = lambda submit: ((65, "x" * 50) for _ in range(submit.stopping.max_tokens))
+    async with start_gateway([engine]) as gateway:
+        if before is not None:
+            assert await look(gateway) == before
+            await engine.start()
+        assert await taken(gateway, name, value, look) == after
