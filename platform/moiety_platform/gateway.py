@@ -46,11 +46,12 @@ from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.erasure.controller import erasure_routes
 from moiety_platform.experts.controller import expert_routes
 from moiety_platform.experts.service import ExpertService
+from moiety_platform.foresight.foreseer import Foreseer
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.listening import BACKLOG, bind
 from moiety_platform.logs import configure_logging
-from moiety_platform.metrics import Metrics, UpkeepMetrics
+from moiety_platform.metrics import ForesightMetrics, Metrics, UpkeepMetrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
@@ -205,6 +206,8 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             _connect(settings, clock, quotas.replica_id, meter, AdapterContents(database))
         )
         quotas.quarantine.is_proven = replicas.have_settled_for
+        foreseer = Foreseer(usage, quotas, ForesightMetrics(metrics.registry), clock)
+        stack.push_async_callback(foreseer.stop)
         authenticator = Authenticator(database, pepper, clock)
         classes, prices, adapters = (
             ClassCache(database, clock),
@@ -240,6 +243,7 @@ async def build_services(settings: GatewaySettings) -> AsyncIterator[Services]:
             store=store,
             batches=Batches(process_id, database, authenticator, quotas, metrics, tracing, clock, settings),
             adapters=adapters,
+            foreseer=foreseer,
         )
 
 

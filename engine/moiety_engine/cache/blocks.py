@@ -85,9 +85,8 @@ class BlockPool:
             self._drop_void()
 
     def put_back(self, blocks: Iterable[int], *, first: bool = False) -> None:
-        """One reference less to each, as if it had not been used: what was cached before keeps its place in the order of
-        eviction. What was not is evicted after all others, or, if `first`, before them; of those the last before the
-        others."""
+        """One reference less to each, as if it had not been used: what was cached before keeps its place in the order
+        of eviction. What was not is evicted after all others, or, if `first`, before them; of those the last first."""
         references, hashes, entries = self._references, self._hash_of, self._entries
         for block in blocks:
             if references[block] > 1 or hashes[block] is None or not (entries[block] or first):

@@ -15,6 +15,7 @@ from moiety_platform.completions.record import Failover, RequestRecord
 from moiety_platform.completions.sequence import Sequence
 from moiety_platform.completions.spending import Throttled
 from moiety_platform.completions.text import ModelText
+from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.inbox import Delivery, Inbox
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import PlatformError, Unavailable
@@ -23,6 +24,7 @@ from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, EventKind, Finished, FinishReason, Submit, Tokens
 
 CREDIT_REFUSED = "credit_refused"  # the detail of an end for want of credit
+STOP_TOKEN = "stop_token"  # the detail of an end by a token that is no text
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -32,6 +34,14 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int
     output_tokens: int
     reasoning_tokens: int | None = None  # of the output; None where the model is not known to think
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How an answer came to its end by itself: its tokens, without one that only ends it, and the engine that wrote
+    the last."""
+
+    client: EngineClient
+    output_ids: list[int]
 
 
 class Run:
@@ -231,6 +241,15 @@ class Run:
             granted = await spending.extend_patiently(reserved, more)
         stream.extend(stream.credit_tokens + granted, last=granted == 0)
 
+    def ending(self) -> Ending | None:
+        """Of a request's only answer; None where it was cut, or did not come to an end."""
+        (sequence,) = self._sequences
+        finished = sequence.stream.finished
+        if finished is None or finished.reason is not FinishReason.STOP:
+            return None
+        ids = sequence.output_ids[:-1] if finished.detail == STOP_TOKEN else sequence.output_ids
+        return Ending(self._record.sequences[-1][0], ids)
+
     def usage(self) -> Usage:
         """What has been generated so far; exact when every stream has ended."""
         first_choices = self._sequences[:: max(1, len(self._sequences) // len(self.prompts))]
@@ -278,6 +297,7 @@ class Run:
             for part in parts:
                 record.num_preemptions += sum(event.kind is EventKind.PREEMPTED for event in part.events)
                 record.num_recomputed_tokens += part.num_recomputed_tokens
+                record.num_foreseen_tokens += part.num_foreseen_tokens
             if parts and parts[0].phases.scheduled_unix_ns:
                 queues_ns.append(parts[0].phases.scheduled_unix_ns - parts[0].phases.received_unix_ns)
             if finished is None or finished.reason is FinishReason.HANDED_OVER:

@@ -2,10 +2,10 @@
 
 A class below all others, made so that nobody can be worse off for it:
 
-- A step computes for it only if no request waits, runs, or returns, and then so little that whoever comes meanwhile waits
-  for no longer than CHUNK_S, as far as that can be predicted, or for one block.
-- It takes blank blocks only, and blocks of the very conversation that cannot be hit any more. Between two steps it holds
-  nothing. What it put into blank blocks is the first that is evicted.
+- A step computes for it only if there is no request, and then so little that whoever comes meanwhile waits for no
+  longer than CHUNK_S, as far as that can be predicted, or for one block.
+- It takes blank blocks only, and blocks of the very conversation that cannot be hit any more. Between two steps it
+  holds nothing. What it put into blank blocks is the first that is evicted.
 - Among tenants, that one is next for which least was computed in proportion to its weight.
 
 What is foreseen is told by who asks (see `Foreseeing`); whether it is likely, by `Habits`.

@@ -71,8 +71,8 @@ class Habits:
 
 @dataclass(slots=True, eq=False)
 class Watched(Generic[Wanted]):
-    """A conversation that may come back: what its next turn begins with, whose habit it follows, since when, and what is
-    wanted of it if anything is."""
+    """A conversation that may come back: what its next turn begins with, whose habit it follows, since when, and what
+    is wanted of it if anything is."""
 
     tip: bytes
     habit: str
@@ -93,8 +93,8 @@ class Watch(Generic[Wanted]):
         return len(self._of_tip)
 
     def open(self, tip: bytes, habit: str, now_s: float) -> Watched[Wanted]:
-        """A turn has ended; the next is recognised by `tip`. Of very many, the oldest is forgotten, as one of which it is
-        not known whether it came back."""
+        """A turn has ended; the next is recognised by `tip`. Of very many, the oldest is forgotten, as one of which it
+        is not known whether it came back."""
         watched: Watched[Wanted] = Watched(tip, habit, now_s)
         self._of_tip.pop(tip, None)
         self._of_tip[tip] = watched
