@@ -97,7 +97,13 @@ async def measure(model: str, folder: Path, options: argparse.Namespace) -> dict
             "usage": {
                 one["group"]["tenant_name"]: {
                     count: one["totals"][count]
-                    for count in ("requests", "prompt_tokens", "cached_tokens", "foreseen_tokens", "foreseen_used_tokens")
+                    for count in (
+                        "requests",
+                        "prompt_tokens",
+                        "cached_tokens",
+                        "foreseen_tokens",
+                        "foreseen_used_tokens",
+                    )
                 }
                 for one in usage
             },

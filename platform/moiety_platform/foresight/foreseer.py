@@ -19,6 +19,7 @@ import structlog
 from moiety_platform.clock import Clock
 from moiety_platform.completions.generation import Conversation
 from moiety_platform.completions.record import RequestRecord
+from moiety_platform.completions.recorder import UsageSink
 from moiety_platform.completions.run import Ending, Run
 from moiety_platform.completions.spending import Used, scopes_of
 from moiety_platform.engine_client.stream import EngineStream
@@ -31,7 +32,6 @@ from moiety_platform.quota.kinds import Unit
 from moiety_platform.quota.lease import Charge, Hold
 from moiety_platform.randomness import ordered_hex
 from moiety_platform.tenants.models import Foresight
-from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.row import UsageRow
 from moiety_text.errors import TextError
 from moiety_wire.classes import FORESIGHT
@@ -57,7 +57,7 @@ class _Turn:
 class Foreseer:
     """Of one gateway process. Made in its event loop; `stop` before the usage recorder."""
 
-    def __init__(self, usage: UsageRecorder, quotas: QuotaKeeper, metrics: ForesightMetrics, clock: Clock) -> None:
+    def __init__(self, usage: UsageSink, quotas: QuotaKeeper, metrics: ForesightMetrics, clock: Clock) -> None:
         self._usage = usage
         self._quotas = quotas
         self._metrics = metrics
