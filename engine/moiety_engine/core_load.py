@@ -41,4 +41,7 @@ def load_of(scheduler: Scheduler, exchange: Exchange, steps_total: int, requests
         handed_over_requests_total=exchange.handed_over_requests_total,
         taken_over_requests_total=0 if arrivals is None else arrivals.taken_over_requests_total,
         lost_transfers_total=0 if arrivals is None else arrivals.lost_transfers_total,
+        foreseen_tokens_total=scheduler.foresight.account.computed_total,
+        foreseen_used_tokens_total=scheduler.foresight.account.used_total,
+        foreseen_wasted_tokens_total=scheduler.foresight.account.wasted_total,
     )

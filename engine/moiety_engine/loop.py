@@ -118,6 +118,9 @@ class EngineLoop:
     def submit(self, submit: CoreSubmit) -> None:
         """Queue a request; one that cannot be served comes back as a failure with the next step. What it may write ends
         where the context does: beyond that there may be no block for it, and it would wait for one for ever."""
+        if submit.foresees is not None:
+            self.scheduler.add(submit, seed=0, now_ns=self._clock_ns())
+            return
         self._requests_total += 1
         num_prompt = len(submit.prompt_ids)
         longest = self.max_context_tokens - (0 if submit.embed else 1)
@@ -166,7 +169,7 @@ class EngineLoop:
 
     def _step(self, resident: Resident) -> bool:
         self._take_guests()
-        plan = self.scheduler.plan(self._clock_ns())
+        plan = self.scheduler.plan(self._clock_ns(), may_foresee=self._anteroom.is_empty)
         resident.copy_blocks(plan)
         launched = resident.runner.launch(plan) if plan.chunks else None
         if launched is not None:
@@ -219,6 +222,7 @@ class EngineLoop:
         freed = self._leave(on_progress) + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
         self._orders.give(Release())
         self.scheduler.groups.forget()
+        self.scheduler.foresight.forget()
         self.exchange.serve(None)
         self.adapters.give_up()
         self._resident = None
@@ -281,6 +285,7 @@ class EngineLoop:
     def take_outputs(self) -> CoreStep | None:
         """What happened since the last call, if anything."""
         admissions, refusals = self.scheduler.take_verdicts()
+        self._outputs += self.scheduler.foresight.take_ended()
         failures = self._failures + refusals
         traced = self._tracer.take()
         if not self._outputs and not failures and not admissions and not traced:

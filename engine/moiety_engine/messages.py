@@ -13,7 +13,17 @@ import msgspec
 from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.guides import Guide
-from moiety_wire.messages import ClassLoad, EventKind, FailureCode, FinishReason, Reason, Sampling, Step, StepCosts
+from moiety_wire.messages import (
+    ClassLoad,
+    EventKind,
+    FailureCode,
+    FinishReason,
+    Foreseeing,
+    Reason,
+    Sampling,
+    Step,
+    StepCosts,
+)
 from moiety_wire.roles import Arrival, HandOver
 
 
@@ -41,6 +51,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     hand_over: HandOver | None = None  # where its KV goes; it ends with its next token, unless that was its last
     transfer_id: str = ""  # under which its KV comes
     adapter: str = ""  # "": the model as it is
+    foresees: Foreseeing | None = None  # ends without output, when its prompt is computed or is not going to be
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -116,6 +127,7 @@ class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
     num_drafted_tokens: int = 0  # guessed and computed
     num_accepted_tokens: int = 0  # of them, those that came true
     arrival: Arrival | None = None
+    num_foreseen_tokens: int = 0
 
 
 class CoreScores(msgspec.Struct, frozen=True, array_like=True):
@@ -175,6 +187,9 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
     handed_over_requests_total: int = 0
     taken_over_requests_total: int = 0
     lost_transfers_total: int = 0
+    foreseen_tokens_total: int = 0
+    foreseen_used_tokens_total: int = 0
+    foreseen_wasted_tokens_total: int = 0
 
 
 class CoreState(StrEnum):
@@ -200,6 +215,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     kv_address: str = ""  # where it takes KV from other engines
     kv_host: str = ""
     takes_adapters: bool = False
+    foresees: bool = False
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):

@@ -67,6 +67,7 @@ class Sequence:
         "num_cached",
         "num_computed",
         "num_drafted",
+        "num_foreseen",
         "num_landed",
         "num_landing",
         "num_overtaken",
@@ -120,7 +121,8 @@ class Sequence:
         self.num_resumed = len(self.tokens) - self.num_prompt  # output tokens that it came with, from another engine
         self.num_computed = 0
         self.num_uncached = len(self.tokens)  # tokens to prefill that no cache held when it came
-        self.num_cached = 0  # prompt tokens taken from the prefix cache when first scheduled
+        # Prompt tokens taken from the prefix cache when first scheduled, and those that were computed unasked.
+        self.num_cached = self.num_foreseen = 0
         self.blocks: list[int] = []
         self.host_blocks: list[int] = []  # while swapped out: they hold the first `num_computed` tokens
         self.num_sealed = 0  # blocks whose hash the pool knows

@@ -12,6 +12,8 @@ from enum import StrEnum
 
 import msgspec
 
+FORESIGHT = "foresight"  # what no class may be called: what is computed before anybody asks for it is counted so
+
 
 class OverloadAction(StrEnum):
     """What happens to a request whose promise is predicted to be missed."""

@@ -28,6 +28,9 @@ COUNTERS = (
     ("handed_over_requests", "Requests whose prompts it computed, and which other engines went on with."),
     ("taken_over_requests", "Requests that came with their prompt's KV from another engine."),
     ("lost_transfers", "Requests that came without it, although it was to come; it computed their prompts again."),
+    ("foreseen_tokens", "Prompt tokens computed before anybody asked for them, while nothing else was to be done."),
+    ("foreseen_used_tokens", "Of these, tokens that a request began with."),
+    ("foreseen_wasted_tokens", "Of these, tokens that no request began with in time."),
 )
 CLASS_GAUGES = (  # the field, what it is called as a metric, and what it means
     ("num_waiting", "num_waiting", "Requests of the class that wait."),

@@ -129,6 +129,19 @@ class Stopping(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
 
 
+class Foreseeing(msgspec.Struct, frozen=True):
+    """A prompt that is likely to come, or begins as one: its KV is computed while nothing else is to be done, and kept
+    as a prefix. Nobody is answered with anything.
+
+    The request after which it is foreseen had the prompt's first `num_shared` tokens and then `other_ids`, of all of
+    which `num_asked` were its own prompt: what the cache has of it beyond what is shared gives way first."""
+
+    habit: str  # whose conversations go on alike, as far as is known: the likelihood is learned of each
+    num_shared: int = 0
+    other_ids: list[int] = []
+    num_asked: int = 0
+
+
 # ── to the engine ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -175,6 +188,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     hand_over: HandOver | None = None  # after its first token it is to end here, and its KV to go elsewhere
     transfer_id: str = ""  # under which its KV comes from the engine that has computed it
     adapter: str = ""  # the id of one that the engine was sent or started with; "": the model as it is
+    foresees: Foreseeing | None = None  # only to an engine whose card says so; `max_tokens` and `credit_tokens` are 0
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
@@ -250,6 +264,7 @@ class Card(msgspec.Struct, frozen=True, tag="card"):
     kv_host: str = ""  # engines of one host share memory
     takes_adapters: bool = False
     adapters: tuple[str, ...] = ()  # that its operator has given it
+    foresees: bool = False  # it takes `Submit.foresees`
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):
@@ -378,6 +393,9 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     steps: bytes = b""
     prompt_logprobs: list[TokenLogprob] | None = None  # where asked for: of each of its tokens but the first
     arrival: Arrival | None = None  # how its KV came from the engine that had computed it
+    # Of `Submit.foresees`, tokens that were computed, and `detail` says how it ended; of any other request, those of
+    # its cached ones that had been foreseen.
+    num_foreseen_tokens: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
@@ -473,6 +491,9 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     handed_over_requests_total: int = 0  # requests that other engines went on with
     taken_over_requests_total: int = 0  # that came with their KV …
     lost_transfers_total: int = 0  # … or without it, although it was to come, and were computed again
+    foreseen_tokens_total: int = 0  # computed before they were asked for
+    foreseen_used_tokens_total: int = 0  # of them, those that requests began with
+    foreseen_wasted_tokens_total: int = 0  # and those that none did in time
 
 
 ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled | ExpertLoad | ExpertBalance

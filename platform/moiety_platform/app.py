@@ -37,6 +37,7 @@ from moiety_platform.embeddings.controller import embedding_route
 from moiety_platform.engine_metrics import EngineCollector
 from moiety_platform.errors import PlatformError
 from moiety_platform.expert_metrics import ExpertCollector
+from moiety_platform.foresight.foreseer import Foreseer
 from moiety_platform.health import health_routes
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error, answer_unexpected_error
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
@@ -90,6 +91,7 @@ class Services:
     store: StoreReadiness | None = None
     batches: Batches | None = None
     adapters: AdapterCache | None = None
+    foreseer: Foreseer | None = None
     live: LiveSettings[GatewaySettings] | None = None  # None: the settings stay as they are
     reloader: Reloader[GatewaySettings] | None = None
 
@@ -148,6 +150,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: Pipeline
         **limits,
         shape=shape,
         streams=StreamGate(settings.max_streams_per_key),
+        foreseer=services.foreseer,
     )
     models = ModelServices(
         services.authenticator, services.replicas, pipeline.texts, **limits, shape=shape, adapters=services.adapters

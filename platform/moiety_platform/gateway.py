@@ -32,6 +32,7 @@ from moiety_platform.completions.recorder import RequestRecorder
 from moiety_platform.connections import ConnectionLimits, ServerConfig
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import LOOKING, Database
+from moiety_platform.foresight.foreseer import Foreseer
 from moiety_platform.gateway_parts.administration import Administration
 from moiety_platform.gateway_parts.engines import Engines, key_files
 from moiety_platform.gateway_parts.telemetry import Telemetry
@@ -41,7 +42,7 @@ from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.listening import BACKLOG, bind
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import configure_logging, set_log_level
-from moiety_platform.metrics import Metrics, UpkeepMetrics
+from moiety_platform.metrics import ForesightMetrics, Metrics, UpkeepMetrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
@@ -201,6 +202,8 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
             Engines(settings, clock, quotas.replica_id, meter, AdapterContents(database))
         )
         quotas.quarantine.is_proven = engines.replicas.have_settled_for
+        foreseer = Foreseer(usage, quotas, ForesightMetrics(metrics.registry), clock)
+        stack.push_async_callback(foreseer.stop)
         authenticator = Authenticator(database, pepper, clock)
         classes, prices, adapters = (
             ClassCache(database, clock),
@@ -242,6 +245,7 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
             adapters=adapters,
             live=live,
             reloader=reloader,
+            foreseer=foreseer,
         )
 
 

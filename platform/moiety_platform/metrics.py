@@ -78,6 +78,17 @@ class UpkeepMetrics:
         self._failures.labels(chore).inc()
 
 
+class ForesightMetrics:
+    """Of turns that were followed, to have the next one's beginning computed."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        text = "Answered turns whose next one was foreseen, by what came of that; engines count the tokens."
+        self._foreseen = Counter("moiety_foreseen", text, ("model", "outcome"), registry=registry)
+
+    def observe(self, model: str, outcome: str) -> None:
+        self._foreseen.labels(model, outcome).inc()
+
+
 class Metrics:
     """The instruments of one gateway process."""
 

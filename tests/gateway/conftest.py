@@ -36,13 +36,14 @@ from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.erasure.controller import erasure_routes
 from moiety_platform.experts.controller import expert_routes
 from moiety_platform.experts.service import ExpertService
+from moiety_platform.foresight.foreseer import Foreseer
 from moiety_platform.gateway import GatewayServer
 from moiety_platform.idempotency.keeper import IdempotencyKeeper, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.listening import bind
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import configure_logging
-from moiety_platform.metrics import Metrics, UpkeepMetrics
+from moiety_platform.metrics import ForesightMetrics, Metrics, UpkeepMetrics
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
@@ -260,6 +261,8 @@ async def run_gateway(
         await quotas.start()
         stack.push_async_callback(quotas.stop)
         chosen = GatewaySettings(**{"drain_s": 2, "failover_wait_s": 0.1, **settings})
+        foreseer = Foreseer(rows, quotas, ForesightMetrics(metrics.registry), clock)
+        stack.push_async_callback(foreseer.stop)
         idempotency = IdempotencyKeeper(database, KeyStore(now=now or now_ms), KeepingLimits.of(chosen))
         await idempotency.start()
         stack.push_async_callback(idempotency.stop)
@@ -301,6 +304,7 @@ async def run_gateway(
             ],
             batches=batches,
             live=live,
+            foreseer=foreseer,
         )
         listener = bind("127.0.0.1", 0)
         started = asyncio.Event()

@@ -41,6 +41,10 @@ class BlockPool:
         return len(self._blank) + self.num_cached
 
     @property
+    def num_blank(self) -> int:
+        return len(self._blank)
+
+    @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
 
@@ -80,6 +84,31 @@ class BlockPool:
         if len(cached) > 2 * self.num_blocks:
             self._drop_void()
 
+    def put_back(self, blocks: Iterable[int], *, first: bool = False) -> None:
+        """One reference less to each, as if it had not been used: what was cached before keeps its place in the order
+        of eviction. What was not is evicted after all others, or, if `first`, before them; of those the last first."""
+        references, hashes, entries = self._references, self._hash_of, self._entries
+        for block in blocks:
+            if references[block] > 1 or hashes[block] is None or not (entries[block] or first):
+                self.free((block,))
+                continue
+            references[block] -= 1
+            self.num_cached += 1
+            if not entries[block]:
+                entries[block] = 1
+                self._cached.appendleft(block)
+
+    def blank(self, block_hash: bytes) -> bool:
+        """Forget what a cached block holds, so that it is blank. False where nothing is cached under this hash."""
+        block = self._block_of.get(block_hash)
+        if block is None or self._references[block]:
+            return False
+        del self._block_of[block_hash]
+        self._hash_of[block] = None  # its entries are void
+        self.num_cached -= 1
+        self._blank.append(block)
+        return True
+
     def find(self, block_hash: bytes) -> int | None:
         """The block whose contents have this hash, if it is still there. Takes no reference."""
         return self._block_of.get(block_hash)
@@ -116,10 +145,9 @@ class BlockPool:
         while len(evicted) < count:
             block = cached.popleft()
             entries[block] -= 1
-            if entries[block] or references[block]:
-                continue
             block_hash = hashes[block]
-            assert block_hash is not None, "only what can be hit is kept"
+            if entries[block] or references[block] or block_hash is None:
+                continue
             if on_evict is not None:
                 on_evict(block, block_hash)
             del block_of[block_hash]
@@ -130,7 +158,9 @@ class BlockPool:
 
     def _drop_void(self) -> None:
         """Keep one entry of each cached block, its last, in their order."""
-        last = [block for block in dict.fromkeys(reversed(self._cached)) if not self._references[block]]
+        held, hashes = self._references, self._hash_of
+        newest = dict.fromkeys(reversed(self._cached))
+        last = [block for block in newest if not held[block] and hashes[block] is not None]
         self._cached = deque(reversed(last))
         self._entries = [0] * self.num_blocks
         for block in last:

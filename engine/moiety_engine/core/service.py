@@ -89,6 +89,7 @@ def hello_of(loop: EngineLoop) -> CoreHello:
         kv_address=loop.exchange.address,
         kv_host=loop.exchange.host,
         takes_adapters=loop.adapters.is_open,
+        foresees=loop.scheduler.foresight.is_possible,
     )
 
 

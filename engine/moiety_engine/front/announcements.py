@@ -55,6 +55,9 @@ def make_load(
         handed_over_requests_total=load.handed_over_requests_total,
         taken_over_requests_total=load.taken_over_requests_total,
         lost_transfers_total=load.lost_transfers_total,
+        foreseen_tokens_total=load.foreseen_tokens_total,
+        foreseen_used_tokens_total=load.foreseen_used_tokens_total,
+        foreseen_wasted_tokens_total=load.foreseen_wasted_tokens_total,
     )
 
 
@@ -88,4 +91,5 @@ def make_card(
         kv_host=hello.kv_host,
         takes_adapters=hello.takes_adapters,
         adapters=adapters,
+        foresees=hello.foresees,
     )

@@ -37,6 +37,7 @@ Post = Callable[[GatewaySession, ToGateway], None]
 
 SILENT_GATEWAY = "silent_gateway"
 DRAINED = "draining"
+FORGONE = "forgone"
 MAX_REMEMBERED = 16_384
 FORGOTTEN = "forgotten"
 
@@ -145,6 +146,12 @@ class RequestDesk:
     def abort_session(self, session: GatewaySession, detail: str = SILENT_GATEWAY) -> None:
         for key in list(session.open_keys.values()):
             self._abort(key, detail)
+
+    def forgo(self) -> None:
+        """What is foreseen is not waited for."""
+        for key, (request, _) in list(self._open.items()):
+            if request.submit.foresees is not None:
+                self._abort(key, FORGONE)
 
     def abort_all(self) -> None:
         for key in list(self._open):

@@ -151,6 +151,7 @@ class Front:
         first = self._drain_until_s is None
         self._drain_until_s = self._clock() + timeout_s
         self._desk.is_draining = True
+        self._desk.forgo()
         if first:
             log.info("engine_draining", num_open=self.num_open, timeout_s=timeout_s)
             self._send_loads()
@@ -216,6 +217,7 @@ class Front:
             case Rest():
                 log.info("engine_rest_asked", asleep=message.asleep, num_open=self.num_open)
                 self._rest.ask(asleep=message.asleep)
+                self._desk.forgo()
             case AskExperts():
                 self._experts.ask(session, message)
             case Settled():

@@ -226,6 +226,7 @@ class OpenRequest:
             arrival=finish.arrival,
             steps=b"" if self._steps is None else self._steps.packed(),
             prompt_logprobs=self._prompt_logprobs(),
+            num_foreseen_tokens=finish.num_foreseen_tokens,
         )
 
     def fail(self, failure: CoreFailure) -> Failed:

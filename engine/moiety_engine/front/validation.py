@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from moiety_engine.messages import CoreSubmit
 from moiety_wire.classes import ServiceClass
 from moiety_wire.guides import MAX_GUIDE_BYTES
-from moiety_wire.messages import Card, FailureCode, Sampling, Stopping, Submit
+from moiety_wire.messages import Card, FailureCode, Foreseeing, Sampling, Stopping, Submit
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
@@ -29,6 +29,7 @@ class ModelLimits:
     follows_guides: bool = False
     hands_over: bool = False
     takes_over: bool = False
+    foresees: bool = False
 
     @classmethod
     def of(cls, card: Card) -> ModelLimits:
@@ -42,6 +43,7 @@ class ModelLimits:
             follows_guides=card.follows_guides,
             hands_over=card.hands_over,
             takes_over=bool(card.kv_address),
+            foresees=card.foresees,
         )
 
 
@@ -104,6 +106,7 @@ def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
         hand_over=submit.hand_over,
         transfer_id=submit.transfer_id,
         adapter=submit.adapter,
+        foresees=submit.foresees,
     )
 
 
@@ -189,11 +192,28 @@ def _bias_complaint(sampling: Sampling, limits: ModelLimits) -> str:
 
 def _length_complaint(submit: Submit, limits: ModelLimits) -> str:
     max_tokens = submit.stopping.max_tokens
+    if submit.foresees is not None:
+        return _foreseeing_complaint(submit, submit.foresees, limits)
     if not submit.embed:
         return "" if max_tokens >= 1 else f"max_tokens must be at least 1, not {max_tokens}"
     if not limits.makes_embeddings:
         return "this engine makes no embeddings; send the request to one that does"
     return f"an embedding generates no tokens: max_tokens must be 0, not {max_tokens}" if max_tokens else ""
+
+
+def _foreseeing_complaint(submit: Submit, seen: Foreseeing, limits: ModelLimits) -> str:
+    if not limits.foresees:
+        return "this engine computes nothing before it is asked for; send foresees to one whose card says that it does"
+    if submit.embed or submit.stopping.max_tokens:
+        return "nothing is generated for what is foreseen: leave embed out, and let max_tokens be 0"
+    if submit.resumed_ids or submit.guide or submit.hand_over or submit.transfer_id or submit.adapter:
+        return "what is foreseen is a prompt alone: leave resumed_ids, guide, hand_over, transfer_id and adapter out"
+    ids = seen.other_ids
+    if not 0 <= seen.num_shared <= len(submit.prompt_ids) or not 0 <= seen.num_asked <= seen.num_shared + len(ids):
+        return "num_shared counts tokens of the prompt, and num_asked tokens of the request before"
+    if len(ids) > limits.max_context_tokens or (ids and (min(ids) < 0 or max(ids) >= limits.vocab_size)):
+        return f"other_ids are token ids of the model's vocabulary, 0 to {limits.vocab_size - 1}, a context at most"
+    return ""
 
 
 def _guide_complaint(submit: Submit, limits: ModelLimits) -> str:

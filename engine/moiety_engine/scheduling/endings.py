@@ -36,4 +36,5 @@ def finish_of(sequence: Sequence, reason: FinishReason, detail: str, embedding: 
         embedding=embedding,
         num_drafted_tokens=sequence.num_drafted,
         num_accepted_tokens=sequence.num_accepted,
+        num_foreseen_tokens=sequence.num_foreseen,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+from moiety_engine.scheduling.foresight.foresight import Foresight
 from moiety_engine.scheduling.groups import KvGroups
 from moiety_engine.scheduling.kv import Hit
 from moiety_engine.scheduling.places import Places, by_arrival
@@ -32,12 +33,15 @@ class _Given(Enum):
 class Filling:
     """Fills one step after the other."""
 
-    def __init__(self, kv: KvGroups, places: Places, policy: Policy, room: Room, tally: Tally) -> None:
+    def __init__(
+        self, kv: KvGroups, places: Places, policy: Policy, room: Room, tally: Tally, foresight: Foresight
+    ) -> None:
         self._kv = kv
         self._places = places
         self._policy = policy
         self._room = room
         self._tally = tally
+        self._foresight = foresight
         self.cached_tokens_total = 0
         self.prompt_tokens_total = 0
 
@@ -132,6 +136,7 @@ class Filling:
         if sequence.scheduled_unix_ns == 0:
             sequence.scheduled_unix_ns = now_ns
             sequence.num_cached = min(sequence.num_computed - sequence.num_landed, sequence.num_prompt)
+            self._foresight.joined(sequence, now_ns)
             self.cached_tokens_total += sequence.num_cached
             self.prompt_tokens_total += sequence.num_prompt - min(sequence.num_landed, sequence.num_prompt)
             if sequence.delay is not None:

@@ -64,6 +64,20 @@ class KvLedger:
                 hits.append(hit)
         return hits
 
+    @property
+    def caches_prefixes(self) -> bool:
+        return self._prefix_caching
+
+    def num_on_device(self, hashes: list[bytes]) -> int:
+        """How many of these blocks, from the first on, the device has."""
+        for index, block_hash in enumerate(hashes):
+            if self.pool.find(block_hash) is None:
+                return index
+        return len(hashes)
+
+    def is_on_host(self, block_hash: bytes) -> bool:
+        return self.host is not None and self.host.find(block_hash) is not None
+
     def _reads_cache(self, sequence: Sequence) -> bool:
         """Not one whose prompt is scored: all of it is computed."""
         return self._prefix_caching and sequence.submit.sampling.num_prompt_logprobs is None
@@ -158,6 +172,17 @@ class KvLedger:
         sequence.host_blocks = []
         sequence.num_sealed = 0
         sequence.num_computed = 0
+
+    def put_back(self, sequence: Sequence, num_shared: int, num_own: int) -> None:
+        """`release` for what was computed unasked: nothing that others have cached is evicted later, or sooner, for it.
+        The first `num_shared` blocks were hits; of those after them, `num_own` are evicted in their turn, and others
+        first."""
+        shared, new = sequence.blocks[:num_shared], sequence.blocks[num_shared:]
+        self.pool.put_back(reversed(shared))
+        self.pool.put_back(reversed(new[:num_own]))
+        self.pool.put_back(new[num_own:], first=True)
+        sequence.blocks = []
+        sequence.num_sealed = sequence.num_computed = 0
 
     def forget(self) -> None:
         """The cache's contents are lost, on the device and on the host. No sequence holds any."""

@@ -48,3 +48,8 @@ class Plan:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     landings: list[Landing] = field(default_factory=list)
     planned_ns: int = 0
+
+    @property
+    def is_foresight(self) -> bool:
+        """Whether it does what nobody has asked for yet, which nothing else runs beside."""
+        return bool(self.chunks) and self.chunks[0].sequence.submit.foresees is not None

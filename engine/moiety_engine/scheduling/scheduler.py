@@ -21,6 +21,7 @@ from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreL
 from moiety_engine.scheduling.endings import finish_of, why_it_ends
 from moiety_engine.scheduling.entrance import Entrance
 from moiety_engine.scheduling.filling import Filling
+from moiety_engine.scheduling.foresight.foresight import Foresight
 from moiety_engine.scheduling.groups import KvGroups
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.lengths import OutputPredictor
@@ -84,7 +85,8 @@ class Scheduler:
             ),
         )
         self._room = Room(groups, self.places, self.policy, self.step_time, self.tally, swap or SwapCost())
-        self._filling = Filling(groups, self.places, self.policy, self._room, self.tally)
+        self.foresight = Foresight(groups, self.step_time, is_possible=not strategy.padded)
+        self._filling = Filling(groups, self.places, self.policy, self._room, self.tally, self.foresight)
         self._padded = PaddedFilling(kv, self.policy, self._room, self._filling)
         self._entrance = Entrance(groups, self.places, self.policy, self.tally, limits.max_waiting, self._drop)
         self._running: Plan | None = None  # launched, and not committed
@@ -100,7 +102,11 @@ class Scheduler:
         self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: Follower | None = None, num_landing: int = 0
     ) -> None:
         """Queue a request, or turn it away (see `take_verdicts`). The caller has seen to it that prompt and output fit
-        the pool. `num_landing`: of so many tokens KV has come from another engine."""
+        the pool. `num_landing`: of so many tokens KV has come from another engine. What is foreseen is no request: its
+        end is `foresight.take_ended`."""
+        if submit.foresees is not None:
+            self.foresight.add(submit, now_ns)
+            return
         self._entrance.add(submit, seed=seed, now_ns=now_ns, guide=guide, num_landing=num_landing)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:
@@ -126,6 +132,7 @@ class Scheduler:
         """End a request now; its blocks are free when this returns."""
         sequence = self.places.by_key.get(key)
         if sequence is None:
+            self.foresight.abort(key, now_ns)
             return None
         if sequence.ghost and not sequence.pending:
             self._drop(sequence)
@@ -143,9 +150,9 @@ class Scheduler:
 
     # ── a step ──
 
-    def plan(self, now_ns: int) -> Plan:
+    def plan(self, now_ns: int, *, may_foresee: bool = True) -> Plan:
         """Decide the next step. Empty only if nothing has credit, a request waits for company, or all that can go on
-        waits for the step that runs."""
+        waits for the step that runs; and nothing is foreseen then, or may be."""
         fixed = None if self.policy.sizes_chunks else self.limits.chunk_tokens
         answers = self.limits.max_running if self.kv.answers_apart else None
         planner = Planner(self.groups, fixed or self.limits.max_batch_tokens, self.step_time, answers)
@@ -154,6 +161,8 @@ class Scheduler:
         while planner.empty and self._running is None and self._room.break_deadlock(now_ns):
             self._plan_into(planner, now_ns)
         self._free_stuck_groups(planner, now_ns)
+        if may_foresee and self.idle and planner.empty:
+            self.foresight.plan_into(planner, now_ns)
         return planner.finish(self._room.preempted, now_ns)
 
     def _free_stuck_groups(self, planner: Planner, now_ns: int) -> None:
@@ -194,6 +203,8 @@ class Scheduler:
         for chunk in plan.chunks[plan.num_decode :]:
             if self.places.computed(chunk.sequence):
                 self.policy.discard(chunk.sequence)  # it wants no more prefill
+        if plan.is_foresight:
+            self.foresight.launched(plan, plan.planned_ns)
         self._retire_ghosts()
         self.places.moved_on()
 
@@ -242,6 +253,7 @@ class Scheduler:
         seconds = self._watch.committed(plan, now_ns)
         if plan.chunks and seconds > 0:
             self.step_time.observe(plan.shape, seconds)
+        if plan.chunks and seconds > 0 and not plan.is_foresight:
             self.policy.stepped(seconds, plan.shape, now_ns / 1e9)
         return outputs
 

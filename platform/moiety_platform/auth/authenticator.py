@@ -255,6 +255,7 @@ class Authenticator:
             role=stored.role,
             scopes=stored.scopes,
             allowed_models=stored.allowed_models,
+            foresight=stored.foresight,
         )
 
 

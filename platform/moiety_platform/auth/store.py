@@ -12,7 +12,7 @@ from sqlalchemy import func, select
 from moiety_platform.access.roles import Role
 from moiety_platform.db.bulk import listed
 from moiety_platform.db.session import Database
-from moiety_platform.tenants.models import ApiKey, Project, Tenant
+from moiety_platform.tenants.models import ApiKey, Foresight, Project, Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class StoredKey:
     tenant_status: str
     service_class: str
     weight: float
+    foresight: Foresight
 
 
 _COLUMNS = (
@@ -51,6 +52,7 @@ _COLUMNS = (
     Tenant.status,
     Tenant.service_class,
     Tenant.weight,
+    Tenant.foresight,
 )
 
 
@@ -83,6 +85,7 @@ def _stored(
     tenant_status: str | None,
     service_class: str | None,
     weight: float | None,
+    foresight: str | None,
 ) -> StoredKey:
     return StoredKey(
         key_id=key_id,
@@ -99,4 +102,5 @@ def _stored(
         tenant_status=tenant_status or "",
         service_class=service_class or "",
         weight=1.0 if weight is None else weight,
+        foresight=Foresight(foresight or Foresight.OFF),
     )

@@ -10,7 +10,7 @@ from moiety_platform.classes.models import MAX_CLASS_NAME_LENGTH
 from moiety_platform.classes.terms import ClassTerms
 from moiety_platform.errors import BadRequest
 from moiety_platform.openapi.schemas import shows
-from moiety_wire.classes import OverloadAction
+from moiety_wire.classes import FORESIGHT, OverloadAction
 
 MAX_RANK = 1000
 MAX_SECONDS = 30 * 86_400.0
@@ -53,6 +53,11 @@ def check_class_name(name: str) -> str:
         raise BadRequest(
             f"'name' must have 1 to {MAX_CLASS_NAME_LENGTH} lower-case letters, digits and hyphens, and begin with a "
             "letter, such as 'gold-2'.",
+            param="name",
+        )
+    if name == FORESIGHT:
+        raise BadRequest(
+            "What is computed before anybody asks for it is counted as the class 'foresight'; choose another 'name'.",
             param="name",
         )
     return name

@@ -16,6 +16,7 @@ TENANT_COLUMNS = {
     "service_class": "class",
     "weight": "weight",
     "status": "status",
+    "foresight": "foresight",
     "created_at": "created",
     "id": "id",
 }
@@ -29,6 +30,15 @@ ServiceClass = Annotated[
     str | None, typer.Option("--class", help="Best class it may use; list them with: moiety class list.")
 ]
 Weight = Annotated[float | None, typer.Option(help="Its share against the other tenants of its class; 1 is usual.")]
+
+ForesightOption = Annotated[
+    str | None,
+    typer.Option(
+        "--foresight",
+        help="Whether engines with nothing else to do compute what its conversations are likely to go on with: off, "
+        "free, or charged (at the price of input).",
+    ),
+]
 
 
 @tenant_app.command("list")
@@ -55,9 +65,10 @@ def create_tenant(
     name: Annotated[str, typer.Argument(help="Name of the new tenant.")],
     service_class: ServiceClass = None,
     weight: Weight = None,
+    foresight: ForesightOption = None,
 ) -> None:
     """Make a tenant."""
-    chosen = {"service_class": service_class, "weight": weight}
+    chosen = {"service_class": service_class, "weight": weight, "foresight": foresight}
     body = {"name": name, **{field: value for field, value in chosen.items() if value is not None}}
     admin.show_row(admin.client.call("POST", "/tenants", body))
 
@@ -70,12 +81,13 @@ def change_tenant(
     new_name: Annotated[str | None, typer.Option("--name", help="New name.")] = None,
     service_class: ServiceClass = None,
     weight: Weight = None,
+    foresight: ForesightOption = None,
 ) -> None:
-    """Change a tenant's name, class or weight."""
-    chosen = {"name": new_name, "service_class": service_class, "weight": weight}
+    """Change a tenant's name, class, weight or foresight."""
+    chosen = {"name": new_name, "service_class": service_class, "weight": weight, "foresight": foresight}
     change = {field: value for field, value in chosen.items() if value is not None}
     if not change:
-        raise typer.BadParameter("nothing to change; give --name, --class or --weight")
+        raise typer.BadParameter("nothing to change; give --name, --class, --weight or --foresight")
     admin.show_row(admin.client.call("PATCH", f"/tenants/{admin.client.find_tenant(name)['id']}", change))
 
 

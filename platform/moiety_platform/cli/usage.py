@@ -28,6 +28,8 @@ TOTALS = {
     "preemptions": "preemptions",
     "cost": "$",
     "attainment": "SLA kept",
+    "foreseen_tokens": "foreseen",
+    "foreseen_used_tokens": "of them used",
 }
 REQUESTS = {
     "started_at": "started",

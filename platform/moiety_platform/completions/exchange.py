@@ -33,6 +33,7 @@ from moiety_platform.completions.reply import Reply
 from moiety_platform.completions.run import Run
 from moiety_platform.direct import DIRECT
 from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
+from moiety_platform.foresight.foreseer import Foreseer
 from moiety_platform.headers import authorization_of, header_of
 from moiety_platform.http_errors import OPENAI_ERRORS, ErrorForm, internal_error
 from moiety_platform.metrics import Metrics
@@ -65,6 +66,7 @@ class ExchangeServices:
     max_json_depth: int
     shape: ShapeLimits
     streams: StreamGate
+    foreseer: Foreseer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +203,8 @@ class Exchange(Generic[Body]):
                 send_last = await endpoint.answer(body, run, record, reply)
         record.completed()
         await send_last()
+        if self._services.foreseer is not None:
+            self._services.foreseer.ended(record, run)
 
 
 async def _tell(reply: Reply, error: PlatformError) -> None:

@@ -79,6 +79,7 @@ class RequestRecord:
     progress: list[Progress] = field(default_factory=list)  # of each sequence
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_foreseen_tokens: int = 0  # of the prompt, computed before it was asked for
     failovers: list[Failover] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)  # sequences at engines
     finish_reasons: list[str] = field(default_factory=list)

@@ -214,6 +214,7 @@ class RequestRecorder:
             num_preemptions=record.num_preemptions,
             sla_attained=record.sla_attained(self._clock.monotonic()),
             cost_nanodollars=record.spending.cost(record.used),
+            foreseen_used_tokens=record.num_foreseen_tokens,
             charges=charges,
         )
 

@@ -23,6 +23,7 @@ from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, EventKind, Finished, FinishReason, Submit, Tokens
 
 CREDIT_REFUSED = "credit_refused"  # the detail of an end for want of credit
+STOP_TOKEN = "stop_token"  # the detail of an end by a token that is no text
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -231,6 +232,15 @@ class Run:
             granted = await spending.extend_patiently(reserved, more)
         stream.extend(stream.credit_tokens + granted, last=granted == 0)
 
+    def whole_answer(self) -> list[int] | None:
+        """The tokens of a request's only answer, without one that only ends it; None where it did not come to its end
+        by itself."""
+        (sequence,) = self._sequences
+        finished = sequence.stream.finished
+        if finished is None or finished.reason is not FinishReason.STOP:
+            return None
+        return sequence.output_ids[:-1] if finished.detail == STOP_TOKEN else sequence.output_ids
+
     def usage(self) -> Usage:
         """What has been generated so far; exact when every stream has ended."""
         first_choices = self._sequences[:: max(1, len(self._sequences) // len(self.prompts))]
@@ -278,6 +288,7 @@ class Run:
             for part in parts:
                 record.num_preemptions += sum(event.kind is EventKind.PREEMPTED for event in part.events)
                 record.num_recomputed_tokens += part.num_recomputed_tokens
+                record.num_foreseen_tokens += part.num_foreseen_tokens
             if parts and parts[0].phases.scheduled_unix_ns:
                 queues_ns.append(parts[0].phases.scheduled_unix_ns - parts[0].phases.received_unix_ns)
             if finished is None or finished.reason is FinishReason.HANDED_OVER:

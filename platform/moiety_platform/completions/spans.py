@@ -111,6 +111,7 @@ def _of_end(record: RequestRecord, row: UsageRow) -> dict[str, Attribute | None]
         "moiety.ttft_ms": row.ttft_ms,
         "moiety.preemptions": row.num_preemptions,
         "moiety.recomputed_tokens": record.num_recomputed_tokens,
+        "moiety.foreseen_tokens": record.num_foreseen_tokens or None,
         "moiety.failovers": len(record.failovers) or None,
         "moiety.sla_attained": row.sla_attained,
         "moiety.cost_nanodollars": row.cost_nanodollars,

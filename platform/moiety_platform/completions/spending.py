@@ -57,16 +57,21 @@ class Used(msgspec.Struct, frozen=True):
     output_tokens: int
 
 
+def scopes_of(principal: Principal) -> tuple[Scope, ...]:
+    """Whose limits hold for a caller."""
+    return (
+        Scope(Level.TENANT, principal.tenant_id),
+        Scope(Level.PROJECT, principal.project_id),
+        Scope(Level.KEY, principal.root_key_id),
+    )
+
+
 class Spending:
     """Opened empty; nothing is reserved until `begin`. Settled once, when its request's record is closed."""
 
     def __init__(self, keeper: QuotaKeeper, principal: Principal) -> None:
         self._keeper = keeper
-        self._scopes = (
-            Scope(Level.TENANT, principal.tenant_id),
-            Scope(Level.PROJECT, principal.project_id),
-            Scope(Level.KEY, principal.root_key_id),
-        )
+        self._scopes = scopes_of(principal)
         self._hold: Hold | None = None
         self._tariff = Tariff({})
         self._dearest = FREE

@@ -15,6 +15,7 @@ from moiety_text.conversation import ConversationEncoder, texts_of
 from moiety_text.errors import TemplateRefused, TextNotEncodable, TokenOutOfRange, TooManyTokens
 from moiety_text.reasoning import CLOSER, OPENER, SWITCH, AnswerReader, num_thought_tokens, thoughts_of
 from moiety_text.tokenizer import Tokenizer
+from moiety_text.tools.deltas import Parts
 from moiety_text.tools.formats import KNOWN, Opening, ToolFormat, format_of
 from moiety_wire.guides import Guide
 from moiety_wire.messages import Card
@@ -81,6 +82,13 @@ class ModelText:
         ]
         found = [reader for reader in readers if reader is not None]
         return found if found else None
+
+    async def read_answer(
+        self, generation: Generation, prompts: Sequence[Sequence[int]], output_ids: Sequence[int]
+    ) -> Parts:
+        """The parts of a request's only answer."""
+        text, readers = await self.decode(output_ids), self.new_readers(generation, prompts)
+        return [text] if readers is None else readers[0].read(text)
 
     def num_thought_tokens(
         self, generation: Generation, prompts: Sequence[Sequence[int]], answers: Sequence[list[int]]

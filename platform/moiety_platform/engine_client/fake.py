@@ -110,6 +110,7 @@ class FakeEngineClient:
         self.expert_loads: dict[str | None, ExpertLoad] = {}  # by tenant, None for all of them
         self.balance: ExpertBalance | None = None
         self.submits: list[Submit] = []
+        self._foreseen: list[list[int]] = []  # prompts, of which no request has come yet
         self.settled_ids: list[str] = []
         self._clock = clock or SystemClock()
         self._running: dict[str, _Running] = {}
@@ -208,6 +209,11 @@ class FakeEngineClient:
 
     async def _answer(self, run: _Running) -> None:
         received_ns = self._clock.unix_ns()
+        if run.submit.foresees is not None:
+            await self._pause(run)
+            self._foreseen.append(run.submit.prompt_ids)
+            self._finish(run, self.verdict(run.submit), received_ns, FinishReason.STOP, "computed")
+            return
         script, verdict = self.script(run.submit), self.verdict(run.submit)
         if not (isinstance(script, Failed) and script.seq == 0):  # else it is rejected, not accepted
             run.stream.deliver(
@@ -314,8 +320,17 @@ class FakeEngineClient:
                 detail=detail,
                 embedding=embedding,
                 prompt_logprobs=_prompt_logprobs(run.submit),
+                num_foreseen_tokens=self._num_foreseen(run.submit),
             )
         )
+
+    def _num_foreseen(self, submit: Submit) -> int:
+        """All of what is foreseen, and of a request that begins so as much, once."""
+        if submit.foresees is not None:
+            return len(submit.prompt_ids)
+        found = [ids for ids in self._foreseen if submit.prompt_ids[: len(ids)] == ids]
+        self._foreseen = [ids for ids in self._foreseen if ids not in found]
+        return max(map(len, found), default=0)
 
     def _load(self) -> Load:
         return Load(

@@ -107,7 +107,7 @@ class ZmqEngineClient:
             session.refusal,
             session.card,
             session.load,
-            len(session.streams),
+            len(session.streams) - session.num_foreseeing,
             self._clock.monotonic() - session.load_at_s,
             count,
             self._clock.monotonic() - session.since_s,
@@ -153,6 +153,7 @@ class ZmqEngineClient:
             yield stream
             return
         session.streams[submit.request_id] = stream
+        session.num_foreseeing += submit.foresees is not None
         try:
             if submit.adapter and self._adapters is not None:
                 await session.lending.submit(submit, stream, self._adapters)
@@ -161,7 +162,10 @@ class ZmqEngineClient:
             yield stream
         finally:
             stream.abort()
-            await self._settle(stream, session)
+            try:
+                await self._settle(stream, session)
+            finally:
+                session.num_foreseeing -= submit.foresees is not None
 
     async def _settle(self, stream: EngineStream, session: _Session) -> None:
         try:
@@ -239,6 +243,7 @@ class _Session:
         self._on_beat = on_beat
         self._on_unsettled = on_unsettled
         self.streams: dict[str, EngineStream] = {}
+        self.num_foreseeing = 0  # of them, those that nobody waits for
         self.card: Card | None = None
         self.load: Load | None = None
         self.balance: ExpertBalance | None = None

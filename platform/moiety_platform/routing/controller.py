@@ -87,6 +87,9 @@ class LoadView(msgspec.Struct, frozen=True):
     handed_over_requests_total: int
     taken_over_requests_total: int
     lost_transfers_total: int
+    foreseen_tokens_total: int
+    foreseen_used_tokens_total: int
+    foreseen_wasted_tokens_total: int
     classes: list[ClassLoadView]
 
     @classmethod

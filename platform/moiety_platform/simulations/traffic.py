@@ -14,6 +14,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.simulations.problems import SimulationProblem
 from moiety_platform.tenants.models import Tenant
 from moiety_platform.usage.models import UsageRecord
+from moiety_wire.classes import FORESIGHT
 
 ROWS_AT_ONCE = 500
 PAUSE_S = 0.01
@@ -35,7 +36,11 @@ async def write_traffic(database: Database, since: datetime, until: datetime, mo
     """Raises SimulationProblem where there is too little, or too much."""
     row, found = UsageRecord, Traffic()
     columns = (row.started_at, row.request_id, row.tenant_id, row.prompt_tokens, row.output_tokens, row.service_class)
-    wanted = select(*columns).where(row.started_at < until).order_by(row.started_at, row.request_id)
+    wanted = (
+        select(*columns)
+        .where(row.started_at < until, row.endpoint != FORESIGHT)
+        .order_by(row.started_at, row.request_id)
+    )
     if model is not None:
         wanted = wanted.where(row.model == model)
     position = since, ""

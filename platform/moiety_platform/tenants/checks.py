@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from moiety_platform.errors import BadRequest
 from moiety_platform.openapi.schemas import shows
-from moiety_platform.tenants.models import MAX_NAME_LENGTH, TenantStatus
+from moiety_platform.tenants.models import MAX_NAME_LENGTH, Foresight, TenantStatus
 
 MAX_WEIGHT = 1000.0
 MIN_WEIGHT = 0.001
@@ -65,6 +65,13 @@ def check_weight(weight: float) -> float:
     if not math.isfinite(weight) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
         raise BadRequest(f"'weight' must be a number from {MIN_WEIGHT} to {MAX_WEIGHT:g}.", param="weight")
     return weight
+
+
+def check_foresight(foresight: str) -> str:
+    """Whether what is likely to come is computed for a tenant, and at whose expense."""
+    if foresight not in frozenset(Foresight):
+        raise BadRequest(f"'foresight' must be one of: {', '.join(Foresight)}.", param="foresight")
+    return foresight
 
 
 def check_status(status: str) -> str:

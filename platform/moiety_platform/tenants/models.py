@@ -21,6 +21,15 @@ class TenantStatus(StrEnum):
     SUSPENDED = "suspended"
 
 
+class Foresight(StrEnum):
+    """Whether engines may compute what a tenant's conversations are likely to go on with, while nothing else is to be
+    done, and whether it pays for that."""
+
+    OFF = "off"
+    FREE = "free"
+    CHARGED = "charged"
+
+
 class Tenant(Base):
     """One customer. `weight` is its share against the other tenants of its class; `service_class` the best it may
     use."""
@@ -38,6 +47,7 @@ class Tenant(Base):
     weight: Mapped[float] = mapped_column(Double)
     status: Mapped[str] = mapped_column(String(16))
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    foresight: Mapped[str] = mapped_column(String(16), server_default=Foresight.OFF.value)
 
 
 class Erasure(Base):

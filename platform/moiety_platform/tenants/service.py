@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.classes.service import require_class
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import Conflict, NotFound
-from moiety_platform.tenants.checks import check_name, check_status, check_weight, is_id, new_id
+from moiety_platform.tenants.checks import check_foresight, check_name, check_status, check_weight, is_id, new_id
 from moiety_platform.tenants.models import Erasure, Project, Tenant, TenantStatus
 from moiety_platform.tenants.schemas import (
     NewProject,
@@ -34,6 +34,7 @@ async def create_tenant(session: AsyncSession, new: NewTenant, now: datetime) ->
         weight=check_weight(new.weight),
         status=TenantStatus.ACTIVE,
         created_at=now,
+        foresight=check_foresight(new.foresight),
     )
     session.add(tenant)
     await _flush_unique(session, f"A tenant named {tenant.name!r} exists already; choose another name.")
@@ -77,6 +78,8 @@ async def change_tenant(session: AsyncSession, tenant_id: str, change: TenantCha
         tenant.weight = check_weight(change.weight)
     if not isinstance(change.status, msgspec.UnsetType):
         tenant.status = check_status(change.status)
+    if not isinstance(change.foresight, msgspec.UnsetType):
+        tenant.foresight = check_foresight(change.foresight)
     if not isinstance(change.name, msgspec.UnsetType):  # last, so that no query before the flush below sends it
         tenant.name = check_name(change.name)
     await _flush_unique(session, f"A tenant named {tenant.name!r} exists already; choose another name.")

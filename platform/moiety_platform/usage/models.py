@@ -53,12 +53,15 @@ class UsageRecord(Base):
     num_preemptions: Mapped[int] = mapped_column(server_default="0")
     sla_attained: Mapped[bool | None]
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    foreseen_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    foreseen_used_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
 
 class EntryKind(StrEnum):
     SETTLED = "settled"  # the end of the request, as its gateway saw it; sequence 0
     METERED = "metered"  # what an engine counted of a request whose gateway died; the sequence is that of the answer
     CORRECTED = "corrected"  # what its gateway says after all, which was taken for dead
+    FORESEEN = "foreseen"  # what was computed before anybody asked for it, which is no request; sequence 0
 
 
 class LedgerEntry(Base):
@@ -101,6 +104,8 @@ class _Sums:
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger)
     num_kept: Mapped[int] = mapped_column(BigInteger)  # promises
     num_promised: Mapped[int] = mapped_column(BigInteger)
+    foreseen_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    foreseen_used_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
 
 class UsageHour(_Sums, Base):

@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.quota.models import LeaseState, QuotaLease, QuotaWindow
 from moiety_platform.usage.days import longest_done
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageCut, UsageDay, UsageHour, UsageRecord
+from moiety_wire.classes import FORESIGHT
 
 MAX_SHOWN = 100
 _HOUR = timedelta(hours=1)
@@ -89,7 +90,8 @@ async def hold_still(session: AsyncSession) -> None:
 async def reconcile(session: AsyncSession, since: datetime, until: datetime) -> Reconciliation:
     """Compare what began in these hours, the first and the last taken whole. At most MAX_SHOWN of each are listed."""
     start, end = _floor(since), _floor(until) + (_HOUR if _floor(until) != until else timedelta())
-    requests = await _amounts(session, _of(UsageRecord, UsageRecord.started_at, func.count(), start, end))
+    counted = func.sum(case((UsageRecord.endpoint != FORESIGHT, 1), else_=0))
+    requests = await _amounts(session, _of(UsageRecord, UsageRecord.started_at, counted, start, end))
     cut = await _amounts(session, _of(UsageCut, UsageCut.hour, func.sum(UsageCut.requests), start, end))
     for tenant_id, amounts in cut.items():
         requests[tenant_id] = _sum(requests[tenant_id], amounts)

@@ -37,6 +37,8 @@ _numbers_of = attrgetter(
     "cached_tokens",
     "output_tokens",
     "cost_nanodollars",
+    "foreseen_tokens",
+    "foreseen_used_tokens",
 )
 _columns_of = attrgetter(*(column.name for column in UsageRecord.__table__.columns))
 _insert_usage = BulkInsert(UsageRecord)

@@ -17,14 +17,14 @@ from moiety_platform.usage.row import UsageRow
 _NAMES = (
     *("requests", "failed", "rejected", "disconnected", "prompt_tokens", "cached_tokens", "output_tokens"),
     *("good_tokens", "ttft_ms", "num_ttft", "queue_ms", "num_queue", "duration_ms", "preemptions"),
-    *("cost_nanodollars", "num_kept", "num_promised"),
+    *("cost_nanodollars", "num_kept", "num_promised", "foreseen_tokens", "foreseen_used_tokens"),
 )
 
 
 def _amounts(row: UsageRow) -> tuple[float, ...]:
     """What a request adds to the sums of these names, in their order."""
     return (
-        1,
+        row.is_request,
         row.outcome == "failed",
         row.outcome == "rejected",
         row.outcome == "disconnected",
@@ -41,6 +41,8 @@ def _amounts(row: UsageRow) -> tuple[float, ...]:
         row.cost_nanodollars,
         row.sla_attained is True,
         row.sla_attained is not None,
+        row.foreseen_tokens,
+        row.foreseen_used_tokens,
     )
 
 
