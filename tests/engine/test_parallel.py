@@ -221,15 +221,15 @@ def test_tensor_and_expert_parallel_say_what_one_rank_says(
 
 
 def share_of(config: EngineConfig) -> float:
-    """The bytes that a rank has of a model: attention and what every token needs once in each group of ranks, each
-    expert once."""
+    """The bytes that the first rank has of a model: attention and what every token needs once in each group of ranks,
+    each expert once, if experts have no ranks of their own."""
     sizes = {"experts": 0, "rest": 0}
     with safe_open(Path(config.model) / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118 - no mapping
             one = file.get_slice(name)
             sizes["experts" if ".experts." in name else "rest"] += 4 * math.prod(one.get_shape())
     layout = layout_of(config)
-    return sizes["rest"] / layout.tp + sizes["experts"] / layout.stage_size
+    return sizes["rest"] / layout.tp + (0 if layout.expert_ranks else sizes["experts"] / layout.stage_size)
 
 
 IN_GROUPS = [
@@ -239,13 +239,18 @@ IN_GROUPS = [
     ("gpt_oss", {"dp_attention": 2, "tp": 2, "ep": 2}),
     ("qwen3_moe", {"dp_attention": 2, "ep": 2, "pp": 2}),
 ]
+APART = [
+    *((family, {"dp_attention": 2, "expert_ranks": 2, "ep": 2}) for family in FAMILIES),
+    *((family, {"tp": 2, "expert_ranks": 2, "ep": 2}) for family in FAMILIES),
+    ("qwen3_moe", {"pp": 2, "expert_ranks": 2}),
+]
 
 
-@pytest.mark.parametrize(("family", "layout"), IN_GROUPS, ids=str)
+@pytest.mark.parametrize(("family", "layout"), IN_GROUPS + APART, ids=str)
 def test_parallel_groups_with_sequences_of_their_own_say_what_one_rank_says(
     processes: RankProcesses, alone: Alone, family: str, layout: dict[str, int]
 ) -> None:
-    config = settings_of(alone.folders[family], **layout)
+    config = settings_of(alone.folders[family], **layout, micro_batch_tokens=2)
     ours, *others = processes.work(*ranks_of(config), waves=requests(), counts=True)
     assert_same(alone.says(family), ours)  # in the last wave all groups but one have no tokens
     assert not any(other["error"] for other in others)

@@ -17,6 +17,7 @@ from moiety_engine.model.residence import named_tensors
 
 CPU = torch.device("cpu")
 LAYOUTS = [Layout(tp=2), Layout(tp=2, ep=2), Layout(tp=4, ep=2), Layout(dp=2, tp=2, ep=2), Layout(dp=2, ep=2)]
+LAYOUTS += [Layout(dp=2, ep=2, expert_ranks=2), Layout(tp=2, expert_ranks=2)]
 
 
 def weights_of(folder: Path, seat: Seat | None = None) -> list[tuple[str, Tensor]]:
@@ -36,7 +37,7 @@ def test_the_parts_of_all_ranks_are_the_whole(checkpoint: Any, layout: Layout) -
     try:
         ranks = [weights_of(checkpoint.folder, Seat(layout, rank)) for rank in range(layout.num_ranks)]
     except InvalidConfig as exc:
-        assert any(option in str(exc) for option in ("--tp", "--ep", "dp-attention"))
+        assert any(option in str(exc) for option in ("--tp", "--ep", "dp-attention", "expert-ranks"))
         pytest.skip(f"this model cannot be divided so: {exc}")
     num_checked = 0
     for index, (name, whole) in enumerate(weights_of(checkpoint.folder)):

@@ -139,6 +139,43 @@ class Exchange:
         assert work is not None, "this rank is none of the group"
         return Handover(rows_NB, rows_MB, work)
 
+    def announce(self, num_sent: list[int]) -> Announcement:
+        """How many rows this rank will hand to each. Returns at once; all ranks announce before each handing out."""
+        num_sent_R = torch.tensor(num_sent)  # on the processors' network: hosts want to know, not devices
+        num_received_R = torch.empty_like(num_sent_R)
+        work = dist.all_to_all_single(num_received_R, num_sent_R, group=self._handle, async_op=True)
+        assert work is not None, "this rank is none of the group"
+        return Announcement(num_sent_R, num_received_R, work)
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """Numbers of rows on their way."""
+
+    _num_sent_R: Tensor  # held until all have gone
+    _num_received_R: Tensor
+    _work: dist.Work
+
+    def wait(self) -> list[int]:
+        """How many rows come from each rank."""
+        self._work.wait()
+        return self._num_received_R.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Between the ranks of a stage, which come first, and those with the experts. Each way has its own exchange: what
+    comes back does not wait behind what goes."""
+
+    there: Exchange
+    back: Exchange
+    num_attention: int
+
+    @property
+    def num_experts(self) -> int:
+        """Ranks that have them."""
+        return self.there.size - self.num_attention
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -150,6 +187,7 @@ class Ranks:
     everyone: Group = field(default_factory=Group)
     across: Across = field(default_factory=Across)  # those with other sequences
     experts: Exchange | None = None  # those that share experts, where they do not all have all tokens
+    crossings: tuple[Crossing, ...] = ()  # where experts have ranks of their own: its stage's; on these, all stages'
 
 
 ALONE = Ranks()
