@@ -34,31 +34,33 @@ def test_the_busier_side_of_a_hop_sets_its_time() -> None:
 
 def test_apart_keeps_the_promise_and_uses_all_gpus() -> None:
     found = compare(find_model("qwen3-30b-a3b"), 4, H200, DEMAND)
-    assert found is not None and found.together is not None
-    for one in (found.advised, found.best_of_all):
+    for comparison in found.values():
+        one = comparison.apart
+        assert comparison.together is not None
         assert one.replicas * (one.attention_gpus + one.expert_gpus) == 4
         assert 0 < one.tpot_s <= DEMAND.tpot_s
         assert one.tokens_per_s_per_gpu == pytest.approx(one.running / one.tpot_s / 4)
-    assert found.advised.in_engine
+    assert found["advised"].apart.in_engine
 
 
 def test_it_pays_only_where_it_is_faster_by_a_twentieth() -> None:
     found = compare(find_model("qwen3-30b-a3b"), 2, H200, DEMAND)
-    assert found is not None
-    together = found.together_tokens_per_s_per_gpu
-    assert not found.pays(Apart(tokens_per_s_per_gpu=1.04 * together))
-    assert found.pays(Apart(tokens_per_s_per_gpu=1.06 * together))
+    together = found["advised"].together_tokens_per_s_per_gpu
+    slower, faster = (Apart(tokens_per_s_per_gpu=share * together) for share in (1.04, 1.06))
+    assert not replace(found["advised"], apart=slower).pays
+    assert replace(found["advised"], apart=faster).pays
 
 
 def test_what_the_engine_is_told_to_run_is_a_layout_that_it_has() -> None:
     served = find_model("gpt-oss-20b")
     found = compare(served, 8, H200, DEMAND)
-    assert found is not None and found.advised.running
-    words = options_apart(found.advised).split()
+    advised = found["advised"].apart
+    assert advised.running
+    words = options_apart(advised).split()
     given = dict(zip((name.removeprefix("--").replace("-", "_") for name in words[::2]), words[1::2], strict=True))
     config = EngineConfig(model="m", name="n", **{name: int(value) for name, value in given.items()})
     layout = layout_of(config)
-    assert layout.num_ranks == found.advised.attention_gpus + found.advised.expert_gpus
+    assert layout.num_ranks == advised.attention_gpus + advised.expert_gpus
     assert own_spec(served.spec, Seat(layout, layout.num_ranks - 1)).layers[0].ffn.num_held == 32 // layout.expert_ranks
 
 
@@ -73,4 +75,4 @@ def test_cheaper_gpus_for_experts_buy_as_many_tokens_for_less_and_have_a_slower_
 
 
 def test_a_single_gpu_cannot_be_divided() -> None:
-    assert compare(find_model("qwen3-30b-a3b"), 1, H200, DEMAND) is None
+    assert compare(find_model("qwen3-30b-a3b"), 1, H200, DEMAND) == {}

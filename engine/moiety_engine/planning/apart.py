@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from moiety_engine.model.spec import LayerSpec, ModelSpec
+    from moiety_engine.planning.layouts import Candidate
     from moiety_engine.planning.models import Served
 
 MICRO_BATCHES = (1, 2, 3, 4)
@@ -77,34 +78,37 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The best division that the engine can do, the best of all, and the best layout with both on the same GPUs, of
-    decode steps alone too."""
+    """The best division, and the best layout with both on the same GPUs, of decode steps alone too."""
 
-    advised: Apart
-    best_of_all: Apart
-    together_tokens_per_s_per_gpu: float
+    apart: Apart
     together: Layout | None
+    together_tokens_per_s_per_gpu: float
 
-    def pays(self, apart: Apart) -> bool:
-        return apart.tokens_per_s_per_gpu > PAYS * self.together_tokens_per_s_per_gpu
+    @property
+    def pays(self) -> bool:
+        return self.apart.tokens_per_s_per_gpu > PAYS * self.together_tokens_per_s_per_gpu
 
 
-def compare(served: Served, num_gpus: int, sides: Sides, demand: Demand) -> Comparison | None:
-    """None for a model without experts or a single GPU."""
+def compare(served: Served, num_gpus: int, sides: Sides, demand: Demand) -> dict[str, Comparison]:
+    """Of what the engine can do ("advised"), and of all ("best_of_all"). Nothing for a model without experts or a
+    single GPU."""
     if num_gpus < 2 or not served.spec.moe_layers:
-        return None
+        return {}
     decoding = replace(demand, prompts_elsewhere=True)
     found = [
         evaluate(served, layout, num_gpus, sides.attention, sides.network, decoding)
         for layout in list_layouts(num_gpus, served.spec)
     ]
     good = [one for one in found if one.problem is None]
-    together = max(good, key=lambda one: one.tokens_per_s_per_gpu, default=None)
     divided = list(_divisions(served, num_gpus, sides, decoding))
-    even = [one for one in divided if one.in_engine]
-    advised, best = (max(some, key=lambda one: one.tokens_per_s_per_gpu, default=Apart()) for some in (even, divided))
-    speed = 0.0 if together is None else together.tokens_per_s_per_gpu
-    return Comparison(advised, best, speed, None if together is None else together.layout)
+    ours = _best([one for one in divided if one.in_engine], [one for one in good if one.in_engine])
+    return {"advised": ours, "best_of_all": _best(divided, good)}
+
+
+def _best(divided: list[Apart], layouts: list[Candidate]) -> Comparison:
+    apart = max(divided, key=lambda one: one.tokens_per_s_per_gpu, default=Apart())
+    together = max(layouts, key=lambda one: one.tokens_per_s_per_gpu, default=None)
+    return Comparison(apart, *((None, 0.0) if together is None else (together.layout, together.tokens_per_s_per_gpu)))
 
 
 def _divisions(served: Served, num_gpus: int, sides: Sides, demand: Demand) -> Iterator[Apart]:

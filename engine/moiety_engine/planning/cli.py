@@ -89,11 +89,14 @@ def plan_command(
 
 
 def as_report(
-    settings: dict[str, Any], ranked: list[Candidate], advised: dict[str, Candidate | None], apart: Comparison | None
+    settings: dict[str, Any],
+    ranked: list[Candidate],
+    advised: dict[str, Candidate | None],
+    apart: dict[str, Comparison],
 ) -> dict[str, Any]:
     report: dict[str, Any] = {"environment": describe_environment("numpy"), "settings": settings}
     report |= {name: None if one is None else as_dict(one) for name, one in advised.items()}
-    report["apart"] = None if apart is None else asdict(apart) | {"pays": apart.pays(apart.advised)}
+    report["apart"] = {name: asdict(one) | {"pays": one.pays} for name, one in apart.items()}
     return report | {"layouts": [as_dict(one) for one in ranked]}
 
 
@@ -153,24 +156,24 @@ def explain(ranked: list[Candidate], advised: dict[str, Candidate | None]) -> li
     return sentences
 
 
-def explain_apart(found: Comparison | None) -> list[str]:
+def explain_apart(found: dict[str, Comparison]) -> list[str]:
     """Whether attention and experts pay on GPUs of their own."""
-    if found is None:
+    if not found:
         return []
-    ours, best = found.advised, found.best_of_all
-    if not best.running:
+    ours, best = found["advised"], found["best_of_all"]
+    if not best.apart.running:
         return ["Attention and experts on GPUs of their own would not keep the promise."]
     sentences = []
-    if ours.running:
-        pays = found.pays(ours)
-        run = f": run {ours.replicas} × moiety engine {options_apart(ours)}" if pays else ""
+    if ours.apart.running:
+        run = f": run {ours.apart.replicas} × moiety engine {options_apart(ours.apart)}" if ours.pays else ""
         sentences.append(
-            f"Attention and experts on GPUs of their own {'pay' if pays else 'do not pay'}, decoding alone: "
-            f"{_figures_apart(ours)}, the best layout together {found.together_tokens_per_s_per_gpu:,.0f}{run}."
+            f"Attention and experts on GPUs of their own {'pay' if ours.pays else 'do not pay'}, decoding alone: "
+            f"{_figures_apart(ours)}{run}."
         )
-    if best.tokens_per_s_per_gpu > ours.tokens_per_s_per_gpu:
+    if not best.apart.in_engine:
         sentences.append(
-            f"Apart, {_figures_apart(best)}, but that would need copies of experts, which the engine has not yet."
+            f"If the engine had copies of experts, they would {'pay' if best.pays else 'not pay'} in another ratio: "
+            f"{_figures_apart(best)}."
         )
     return sentences
 
@@ -182,10 +185,12 @@ def options_apart(one: Apart) -> str:
     return f"{given} --micro-batches {one.micro_batches}"
 
 
-def _figures_apart(one: Apart) -> str:
+def _figures_apart(found: Comparison) -> str:
+    one = found.apart
     return (
         f"{one.replicas} × {one.attention_gpus} for attention and {one.expert_gpus} for experts do "
-        f"{one.tokens_per_s_per_gpu:,.0f} tokens/s for the price of a GPU with {one.micro_batches} micro-batches"
+        f"{one.tokens_per_s_per_gpu:,.0f} tokens/s for the price of a GPU with {one.micro_batches} micro-batches, the "
+        f"best layout together {found.together_tokens_per_s_per_gpu:,.0f}"
     )
 
 
