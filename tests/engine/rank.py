@@ -60,6 +60,7 @@ class Answer(msgspec.Struct):
     vectors: dict[int, list[float]] = {}
     refusals: list[str] = []
     num_waited: int = 0  # layers of micro-batches that experts gave back only once others had been sent
+    waited_s: list[float] = []  # of attention and of experts, each for the other
 
 
 def refusal(do: Callable[[], object]) -> str:
@@ -163,6 +164,14 @@ def work_through(work: Work) -> Answer:
         return answer_of(work, loop)
 
 
+def waited_s(loop: EngineLoop) -> list[float]:
+    """Once experts have said something, which they do twice a second."""
+    end_s = time.monotonic() + 120
+    while not (load := loop.load()).experts_waited_seconds_total and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return [load.attention_waited_seconds_total, load.experts_waited_seconds_total]
+
+
 def answer_of(work: Work, loop: EngineLoop) -> Answer:
     answer = Answer()
     loop.warm_up()
@@ -180,6 +189,8 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
                 answer.vectors[key] = list(memoryview(result.finish.embedding).cast("f"))
         if work.naps:
             answer.refusals.append(nap(loop, work.lacks))
+    if work.turns:
+        answer.waited_s = waited_s(loop)
     if work.fails:
         raise EngineError(work.fails)
     answer.num_swapped = loop.load().swapped_in_blocks_total

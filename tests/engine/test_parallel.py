@@ -274,6 +274,7 @@ def test_parallel_ranks_with_attention_send_the_next_micro_batch_while_experts_h
     assert_same(expected | first | {"vectors": {}}, ours)
     assert [other["error"] for other in others] == [""] * 3
     assert min(other["num_waited"] for other in others[1:]) > 20
+    assert min(ours["waited_s"]) > 0
 
 
 @pytest.mark.parametrize("layout", [{"tp": 4, "ep": 2}, {"tp": 2, "ep": 2, "pp": 2}], ids=str)

@@ -59,6 +59,13 @@ class Crew:
             time.sleep(SILENCE_S + 1)
             raise
 
+    def waited_s(self) -> tuple[float, float]:
+        """How long the first rank, which this is, has waited for experts on ranks of their own, and those, on average,
+        for attention; they told it half a second ago."""
+        layout, told = self.ranks.seat.layout, self.lifeline.waited_s
+        of_experts = [told.get(rank, 0.0) for rank in range(layout.attention_ranks, layout.num_ranks)]
+        return self.ranks.waited.seconds, sum(of_experts) / max(1, len(of_experts))
+
     def abandon(self, reason: str) -> None:
         """This rank cannot go on: the others are told why."""
         self.lifeline.fail(reason)
@@ -99,7 +106,9 @@ def join(
     seat = Seat(layout, meeting.rank)
     crossings = _crossings(seat)
     if seat.expert_rank is not None:
-        return Crew(Ranks(seat, everyone=Group(everyone), crossings=crossings), Channel(everyone), lifeline, store)
+        ranks = Ranks(seat, everyone=Group(everyone), crossings=crossings)
+        lifeline.tell_of(ranks.waited)
+        return Crew(ranks, Channel(everyone), lifeline, store)
     tensor = Group(mesh.get_group("tp")) if layout.tp > 1 else Group()
     column = range(meeting.rank % layout.stage_size, layout.attention_ranks, layout.stage_size)
     pipeline = Pipeline(column, seat.pp_rank)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moiety_engine.distribution.group import Announcement, Crossing, Handover, Ranks
+    from moiety_engine.distribution.group import Announcement, Crossing, Handover, Ranks, Waited
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.spec import ModelSpec
     from moiety_engine.model.weights import ModelWeights
@@ -52,6 +52,7 @@ class FarMixture(MixtureOfExperts):
     ) -> None:
         super().__init__(spec, weights, chosen, arithmetic, LayerFactors())
         (self._crossing,) = ranks.crossings
+        self._waited = ranks.waited
         self._seat, self._num_held = ranks.seat, spec.routing.num_experts // ranks.seat.layout.ep
 
     def begin(self, x_TD: Tensor) -> Callable[[], Tensor]:
@@ -72,7 +73,7 @@ class FarMixture(MixtureOfExperts):
         out_TD = self._add_shared(torch.zeros_like(x_TD), x_TD)
 
         def end() -> Tensor:
-            add_given(out_TD[share], row_N, coming.wait(), num_sent)
+            add_given(out_TD[share], row_N, self._waited.on(coming), num_sent)
             gone.wait()
             return out_TD
 
@@ -97,7 +98,7 @@ class ExpertRank:
             like_TD = torch.empty(0, spec.hidden_size, dtype=activation_dtype, device=self.device)
             like_TK = torch.empty(0, ffn.routing.top_k, dtype=torch.float32, device=self.device)
             crossing = ranks.crossings[ranks.seat.layout.stage_of(index, len(spec.layers))]
-            self._layers.append(_Answering(mixture.routed, crossing, like_TD, like_TK))
+            self._layers.append(_Answering(mixture.routed, crossing, ranks.waited, like_TD, like_TK))
 
     @torch.inference_mode()
     def answer(self, num_micro_batches: int) -> None:
@@ -135,6 +136,7 @@ class _Answering:
 
     _routed: Callable[[Tensor, Tensor, Tensor], Tensor]
     _crossing: Crossing
+    _waited: Waited
     _like_TD: Tensor
     _like_TK: Tensor
 
@@ -143,7 +145,7 @@ class _Answering:
 
     def receive(self, announced: Announcement) -> tuple[Tensor, list[int]]:
         """Rows, packed, and how many come from each rank."""
-        num_received = announced.wait()
+        num_received = self._waited.on(announced)
         nothing_NB = pack(self._like_TD, self._like_TK, self._like_TK.int())
         return self._crossing.there.hand_out(nothing_NB, self._none, num_received).wait(), num_received
 

@@ -160,6 +160,10 @@ class Orders:
         if self._tells_tokens and self._crew is not None and token_L.numel():
             self._crew.ranks.everyone.copy_first(token_L)
 
+    def waited_s(self) -> tuple[float, float]:
+        """Of attention and of experts, each for the other: see Crew."""
+        return (0.0, 0.0) if self._crew is None else self._crew.waited_s()
+
     def explaining(self) -> AbstractContextManager[None]:
         """Around what all ranks do together, for the case that one of them is lost."""
         return nullcontext() if self._crew is None else self._crew.explaining()
