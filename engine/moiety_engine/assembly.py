@@ -48,7 +48,7 @@ class Assembled:
 
     model: Transformer
     crew: Crew | None
-    local_ranks: int  # on this host
+    local_ranks: int  # on this host, those with a cache
 
 
 def assemble(
@@ -71,7 +71,7 @@ def assemble(
         model = _load(config, meeting, crew.ranks, watched).transformer()
         lifeline.wait_loaded()
     lifeline.guard()
-    return Assembled(model, crew, meeting.local_num_ranks)
+    return Assembled(model, crew, min(meeting.local_num_ranks, layout.attention_ranks))
 
 
 def follow(config: EngineConfig, meeting: Meeting) -> None:

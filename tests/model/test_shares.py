@@ -56,3 +56,21 @@ def test_the_parts_of_all_ranks_are_the_whole(checkpoint: Any, layout: Layout) -
         torch.testing.assert_close(sum(map(total, parts)), copies * total(whole), rtol=1e-9, atol=1e-9, msg=name)
         num_checked += 1
     assert num_checked > 0
+
+
+OF_EXPERTS = ("gate_up_E2FD", "down_EDF", "gate_up_bias_E2F", "down_bias_ED")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_a_rank_has_either_its_share_of_the_experts_and_nothing_else_or_none_of_them(
+    make_checkpoint: Any, family: str
+) -> None:
+    def sizes_of(seat: Seat | None = None) -> tuple[int, int]:
+        """Bytes of experts, and of all else."""
+        named = weights_of(make_checkpoint(family).folder, seat)
+        experts = sum(tensor.nbytes for name, tensor in named if name.endswith(OF_EXPERTS))
+        return experts, sum(tensor.nbytes for _, tensor in named) - experts
+
+    layout = Layout(dp=2, ep=2, expert_ranks=2)
+    experts, rest = sizes_of()
+    assert [sizes_of(Seat(layout, rank)) for rank in range(4)] == [(0, rest)] * 2 + [(experts // 2, 0)] * 2

@@ -195,11 +195,6 @@ class Crossing:
     back: Exchange
     num_attention: int
 
-    @property
-    def num_experts(self) -> int:
-        """Ranks that have them."""
-        return self.there.size - self.num_attention
-
 
 @dataclass(frozen=True, slots=True)
 class Ranks:

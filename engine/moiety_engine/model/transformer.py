@@ -213,19 +213,23 @@ class Transformer:
         """What all layers, of this rank's stage, make of x, and its final norm; the experts that they chose are
         counted."""
         self._chosen.clear()
-        parts = batch.micro_batches or (batch,)
-        of_parts = torch.split(x_TD, [len(part.token_ids_T) for part in parts])
-        ways = [self._way(part_TD, part, kv, on_stored) for part_TD, part in zip(of_parts, parts, strict=True)]
-        ended = take_turns(ways)
-        if len(parts) > 1:
-            by_layer = (self._chosen[i : i + len(parts)] for i in range(0, len(self._chosen), len(parts)))
-            self._chosen[:] = [torch.cat(picks) for picks in by_layer]
-            ended = [(torch.cat([x for x, _ in ended]), torch.cat([normed for _, normed in ended]))]
+        if batch.micro_batches:
+            ended = self._in_turns(x_TD, batch.micro_batches, kv)
+        else:
+            (ended,) = take_turns([self._way(x_TD, batch, kv, on_stored)])
         self._count_experts(batch)
-        return ended[0]
+        return ended
+
+    def _in_turns(self, x_TD: Tensor, parts: tuple[Batch, ...], kv: KvCache) -> tuple[Tensor, Tensor]:
+        """The same of micro-batches, one at attention while the others are at the experts."""
+        of_parts = torch.split(x_TD, [len(part.token_ids_T) for part in parts])
+        ended = take_turns([self._way(part_TD, part, kv) for part_TD, part in zip(of_parts, parts, strict=True)])
+        by_layer = (self._chosen[i : i + len(parts)] for i in range(0, len(self._chosen), len(parts)))
+        self._chosen[:] = [torch.cat(picks) for picks in by_layer]
+        return torch.cat([x for x, _ in ended]), torch.cat([normed for _, normed in ended])
 
     def _way(
-        self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None
+        self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
         """A batch's, or a micro-batch's, through all layers. Yields while its rows are with ranks that have the
         experts."""
