@@ -25,8 +25,8 @@ from moiety_engine.distribution.lifeline import Loaded
 from moiety_engine.distribution.meeting import Meeting, require_ranks
 from moiety_engine.distribution.spawning import Children
 from moiety_engine.errors import EngineError, InvalidConfig
-from moiety_engine.model.loading import load_model
-from moiety_engine.runner.follower import Follower
+from moiety_engine.model.loading import Share, load_share
+from moiety_engine.runner.follower import ExpertFollower, Follower, Obeying
 from moiety_engine.runner.overlap import steps_overlap
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Assembled:
 
     model: Transformer
     crew: Crew | None
-    local_ranks: int  # on this host
+    local_ranks: int  # on this host, those with a cache
 
 
 def assemble(
@@ -58,7 +58,7 @@ def assemble(
     Raises EngineError, which the other ranks are told."""
     layout = layout_of(config)
     if meeting is None and layout.num_ranks == 1:
-        return Assembled(_load(config, Meeting(0, 1), ALONE, progress), None, 1)
+        return Assembled(_load(config, Meeting(0, 1), ALONE, progress).transformer(), None, 1)
     crew, meeting = _spawn(config) if meeting is None else (_join(config, meeting), meeting)
     lifeline = crew.lifeline
 
@@ -68,10 +68,10 @@ def assemble(
             progress(done, total)
 
     with telling(crew):
-        model = _load(config, meeting, crew.ranks, watched)
+        model = _load(config, meeting, crew.ranks, watched).transformer()
         lifeline.wait_loaded()
     lifeline.guard()
-    return Assembled(model, crew, meeting.local_num_ranks)
+    return Assembled(model, crew, min(meeting.local_num_ranks, layout.attention_ranks))
 
 
 def follow(config: EngineConfig, meeting: Meeting) -> None:
@@ -82,12 +82,20 @@ def follow(config: EngineConfig, meeting: Meeting) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains, and then all end
         signal.signal(number, signal.SIG_IGN)
     with telling(crew):
-        model = _load(config, meeting, crew.ranks, None)
-        follower = Follower(model, crew, overlaps=steps_overlap(model, config))
+        share = _load(config, meeting, crew.ranks, None)
+        follower = _follower(share, crew, config)
         crew.lifeline.tell(Loaded())
         with crew.explaining():
             follower.run()
     crew.close()
+
+
+def _follower(share: Share, crew: Crew, config: EngineConfig) -> Obeying:
+    if crew.ranks.seat.expert_rank is not None:
+        experts = share.experts()
+        return ExpertFollower(experts, crew, overlaps=steps_overlap(experts, config))
+    model = share.transformer()
+    return Follower(model, crew, overlaps=steps_overlap(model, config))
 
 
 @contextlib.contextmanager
@@ -142,13 +150,11 @@ def _join(
     )
 
 
-def _load(
-    config: EngineConfig, meeting: Meeting, ranks: Ranks, progress: Callable[[int, int], None] | None
-) -> Transformer:
+def _load(config: EngineConfig, meeting: Meeting, ranks: Ranks, progress: Callable[[int, int], None] | None) -> Share:
     num_threads = config.num_threads
     if num_threads is None and meeting.local_num_ranks > 1:
         num_threads = max(1, (psutil.cpu_count(logical=False) or 1) // meeting.local_num_ranks)
-    return load_model(
+    return load_share(
         Path(config.model),
         device=_device(config, meeting),
         dtype=config.dtype,

@@ -121,6 +121,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dp_attention: int = 1  # groups of such ranks, each with sequences of its own
     ep: int = 1  # parts that the experts are divided into
     pp: int = 1  # stages of layers, one after the other
+    expert_ranks: int = 0  # further ranks, which have the experts and nothing else; 0: all ranks have some
+    micro_batches: int = 2  # with expert ranks: a step is cut into so many at most,
+    micro_batch_tokens: int = 32  # and none has fewer tokens of the group that has the most
     join_timeout_s: float = 60.0  # how long ranks wait for each other at the start
     transfer: TransferConfig = TransferConfig()
     adapters: dict[str, str] = {}  # of the operator: name → folder
@@ -148,6 +151,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "num_threads": self.num_threads,
             "static_batch_size": self.static_batch_size,
             "speculate_tokens": self.speculate_tokens,
+            "micro_batches": self.micro_batches,
+            "micro_batch_tokens": self.micro_batch_tokens,
             "max_adapters": self.max_adapters,
             "max_adapter_rank": self.max_adapter_rank,
         }
@@ -176,10 +181,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             return
         if self.batching is not Batching.CONTINUOUS:
             raise InvalidConfig(f"KV goes from engine to engine with --batching continuous only, not {self.batching}")
-        if self.tp * self.dp_attention * self.pp > 1:
+        if self.tp * self.dp_attention * self.pp > 1 or self.expert_ranks:
             raise InvalidConfig(
-                "KV goes between engines of one rank each so far: leave --tp, --dp-attention and --pp at 1, or take "
-                "--role both without --kv-listen"
+                "KV goes between engines of one rank each so far: leave --tp, --dp-attention and --pp at 1 and "
+                "--expert-ranks at 0, or take --role both without --kv-listen"
             )
         if transfer.landing_bytes is not None and transfer.landing_bytes < 1:
             raise InvalidConfig("kv_landing_bytes must be at least 1; leave it out to have it chosen")

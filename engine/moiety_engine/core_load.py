@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from moiety_engine.transfer.exchange import Exchange
 
 
-def load_of(scheduler: Scheduler, exchange: Exchange, steps_total: int, requests_total: int) -> CoreLoad:
-    """The totals are since its start."""
+def load_of(
+    scheduler: Scheduler, exchange: Exchange, steps_total: int, requests_total: int, waited_s: tuple[float, float]
+) -> CoreLoad:
+    """The totals are since its start. `waited_s`: of attention and of experts, each for the other."""
     groups, arrivals = scheduler.groups, exchange.arrivals
     return CoreLoad(
         num_running=scheduler.num_running,
@@ -31,6 +33,8 @@ def load_of(scheduler: Scheduler, exchange: Exchange, steps_total: int, requests
         host_blocks_used=sum(host.num_used for host in groups.hosts),
         swapped_out_blocks_total=sum(kv.swapped_out_total for kv in groups),
         swapped_in_blocks_total=sum(kv.swapped_in_total for kv in groups),
+        attention_waited_seconds_total=waited_s[0],
+        experts_waited_seconds_total=waited_s[1],
         classes=scheduler.class_loads(),
         overshot_tokens_total=scheduler.overshot_tokens_total,
         drafted_tokens_total=scheduler.drafted_tokens_total,

@@ -34,6 +34,7 @@ from moiety_engine.messages import CoreFailure, CoreFinish, CoreLoad, CoreOutput
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.moe.watch import ExpertWatch
+from moiety_engine.runner.micro_batches import cutting_of
 from moiety_engine.runner.orders import ComeBack, Leave, Orders, Release
 from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.resident import Resident, free_cached_memory
@@ -298,7 +299,7 @@ class EngineLoop:
         return step
 
     def load(self) -> CoreLoad:
-        return load_of(self.scheduler, self.exchange, self.steps_total, self._requests_total)
+        return load_of(self.scheduler, self.exchange, self.steps_total, self._requests_total, self._orders.waited_s())
 
     def _ledger(self) -> KvLedger:
         """Of one group of ranks."""
@@ -339,7 +340,8 @@ class EngineLoop:
         num_mask_words, exchange = self._lobby.num_words, self.exchange
         slots = self.adapters.slots if self.adapters.is_open else None
         parts = (self.model, self.sizes, self._orders, self._tenants)
-        resident = Resident(*parts, num_mask_words=num_mask_words, exchange=exchange, adapters=slots)
+        cutting = cutting_of(self.config)
+        resident = Resident(*parts, num_mask_words=num_mask_words, exchange=exchange, adapters=slots, cutting=cutting)
         exchange.serve(resident.kv)
         return resident
 

@@ -177,6 +177,8 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
     host_blocks_used: int = 0
     swapped_out_blocks_total: int = 0
     swapped_in_blocks_total: int = 0
+    attention_waited_seconds_total: float = 0.0
+    experts_waited_seconds_total: float = 0.0
     classes: list[ClassLoad] = []
     overshot_tokens_total: int = 0  # computed for requests that had ended by then; nobody pays for them
     drafted_tokens_total: int = 0

@@ -22,6 +22,8 @@ COUNTERS = (
     ("requests", "Requests that it was given."),
     ("swapped_out_blocks", "Blocks moved to the host-memory tier."),
     ("swapped_in_blocks", "Blocks moved back from it."),
+    ("attention_waited_seconds", "Seconds that its first rank waited for experts on ranks of their own."),
+    ("experts_waited_seconds", "Seconds that those ranks waited for attention, on average."),
     ("overshot_tokens", "Tokens computed for requests that had ended by then; nobody pays for them."),
     ("drafted_tokens", "Tokens guessed and computed, of speculative decoding; nobody pays for a guess."),
     ("accepted_tokens", "Of these, tokens that came true."),

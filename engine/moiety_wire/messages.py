@@ -477,6 +477,8 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     host_blocks_used: int = 0
     swapped_out_blocks_total: int = 0
     swapped_in_blocks_total: int = 0
+    attention_waited_seconds_total: float = 0.0  # for experts on ranks of their own
+    experts_waited_seconds_total: float = 0.0  # these, on average, for attention
     classes: list[ClassLoad] = []
     running_for_s: float = 0.0  # the engine, which knows of all since then
     overshot_tokens_total: int = 0  # computed for requests that had ended by then; nobody pays for them

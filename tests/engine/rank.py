@@ -10,20 +10,24 @@ import contextlib
 import itertools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
 
 from moiety_engine.assembly import follow
 from moiety_engine.config import EngineConfig
+from moiety_engine.distribution.layout import Layout, layout_of
 from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.errors import EngineError, OutOfMemory
 from moiety_engine.logs import configure_logs
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreFinish, CoreSubmit
-from moiety_engine.model import residence
+from moiety_engine.model import apart, residence
 from moiety_engine.model.residence import Residence, named_tensors
 from moiety_engine.offline import run_all
 from moiety_wire.experts import AskExperts, unpack_counts
@@ -38,6 +42,7 @@ class Work(msgspec.Struct):
     counts: bool = False  # experts' picks
     fails: str = ""  # with these words on rank 0, after all
     lacks: str = ""  # room on rank 1 for what a nap moves: `host`, `device`; or on all ranks, for the `cache`
+    turns: str = ""  # a folder: there each rank with attention notes what it sends, and experts wait for the next of it
 
 
 class Answer(msgspec.Struct):
@@ -54,6 +59,8 @@ class Answer(msgspec.Struct):
     num_picks: int = 0  # of experts, counted for them
     vectors: dict[int, list[float]] = {}
     refusals: list[str] = []
+    num_waited: int = 0  # layers of micro-batches that experts gave back only once others had been sent
+    waited_s: list[float] = []  # of attention and of experts, each for the other
 
 
 def refusal(do: Callable[[], object]) -> str:
@@ -101,6 +108,51 @@ def lacking(what: str) -> Iterator[None]:
         yield
 
 
+class Turns:
+    """In a step of several micro-batches a rank with experts gives none back before all ranks with attention have sent
+    the next one: they must not wait for the one before. Raises where one does."""
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        self._files = [folder / str(rank) for rank in range(layout.attention_ranks)]
+        self._given = self._left = self.num_waited = 0
+
+    @contextlib.contextmanager
+    def kept(self, rank: int) -> Iterator[None]:
+        begin, answer, give = apart.FarMixture.begin, apart.ExpertRank.answer, apart._Answering.give
+
+        def noting(mixture: apart.FarMixture, *given: Any) -> Any:
+            begun = begin(mixture, *given)
+            with self._files[rank].open("ab") as file:
+                file.write(b".")
+            return begun
+
+        def answering(experts: apart.ExpertRank, num_micro_batches: int) -> None:
+            self._left = len(experts._layers) * num_micro_batches if num_micro_batches > 1 else 0
+            answer(experts, num_micro_batches)
+
+        def giving(layer: apart._Answering, *given: Any) -> Any:
+            self._given += 1
+            self._left -= 1
+            if self._left > 0:
+                self._wait_for_the_next()
+            return give(layer, *given)
+
+        with (
+            patch.object(apart.FarMixture, "begin", noting),
+            patch.object(apart.ExpertRank, "answer", answering),
+            patch.object(apart._Answering, "give", giving),
+        ):
+            yield
+
+    def _wait_for_the_next(self) -> None:
+        end_s = time.monotonic() + 120
+        while any(not file.exists() or file.stat().st_size <= self._given for file in self._files):
+            if time.monotonic() > end_s:
+                raise EngineError("a rank with attention waits for one micro-batch before it sends another")
+            time.sleep(0.001)
+        self.num_waited += 1
+
+
 def num_computed(submit: CoreSubmit, finish: CoreFinish) -> int:
     """Tokens of a request that went through the model; its last one did not."""
     num_tokens = len(submit.prompt_ids) + max(0, finish.num_output_tokens - 1)
@@ -110,6 +162,14 @@ def num_computed(submit: CoreSubmit, finish: CoreFinish) -> int:
 def work_through(work: Work) -> Answer:
     with load_loop(work.config, meeting=work.meeting) as loop:
         return answer_of(work, loop)
+
+
+def waited_s(loop: EngineLoop) -> list[float]:
+    """Once experts have said something, which they do twice a second."""
+    end_s = time.monotonic() + 120
+    while not (load := loop.load()).experts_waited_seconds_total and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return [load.attention_waited_seconds_total, load.experts_waited_seconds_total]
 
 
 def answer_of(work: Work, loop: EngineLoop) -> Answer:
@@ -129,6 +189,8 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
                 answer.vectors[key] = list(memoryview(result.finish.embedding).cast("f"))
         if work.naps:
             answer.refusals.append(nap(loop, work.lacks))
+    if work.turns:
+        answer.waited_s = waited_s(loop)
     if work.fails:
         raise EngineError(work.fails)
     answer.num_swapped = loop.load().swapped_in_blocks_total
@@ -138,17 +200,23 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
     return answer
 
 
+def answer_by(work: Work) -> Answer:
+    turns = Turns(Path(work.turns), layout_of(work.config))
+    rank = 0 if work.meeting is None else work.meeting.rank
+    with turns.kept(rank) if work.turns else contextlib.nullcontext():
+        if work.meeting is None or rank == 0:
+            return work_through(work)
+        with lacking(work.lacks):
+            follow(work.config, work.meeting)
+        return Answer(num_waited=turns.num_waited)
+
+
 def serve(lines: int, answers: int) -> None:
     with os.fdopen(lines, "rb") as file, os.fdopen(answers, "wb") as out:
         for line in file:
             work = msgspec.json.decode(line, type=Work)
-            answer = Answer()
             try:
-                if work.meeting is None or work.meeting.rank == 0:
-                    answer = work_through(work)
-                else:
-                    with lacking(work.lacks):
-                        follow(work.config, work.meeting)
+                answer = answer_by(work)
             except EngineError as exc:
                 answer = Answer(error=str(exc))
             out.write(msgspec.json.encode(answer) + b"\n")

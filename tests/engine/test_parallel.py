@@ -221,15 +221,15 @@ def test_tensor_and_expert_parallel_say_what_one_rank_says(
 
 
 def share_of(config: EngineConfig) -> float:
-    """The bytes that a rank has of a model: attention and what every token needs once in each group of ranks, each
-    expert once."""
+    """The bytes that the first rank has of a model: attention and what every token needs once in each group of ranks,
+    each expert once, if experts have no ranks of their own."""
     sizes = {"experts": 0, "rest": 0}
     with safe_open(Path(config.model) / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118 - no mapping
             one = file.get_slice(name)
             sizes["experts" if ".experts." in name else "rest"] += 4 * math.prod(one.get_shape())
     layout = layout_of(config)
-    return sizes["rest"] / layout.tp + sizes["experts"] / layout.stage_size
+    return sizes["rest"] / layout.tp + (0 if layout.expert_ranks else sizes["experts"] / layout.stage_size)
 
 
 IN_GROUPS = [
@@ -239,13 +239,18 @@ IN_GROUPS = [
     ("gpt_oss", {"dp_attention": 2, "tp": 2, "ep": 2}),
     ("qwen3_moe", {"dp_attention": 2, "ep": 2, "pp": 2}),
 ]
+APART = [
+    *((family, {"dp_attention": 2, "expert_ranks": 2, "ep": 2}) for family in FAMILIES),
+    *((family, {"tp": 2, "expert_ranks": 2, "ep": 2}) for family in FAMILIES),
+    ("qwen3_moe", {"pp": 2, "expert_ranks": 2}),
+]
 
 
-@pytest.mark.parametrize(("family", "layout"), IN_GROUPS, ids=str)
+@pytest.mark.parametrize(("family", "layout"), IN_GROUPS + APART, ids=str)
 def test_parallel_groups_with_sequences_of_their_own_say_what_one_rank_says(
     processes: RankProcesses, alone: Alone, family: str, layout: dict[str, int]
 ) -> None:
-    config = settings_of(alone.folders[family], **layout)
+    config = settings_of(alone.folders[family], **layout, micro_batch_tokens=2)
     ours, *others = processes.work(*ranks_of(config), waves=requests(), counts=True)
     assert_same(alone.says(family), ours)  # in the last wave all groups but one have no tokens
     assert not any(other["error"] for other in others)
@@ -257,6 +262,21 @@ def test_parallel_groups_with_sequences_of_their_own_say_what_one_rank_says(
     assert ours["num_picks"] == ours["num_computed"] * top_k > 0
 
 
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_parallel_ranks_with_attention_send_the_next_micro_batch_while_experts_have_one(
+    processes: RankProcesses, alone: Alone, tmp_path: Path, micro_batches: int
+) -> None:
+    apart = {"dp_attention": 2, "expert_ranks": 2, "ep": 2, "micro_batches": micro_batches, "micro_batch_tokens": 2}
+    config = settings_of(alone.folders["mixtral"], **apart)
+    ours, *others = processes.work(*ranks_of(config), waves=requests()[:1], turns=str(tmp_path))
+    expected = alone.says("mixtral")
+    first = {name: {key: expected[name][key] for key in ours["token_ids"]} for name in ("token_ids", "best")}
+    assert_same(expected | first | {"vectors": {}}, ours)
+    assert [other["error"] for other in others] == [""] * 3
+    assert min(other["num_waited"] for other in others[1:]) > 20
+    assert min(ours["waited_s"]) > 0
+
+
 @pytest.mark.parametrize("layout", [{"tp": 4, "ep": 2}, {"tp": 2, "ep": 2, "pp": 2}], ids=str)
 def test_each_kind_of_parallel_goes_with_the_others(
     processes: RankProcesses, alone: Alone, layout: dict[str, int]
@@ -265,7 +285,10 @@ def test_each_kind_of_parallel_goes_with_the_others(
     assert_same(alone.says("qwen3_moe"), ours)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2, "ep": 2}, {"dp_attention": 2, "ep": 2, "speculate": "ngram"}], ids=str)
+IN_TWO = [{"tp": 2, "ep": 2}, {"dp_attention": 2, "ep": 2, "speculate": "ngram"}, {"expert_ranks": 1}]
+
+
+@pytest.mark.parametrize("layout", IN_TWO, ids=str)
 def test_parallel_steps_that_overlap_swap_and_sleep_say_the_same(
     processes: RankProcesses, alone: Alone, layout: dict[str, Any]
 ) -> None:
@@ -348,10 +371,12 @@ def test_where_the_first_parallel_rank_cannot_go_on_the_other_says_why(folders: 
     assert "the first rank cannot go on: no luck" in logged
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_parallel_rank_ends_the_group_within_seconds(folders: dict[str, Path], number: int) -> None:
+@pytest.mark.parametrize(("number", "layout"), [(signal.SIGKILL, {"expert_ranks": 1}), (signal.SIGSTOP, {"tp": 2})])
+def test_a_lost_parallel_rank_ends_the_group_within_seconds(
+    folders: dict[str, Path], number: int, layout: dict[str, int]
+) -> None:
     pair = RankProcesses(2)
-    config = settings_of(folders["qwen3_moe"], tp=2)
+    config = settings_of(folders["qwen3_moe"], **layout)
     pair.start(*ranks_of(config), waves=requests()[:1], again=True)
     first, second = wait_for(lambda: len(pair.pids()) == 2 and pair.pids())
     wait_for(lambda: sum(one.status == "ESTABLISHED" for one in psutil.Process(second).net_connections()) >= 3)

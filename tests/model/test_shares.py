@@ -17,6 +17,7 @@ from moiety_engine.model.residence import named_tensors
 
 CPU = torch.device("cpu")
 LAYOUTS = [Layout(tp=2), Layout(tp=2, ep=2), Layout(tp=4, ep=2), Layout(dp=2, tp=2, ep=2), Layout(dp=2, ep=2)]
+LAYOUTS += [Layout(dp=2, ep=2, expert_ranks=2), Layout(tp=2, expert_ranks=2)]
 
 
 def weights_of(folder: Path, seat: Seat | None = None) -> list[tuple[str, Tensor]]:
@@ -36,7 +37,7 @@ def test_the_parts_of_all_ranks_are_the_whole(checkpoint: Any, layout: Layout) -
     try:
         ranks = [weights_of(checkpoint.folder, Seat(layout, rank)) for rank in range(layout.num_ranks)]
     except InvalidConfig as exc:
-        assert any(option in str(exc) for option in ("--tp", "--ep", "dp-attention"))
+        assert any(option in str(exc) for option in ("--tp", "--ep", "dp-attention", "expert-ranks"))
         pytest.skip(f"this model cannot be divided so: {exc}")
     num_checked = 0
     for index, (name, whole) in enumerate(weights_of(checkpoint.folder)):
@@ -55,3 +56,21 @@ def test_the_parts_of_all_ranks_are_the_whole(checkpoint: Any, layout: Layout) -
         torch.testing.assert_close(sum(map(total, parts)), copies * total(whole), rtol=1e-9, atol=1e-9, msg=name)
         num_checked += 1
     assert num_checked > 0
+
+
+OF_EXPERTS = ("gate_up_E2FD", "down_EDF", "gate_up_bias_E2F", "down_bias_ED")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_a_rank_has_either_its_share_of_the_experts_and_nothing_else_or_none_of_them(
+    make_checkpoint: Any, family: str
+) -> None:
+    def sizes_of(seat: Seat | None = None) -> tuple[int, int]:
+        """Bytes of experts, and of all else."""
+        named = weights_of(make_checkpoint(family).folder, seat)
+        experts = sum(tensor.nbytes for name, tensor in named if name.endswith(OF_EXPERTS))
+        return experts, sum(tensor.nbytes for _, tensor in named) - experts
+
+    layout = Layout(dp=2, ep=2, expert_ranks=2)
+    experts, rest = sizes_of()
+    assert [sizes_of(Seat(layout, rank)) for rank in range(4)] == [(0, rest)] * 2 + [(experts // 2, 0)] * 2

@@ -6,12 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from moiety_engine.planning.apart import compare, one_way_s, pipelined_s
+from moiety_engine.config import EngineConfig
+from moiety_engine.distribution.layout import Seat, layout_of
+from moiety_engine.model.shares import own_spec
+from moiety_engine.planning.apart import Apart, Sides, compare, divide, one_way_s, pipelined_s
+from moiety_engine.planning.cli import options_apart
 from moiety_engine.planning.layouts import Demand
 from moiety_engine.planning.machines import GPUS, find_network
 from moiety_engine.planning.models import find_model
 
 NETWORK = find_network("nvlink,ib400", GPUS["h200"], 8)
+H200 = Sides(GPUS["h200"], GPUS["h200"], NETWORK)
 DEMAND = Demand(input_tokens=4000, output_tokens=1000, ttft_s=2.0, tpot_s=0.05, gpu_hour_usd=2.0)
 
 
@@ -28,20 +33,46 @@ def test_the_busier_side_of_a_hop_sets_its_time() -> None:
 
 
 def test_apart_keeps_the_promise_and_uses_all_gpus() -> None:
-    found = compare(find_model("qwen3-30b-a3b"), 4, GPUS["h200"], NETWORK, DEMAND)
-    assert found is not None and found.together is not None
-    assert found.attention_gpus + found.expert_gpus == 4
-    assert 0 < found.tpot_s <= DEMAND.tpot_s
-    assert found.tokens_per_s_per_gpu == pytest.approx(found.running / found.tpot_s / 4)
+    found = compare(find_model("qwen3-30b-a3b"), 4, H200, DEMAND)
+    for comparison in found.values():
+        one = comparison.apart
+        assert comparison.together is not None
+        assert one.replicas * (one.attention_gpus + one.expert_gpus) == 4
+        assert 0 < one.tpot_s <= DEMAND.tpot_s
+        assert one.tokens_per_s_per_gpu == pytest.approx(one.running / one.tpot_s / 4)
+    assert found["advised"].apart.in_engine
 
 
 def test_it_pays_only_where_it_is_faster_by_a_twentieth() -> None:
-    found = compare(find_model("qwen3-30b-a3b"), 2, GPUS["h200"], NETWORK, DEMAND)
-    assert found is not None
-    together = found.together_tokens_per_s_per_gpu
-    assert not replace(found, tokens_per_s_per_gpu=1.04 * together).pays
-    assert replace(found, tokens_per_s_per_gpu=1.06 * together).pays
+    found = compare(find_model("qwen3-30b-a3b"), 2, H200, DEMAND)
+    together = found["advised"].together_tokens_per_s_per_gpu
+    slower, faster = (Apart(tokens_per_s_per_gpu=share * together) for share in (1.04, 1.06))
+    assert not replace(found["advised"], apart=slower).pays
+    assert replace(found["advised"], apart=faster).pays
+
+
+def test_what_the_engine_is_told_to_run_is_a_layout_that_it_has() -> None:
+    served = find_model("gpt-oss-20b")
+    found = compare(served, 8, H200, DEMAND)
+    advised = found["advised"].apart
+    assert advised.running
+    words = options_apart(advised).split()
+    given = dict(zip((name.removeprefix("--").replace("-", "_") for name in words[::2]), words[1::2], strict=True))
+    config = EngineConfig(model="m", name="n", **{name: int(value) for name, value in given.items()})
+    layout = layout_of(config)
+    assert layout.num_ranks == advised.attention_gpus + advised.expert_gpus
+    assert own_spec(served.spec, Seat(layout, layout.num_ranks - 1)).layers[0].ffn.num_held == 32 // layout.expert_ranks
+
+
+def test_cheaper_gpus_for_experts_buy_as_many_tokens_for_less_and_have_a_slower_link() -> None:
+    served = find_model("qwen3-30b-a3b")
+    tried = divide(served, 3, 1, 3, H200, DEMAND)
+    cheaper = divide(served, 3, 1, 3, replace(H200, price=0.5), DEMAND)
+    assert tried is not None and cheaper is not None
+    assert cheaper.tokens_per_s_per_gpu == pytest.approx(tried.tokens_per_s_per_gpu * 4 / 3.5)
+    other = Sides(GPUS["h200"], GPUS["h100"], NETWORK)
+    assert other.between.inside == NETWORK.across and H200.between == NETWORK
 
 
 def test_a_single_gpu_cannot_be_divided() -> None:
-    assert compare(find_model("qwen3-30b-a3b"), 1, GPUS["h200"], NETWORK, DEMAND) is None
+    assert compare(find_model("qwen3-30b-a3b"), 1, H200, DEMAND) == {}

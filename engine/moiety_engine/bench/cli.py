@@ -49,6 +49,9 @@ def bench_engine(
     dp_attention: Annotated[int, typer.Option(min=1, help="groups of such ranks, with sequences of their own")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="parts of the experts, over those ranks")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="stages of layers")] = 1,
+    expert_ranks: Annotated[int, typer.Option(min=0, help="further ranks, with the experts alone")] = 0,
+    micro_batches: Annotated[int, typer.Option(min=1, help="of a step, with --expert-ranks, at most")] = 2,
+    micro_batch_tokens: Annotated[int, typer.Option(min=1, help="the fewest of a micro-batch")] = 32,
     calibrate: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="instead, measure steps of many shapes for moiety simulate"),
@@ -92,6 +95,9 @@ def bench_engine(
             dp_attention=dp_attention,
             ep=ep,
             pp=pp,
+            expert_ranks=expert_ranks,
+            micro_batches=micro_batches,
+            micro_batch_tokens=micro_batch_tokens,
         )
         with Progress(console=console, disable=not console.is_terminal) as progress:
             loading = progress.add_task("loading", total=None)

@@ -94,7 +94,10 @@ def _settings(loop: EngineLoop, config: EngineConfig, lengths: list[Lengths], ou
         "speculate": str(config.speculate),
         "speculate_tokens": config.speculate_tokens,
         "cuda_graphs": loop.replays,
-        "ranks": {"tp": config.tp, "dp_attention": config.dp_attention, "ep": config.ep, "pp": config.pp},
+        "ranks": {
+            name: getattr(config, name)
+            for name in ("tp", "dp_attention", "ep", "pp", "expert_ranks", "micro_batches", "micro_batch_tokens")
+        },
     }
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from moiety_engine.distribution.channel import Channel
-from moiety_engine.distribution.group import Across, Exchange, Group, Pipeline, Ranks
+from moiety_engine.distribution.group import Across, Crossing, Exchange, Group, Pipeline, Ranks
 from moiety_engine.distribution.joining import LONGEST_WAIT, meet, open_store
 from moiety_engine.distribution.layout import Layout, Seat
 from moiety_engine.distribution.lifeline import SILENCE_S
@@ -59,6 +59,13 @@ class Crew:
             time.sleep(SILENCE_S + 1)
             raise
 
+    def waited_s(self) -> tuple[float, float]:
+        """How long the first rank, which this is, has waited for experts on ranks of their own, and those, on average,
+        for attention; they told it half a second ago."""
+        layout, told = self.ranks.seat.layout, self.lifeline.waited_s
+        of_experts = [told.get(rank, 0.0) for rank in range(layout.attention_ranks, layout.num_ranks)]
+        return self.ranks.waited.seconds, sum(of_experts) / max(1, len(of_experts))
+
     def abandon(self, reason: str) -> None:
         """This rank cannot go on: the others are told why."""
         self.lifeline.fail(reason)
@@ -91,16 +98,22 @@ def join(
     )
     mesh = DeviceMesh(
         device_type,
-        torch.arange(layout.num_ranks).view(layout.pp, layout.dp, layout.tp),
+        torch.arange(layout.attention_ranks).view(layout.pp, layout.dp, layout.tp),
         mesh_dim_names=("pp", "dp", "tp"),
     )
     everyone = dist.group.WORLD
     assert everyone is not None
-    tensor = Group(mesh.get_group("tp")) if layout.tp > 1 else Group()
     seat = Seat(layout, meeting.rank)
-    column = range(meeting.rank % layout.stage_size, layout.num_ranks, layout.stage_size)
+    crossings = _crossings(seat)
+    if seat.expert_rank is not None:
+        ranks = Ranks(seat, everyone=Group(everyone), crossings=crossings)
+        lifeline.tell_of(ranks.waited)
+        return Crew(ranks, Channel(everyone), lifeline, store)
+    tensor = Group(mesh.get_group("tp")) if layout.tp > 1 else Group()
+    column = range(meeting.rank % layout.stage_size, layout.attention_ranks, layout.stage_size)
     pipeline = Pipeline(column, seat.pp_rank)
-    ranks = Ranks(seat, tensor, pipeline, Group(everyone), _across(seat), _exchange(layout, device_type))
+    exchange = _exchange(layout, device_type)
+    ranks = Ranks(seat, tensor, pipeline, Group(everyone), _across(seat), exchange, crossings)
     return Crew(ranks, Channel(everyone), lifeline, store)
 
 
@@ -110,7 +123,19 @@ def _across(seat: Seat) -> Across:
 
 
 def _exchange(layout: Layout, device_type: str) -> Exchange | None:
-    if layout.dp == 1:
+    if layout.dp == 1 or layout.expert_ranks:
         return None
     stages = torch.arange(layout.num_ranks).view(layout.pp, layout.stage_size)
     return Exchange(DeviceMesh(device_type, stages, mesh_dim_names=("pp", "stage")).get_group("stage"))
+
+
+def _crossings(seat: Seat) -> tuple[Crossing, ...]:
+    """Those that the rank is part of, by stage; all ranks make the groups of all of them together."""
+    layout, found = seat.layout, []
+    experts = range(layout.attention_ranks, layout.num_ranks)
+    for stage in range(layout.pp) if layout.expert_ranks else ():
+        ranks = [*range(stage * layout.stage_size, (stage + 1) * layout.stage_size), *experts]
+        there, back = dist.new_group(ranks), dist.new_group(ranks)
+        if seat.rank in ranks:
+            found.append(Crossing(Exchange(there), Exchange(back), layout.stage_size))
+    return tuple(found)

@@ -6,8 +6,9 @@ L rows, C columns of each rank; N rows that a rank hands out, M that it is hande
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+Came_co = TypeVar("Came_co", covariant=True)
+
+
+class Coming(Protocol[Came_co]):
+    """What others have yet to send."""
+
+    def wait(self) -> Came_co: ...
 
 
 class Group:
@@ -139,6 +148,53 @@ class Exchange:
         assert work is not None, "this rank is none of the group"
         return Handover(rows_NB, rows_MB, work)
 
+    def announce(self, num_sent: list[int]) -> Announcement:
+        """How many rows this rank will hand to each. Returns at once; all ranks announce before each handing out."""
+        num_sent_R = torch.tensor(num_sent)  # on the processors' network: hosts want to know, not devices
+        num_received_R = torch.empty_like(num_sent_R)
+        work = dist.all_to_all_single(num_received_R, num_sent_R, group=self._handle, async_op=True)
+        assert work is not None, "this rank is none of the group"
+        return Announcement(num_sent_R, num_received_R, work)
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """Numbers of rows on their way."""
+
+    _num_sent_R: Tensor  # held until all have gone
+    _num_received_R: Tensor
+    _work: dist.Work
+
+    def wait(self) -> list[int]:
+        """How many rows come from each rank."""
+        self._work.wait()
+        return self._num_received_R.tolist()
+
+
+class Waited:
+    """How long a rank has waited for others' work: on a GPU only what its host has."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def on(self, coming: Coming[Came_co]) -> Came_co:
+        """What is waited for."""
+        begin_s = time.perf_counter()
+        try:
+            return coming.wait()
+        finally:
+            self.seconds += time.perf_counter() - begin_s
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Between the ranks of a stage, which come first, and those with the experts. Each way has its own exchange: what
+    comes back does not wait behind what goes."""
+
+    there: Exchange
+    back: Exchange
+    num_attention: int
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -150,6 +206,8 @@ class Ranks:
     everyone: Group = field(default_factory=Group)
     across: Across = field(default_factory=Across)  # those with other sequences
     experts: Exchange | None = None  # those that share experts, where they do not all have all tokens
+    crossings: tuple[Crossing, ...] = ()  # where experts have ranks of their own: its stage's; on these, all stages'
+    waited: Waited = field(default_factory=Waited)  # for those at the other end of them
 
 
 ALONE = Ranks()

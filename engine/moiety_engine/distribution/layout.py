@@ -2,7 +2,8 @@
 
 A model's ranks lie on a mesh of pipeline stages × data-parallel attention × tensor parallel, the last one varying
 fastest. The ranks of one stage share its experts: there are `ep` parts of them, and each expert of a part is cut among
-the ranks that the part has.
+the ranks that the part has. With expert ranks the experts of all stages lie on those instead, which come after all
+others and have nothing else; then it is they who make up the parts.
 """
 
 from __future__ import annotations
@@ -25,11 +26,19 @@ class Layout:
     dp: int = 1
     ep: int = 1
     pp: int = 1
+    expert_ranks: int = 0
 
     def __post_init__(self) -> None:
         if min(self.tp, self.dp, self.ep, self.pp) < 1:
             raise InvalidConfig("--tp, --dp-attention, --ep and --pp must each be at least 1")
-        if self.stage_size % self.ep:
+        if self.expert_ranks < 0:
+            raise InvalidConfig("--expert-ranks must be 0, where all ranks have experts, or more")
+        if self.expert_ranks % self.ep:
+            raise InvalidConfig(
+                f"--ep {self.ep} does not divide the {self.expert_ranks} ranks of --expert-ranks, on which the experts "
+                "lie: choose an --ep that divides their number"
+            )
+        if not self.expert_ranks and self.stage_size % self.ep:
             raise InvalidConfig(
                 f"--ep {self.ep} does not divide the {self.stage_size} ranks that --dp-attention {self.dp} × --tp "
                 f"{self.tp} make: the experts lie on those same ranks, so choose an --ep that divides their number"
@@ -41,16 +50,32 @@ class Layout:
         return self.dp * self.tp
 
     @property
-    def num_ranks(self) -> int:
+    def attention_ranks(self) -> int:
+        """Ranks with layers and a cache: all but those with experts alone."""
         return self.pp * self.stage_size
+
+    def stage_of(self, layer: int, num_layers: int) -> int:
+        """Which stage has it, of so many layers."""
+        return layer * self.pp // num_layers
+
+    @property
+    def num_ranks(self) -> int:
+        return self.attention_ranks + self.expert_ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One rank's place on the mesh."""
+    """One rank's place on the mesh; of one with experts alone `expert_rank` is the place, and only what is of experts
+    has a meaning."""
 
     layout: Layout = Layout()
     rank: int = 0
+
+    @property
+    def expert_rank(self) -> int | None:
+        """Which of the ranks with experts alone it is; None for another."""
+        first = self.layout.attention_ranks
+        return self.rank - first if self.rank >= first else None
 
     @property
     def tp_rank(self) -> int:
@@ -65,24 +90,32 @@ class Seat:
         return self.rank // self.layout.stage_size
 
     def layers_of(self, num_layers: int) -> range:
-        """The layers that its stage has of so many; no stage has more than the first one."""
+        """The layers that its stage has of so many; no stage has more than the first one. With experts alone it has
+        those of all."""
+        if self.expert_rank is not None:
+            return range(num_layers)
         pp = self.layout.pp
         return range(-(-num_layers * self.pp_rank // pp), -(-num_layers * (self.pp_rank + 1) // pp))
 
     @property
     def ep_rank(self) -> int:
-        """Which part of the experts it has."""
-        return self.rank % self.layout.stage_size // self.expert_cuts
+        """Which part of the experts it has, if it has any."""
+        return self._among_experts // self.expert_cuts
 
     @property
     def expert_cuts(self) -> int:
         """Among how many ranks each expert is cut."""
-        return self.layout.stage_size // self.layout.ep
+        return (self.layout.expert_ranks or self.layout.stage_size) // self.layout.ep
 
     @property
     def cut_rank(self) -> int:
         """Which piece of each of its experts it has."""
-        return self.rank % self.layout.stage_size % self.expert_cuts
+        return self._among_experts % self.expert_cuts
+
+    @property
+    def _among_experts(self) -> int:
+        expert_rank = self.expert_rank
+        return self.rank % self.layout.stage_size if expert_rank is None else expert_rank
 
 
 ONLY_SEAT = Seat()
@@ -90,7 +123,7 @@ ONLY_SEAT = Seat()
 
 def layout_of(config: EngineConfig) -> Layout:
     """What the settings ask for. Raises InvalidConfig."""
-    layout = Layout(config.tp, config.dp_attention, config.ep, config.pp)
+    layout = Layout(config.tp, config.dp_attention, config.ep, config.pp, config.expert_ranks)
     if config.batch_invariant and layout.num_ranks > 1:
         raise InvalidConfig(
             "--batch-invariant cannot be had over several ranks, whose sums depend on how much is summed: leave it out"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
+from moiety_engine.distribution.group import Waited
 from moiety_engine.errors import RanksError
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The rank lives."""
+    """The rank lives. `waited_s`: so far, for those that compute the other half of each layer."""
+
+    waited_s: float = 0.0
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -116,6 +119,8 @@ class Lifeline:
     def __init__(self, rank: int, lines: Mapping[int, Line]) -> None:
         self.rank = rank
         self._lines = dict(lines)
+        self.waited_s: dict[int, float] = {}  # as the others have said last
+        self._waited = Waited()
         self._loaded: set[int] = set()
         self._reason: str | None = None
         self._changed = threading.Condition()
@@ -133,6 +138,10 @@ class Lifeline:
         for line in self._lines.values():
             with contextlib.suppress(OSError):
                 line.send(word)
+
+    def tell_of(self, waited: Waited) -> None:
+        """From now on the others hear how long this rank has waited."""
+        self._waited = waited
 
     def wait_loaded(self) -> None:
         """Until all others have their shares. Raises RanksError."""
@@ -175,7 +184,7 @@ class Lifeline:
                 now_s = time.monotonic()
                 if now_s - beat_at_s >= BEAT_INTERVAL_S:
                     beat_at_s = now_s
-                    self.tell(Beat())
+                    self.tell(Beat(self._waited.seconds))
                 for rank, line in self._lines.items():
                     if now_s - line.heard_at_s > SILENCE_S:
                         self._lose(f"rank {rank} has said nothing for {SILENCE_S:g} s: it hangs, or its host is away")
@@ -187,7 +196,9 @@ class Lifeline:
             self._lose(f"rank {rank} is lost: its process has ended, or the connection to its host")
             return
         for word in words:
-            if isinstance(word, Loaded):
+            if isinstance(word, Beat):
+                self.waited_s[rank] = word.waited_s
+            elif isinstance(word, Loaded):
                 with self._changed:
                     self._loaded.add(rank)
                     self._changed.notify_all()

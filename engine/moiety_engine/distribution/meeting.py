@@ -53,7 +53,8 @@ def meeting_from(environ: Mapping[str, str]) -> Meeting | None:
 def require_ranks(layout: Layout, meeting: Meeting) -> None:
     """Raises InvalidConfig where a launcher started another number of ranks than the layout has."""
     if layout.num_ranks != meeting.num_ranks:
+        further = f", with --expert-ranks {layout.expert_ranks}," if layout.expert_ranks else ""
         raise InvalidConfig(
-            f"--pp {layout.pp} × --dp-attention {layout.dp} × --tp {layout.tp} make {layout.num_ranks} ranks, and "
-            f"{meeting.num_ranks} were started: change the options or the launcher's number of processes"
+            f"--pp {layout.pp} × --dp-attention {layout.dp} × --tp {layout.tp}{further} make {layout.num_ranks} ranks, "
+            f"and {meeting.num_ranks} were started: change the options or the launcher's number of processes"
         )

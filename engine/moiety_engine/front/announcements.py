@@ -41,6 +41,8 @@ def make_load(
         host_blocks_used=load.host_blocks_used,
         swapped_out_blocks_total=load.swapped_out_blocks_total,
         swapped_in_blocks_total=load.swapped_in_blocks_total,
+        attention_waited_seconds_total=load.attention_waited_seconds_total,
+        experts_waited_seconds_total=load.experts_waited_seconds_total,
         classes=load.classes,
         overshot_tokens_total=load.overshot_tokens_total,
         running_for_s=running_for_s,

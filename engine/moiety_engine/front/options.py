@@ -202,13 +202,40 @@ EpOption = Annotated[
         envvar="MOIETY_ENGINE_EP",
         min=1,
         rich_help_panel=RANKS,
-        help="Parts that the experts are divided into, over those same ranks; divides dp-attention × tp.",
+        help="Parts that the experts are divided into; divides dp-attention × tp, the ranks that have them.",
     ),
 ]
 PpOption = Annotated[
     int,
     typer.Option(
         envvar="MOIETY_ENGINE_PP", min=1, rich_help_panel=RANKS, help="Stages of layers, one after the other."
+    ),
+]
+ExpertRanksOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_EXPERT_RANKS",
+        min=0,
+        rich_help_panel=RANKS,
+        help="Further ranks that have the experts and nothing else; the others then have none, and --ep divides these.",
+    ),
+]
+MicroBatchesOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_MICRO_BATCHES",
+        min=1,
+        rich_help_panel=RANKS,
+        help="With --expert-ranks: into how many a step is cut at most, by turns at attention and at the experts.",
+    ),
+]
+MicroBatchTokensOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_MICRO_BATCH_TOKENS",
+        min=1,
+        rich_help_panel=RANKS,
+        help="The fewest tokens of a micro-batch, of the group that has the most: smaller steps are not cut.",
     ),
 ]
 JoinTimeoutOption = Annotated[

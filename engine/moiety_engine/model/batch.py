@@ -41,6 +41,7 @@ class Batch:
     owner_T: Tensor | None = None  # int64, whose token it is: a slot of moe.tenants. None: nobody counts experts
     spread: Spread | None = None  # None: there is one group. Else `owner_T` is of all groups' tokens
     adapted: AdaptedRows | None = None  # None: no token has an adapter
+    micro_batches: tuple[Batch, ...] = ()  # its tokens one after the other, if they are taken through in turns
 
 
 @dataclass(frozen=True, slots=True)

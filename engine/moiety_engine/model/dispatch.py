@@ -41,40 +41,48 @@ class Dispatch:
     ) -> Tensor:
         """What the chosen experts give this rank's share of the tokens, added to what `beside` gives all of them, which
         is computed while rows are on their way. `experts` computes those that are held here."""
-        share = self._share(len(x_TD))
+        share = share_of(self._seat, len(x_TD))
         x_SD, weight_SK, expert_SK = x_TD[share], weight_TK[share], expert_TK[share]
-        goes_RS = self._destinations(expert_SK)
+        goes_RS = destinations(self._seat, self._num_held, expert_SK)
         num_sent, num_received = self._exchange.tell_counts(goes_RS.sum(1))
         row_N = goes_RS.nonzero()[:, 1]
-        packed_NB = _pack(*(one.index_select(0, row_N) for one in (x_SD, weight_SK, expert_SK)))
+        packed_NB = pack(*(one.index_select(0, row_N) for one in (x_SD, weight_SK, expert_SK)))
         handover = self._exchange.hand_out(packed_NB, num_sent, num_received)
         out_TD = beside()
-        x_MD, weight_MK, expert_MK = _unpack(handover.wait(), x_TD, weight_TK)
+        x_MD, weight_MK, expert_MK = unpack(handover.wait(), x_TD, weight_TK)
         given_MD = experts(x_MD, weight_MK, expert_MK) if len(x_MD) else x_MD
         given_ND = self._exchange.hand_out(given_MD.contiguous(), num_received, num_sent).wait()
-        sum_SD = torch.zeros(x_SD.shape, dtype=torch.float32, device=x_SD.device)
-        for row_n, given_nD in zip(torch.split(row_N, num_sent), torch.split(given_ND, num_sent), strict=True):
-            sum_SD.index_add_(0, row_n, given_nD.float())  # a token once at a time, so in the same order always
-        out_TD[share] += sum_SD.to(out_TD.dtype)
+        add_given(out_TD[share], row_N, given_ND, num_sent)
         return out_TD
 
-    def _share(self, num_tokens: int) -> slice:
-        tp, rank = self._seat.layout.tp, self._seat.tp_rank
-        return slice(num_tokens * rank // tp, num_tokens * (rank + 1) // tp)
 
-    def _destinations(self, expert_SK: Tensor) -> Tensor:
-        """Whether a token goes to a rank, [R, S]."""
-        goes_SP = torch.zeros(len(expert_SK), self._seat.layout.ep, dtype=torch.bool, device=expert_SK.device)
-        goes_SP.scatter_(1, (expert_SK // self._num_held).long(), value=True)
-        return goes_SP.t().repeat_interleave(self._seat.expert_cuts, dim=0)
+def share_of(seat: Seat, num_tokens: int) -> slice:
+    """The tokens of its group that the rank takes care of."""
+    tp, rank = seat.layout.tp, seat.tp_rank
+    return slice(num_tokens * rank // tp, num_tokens * (rank + 1) // tp)
 
 
-def _pack(x_ND: Tensor, weight_NK: Tensor, expert_NK: Tensor) -> Tensor:
+def destinations(seat: Seat, num_held: int, expert_SK: Tensor) -> Tensor:
+    """Whether a token goes to a rank that has experts, [R, S]."""
+    goes_SP = torch.zeros(len(expert_SK), seat.layout.ep, dtype=torch.bool, device=expert_SK.device)
+    goes_SP.scatter_(1, (expert_SK // num_held).long(), value=True)
+    return goes_SP.t().repeat_interleave(seat.expert_cuts, dim=0)
+
+
+def add_given(out_SD: Tensor, row_N: Tensor, given_ND: Tensor, num_sent: list[int]) -> None:
+    """To each token in place what the ranks gave for it, that of so many rows each."""
+    sum_SD = torch.zeros(out_SD.shape, dtype=torch.float32, device=out_SD.device)
+    for row_n, given_nD in zip(torch.split(row_N, num_sent), torch.split(given_ND, num_sent), strict=True):
+        sum_SD.index_add_(0, row_n, given_nD.float())  # a token once at a time, so in the same order always
+    out_SD += sum_SD.to(out_SD.dtype)
+
+
+def pack(x_ND: Tensor, weight_NK: Tensor, expert_NK: Tensor) -> Tensor:
     """As bytes, so that all goes at once."""
     return torch.cat([one.view(torch.uint8) for one in (x_ND, weight_NK, expert_NK)], dim=1)
 
 
-def _unpack(packed_MB: Tensor, x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def unpack(packed_MB: Tensor, x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x, weight and expert of what came, as wide and of the type of these; experts are int32."""
     types = ((x_TD.shape[1], x_TD.dtype), (weight_TK.shape[1], weight_TK.dtype), (weight_TK.shape[1], torch.int32))
     widths = [width * dtype.itemsize for width, dtype in types]

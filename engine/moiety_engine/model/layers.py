@@ -174,8 +174,8 @@ class MixtureOfExperts:
         self._chosen.append(expert_TK)
         if self._dispatch is not None:
             onto_TD = torch.zeros_like(x_TD)
-            return self._dispatch(x_TD, weight_TK, expert_TK, self._routed, lambda: self._add_shared(onto_TD, x_TD))
-        return self._add_shared(self._routed(x_TD, weight_TK, expert_TK, rows), x_TD)
+            return self._dispatch(x_TD, weight_TK, expert_TK, self.routed, lambda: self._add_shared(onto_TD, x_TD))
+        return self._add_shared(self.routed(x_TD, weight_TK, expert_TK, rows), x_TD)
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The weight and the number of each token's experts."""
@@ -188,7 +188,7 @@ class MixtureOfExperts:
         logits_TE = linear(routed_by_TD, weights.router_ED, weights.router_bias_E, invariant=self._arithmetic.invariant)
         return route(logits_TE, spec.routing, weights.selection_bias_E)
 
-    def _routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, rows: AdaptedRows | None = None) -> Tensor:
+    def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, rows: AdaptedRows | None = None) -> Tensor:
         """What the experts give that are held here. Over several ranks no row is adapted."""
         spec, weights = self._spec, self._weights
         return experts(

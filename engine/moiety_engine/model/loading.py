@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Required, TypedDict, Unpack
 
 import structlog
 import torch
@@ -10,6 +11,7 @@ import torch
 from moiety_engine.config import LoadFormat
 from moiety_engine.distribution.group import ALONE, Ranks
 from moiety_engine.memory import device_memory
+from moiety_engine.model.apart import ExpertRank
 from moiety_engine.model.arithmetic import Arithmetic, cannot_be_invariant
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.dummy import fill_at_random
@@ -18,9 +20,9 @@ from moiety_engine.model.families import read_spec
 from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in, takes_products
 from moiety_engine.model.residence import require_fit, weight_bytes
 from moiety_engine.model.shares import own_spec
-from moiety_engine.model.spec import LatentAttentionSpec
+from moiety_engine.model.spec import LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.transformer import Transformer
-from moiety_engine.model.weights import allocate
+from moiety_engine.model.weights import ModelWeights, allocate
 from moiety_kernels.moe import MOE_KERNELS, unavailable
 from moiety_kernels.quantization import FORMATS
 from moiety_kernels.quantization.on_gpu import FLOAT8_CAPABILITY
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from moiety_engine.model.spec import ModelSpec
     from moiety_kernels.quantization import WeightFormat
 
 log = structlog.get_logger()
@@ -39,7 +40,55 @@ KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_model(
+class Loading(TypedDict, total=False):
+    """What `load_share` takes beside the folder, by name."""
+
+    device: Required[str]
+    dtype: Required[str]
+    quantization: str
+    kv_dtype: str
+    moe_kernel: str
+    batch_invariant: bool
+    num_threads: int | None
+    load_format: LoadFormat
+    ranks: Ranks
+    progress: Callable[[int, int], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank has of a model, read; of a model on one rank all of it. `expert_bytes`: of one expert of a layer,
+    where only other ranks have any."""
+
+    spec: ModelSpec
+    weights: ModelWeights
+    kv_dtype: torch.dtype | None
+    arithmetic: Arithmetic
+    ranks: Ranks
+    expert_bytes: int | None
+
+    def transformer(self) -> Transformer:
+        """Of a rank with layers."""
+        return Transformer(
+            self.spec,
+            self.weights,
+            kv_dtype=self.kv_dtype,
+            arithmetic=self.arithmetic,
+            ranks=self.ranks,
+            expert_bytes=self.expert_bytes,
+        )
+
+    def experts(self) -> ExpertRank:
+        """Of a rank with experts alone."""
+        return ExpertRank(self.spec, self.weights, arithmetic=self.arithmetic, ranks=self.ranks)
+
+
+def load_model(folder: Path, **how: Unpack[Loading]) -> Transformer:
+    """The model on a rank with layers, as `load_share` reads it."""
+    return load_share(folder, **how).transformer()
+
+
+def load_share(
     folder: Path,
     *,
     device: str,
@@ -52,9 +101,9 @@ def load_model(
     load_format: LoadFormat = LoadFormat.AUTO,
     ranks: Ranks = ALONE,
     progress: Callable[[int, int], None] | None = None,
-) -> Transformer:
-    """Read the checkpoint in `folder` and return the model on `device` ("cpu", "cuda", "cuda:1"). With dummy weights
-    only its config.json is read.
+) -> Share:
+    """Read the checkpoint in `folder` for `device` ("cpu", "cuda", "cuda:1"). With dummy weights only its config.json
+    is read.
 
     `dtype` is "float32", "bfloat16", or "auto": bfloat16 for a checkpoint in 16 bits, else float32. On a CPU bfloat16
     means that the weights are kept so; activations and the cache are float32. `quantization`: how the weights of
@@ -94,7 +143,18 @@ def load_model(
     else:
         weights = load(folder, spec, device=where, dtype=DTYPES[dtype], form=form, seat=ranks.seat, progress=progress)
     arithmetic = Arithmetic(moe_kernel, batch_invariant)
-    return Transformer(spec, weights, kv_dtype=cached_in, arithmetic=arithmetic, ranks=ranks)
+    far = ranks.seat.layout.expert_ranks and ranks.seat.expert_rank is None
+    one_bytes = _one_expert_bytes(form, spec, DTYPES[dtype]) if far else None
+    return Share(spec, weights, cached_in, arithmetic, ranks, one_bytes)
+
+
+def _one_expert_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Of one layer."""
+    layer = spec.layers[spec.moe_layers[0]]
+    assert isinstance(layer.ffn, MoeSpec)
+    one = replace(layer, ffn=replace(layer.ffn, held=range(1)), only_experts=True)
+    only = replace(spec, vocab_size=0, layers=(one,))
+    return weight_bytes(only, dtype) if form is None else bytes_in(form, only, dtype)
 
 
 def _check_divided(form: WeightFormat, spec: ModelSpec) -> None:

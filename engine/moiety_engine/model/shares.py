@@ -8,6 +8,7 @@ tensor follows from its whole shape and the shape of the rank's own part of it.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -42,12 +43,14 @@ def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
     tp = seat.layout.tp
     if tp * tp > spec.vocab_size:
         raise InvalidConfig(f"a vocabulary of {spec.vocab_size} is too small for --tp {tp}")
-    if seat.layout.ep > 1 and not spec.moe_layers:
-        raise InvalidConfig(f"a {spec.family} model has no experts that --ep could divide: leave it out")
+    if max(seat.layout.ep - 1, seat.layout.expert_ranks) and not spec.moe_layers:
+        option = "--expert-ranks could have" if seat.layout.expert_ranks else "--ep could divide"
+        raise InvalidConfig(f"a {spec.family} model has no experts that {option}: leave it out")
     if seat.layout.pp > len(spec.layers):
         raise InvalidConfig(f"--pp {seat.layout.pp} is more than the model's {len(spec.layers)} layers")
     layers = tuple(_own_layer(spec.layers[index], seat) for index in seat.layers_of(len(spec.layers)))
-    return replace(spec, vocab_size=0 if seat.pp_rank else -(-spec.vocab_size // tp), layers=layers)
+    elsewhere = seat.pp_rank or seat.expert_rank is not None
+    return replace(spec, vocab_size=0 if elsewhere else -(-spec.vocab_size // tp), layers=layers)
 
 
 def own_places(
@@ -59,6 +62,8 @@ def own_places(
     cut: dict[str, Place | Shares] = {}
     present = {_of_layer(name, -first_layer) for name in wholes}
     for own_name, place in placements(own, weights, present).items():
+        if not math.prod(place.shape):
+            continue
         name = _of_layer(_of_expert(own, own_name), first_layer)
         cut[name] = _cut(name, place, wholes[name].shape, seat)
     return cut
@@ -76,7 +81,7 @@ def whole_places(spec: ModelSpec, present: set[str]) -> dict[str, Place | Shares
 def _own_layer(layer: LayerSpec, seat: Seat) -> LayerSpec:
     attention = _own_attention(layer.attention, seat.layout.tp)
     ffn = _own_mixture(layer.ffn, seat) if isinstance(layer.ffn, MoeSpec) else _own_dense(layer.ffn, seat)
-    return replace(layer, attention=attention, ffn=ffn)
+    return replace(layer, attention=attention, ffn=ffn, only_experts=seat.expert_rank is not None)
 
 
 def _own_attention(attention: AttentionSpec | LatentAttentionSpec, tp: int) -> AttentionSpec | LatentAttentionSpec:
@@ -103,10 +108,12 @@ def _own_dense(dense: DenseSpec, seat: Seat) -> DenseSpec:
 def _own_mixture(mixture: MoeSpec, seat: Seat) -> MoeSpec:
     shared = mixture.shared
     num_held = _part(mixture.routing.num_experts, seat.layout.ep, "experts", "--ep")
+    cut_by = "expert-ranks ÷ ep =" if seat.layout.expert_ranks else "dp-attention × tp ÷ ep ="
+    held = range(seat.ep_rank * num_held, (seat.ep_rank + 1) * num_held)
     return replace(
         mixture,
-        width=_part(mixture.width, seat.expert_cuts, "columns of an expert", "dp-attention × tp ÷ ep ="),
-        held=range(seat.ep_rank * num_held, (seat.ep_rank + 1) * num_held),
+        width=_part(mixture.width, seat.expert_cuts, "columns of an expert", cut_by),
+        held=range(0) if seat.layout.expert_ranks and seat.expert_rank is None else held,
         shared=None if shared is None else replace(shared, dense=_own_dense(shared.dense, seat)),
     )
 

@@ -186,11 +186,13 @@ class NormSpec:
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One decoder layer: norm → attention → add → norm → feed-forward → add. `post_norms`: what attention and the
-    feed-forward give is normalised, too, before it is added."""
+    feed-forward give is normalised, too, before it is added. `only_experts`: all but the routed ones that are held is
+    on other ranks."""
 
     attention: AttentionSpec | LatentAttentionSpec
     ffn: DenseSpec | MoeSpec
     post_norms: bool = False
+    only_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

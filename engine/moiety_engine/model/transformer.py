@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moiety_engine.distribution.group import ALONE, Ranks
 from moiety_engine.model.adapted import AdapterStacks
+from moiety_engine.model.apart import FarMixture, take_turns
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
 from moiety_engine.model.dispatch import Dispatch
@@ -29,7 +30,7 @@ from moiety_engine.moe.shape import ExpertShape
 from moiety_engine.moe.tenants import NUM_SLOTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Generator, Mapping
 
     from moiety_engine.distribution.group import Group
     from moiety_engine.distribution.layout import Seat
@@ -54,9 +55,10 @@ class Transformer:
         kv_dtype: torch.dtype | None = None,
         arithmetic: Arithmetic = _PLAIN,
         ranks: Ranks = ALONE,
+        expert_bytes: int | None = None,
     ) -> None:
         """`kv_dtype`: of the cache; None for the activations' own. `weights`: those of the spec, or what a rank of
-        several has of them."""
+        several has of them. `expert_bytes`: of one expert of a layer, where other ranks have them all."""
         self.spec = spec
         self.ranks = ranks
         self.arithmetic = arithmetic
@@ -65,7 +67,9 @@ class Transformer:
         self.dtype = weights.embedding_VD.dtype
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         self.kv_dtype = kv_dtype or self.activation_dtype
-        self.experts = _expert_shape(own, weights, ranks.seat, ranks.seat.layers_of(len(spec.layers)).start)
+        self.experts = _expert_shape(
+            own, weights, ranks.seat, ranks.seat.layers_of(len(spec.layers)).start, expert_bytes
+        )
         self.expert_counter = None if self.experts is None else ExpertCounter(self.experts, NUM_SLOTS, self.device)
         self._chosen: list[Tensor] = []  # experts of the running pass, layer by layer
         rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in own.layers}
@@ -89,12 +93,16 @@ class Transformer:
         ]
         self._final_norm = make_norm(spec.norm, weights.final_norm)
         feeds = [
-            feed_forward(one.ffn, w.ffn, self._chosen, arithmetic, factors, _dispatch(one.ffn, ranks))
+            FarMixture(one.ffn, w.ffn, self._chosen, arithmetic, ranks)
+            if ranks.crossings and isinstance(one.ffn, MoeSpec) and isinstance(w.ffn, MoeWeights)
+            else feed_forward(one.ffn, w.ffn, self._chosen, arithmetic, factors, _dispatch(one.ffn, ranks))
             for one, w, factors in zip(own.layers, weights.layers, self.adapters.layers, strict=True)
         ]
         self._mixtures = [feed for feed in feeds if isinstance(feed, MixtureOfExperts)]
-        self._ffns = [
-            self._whole(feed, ranks.tensor, w.ffn_post_norm) for feed, w in zip(feeds, weights.layers, strict=True)
+        self._far = [feed if isinstance(feed, FarMixture) else None for feed in feeds]
+        self._ffns = [  # of a far one, how what it has begun ends
+            self._whole(_end if isinstance(feed, FarMixture) else feed, ranks.tensor, w.ffn_post_norm)
+            for feed, w in zip(feeds, weights.layers, strict=True)
         ]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
@@ -205,23 +213,52 @@ class Transformer:
         """What all layers, of this rank's stage, make of x, and its final norm; the experts that they chose are
         counted."""
         self._chosen.clear()
+        if batch.micro_batches:
+            ended = self._in_turns(x_TD, batch.micro_batches, kv)
+        else:
+            (ended,) = take_turns([self._way(x_TD, batch, kv, on_stored)])
+        self._count_experts(batch)
+        return ended
+
+    def _in_turns(self, x_TD: Tensor, parts: tuple[Batch, ...], kv: KvCache) -> tuple[Tensor, Tensor]:
+        """The same of micro-batches, one at attention while the others are at the experts."""
+        of_parts = torch.split(x_TD, [len(part.token_ids_T) for part in parts])
+        ended = take_turns([self._way(part_TD, part, kv) for part_TD, part in zip(of_parts, parts, strict=True)])
+        by_layer = (self._chosen[i : i + len(parts)] for i in range(0, len(self._chosen), len(parts)))
+        self._chosen[:] = [torch.cat(picks) for picks in by_layer]
+        return torch.cat([x for x, _ in ended]), torch.cat([normed for _, normed in ended])
+
+    def _way(
+        self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None
+    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        """A batch's, or a micro-batch's, through all layers. Yields while its rows are with ranks that have the
+        experts."""
         if not len(x_TD):  # of this group: others' tokens may have experts here
             for mixture in self._mixtures:
-                mixture(x_TD, None)
-            self._count_experts(batch)
+                if isinstance(mixture, FarMixture):
+                    end = mixture.begin(x_TD)
+                    yield
+                    end()
+                else:
+                    mixture(x_TD, None)
             return x_TD, x_TD
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [attention_norm for attention_norm, _ in self._norms[1:]] + [self._final_norm]
         share = self.spec.residual_multiplier
-        for number, (attend, feed, (_, ffn_norm), cache, next_norm) in enumerate(
-            zip(self._attentions, self._ffns, self._norms, kv.layers, next_norms, strict=True)
+        for number, (attend, feed, far, (_, ffn_norm), cache, next_norm) in enumerate(
+            zip(self._attentions, self._ffns, self._far, self._norms, kv.layers, next_norms, strict=True)
         ):
             attended_TD = attend(normed_TD, batch, cache)
             if on_stored is not None:
                 on_stored(number)
             x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attended_TD))
-            x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, feed(normed_TD, batch.adapted)))
-        self._count_experts(batch)
+            if far is None:
+                fed_TD = feed(normed_TD, batch.adapted)
+            else:
+                begun = far.begin(normed_TD)
+                yield
+                fed_TD = feed(begun)
+            x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, fed_TD))
         return x_TD, normed_TD
 
     def _count_experts(self, batch: Batch) -> None:
@@ -243,27 +280,35 @@ def _times(factor: float, values: Tensor) -> Tensor:
     return values if factor == 1.0 else values * factor
 
 
+def _end(begun: Callable[[], Tensor]) -> Tensor:
+    return begun()
+
+
 def _dispatch(spec: DenseSpec | MoeSpec, ranks: Ranks) -> Dispatch | None:
     if ranks.experts is None or not isinstance(spec, MoeSpec):
         return None
     return Dispatch(ranks.seat, ranks.experts, spec.routing.num_experts // ranks.seat.layout.ep)
 
 
-def _expert_shape(own: ModelSpec, weights: ModelWeights, seat: Seat, first_layer: int) -> ExpertShape | None:
+def _expert_shape(
+    own: ModelSpec, weights: ModelWeights, seat: Seat, first_layer: int, expert_bytes: int | None
+) -> ExpertShape | None:
     """What a rank can count: of the layers of its stage all choices, whichever ranks have the experts. None where no
-    layer has any; those that have some have the same."""
+    layer has any; those that have some have the same. `expert_bytes`: where the rank has none."""
     if not own.moe_layers:
         return None
     index = own.moe_layers[0]
     ffn, tensors = own.layers[index].ffn, weights.layers[index].ffn
     assert isinstance(ffn, MoeSpec) and isinstance(tensors, MoeWeights)
     routing, num_held = ffn.routing, ffn.routing.num_experts if ffn.held is None else len(ffn.held)
-    held_bytes = sum(tensor.nbytes for _, tensor in named_tensors((tensors.gate_up_E2FD, tensors.down_EDF)))
+    if expert_bytes is None:
+        held_bytes = sum(tensor.nbytes for _, tensor in named_tensors((tensors.gate_up_E2FD, tensors.down_EDF)))
+        expert_bytes = held_bytes // num_held * seat.expert_cuts
     return ExpertShape(
         layers=tuple(first_layer + layer for layer in own.moe_layers),
         num_experts=routing.num_experts,
         top_k=routing.top_k,
-        expert_bytes=held_bytes // num_held * seat.expert_cuts,
+        expert_bytes=expert_bytes,
         num_groups=routing.num_groups,
     )
 

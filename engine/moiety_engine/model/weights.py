@@ -8,7 +8,7 @@ V vocabulary, D model width, C fused query-key-value width, E experts, F feed-fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,6 +117,8 @@ def allocate(
     """Uninitialised tensors for every weight of the spec; those of the large products may have a type of their own, and
     instead of their inputs so many `groups` of them."""
     new = _Allocator(spec, device, dtype, product_dtype or dtype, groups)
+    if any(one.only_experts for one in spec.layers):
+        new = replace(new, rows=0)
     embedding = new.matrix(spec.vocab_size, spec.hidden_size)
     return ModelWeights(
         embedding_VD=embedding,
@@ -157,17 +159,22 @@ class _Allocator:
     dtype: torch.dtype
     product_dtype: torch.dtype
     groups: Callable[[int], int] | None
+    rows: int | None = None  # of every tensor, whatever it should have; None: as many as that
 
     def product(self, *shape: int) -> Tensor:
         if self.groups is not None:
             shape = (*shape[:-1], self.groups(shape[-1]))
-        return torch.empty(shape, device=self.device, dtype=self.product_dtype)
+        return self._empty(shape, self.product_dtype)
 
     def matrix(self, *shape: int) -> Tensor:
-        return torch.empty(shape, device=self.device, dtype=self.dtype)
+        return self._empty(shape, self.dtype)
 
     def vector(self, *shape: int) -> Tensor:
-        return torch.empty(shape, device=self.device, dtype=torch.float32)
+        return self._empty(shape, torch.float32)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        shape = shape if self.rows is None else (self.rows, *shape[1:])
+        return torch.empty(shape, device=self.device, dtype=dtype)
 
     def norm(self) -> NormWeights:
         size = self.spec.hidden_size
@@ -227,13 +234,14 @@ class _Allocator:
 
     def experts(self, f: MoeSpec) -> MoeWeights:
         experts, held, size = f.routing.num_experts, f.num_held, self.spec.hidden_size
+        all_rows = replace(self, rows=None)
         return MoeWeights(
             router_ED=self.vector(experts, size) if f.exact_router else self.matrix(experts, size),
-            gate_up_E2FD=self.product(held, 2 * f.width, size),
-            down_EDF=self.product(held, size, f.width),
+            gate_up_E2FD=all_rows.product(held, 2 * f.width, size),
+            down_EDF=all_rows.product(held, size, f.width),
             router_bias_E=self.vector(experts) if f.router_bias else None,
             selection_bias_E=self.vector(experts) if f.selection_bias else None,
-            gate_up_bias_E2F=self.vector(held, 2 * f.width) if f.bias else None,
-            down_bias_ED=self.vector(held, size) if f.bias else None,
+            gate_up_bias_E2F=all_rows.vector(held, 2 * f.width) if f.bias else None,
+            down_bias_ED=all_rows.vector(held, size) if f.bias else None,
             shared=None if f.shared is None else self.shared(f.shared),
         )

@@ -1,9 +1,13 @@
 """Whether attention and experts pay on GPUs of their own (MegaScale-Infer, 2504.02263). Pure; decode steps only.
 
-Attention ranks hold a copy of attention each and serve requests of their own, expert ranks hold whole experts. A step's
-requests go in micro-batches, so that one is at attention while another is at experts and others are on the way:
+Attention ranks hold a copy of attention each and serve requests of their own, expert ranks hold whole experts, and may
+be GPUs of another kind. A step's requests go in micro-batches, so that one is at attention while another is at experts
+and others are on the way:
 
     a layer = max(micro-batches · max(attention, experts, one way), attention + experts + 2 · one way)
+
+The best ratio is where attention and experts take as long. The two ways are compared by the output tokens/s that the
+price of one GPU buys.
 """
 
 from __future__ import annotations
@@ -21,142 +25,167 @@ from moiety_engine.planning.layouts import (
     Demand,
     activation_bytes,
     evaluate,
+    experts_come_out_even,
     list_layouts,
     most_within,
     with_replicated_experts,
 )
+from moiety_engine.planning.machines import Machine, Network
 from moiety_engine.planning.steps import Batch, Shape, attention_s, dispatch_s, experts_s, head_s, products_s
 from moiety_engine.runner.memory import kv_budget_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from moiety_engine.model.spec import LayerSpec, ModelSpec
-    from moiety_engine.planning.machines import Machine, Network
+    from moiety_engine.planning.layouts import Candidate
     from moiety_engine.planning.models import Served
 
-MICRO_BATCHES = (2, 3, 4)
+MICRO_BATCHES = (1, 2, 3, 4)
 PAYS = 1.05  # times the tokens/s of the best layout together, below which it is not worth its trouble
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
-    """The best division of the GPUs, and the best layout with both on the same ones, both by output tokens/s a GPU of
-    decode steps that keep the promised time a token; zero where none does."""
+class Sides:
+    """What attention and experts run on. `price`: of a GPU with experts, in those of one with attention."""
 
-    attention_gpus: int
-    expert_gpus: int
-    micro_batches: int
-    running: int
-    tpot_s: float
-    tokens_per_s_per_gpu: float
-    together_tokens_per_s_per_gpu: float
+    attention: Machine
+    experts: Machine
+    network: Network
+    price: float = 1.0
+
+    @property
+    def between(self) -> Network:
+        """From one side to the other; GPUs of two kinds are on hosts of two kinds."""
+        one_kind = self.attention == self.experts
+        return self.network if one_kind else replace(self.network, inside=self.network.across)
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A division of the GPUs, `replicas` of it, by output tokens/s of decode steps that keep the promised time a token,
+    for the price of a GPU; zero where none does. `in_engine`: no rank needs a copy of an expert."""
+
+    replicas: int = 0
+    attention_gpus: int = 0  # of a replica
+    expert_gpus: int = 0
+    micro_batches: int = 0
+    running: int = 0  # of all replicas
+    tpot_s: float = 0.0
+    tokens_per_s_per_gpu: float = 0.0
+    in_engine: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The best division, and the best layout with both on the same GPUs, of decode steps alone too."""
+
+    apart: Apart
     together: Layout | None
+    together_tokens_per_s_per_gpu: float
 
     @property
     def pays(self) -> bool:
-        return self.tokens_per_s_per_gpu > PAYS * self.together_tokens_per_s_per_gpu
+        return self.apart.tokens_per_s_per_gpu > PAYS * self.together_tokens_per_s_per_gpu
 
 
-def compare(served: Served, num_gpus: int, machine: Machine, network: Network, demand: Demand) -> Apart | None:
-    """None for a model without experts or a single GPU."""
+def compare(served: Served, num_gpus: int, sides: Sides, demand: Demand) -> dict[str, Comparison]:
+    """Of what the engine can do ("advised"), and of all ("best_of_all"). Nothing for a model without experts or a
+    single GPU."""
     if num_gpus < 2 or not served.spec.moe_layers:
-        return None
+        return {}
     decoding = replace(demand, prompts_elsewhere=True)
     found = [
-        evaluate(served, layout, num_gpus, machine, network, decoding) for layout in list_layouts(num_gpus, served.spec)
+        evaluate(served, layout, num_gpus, sides.attention, sides.network, decoding)
+        for layout in list_layouts(num_gpus, served.spec)
     ]
     good = [one for one in found if one.problem is None]
-    together = max(good, key=lambda one: one.tokens_per_s_per_gpu, default=None)
-    speed = 0.0 if together is None else together.tokens_per_s_per_gpu
-    best = Apart(0, 0, 0, 0, 0.0, 0.0, speed, None if together is None else together.layout)
+    divided = list(_divisions(served, num_gpus, sides, decoding))
+    ours = _best([one for one in divided if one.in_engine], [one for one in good if one.in_engine])
+    return {"advised": ours, "best_of_all": _best(divided, good)}
+
+
+def _best(divided: list[Apart], layouts: list[Candidate]) -> Comparison:
+    apart = max(divided, key=lambda one: one.tokens_per_s_per_gpu, default=Apart())
+    together = max(layouts, key=lambda one: one.tokens_per_s_per_gpu, default=None)
+    return Comparison(apart, *((None, 0.0) if together is None else (together.layout, together.tokens_per_s_per_gpu)))
+
+
+def _divisions(served: Served, num_gpus: int, sides: Sides, demand: Demand) -> Iterator[Apart]:
+    """Those that fit and keep the promise."""
     for replica in (size for size in range(2, num_gpus + 1) if num_gpus % size == 0):
-        for experts in _counts(replica):
-            for count in MICRO_BATCHES:
-                tried = divide(served, replica - experts, experts, count, machine, network, decoding)
-                if tried is not None and tried[1] > best.tokens_per_s_per_gpu:
-                    running, each, tpot_s = tried
+        for experts in _counts(replica, served.spec):
+            for micro_batches in MICRO_BATCHES:
+                tried = divide(served, replica - experts, experts, micro_batches, sides, demand)
+                if tried is not None:
                     copies = num_gpus // replica
-                    best = replace(
-                        best,
-                        attention_gpus=copies * (replica - experts),
-                        expert_gpus=copies * experts,
-                        micro_batches=count,
-                        running=copies * running,
-                        tpot_s=tpot_s,
-                        tokens_per_s_per_gpu=each,
-                    )
-    return best
+                    yield replace(tried, replicas=copies, running=copies * tried.running)
 
 
-def _counts(replica: int) -> list[int]:
-    """Of expert ranks: about every eighth of the GPUs."""
-    return sorted({max(1, min(replica - 1, round(replica * eighths / 8))) for eighths in range(1, 8)})
+def _counts(replica: int, spec: ModelSpec) -> list[int]:
+    """Of expert ranks: about every eighth of the GPUs, and those that experts come out even among."""
+    eighths = {max(1, min(replica - 1, round(replica * part / 8))) for part in range(1, 8)}
+    return sorted(eighths | {count for count in range(1, replica) if experts_come_out_even(spec, count)})
 
 
 def divide(
-    served: Served, attention: int, experts: int, micro_batches: int, machine: Machine, network: Network, demand: Demand
-) -> tuple[int, float, float] | None:
-    """(requests at once, output tokens/s a GPU, seconds a token) of so many ranks of each kind; None if it does not fit
-    or keep the promise."""
+    served: Served, attention: int, experts: int, micro_batches: int, sides: Sides, demand: Demand
+) -> Apart | None:
+    """So many ranks of each kind; None if it does not fit or keep the promise."""
+    layout = Layout(dp=attention, ep=experts, expert_ranks=experts)
     spec = with_replicated_experts(served.spec, experts)
-    held = own_spec(spec, Seat(Layout(1, experts, experts, 1)))
-    bare = _without_experts(spec)
-    room = _room(served, spec, bare, held, machine, demand)
+    ours, theirs = own_spec(spec, Seat(layout)), own_spec(spec, Seat(layout, attention))
+    room = _room(served, ours, theirs, sides, demand)
 
     def step_s(each: int) -> float:
-        return _step_s(served, held, attention, experts, each / micro_batches, micro_batches, machine, network, demand)
+        return _step_s(served, ours, theirs, layout, each / micro_batches, micro_batches, sides, demand)
 
     each = most_within(lambda count: step_s(count) <= demand.tpot_s, min(room, MOST_SEQUENCES))
     if each < 1:
         return None
     seconds = step_s(each)
-    return each * attention, each * attention / seconds / (attention + experts), seconds
+    speed = each * attention / seconds / (attention + experts * sides.price)
+    even = experts_come_out_even(served.spec, experts)
+    return Apart(1, attention, experts, micro_batches, each * attention, seconds, speed, even)
 
 
-def _room(served: Served, spec: ModelSpec, bare: ModelSpec, held: ModelSpec, machine: Machine, demand: Demand) -> int:
+def _room(served: Served, ours: ModelSpec, theirs: ModelSpec, sides: Sides, demand: Demand) -> int:
     """Requests whose cache an attention rank holds; 0, too, where the experts do not fit on theirs."""
-    of_attention = served.weight_bytes(bare)
-    of_experts = served.weight_bytes(held) - of_attention
-    total = int(machine.memory_bytes)
-    try:
-        kv_budget_bytes(Memory(total - of_experts, total), activation_bytes(held, demand))
-        kv_bytes = kv_budget_bytes(Memory(total - of_attention, total), activation_bytes(held, demand))
-    except OutOfMemory:
-        return 0
-    return int(kv_bytes // served.kv_bytes_per_token(spec) // demand.mean_context)
-
-
-def _without_experts(spec: ModelSpec) -> ModelSpec:
-    def bare(layer: LayerSpec) -> LayerSpec:
-        return replace(layer, ffn=replace(layer.ffn, held=range(0))) if isinstance(layer.ffn, MoeSpec) else layer
-
-    return replace(spec, layers=tuple(map(bare, spec.layers)))
+    activations = activation_bytes(theirs, demand)
+    kv_bytes = []
+    for own, machine in ((theirs, sides.experts), (ours, sides.attention)):
+        total = int(machine.memory_bytes)
+        try:
+            kv_bytes.append(kv_budget_bytes(Memory(total - served.weight_bytes(own), total), activations))
+        except OutOfMemory:
+            return 0
+    return int(kv_bytes[-1] // served.kv_bytes_per_token(ours) // demand.mean_context)
 
 
 def _step_s(
     served: Served,
-    held: ModelSpec,
-    attention: int,
-    experts: int,
+    ours: ModelSpec,
+    theirs: ModelSpec,
+    layout: Layout,
     rows: float,
     micro_batches: int,
-    machine: Machine,
-    network: Network,
+    sides: Sides,
     demand: Demand,
 ) -> float:
     """`rows`: of one micro-batch on one attention rank."""
+    machine, size, experts = sides.attention, ours.hidden_size, layout.expert_ranks
     batch = Batch(decoding=rows, context=demand.mean_context)
     shape = Shape(1, experts, experts, 1, demand.balancedness)
-    total = machine.overhead_s + head_s(held, machine, rows * micro_batches)
+    total = machine.overhead_s + head_s(ours, machine, rows * micro_batches)
     known: dict[LayerSpec, float] = {}
-    for layer in held.layers:
+    for layer, answering in zip(ours.layers, theirs.layers, strict=True):
         if layer not in known:
-            mine = products_s(served, held, layer, machine, rows) + attention_s(
-                layer.attention, machine, batch, served.kv_itemsize
-            )
-            if isinstance(layer.ffn, MoeSpec):
-                theirs = experts_s(served, layer.ffn, held.hidden_size, machine, rows * attention, shape)
-                way = one_way_s(rows, held.hidden_size, layer.ffn.routing.top_k, attention, experts, network)
-                known[layer] = pipelined_s(micro_batches, mine, theirs, way)
+            mine = products_s(served, ours, layer, machine, rows)
+            mine += attention_s(layer.attention, machine, batch, served.kv_itemsize)
+            if isinstance(answering.ffn, MoeSpec):
+                given = experts_s(served, answering.ffn, size, sides.experts, rows * layout.dp, shape)
+                way = one_way_s(rows, size, answering.ffn.routing.top_k, layout.dp, experts, sides.between)
+                known[layer] = pipelined_s(micro_batches, mine, given, way)
             else:
                 known[layer] = micro_batches * mine
         total += known[layer]

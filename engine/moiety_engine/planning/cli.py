@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moiety_engine.errors import EngineError, InvalidConfig
-from moiety_engine.planning.apart import Apart, compare
+from moiety_engine.planning.apart import Apart, Comparison, Sides, compare
 from moiety_engine.planning.layouts import Candidate, Demand, evaluate, list_layouts
 from moiety_engine.planning.machines import GPUS, LINK_REACHED, LINKS, find_gpu, find_network
 from moiety_engine.planning.models import PRESETS, find_model
@@ -43,6 +43,10 @@ def plan_command(
         float, typer.Option(min=0.05, max=1.0, help="mean load of the ranks with experts over the largest")
     ] = 0.9,
     gpu_hour_usd: Annotated[float, typer.Option(min=0.0, help="what a GPU costs an hour")] = 2.0,
+    expert_gpu: Annotated[str, typer.Option(help="GPUs for experts, where they have their own; --gpu if empty")] = "",
+    expert_gpu_hour_usd: Annotated[
+        float | None, typer.Option(min=0.0, help="what one of those costs an hour; as --gpu-hour-usd if not given")
+    ] = None,
     prompts_elsewhere: Annotated[
         bool, typer.Option("--prompts-elsewhere", help="other GPUs compute prompts: these only decode")
     ] = False,
@@ -63,7 +67,9 @@ def plan_command(
         demand = replace(demand, prompts_elsewhere=prompts_elsewhere)
         layouts = list_layouts(gpus, served.spec)
         found = [evaluate(served, layout, gpus, machine, network, demand) for layout in layouts]
-        apart = compare(served, gpus, machine, network, demand)
+        price = 1.0 if expert_gpu_hour_usd is None else _price(expert_gpu_hour_usd, gpu_hour_usd)
+        sides = Sides(machine, find_gpu(expert_gpu or gpu), network, price)
+        apart = compare(served, gpus, sides, demand)
     except EngineError as exc:
         console.print(f"[red]moiety plan:[/red] {exc}", highlight=False)
         raise typer.Exit(1) from exc
@@ -71,6 +77,7 @@ def plan_command(
     advised = advise(ranked)
     if as_json:
         settings = {"model": served.name, "gpus": gpus, "gpu": asdict(machine), "network": asdict(network)}
+        settings |= {"expert_gpu": asdict(sides.experts), "expert_gpu_price": sides.price}
         settings |= {"demand": asdict(demand), "link_reached": LINK_REACHED}
         settings |= {"weights": "bf16" if served.form is None else served.form.name}
         typer.echo(json.dumps(as_report(settings, ranked, advised, apart)))
@@ -82,11 +89,14 @@ def plan_command(
 
 
 def as_report(
-    settings: dict[str, Any], ranked: list[Candidate], advised: dict[str, Candidate | None], apart: Apart | None
+    settings: dict[str, Any],
+    ranked: list[Candidate],
+    advised: dict[str, Candidate | None],
+    apart: dict[str, Comparison],
 ) -> dict[str, Any]:
     report: dict[str, Any] = {"environment": describe_environment("numpy"), "settings": settings}
     report |= {name: None if one is None else as_dict(one) for name, one in advised.items()}
-    report["apart"] = None if apart is None else asdict(apart) | {"pays": apart.pays}
+    report["apart"] = {name: asdict(one) | {"pays": one.pays} for name, one in apart.items()}
     return report | {"layouts": [as_dict(one) for one in ranked]}
 
 
@@ -146,18 +156,49 @@ def explain(ranked: list[Candidate], advised: dict[str, Candidate | None]) -> li
     return sentences
 
 
-def explain_apart(apart: Apart | None) -> list[str]:
+def explain_apart(found: dict[str, Comparison]) -> list[str]:
     """Whether attention and experts pay on GPUs of their own."""
-    if apart is None:
+    if not found:
         return []
-    if not apart.running:
+    ours, best = found["advised"], found["best_of_all"]
+    if not best.apart.running:
         return ["Attention and experts on GPUs of their own would not keep the promise."]
-    return [
-        f"Attention and experts on GPUs of their own {'would pay' if apart.pays else 'do not pay'}: decoding alone, "
-        f"{apart.attention_gpus} for attention and {apart.expert_gpus} for experts do "
-        f"{apart.tokens_per_s_per_gpu:,.0f} tokens/s a GPU with {apart.micro_batches} micro-batches, the best layout "
-        f"together {apart.together_tokens_per_s_per_gpu:,.0f}. The engine has neither yet."
-    ]
+    sentences = []
+    if ours.apart.running:
+        run = f": run {ours.apart.replicas} × moiety engine {options_apart(ours.apart)}" if ours.pays else ""
+        sentences.append(
+            f"Attention and experts on GPUs of their own {'pay' if ours.pays else 'do not pay'}, decoding alone: "
+            f"{_figures_apart(ours)}{run}."
+        )
+    if not best.apart.in_engine:
+        sentences.append(
+            f"If the engine had copies of experts, they would {'pay' if best.pays else 'not pay'} in another ratio: "
+            f"{_figures_apart(best)}."
+        )
+    return sentences
+
+
+def options_apart(one: Apart) -> str:
+    """As `moiety engine` takes them."""
+    named = (("--dp-attention", one.attention_gpus), ("--expert-ranks", one.expert_gpus), ("--ep", one.expert_gpus))
+    given = " ".join(f"{name} {value}" for name, value in named if value > 1 or name == "--expert-ranks")
+    return f"{given} --micro-batches {one.micro_batches}"
+
+
+def _figures_apart(found: Comparison) -> str:
+    one = found.apart
+    return (
+        f"{one.replicas} × {one.attention_gpus} for attention and {one.expert_gpus} for experts do "
+        f"{one.tokens_per_s_per_gpu:,.0f} tokens/s for the price of a GPU with {one.micro_batches} micro-batches, the "
+        f"best layout together {found.together_tokens_per_s_per_gpu:,.0f}"
+    )
+
+
+def _price(experts_usd: float, attention_usd: float) -> float:
+    """Of a GPU for experts, in those for attention."""
+    if not attention_usd:
+        raise InvalidConfig("--expert-gpu-hour-usd is compared with --gpu-hour-usd, which is 0: set both")
+    return experts_usd / attention_usd
 
 
 def _kind_of(problem: str) -> str:

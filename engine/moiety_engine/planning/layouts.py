@@ -97,7 +97,7 @@ def evaluate(
 ) -> Candidate:
     """The most requests at once that keep the promised time a token, and what that gives."""
     replicas = num_gpus // layout.num_ranks
-    found = Candidate(layout, replicas, in_engine=_experts_come_out_even(served.spec, layout.ep))
+    found = Candidate(layout, replicas, in_engine=experts_come_out_even(served.spec, layout.ep))
     try:
         own, of_all_layers = _own(served.spec, layout)
     except InvalidConfig as exc:
@@ -187,7 +187,7 @@ def _own(spec: ModelSpec, layout: Layout) -> tuple[ModelSpec, ModelSpec]:
     return own, own if layout.pp == 1 else own_spec(spec, Seat(replace(layout, pp=1)))
 
 
-def _experts_come_out_even(spec: ModelSpec, ep: int) -> bool:
+def experts_come_out_even(spec: ModelSpec, ep: int) -> bool:
     """Whether no rank needs a copy of an expert."""
     mixtures = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoeSpec)]
     return all(ffn.routing.num_experts % ep == 0 for ffn in mixtures)

@@ -13,6 +13,7 @@ import torch
 
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.runner.inputs import BatchBuilder
+from moiety_engine.runner.micro_batches import cut
 from moiety_engine.runner.orders import Allocate, ComeBack, Leave, Order, Release, Step, Stop, Swap
 from moiety_engine.runner.resident import free_cached_memory
 from moiety_engine.runner.scoring import in_turns
@@ -25,23 +26,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.distribution.crew import Crew
+    from moiety_engine.model.apart import ExpertRank
     from moiety_engine.model.batch import KvCache
     from moiety_engine.model.transformer import Transformer
 
 log = structlog.get_logger()
 
 
-class Follower:
-    """Owns what the rank has on its device. `overlaps` as rank 0's loop has it."""
+class Obeying:
+    """What any such rank does: one order after the other. Owns the decoder of orders."""
 
-    def __init__(self, model: Transformer, crew: Crew, *, overlaps: bool) -> None:
-        self._model, self._crew, self._overlaps = model, crew, overlaps
-        self._group = crew.ranks.seat.dp_rank
+    def __init__(self, share: Transformer | ExpertRank, crew: Crew, *, overlaps: bool) -> None:
+        """`overlaps` as rank 0's loop has it."""
+        self._share, self._crew, self._overlaps = share, crew, overlaps
         self._decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
-        self._kv: KvCache | None = None
-        self._host_kv: HostKv | None = None
-        self._sampled_L: Tensor | None = None
-        self._staging = Staging(model.device)
 
     def run(self) -> None:
         """Until rank 0 says stop."""
@@ -56,8 +54,7 @@ class Follower:
             case Step():
                 self._step(order)
             case Swap():
-                assert self._host_kv is not None, "blocks are swapped, and there is no host tier"
-                self._host_kv.run_own(self._group, order.outs, order.ins)
+                self._swap(order)
             case Allocate():
                 self._release()
                 self._together(lambda: self._allocate(order))
@@ -67,6 +64,13 @@ class Follower:
                 self._together(self._leave)
             case ComeBack():
                 self._together(self._come_back)
+
+    def _step(self, step: Step) -> None:
+        raise NotImplementedError
+
+    def _swap(self, swap: Swap) -> None: ...
+    def _allocate(self, order: Allocate) -> None: ...
+    def _release(self) -> None: ...
 
     def _together(self, do: Callable[[], None]) -> None:
         """What may find no room; all ranks hear whether one did not."""
@@ -78,33 +82,68 @@ class Follower:
             log.warning("rank_has_no_room", rank=self._crew.lifeline.rank, reason=str(exc))
         self._crew.all_did(did)
 
+    def _leave(self) -> None:
+        if not self._share.away:
+            self._share.leave(lambda: None)
+            free_cached_memory(self._share.device)
+
+    def _come_back(self) -> None:
+        if self._share.away:
+            self._share.come_back(lambda: None)
+
+    def _hear_tokens(self, step: Step) -> Tensor | None:
+        """What the step samples, where rank 0 tells it."""
+        if not self._overlaps or not step.num_sampled:
+            return None
+        token_L = torch.empty(step.num_sampled, dtype=torch.int64, device=self._share.device)
+        return self._crew.ranks.everyone.copy_first(token_L)
+
+
+class Follower(Obeying):
+    """A rank with layers. Owns what it has on its device."""
+
+    def __init__(self, model: Transformer, crew: Crew, *, overlaps: bool) -> None:
+        super().__init__(model, crew, overlaps=overlaps)
+        self._model = model
+        self._group = crew.ranks.seat.dp_rank
+        self._kv: KvCache | None = None
+        self._host_kv: HostKv | None = None
+        self._sampled_L: Tensor | None = None
+        self._staging = Staging(model.device)
+
     def _allocate(self, order: Allocate) -> None:
         self._kv = self._model.allocate_kv(order.num_blocks, order.block_size)
         self._host_kv = HostKv(self._kv, order.num_host_blocks) if order.num_host_blocks else None
         self._builder = BatchBuilder(order.block_size, self._model.device, self._staging)
 
-    def _leave(self) -> None:
-        if not self._model.away:
-            self._model.leave(lambda: None)
-            free_cached_memory(self._model.device)
-
-    def _come_back(self) -> None:
-        if self._model.away:
-            self._model.come_back(lambda: None)
+    def _swap(self, swap: Swap) -> None:
+        assert self._host_kv is not None, "blocks are swapped, and there is no host tier"
+        self._host_kv.run_own(self._group, swap.outs, swap.ins)
 
     @torch.inference_mode()
     def _step(self, step: Step) -> None:
         assert self._kv is not None, "a step is to run, and there is no cache"
         self._staging.turn()
         host, spread = step.parts[self._group].batch(), step.spread(self._staging)
-        hidden_LD = self._model.hidden(self._builder.upload(host, self._sampled_L, spread), self._kv)
+        batch = self._builder.upload(host, self._sampled_L, spread, cut(host, step.num_micro_batches))
+        hidden_LD = self._model.hidden(batch, self._kv)
         self._model.logits(hidden_LD[: step.num_sampled])
-        if self._overlaps and step.num_sampled:
-            token_L = torch.empty(step.num_sampled, dtype=torch.int64, device=self._model.device)
-            self._sampled_L = self._crew.ranks.everyone.copy_first(token_L)
+        self._sampled_L = self._hear_tokens(step)
         for rows_LD in in_turns(hidden_LD[len(hidden_LD) - step.num_scored :]):
             self._model.logits(rows_LD)
 
     def _release(self) -> None:
         self._kv = self._host_kv = self._sampled_L = None
         free_cached_memory(self._model.device)
+
+
+class ExpertFollower(Obeying):
+    """A rank with experts alone: it has no cache, and of a step it wants to know how many micro-batches it has."""
+
+    def __init__(self, experts: ExpertRank, crew: Crew, *, overlaps: bool) -> None:
+        super().__init__(experts, crew, overlaps=overlaps)
+        self._experts = experts
+
+    def _step(self, step: Step) -> None:
+        self._experts.answer(step.num_micro_batches)
+        self._hear_tokens(step)

@@ -7,6 +7,7 @@ samples.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -170,8 +171,14 @@ class BatchBuilder:
             adapter_T=self._adapters_of(sequences, lengths),
         )
 
-    def upload(self, host: HostBatch, sampled_L: Tensor | None = None, spread: Spread | None = None) -> Batch:
-        """To the device, tokens that only it knows put in their places."""
+    def upload(
+        self,
+        host: HostBatch,
+        sampled_L: Tensor | None = None,
+        spread: Spread | None = None,
+        parts: SequenceOf[HostBatch] = (),
+    ) -> Batch:
+        """To the device, tokens that only it knows put in their places. `parts`: its micro-batches, if it has any."""
         upload = self._staging.upload
         token_ids_T = upload(host.token_ids_T)
         put_pending(token_ids_T, host, sampled_L, self._staging)
@@ -189,6 +196,7 @@ class BatchBuilder:
             owner_T=None if self._tenants is None else upload(host.owner_T),
             spread=spread,
             adapted=None if host.adapter_T is None else AdaptedRows(upload(host.adapter_T)),
+            micro_batches=tuple(map(self.upload, parts)),
         )
 
     def _adapters_of(self, sequences: list[Sequence], lengths: np.ndarray) -> np.ndarray | None:

@@ -83,6 +83,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     parts: list[Part]
     order: bytes
     num_sampled: int
+    num_micro_batches: int = 1
 
     @property
     def num_scored(self) -> int:
@@ -146,9 +147,9 @@ class Orders:
         if not all_did:
             raise OutOfMemory("another rank has no room: its log says for what, and what to do")
 
-    def step(self, hosts: list[HostBatch], order_L: np.ndarray, num_sampled: int) -> None:
+    def step(self, hosts: list[HostBatch], order_L: np.ndarray, num_sampled: int, num_micro_batches: int) -> None:
         if self._crew is not None:
-            self.give(Step([Part.of(host) for host in hosts], order_L.tobytes(), num_sampled))
+            self.give(Step([Part.of(host) for host in hosts], order_L.tobytes(), num_sampled, num_micro_batches))
 
     def swap(self, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
         if outs or ins:
@@ -158,6 +159,10 @@ class Orders:
         """What the step that was launched samples."""
         if self._tells_tokens and self._crew is not None and token_L.numel():
             self._crew.ranks.everyone.copy_first(token_L)
+
+    def waited_s(self) -> tuple[float, float]:
+        """Of attention and of experts, each for the other: see Crew."""
+        return (0.0, 0.0) if self._crew is None else self._crew.waited_s()
 
     def explaining(self) -> AbstractContextManager[None]:
         """Around what all ranks do together, for the case that one of them is lost."""

@@ -15,6 +15,7 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.graphs import DecodeGraphs
+from moiety_engine.runner.micro_batches import WHOLE, Cutting
 from moiety_engine.runner.orders import Allocate, Orders
 from moiety_engine.runner.runner import Runner
 from moiety_engine.runner.sizes import Sizes
@@ -47,16 +48,23 @@ class Resident:
         num_mask_words: int = 0,
         exchange: Exchange = NO_EXCHANGE,
         adapters: Mapping[str, int] | None = None,
+        cutting: Cutting = WHOLE,
     ) -> None:
-        """`tenants`, `num_mask_words`, `adapters`: see Runner. `exchange`: of KV with other engines."""
+        """`tenants`, `num_mask_words`, `adapters`, `cutting`: see Runner. `exchange`: of KV with other engines."""
         self._model, self._sizes, self._orders = model, sizes, orders
         self._arrivals = exchange.arrivals
         scratch = int(sizes.graphs)  # a block that no sequence gets
         with orders.together(Allocate(sizes.num_blocks + scratch, sizes.block_size, sizes.num_host_blocks)):
             self._allocate(sizes.num_blocks + scratch)
-        departures, words = exchange.departures, num_mask_words
         self.runner = Runner(
-            model, self.kv, orders, tenants, num_mask_words=words, departures=departures, adapters=adapters
+            model,
+            self.kv,
+            orders,
+            tenants,
+            num_mask_words=num_mask_words,
+            departures=exchange.departures,
+            adapters=adapters,
+            cutting=cutting,
         )
 
     def _allocate(self, num_blocks: int) -> None:

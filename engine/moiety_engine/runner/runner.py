@@ -24,6 +24,7 @@ from moiety_engine.runner.embeddings import as_bytes, unit_vectors
 from moiety_engine.runner.graphs import DecodeGraphs
 from moiety_engine.runner.inputs import BatchBuilder, HostBatch, scored
 from moiety_engine.runner.masks import MaskMaker
+from moiety_engine.runner.micro_batches import WHOLE, Cutting, cut
 from moiety_engine.runner.orders import Orders
 from moiety_engine.runner.scoring import Scores, score
 from moiety_engine.runner.spreading import order_of, spread_of
@@ -71,11 +72,12 @@ class Runner:
         num_mask_words: int = 0,
         departures: Departures | None = None,
         adapters: Mapping[str, int] | None = None,
+        cutting: Cutting = WHOLE,
     ) -> None:
         """`tenants` tells apart whose tokens experts are counted for; None where none are. `num_mask_words`: of the
         guides' tokenizer; 0 where no row has a guide. `departures`: what leaves for other engines. `adapters`: the
-        slots of those that are loaded."""
-        self._departures = departures
+        slots of those that are loaded. `cutting`: of steps into micro-batches."""
+        self._departures, self._cutting = departures, cutting
         self._model, self._kv, self._orders = model, kv, orders
         self.staging = Staging(model.device)
         apart = model.arithmetic.invariant
@@ -101,13 +103,15 @@ class Runner:
         rows = rows_of(plan)
         masks = self._masks.begin(rows, self._newest)
         order_L = order_of(plan, hosts) if len(hosts) > 1 else _IN_ORDER
-        self._orders.step(hosts, order_L, len(rows))
+        num_micro_batches = self._cutting.count(hosts)
+        self._orders.step(hosts, order_L, len(rows), num_micro_batches)
         leaving = None if self._departures is None else self._departures.of(plan, self._kv)
         if self.graphs is not None and leaving is None and self.graphs.takes(hosts[0]):
             hidden_LD = self.graphs.run(hosts[0], before_L)
         else:
             spread = spread_of(hosts, self.staging.upload(order_L)) if len(hosts) > 1 else None
-            hidden_LD = self._model.hidden(self._builder.upload(hosts[0], before_L, spread), self._kv, leaving)
+            batch = self._builder.upload(hosts[0], before_L, spread, cut(hosts[0], num_micro_batches))
+            hidden_LD = self._model.hidden(batch, self._kv, leaving)
         logits_LV = self._model.logits(hidden_LD[: len(rows)])
         drawn = self._sampler.sample(logits_LV, rows, before_L, None if masks is None else masks.wait())
         self._sampled_L = drawn.token_L

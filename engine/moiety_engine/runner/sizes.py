@@ -87,7 +87,7 @@ def adapter_budget_bytes(model: Transformer, config: EngineConfig) -> int:
     """Memory of the device for adapters. Raises InvalidConfig where they were asked for and cannot be served."""
     asked = config.adapter_memory_bytes or config.adapters
     if model.ranks.everyone.size > 1:
-        reason = "over several ranks: leave out --tp, --dp-attention, --ep and --pp"
+        reason = "over several ranks: leave out --tp, --dp-attention, --ep, --pp and --expert-ranks"
     elif model.arithmetic.invariant and model.device.type == "cuda":
         reason = "with --batch-invariant on a GPU: leave that out"
     elif config.transfer.role is not EngineRole.BOTH:

@@ -76,8 +76,8 @@
 {{- fail (printf "pool %s has the role %s, which is for engines of ours with one rank: set role=both, or kind=moiety and nodes=1" .name .role) -}}
 {{- end -}}
 {{- $ranks := mul .nodes (max 1 (int .gpus)) -}}
-{{- if and (gt (int .nodes) 1) (ne (int $ranks) (int (mul (.options.tp | default 1) (.options.pp | default 1) (get .options "dp-attention" | default 1)))) -}}
-{{- fail (printf "pool %s has %d ranks, one for each GPU of each of its nodes: set options.tp, options.pp and options.dp-attention so that their product is that" .name (int $ranks)) -}}
+{{- if and (gt (int .nodes) 1) (ne (int $ranks) (int (add (mul (.options.tp | default 1) (.options.pp | default 1) (get .options "dp-attention" | default 1)) (get .options "expert-ranks" | default 0)))) -}}
+{{- fail (printf "pool %s has %d ranks, one for each GPU of each of its nodes: set options.tp, options.pp and options.dp-attention so that their product is that, or options.expert-ranks to what is left" .name (int $ranks)) -}}
 {{- end -}}
 {{- if and (gt (int .nodes) 1) (or (eq .kind "vllm") .stateSize .model.hubCacheSize) -}}
 {{- fail (printf "pool %s is spread over nodes, which is for engines of ours without volumes of each pod: leave kind, stateSize and model.hubCacheSize as they are, or set nodes=1" .name) -}}

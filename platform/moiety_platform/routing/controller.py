@@ -74,6 +74,8 @@ class LoadView(msgspec.Struct, frozen=True):
     host_blocks_used: int
     swapped_out_blocks_total: int
     swapped_in_blocks_total: int
+    attention_waited_seconds_total: float
+    experts_waited_seconds_total: float
     running_for_s: float
     overshot_tokens_total: int
     sleep: SleepState

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moiety_engine.model.names.attention import attention_places
-from moiety_engine.model.names.feed_forward import feed_forward_places
+from moiety_engine.model.names.feed_forward import expert_places, feed_forward_places
 from moiety_engine.model.names.place import Place, Shares, raised, whole
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ def ignorable(name: str, spec: ModelSpec) -> bool:
 
 
 def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[Named]:
+    if spec.only_experts:
+        yield from expert_places(layer.ffn, present)
+        return
     yield from _norm("input_layernorm", layer.attention_norm)
     if layer.attention_post_norm is not None and layer.ffn_post_norm is not None:
         yield from _norm("post_attention_layernorm", layer.attention_post_norm)

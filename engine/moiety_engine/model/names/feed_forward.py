@@ -35,13 +35,25 @@ _SELECTION_BIASES = (
 
 def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -> Iterator[Named]:
     """Names relative to the layer's, and where the tensors go; `present` are the names that the checkpoint has."""
-    block = "mlp." if any(name.startswith("mlp.") for name in present) else "block_sparse_moe."
     if not isinstance(weights, MoeWeights):
         yield from _dense("mlp.", weights)
         return
-    local = {name.removeprefix(block) for name in present if name.startswith(block)}
+    block, local = _block(present)
     for name, place in _mixture(weights, local):
         yield block + name, place
+
+
+def expert_places(weights: DenseWeights | MoeWeights, present: set[str]) -> Iterator[Named]:
+    """Those of routed experts alone."""
+    block, local = _block(present)
+    for name, place in _experts(weights, local) if isinstance(weights, MoeWeights) else ():
+        yield block + name, place
+
+
+def _block(present: set[str]) -> tuple[str, set[str]]:
+    """What the names of a mixture begin with, and those that do, without it."""
+    block = "mlp." if any(name.startswith("mlp.") for name in present) else "block_sparse_moe."
+    return block, {name.removeprefix(block) for name in present if name.startswith(block)}
 
 
 def _dense(prefix: str, weights: DenseWeights) -> Iterator[Named]:

@@ -1,0 +1,75 @@
+"""A step that is cut into micro-batches: nothing is lost, and each row sees what it saw before."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moiety_engine.config import EngineConfig
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.runner.inputs import BatchBuilder, HostBatch
+from moiety_engine.runner.micro_batches import cut, cutting_of
+from moiety_engine.scheduling.plan import Chunk, Plan
+from moiety_engine.sequence import Sequence
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import Sampling
+
+BLOCK_SIZE = 4
+
+
+def step_of(chunks: list[tuple[int, int]]) -> HostBatch:
+    """Of chunks (tokens computed before, tokens of this step); the decodes come first."""
+    made = []
+    for key, (before, count) in enumerate(sorted(chunks, key=lambda one: one[1] > 1)):
+        prompt = [100 * key + i for i in range(before + count)]
+        submit = CoreSubmit(key, "t", STANDARD, prompt, Sampling(), 8, 0, [], 1 << 20, b"s", 0)
+        sequence = Sequence(submit, order=key, seed=0)
+        sequence.num_computed = before
+        sequence.blocks = [10 * key + i for i in range(-(-(before + count) // BLOCK_SIZE))]
+        made.append(Chunk(sequence, count, samples=True))
+    num_decode = sum(chunk.num_tokens == 1 for chunk in made)
+    plan = Plan(made, num_decode, sum(chunk.num_tokens for chunk in made), [])
+    return BatchBuilder(BLOCK_SIZE, torch.device("cpu")).arrange(plan)
+
+
+def seen_by(host: HostBatch) -> list[tuple[int, ...]]:
+    """Of each row its token, where it is stored, and the slots that it attends to."""
+    rows = []
+    for s, context in enumerate(host.context_len_S.tolist()):
+        first, end = host.query_start_S1[s : s + 2].tolist()
+        for row in range(first, end):
+            attended = range(context - (end - row) + 1)
+            slots = [host.block_table_SB[s, i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in attended]
+            rows.append((int(host.token_ids_T[row]), int(host.positions_T[row]), int(host.slots_T[row]), *slots))
+    return rows
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=7), st.integers(2, 5))
+@settings(deadline=None)
+def test_the_rows_of_micro_batches_are_those_of_the_step_and_attend_to_the_same(
+    chunks: list[tuple[int, int]], count: int
+) -> None:
+    whole = step_of(chunks)
+    parts = cut(whole, count)
+    assert [row for part in parts for row in seen_by(part)] == seen_by(whole)
+    sizes = [len(part.token_ids_T) for part in parts]
+    assert len(parts) == count and max(sizes) - min(sizes) <= 1
+    for part in parts:
+        queries = np.diff(part.query_start_S1)
+        assert (queries[: part.num_decode] == 1).all()
+        assert part.max_query == max(queries, default=0) and part.max_context == max(part.context_len_S, default=0)
+    assert sum(part.num_decode for part in parts) == whole.num_decode
+
+
+def test_a_step_is_cut_only_where_experts_have_ranks_of_their_own_and_it_has_enough_tokens() -> None:
+    together, apart = (
+        cutting_of(EngineConfig(model="m", name="n", micro_batches=3, micro_batch_tokens=4, expert_ranks=ranks))
+        for ranks in (0, 2)
+    )
+    few, many = [step_of([(0, 7)]), HostBatch.empty()], [step_of([(0, 1)]), step_of([(0, 9), (3, 2)])]
+    assert (together.count(few), together.count(many)) == (1, 1)
+    assert (apart.count(few), apart.count(many)) == (1, 2)
+    assert apart.count([step_of([(0, 40)])]) == 3
+    assert cut(few[0], 1) == []
