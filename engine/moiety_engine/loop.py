@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -26,6 +27,8 @@ from moiety_engine.config import Batching, EngineConfig, PolicyName, Speculate
 from moiety_engine.core_load import load_of
 from moiety_engine.distribution.crew import Crew
 from moiety_engine.distribution.meeting import Meeting
+from moiety_engine.drafting.draft import Draft
+from moiety_engine.drafting.loading import load_draft_model
 from moiety_engine.errors import OutOfMemory, RanksError
 from moiety_engine.guiding.follower import Follower
 from moiety_engine.guiding.library import Library, Reading
@@ -41,6 +44,7 @@ from moiety_engine.runner.runner import Flight
 from moiety_engine.runner.sizes import sizes_for
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.limits import Limits
+from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.steps.tracer import StepTracer
@@ -64,16 +68,19 @@ class EngineLoop:
         crew: Crew | None = None,
         local_ranks: int = 1,
         library: Library | str = "it was made without a tokenizer",
+        draft_model: Transformer | None = None,
     ) -> None:
         """`crew`: the other ranks that the model is on, `local_ranks` of them with this one on this host. `library`: of
-        guides for answers, or why there is none. Raises AdapterError for one of the operator's that cannot be served.
-        """
+        guides for answers, or why there is none. `draft_model`: if the configuration says that there is one. Raises
+        AdapterError for one of the operator's that cannot be served."""
         self.model = model
         self.config = config
         self._clock_ns = clock_ns
         self.overlaps = steps_overlap(model, config)
         self._orders = Orders(crew, overlaps=self.overlaps)
-        self.sizes = sizes = sizes_for(model, config, self._orders, local_ranks)
+        self.sizes = sizes = sizes_for(model, config, self._orders, local_ranks, draft_model=draft_model)
+        self._draft = None if draft_model is None else Draft(draft_model, sizes)
+        self._models = [model] if draft_model is None else [model, draft_model]
         self._lobby = Lobby(library)
         self.exchange = exchange_of(config.transfer)
         self.adapters = AdapterRegistry(
@@ -94,7 +101,10 @@ class EngineLoop:
         policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
         draft_tokens = 0 if config.speculate is Speculate.OFF else config.speculate_tokens
         strategy = STRATEGIES[config.batching]
-        self.scheduler = Scheduler(first, limits, strategy, policy, draft_tokens=draft_tokens, further=further)
+        guesser = None if self._draft is None else self._draft.guesser
+        self.scheduler = Scheduler(
+            first, limits, strategy, policy, draft_tokens=draft_tokens, guesser=guesser, further=further
+        )
         self._flight: Flight | None = None  # launched, and not collected
         self._outputs: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
@@ -168,6 +178,8 @@ class EngineLoop:
         self._take_guests()
         plan = self.scheduler.plan(self._clock_ns())
         resident.copy_blocks(plan)
+        if self._draft is not None and plan.wants_drafts:
+            plan = self._filled(self._draft, plan, resident)
         launched = resident.runner.launch(plan) if plan.chunks else None
         if launched is not None:
             self._end_astray(launched)
@@ -196,9 +208,12 @@ class EngineLoop:
     def warm_up(self) -> None:
         """See that the first request does not pay for what is done once. Only before the first request."""
         self.scheduler.swap_costs(self._awake().warm_up())
-        self.model.settle(_SETTLING_S)
+        for one in self._models:
+            one.settle(_SETTLING_S)
         if self.scheduler.speculator is not None:
             self.scheduler.speculator.costs.measured(self._awake().time_decodes(self._clock_ns))
+            if self._draft is not None:
+                self.scheduler.speculator.passes.measured(self._draft.time_passes(self._clock_ns))
 
     # ── asleep ──
 
@@ -216,12 +231,13 @@ class EngineLoop:
         self._flight = None
         if self._experts is not None:
             self._experts.finish(self._clock_ns() / 1e9, resident.runner.staging)
-        freed = self._leave(on_progress) + self.sizes.num_blocks * self.model.kv_bytes_per_block(self.block_size)
+        block_bytes = sum(one.kv_bytes_per_block(self.block_size) for one in self._models)
+        freed = self._leave(on_progress) + self.sizes.num_blocks * block_bytes
         self._orders.give(Release())
         self.scheduler.groups.forget()
         self.exchange.serve(None)
         self.adapters.give_up()
-        self._resident = None
+        self._move_out()
         del resident
         free_cached_memory(self.model.device)
         return freed
@@ -237,12 +253,13 @@ class EngineLoop:
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
             problem = str(exc)
         if problem:  # only now does nobody hold what had been made, as the error did
-            self._resident = None
+            self._move_out()
             self.exchange.serve(None)  # it holds the cache too
             self._orders.give(Release())
             with self._orders.together(Leave()):
-                if not self.model.away:
-                    self.model.leave(on_progress)
+                for one in self._models:
+                    if not one.away:
+                        one.leave(on_progress)
             free_cached_memory(self.model.device)
             raise OutOfMemory(problem)
 
@@ -250,7 +267,7 @@ class EngineLoop:
         """The weights of all ranks, or none. Raises OutOfMemory, and RanksError where not even that can be had."""
         try:
             with self._orders.together(Leave()):
-                return self.model.leave(on_progress)
+                return sum(one.leave(on_progress) for one in self._models)
         except OutOfMemory:
             try:
                 self._come_back(on_progress)
@@ -260,8 +277,9 @@ class EngineLoop:
 
     def _come_back(self, on_progress: Callable[[], None]) -> None:
         with self._orders.together(ComeBack()):
-            if self.model.away:
-                self.model.come_back(on_progress)
+            for one in self._models:
+                if one.away:
+                    one.come_back(on_progress)
 
     def __enter__(self) -> Self:
         return self
@@ -294,6 +312,15 @@ class EngineLoop:
 
     def load(self) -> CoreLoad:
         return load_of(self.scheduler, self.exchange, self.steps_total, self._requests_total)
+
+    def _filled(self, draft: Draft, plan: Plan, resident: Resident) -> Plan:
+        """With what the draft model says; the step begins once it has."""
+        begin_ns = self._clock_ns()
+        filled = draft.fill(plan, resident.runner.sampled_L)
+        end_ns = self._clock_ns()
+        assert self.scheduler.speculator is not None, "drafts are wanted, and nobody asked for any"
+        self.scheduler.speculator.drafted((end_ns - begin_ns) / 1e9)
+        return replace(filled, planned_ns=end_ns)
 
     def _ledger(self) -> KvLedger:
         """Of one group of ranks."""
@@ -336,7 +363,14 @@ class EngineLoop:
         parts = (self.model, self.sizes, self._orders, self._tenants)
         resident = Resident(*parts, num_mask_words=num_mask_words, exchange=exchange, adapters=slots)
         exchange.serve(resident.kv)
+        if self._draft is not None:
+            self._draft.move_in()
         return resident
+
+    def _move_out(self) -> None:
+        self._resident = None
+        if self._draft is not None:
+            self._draft.move_out()
 
     def _watch_experts(self) -> ExpertWatch | None:
         counter = self.model.expert_counter
@@ -381,4 +415,13 @@ def load_loop(
     with telling(crew):
         found = library.result()
         model = assembled.model
-        return EngineLoop(model, config, clock_ns=clock_ns, crew=crew, local_ranks=local_ranks, library=found)
+        draft_model = load_draft_model(config, model, progress) if config.draft_model else None
+        return EngineLoop(
+            model,
+            config,
+            clock_ns=clock_ns,
+            crew=crew,
+            local_ranks=local_ranks,
+            library=found,
+            draft_model=draft_model,
+        )
