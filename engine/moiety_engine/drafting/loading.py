@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from moiety_engine.errors import InvalidConfig
+from moiety_engine.model.families import read_spec
 from moiety_engine.model.loading import load_model
 from moiety_text.errors import TextError
 from moiety_text.folder import read_text_model
@@ -28,8 +29,14 @@ def load_draft_model(
     """That which the configuration names, beside the model that it drafts for, in the same form. Raises InvalidConfig
     where their tokens differ, and what `load_model` raises."""
     folder = Path(config.draft_model)
+    ours, its = model.spec.vocab_size, read_spec(folder).vocab_size
+    if ours != its:
+        raise InvalidConfig(
+            f"the draft model knows {its} tokens and the model {ours}: take a --draft-model of the same family, with "
+            "the same vocabulary, or --speculate ngram, which needs none"
+        )
     _check_tokens(Path(config.model), folder)
-    draft = load_model(
+    return load_model(
         folder,
         device=str(model.device),
         dtype=config.dtype,
@@ -39,18 +46,6 @@ def load_draft_model(
         load_format=config.load_format,
         progress=progress,
     )
-    check_sizes(model, draft)
-    return draft
-
-
-def check_sizes(model: Transformer, draft: Transformer) -> None:
-    """Raises InvalidConfig where the two have not as many tokens."""
-    ours, its = model.spec.vocab_size, draft.spec.vocab_size
-    if ours != its:
-        raise InvalidConfig(
-            f"the draft model knows {its} tokens and the model {ours}: take a --draft-model of the same family, with "
-            "the same vocabulary, or --speculate ngram, which needs none"
-        )
 
 
 def _check_tokens(folder: Path, draft_folder: Path) -> None:
