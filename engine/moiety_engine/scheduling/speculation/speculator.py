@@ -19,7 +19,7 @@ from moiety_engine.sequence import Sequence
 # share a step, those that get ahead leave the others to steps that fewer share.
 _GAIN_ALONE, _GAIN_TOGETHER = 1.2, 1.5
 _LEAST_CHANCE = 0.05
-_HOPE = 0.9  # a draft is tried only where one that is so likely to come true would pay
+_HOPE = 0.97  # a draft is tried only where one that is so likely to come true would pay
 _OTHERS_WAIT = 1.25  # times a step without drafts: what one's draft may delay others who are late anyway
 _SMALL = 1  # sequences, up to which looking costs next to nothing
 _LONGEST_PAUSE = 16  # steps
