@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -29,7 +28,7 @@ from moiety_engine.distribution.crew import Crew
 from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.drafting.draft import Draft
 from moiety_engine.drafting.loading import load_draft_model
-from moiety_engine.errors import OutOfMemory, RanksError
+from moiety_engine.errors import OutOfMemory
 from moiety_engine.guiding.follower import Follower
 from moiety_engine.guiding.library import Library, Reading
 from moiety_engine.guiding.lobby import Lobby
@@ -37,14 +36,14 @@ from moiety_engine.messages import CoreFailure, CoreFinish, CoreLoad, CoreOutput
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.moe.watch import ExpertWatch
-from moiety_engine.runner.orders import ComeBack, Leave, Orders, Release
+from moiety_engine.runner.orders import Orders, Release
 from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.resident import Resident, free_cached_memory
 from moiety_engine.runner.runner import Flight
 from moiety_engine.runner.sizes import sizes_for
+from moiety_engine.runner.weights import Weights
 from moiety_engine.scheduling.kv import KvLedger
 from moiety_engine.scheduling.limits import Limits
-from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.steps.tracer import StepTracer
@@ -79,8 +78,8 @@ class EngineLoop:
         self.overlaps = steps_overlap(model, config)
         self._orders = Orders(crew, overlaps=self.overlaps)
         self.sizes = sizes = sizes_for(model, config, self._orders, local_ranks, draft_model=draft_model)
-        self._draft = None if draft_model is None else Draft(draft_model, sizes)
-        self._models = [model] if draft_model is None else [model, draft_model]
+        self._draft = None if draft_model is None else Draft(draft_model, sizes, clock_ns)
+        self._weights = Weights([model] if draft_model is None else [model, draft_model], self._orders)
         self._lobby = Lobby(library)
         self.exchange = exchange_of(config.transfer)
         self.adapters = AdapterRegistry(
@@ -178,8 +177,8 @@ class EngineLoop:
         self._take_guests()
         plan = self.scheduler.plan(self._clock_ns())
         resident.copy_blocks(plan)
-        if self._draft is not None and plan.wants_drafts:
-            plan = self._filled(self._draft, plan, resident)
+        if self._draft is not None:
+            plan = self._draft.fill(plan, resident.runner.sampled_L)
         launched = resident.runner.launch(plan) if plan.chunks else None
         if launched is not None:
             self._end_astray(launched)
@@ -208,12 +207,11 @@ class EngineLoop:
     def warm_up(self) -> None:
         """See that the first request does not pay for what is done once. Only before the first request."""
         self.scheduler.swap_costs(self._awake().warm_up())
-        for one in self._models:
-            one.settle(_SETTLING_S)
+        self._weights.settle(_SETTLING_S)
         if self.scheduler.speculator is not None:
             self.scheduler.speculator.costs.measured(self._awake().time_decodes(self._clock_ns))
-            if self._draft is not None:
-                self.scheduler.speculator.passes.measured(self._draft.time_passes(self._clock_ns))
+        if self._draft is not None:
+            self._draft.warm_up()
 
     # ── asleep ──
 
@@ -231,8 +229,8 @@ class EngineLoop:
         self._flight = None
         if self._experts is not None:
             self._experts.finish(self._clock_ns() / 1e9, resident.runner.staging)
-        block_bytes = sum(one.kv_bytes_per_block(self.block_size) for one in self._models)
-        freed = self._leave(on_progress) + self.sizes.num_blocks * block_bytes
+        kv_bytes = self.sizes.num_blocks * self._weights.kv_bytes_per_block(self.block_size)
+        freed = self._weights.leave_or_stay(on_progress) + kv_bytes
         self._orders.give(Release())
         self.scheduler.groups.forget()
         self.exchange.serve(None)
@@ -247,7 +245,7 @@ class EngineLoop:
         assert self._resident is None, "a replica that is awake was woken"
         problem = ""
         try:
-            self._come_back(on_progress)
+            self._weights.come_back(on_progress)
             self._resident = self._move_in()
             self.warm_up()
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
@@ -256,30 +254,9 @@ class EngineLoop:
             self._move_out()
             self.exchange.serve(None)  # it holds the cache too
             self._orders.give(Release())
-            with self._orders.together(Leave()):
-                for one in self._models:
-                    if not one.away:
-                        one.leave(on_progress)
+            self._weights.leave(on_progress)
             free_cached_memory(self.model.device)
             raise OutOfMemory(problem)
-
-    def _leave(self, on_progress: Callable[[], None]) -> int:
-        """The weights of all ranks, or none. Raises OutOfMemory, and RanksError where not even that can be had."""
-        try:
-            with self._orders.together(Leave()):
-                return sum(one.leave(on_progress) for one in self._models)
-        except OutOfMemory:
-            try:
-                self._come_back(on_progress)
-            except OutOfMemory as exc:
-                raise RanksError(f"some ranks have put their weights away, and cannot take them back: {exc}") from exc
-            raise
-
-    def _come_back(self, on_progress: Callable[[], None]) -> None:
-        with self._orders.together(ComeBack()):
-            for one in self._models:
-                if one.away:
-                    one.come_back(on_progress)
 
     def __enter__(self) -> Self:
         return self
@@ -312,15 +289,6 @@ class EngineLoop:
 
     def load(self) -> CoreLoad:
         return load_of(self.scheduler, self.exchange, self.steps_total, self._requests_total)
-
-    def _filled(self, draft: Draft, plan: Plan, resident: Resident) -> Plan:
-        """With what the draft model says; the step begins once it has."""
-        begin_ns = self._clock_ns()
-        filled = draft.fill(plan, resident.runner.sampled_L)
-        end_ns = self._clock_ns()
-        assert self.scheduler.speculator is not None, "drafts are wanted, and nobody asked for any"
-        self.scheduler.speculator.drafted((end_ns - begin_ns) / 1e9)
-        return replace(filled, planned_ns=end_ns)
 
     def _ledger(self) -> KvLedger:
         """Of one group of ranks."""

@@ -182,7 +182,9 @@ def test_passes_cost_by_their_rows_and_what_was_missed_counts_little_by_little()
     assert drafting.seconds == pytest.approx(0.03 + behind_s)
     assert drafting.counted_s == pytest.approx(0.03 + behind_s / 10)
     for _ in range(100):
-        costs.observe(costs.seconds(1), 0.005)
+        costs.expect(costs.seconds(1))
+        costs.took(0.005)
+    assert costs.take_s() == pytest.approx(0.5)
     assert costs.seconds(2) == pytest.approx(0.01, rel=0.1)
 
 
@@ -214,7 +216,8 @@ def test_a_draft_model_that_is_too_slow_is_not_asked(loops: Any, draft_by: Any) 
     speculator = loop.scheduler.speculator
     assert speculator is not None
     speculator.costs.measured([0.01] * 4)
-    speculator.passes.measured([0.2] * 4)
+    assert loop._draft is not None
+    loop._draft.guesser.passes.measured([0.2] * 4)
     submits = [make_submit(0), make_submit(1)]
     assert tokens_of(run_all(loop, submits)) == tokens_of(run_all(loops.make(), submits))
     assert loop.load().drafted_tokens_total == 0

@@ -43,9 +43,9 @@ class Draft:
     """Used by the step loop's thread only. What it has in its cache is known by `held`, which is the scheduler's to
     read."""
 
-    def __init__(self, model: Transformer, sizes: Sizes) -> None:
+    def __init__(self, model: Transformer, sizes: Sizes, clock_ns: Callable[[], int]) -> None:
         self.model = model
-        self._sizes = sizes
+        self._sizes, self._clock_ns = sizes, clock_ns
         self.held = DraftedKv(sizes.block_size)
         self.guesser = ModelGuesser(self.held, model.spec.max_context_tokens)
         self._staging = Staging(model.device)
@@ -73,7 +73,10 @@ class Draft:
 
     def fill(self, plan: Plan, sampled_L: Tensor | None) -> Plan:
         """The plan with the drafts that it leaves to a model, which has taken in what the plan says. `sampled_L`: what
-        the running step samples. Waits for the tokens."""
+        the running step samples. Waits for the tokens; only then the step begins."""
+        if not plan.wants_drafts:
+            return plan
+        begin_ns = self._clock_ns()
         pieces = [self._piece(taken.sequence, taken.num_tokens) for taken in plan.taken_in]
         pieces += [
             self._piece(chunk.sequence, None, len(chunk.draft))
@@ -89,11 +92,14 @@ class Draft:
             chunk._replace(draft=tuple(said[chunk.sequence])) if chunk.draft else chunk
             for chunk in plan.chunks[: plan.num_decode]
         ]
-        return replace(plan, chunks=chunks + plan.chunks[plan.num_decode :])
+        end_ns = self._clock_ns()
+        self.guesser.passes.took((end_ns - begin_ns) / 1e9)
+        return replace(plan, chunks=chunks + plan.chunks[plan.num_decode :], planned_ns=end_ns)
 
-    def time_passes(self, clock_ns: Callable[[], int]) -> list[float]:
-        """Seconds of a pass for as many of the sizes of steps with drafts as time allows; at least one. Leaves nothing
-        behind; only before the first request."""
+    def warm_up(self) -> None:
+        """Measure passes of as many of the sizes of steps with drafts as time allows. What replays them is made on the
+        way. Leaves nothing behind; only before the first request."""
+        clock_ns = self._clock_ns
         blank = CoreSubmit(0, "", STANDARD, [0] * SIZES[-1], Sampling(), 1, 0, [], 1, b"", 0)
         sequence, sizes, found = Sequence(blank, order=0, seed=0), self._sizes, []
         begin_ns = clock_ns()
@@ -110,7 +116,7 @@ class Draft:
             found.append(min(times_s))
             if (clock_ns() - begin_ns) / 1e9 > _TIMING_S:
                 break
-        return found
+        self.guesser.passes.measured(found)
 
     def _piece(self, sequence: Sequence, at_most: int | None, drafts: int = 0) -> Piece:
         first, end = self.held.num_there(sequence), len(sequence.tokens)

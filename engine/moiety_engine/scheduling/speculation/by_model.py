@@ -3,6 +3,7 @@ often it is right is learned from drafts that were verified, and where none pay 
 
 from __future__ import annotations
 
+from moiety_engine.scheduling.speculation.costs import PassCosts
 from moiety_engine.scheduling.speculation.drafted_kv import DraftedKv
 from moiety_engine.scheduling.speculation.guess import Attempt, Guess
 from moiety_engine.sequence import PENDING, Sequence
@@ -33,6 +34,7 @@ class ModelGuesser:
 
     def __init__(self, kv: DraftedKv, max_context: int) -> None:
         """`max_context`: tokens that the draft model can read."""
+        self.passes = PassCosts()
         self._kv = kv
         self._max_context = max_context
         self._of_all = _Chance(_LEAST_WEIGHT_FOR_ALL)

@@ -77,6 +77,7 @@ class PassCosts:
     def __init__(self) -> None:
         self._measured_s: list[float] = []  # by size
         self._wrong = 1.0  # measured ÷ predicted
+        self._predicted_s = self._taken_s = 0.0  # of the step that was planned last
 
     def measured(self, seconds: list[float]) -> None:
         """A pass took so long at each of the first SIZES."""
@@ -85,11 +86,22 @@ class PassCosts:
     def seconds(self, rows: int) -> float:
         return between(self._measured_s, rows) * self._wrong if self._measured_s and rows else 0.0
 
-    def observe(self, predicted_s: float, seconds: float) -> None:
-        """The passes of a step took so long."""
-        if predicted_s > 0 and seconds > 0:
-            found = min(max(self._wrong * seconds / predicted_s, _LEAST * self._wrong), _MOST * self._wrong)
+    def expect(self, seconds: float) -> None:
+        """Those of the step that is planned are predicted to take so long."""
+        self._predicted_s = seconds
+
+    def took(self, seconds: float) -> None:
+        """They took so long."""
+        self._taken_s += seconds
+        if self._predicted_s > 0 and seconds > 0:
+            found = self._wrong * seconds / self._predicted_s
+            found = min(max(found, _LEAST * self._wrong), _MOST * self._wrong)
             self._wrong += _WEIGHT * (found - self._wrong)
+
+    def take_s(self) -> float:
+        """Seconds that passes took since the last call."""
+        taken_s, self._taken_s = self._taken_s, 0.0
+        return taken_s
 
 
 class Drafting:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from moiety_engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from moiety_engine.scheduling.speculation.costs import PassCosts
 
 
 class Guess(NamedTuple):
@@ -27,6 +30,11 @@ class Attempt(NamedTuple):
 
 class Guesser(Protocol):
     """What drafts come from. One scheduler's."""
+
+    @property
+    def passes(self) -> PassCosts:
+        """What drafts cost; nothing where no model says them."""
+        ...
 
     def guess(self, sequence: Sequence, count: int) -> Guess:
         """Up to `count` tokens, after the one that the running step samples if there is one."""

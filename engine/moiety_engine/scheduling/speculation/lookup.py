@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moiety_engine.scheduling.speculation.costs import PassCosts
 from moiety_engine.scheduling.speculation.guess import Attempt, Guess
 from moiety_engine.scheduling.speculation.history import History
 from moiety_engine.sequence import Sequence
@@ -9,6 +10,9 @@ from moiety_engine.sequence import Sequence
 
 class LookupGuesser:
     """A Guesser."""
+
+    def __init__(self) -> None:
+        self.passes = PassCosts()
 
     def guess(self, sequence: Sequence, count: int) -> Guess:
         """The token that the running step samples is guessed, too, and not drafted."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from moiety_engine.scheduling.planner import Planner
-from moiety_engine.scheduling.speculation.costs import MOST_BEHIND, Drafting, PassCosts, RowCosts
+from moiety_engine.scheduling.speculation.costs import MOST_BEHIND, Drafting, RowCosts
 from moiety_engine.scheduling.speculation.guess import Guess, Guesser
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
@@ -34,18 +34,16 @@ class Speculator:
         self._num_tokens = num_tokens
         self._guesser = guesser
         self.costs = RowCosts(step_time)
-        self.passes = PassCosts()
         self._pause = self._num_in_vain = self._num_looks = 0  # steps
         self._last: tuple[int, StepShape, int] | None = None  # of the step before: when planned, shape, drafted tokens
-        self._predicted_s = self._drafting_s = 0.0  # of its drafts
 
     def extend(self, planner: Planner, slack_s: float, now_ns: int, *, overlaps: bool) -> None:
         """Give decodes of the step drafts, where that pays. `slack_s`: until the first token is due that is owed in
         time. `overlaps`: the next step is planned while this one runs, without those that have a draft in it."""
+        drafting_s = self._guesser.passes.take_s()
         if self._last is not None:  # from plan to plan: what is done with a step's tokens takes time, too
             planned_ns, shape, num_drafted = self._last
-            self.costs.observe(shape, num_drafted, (now_ns - planned_ns) / 1e9 - self._drafting_s)
-        self._predicted_s = self._drafting_s = 0.0
+            self.costs.observe(shape, num_drafted, (now_ns - planned_ns) / 1e9 - drafting_s)
         looks = not self._pause
         if looks:
             self._extend(planner, slack_s, overlaps=overlaps)
@@ -53,11 +51,6 @@ class Speculator:
             self._pause -= 1
         in_vain = looks and not planner.num_drafted and len(planner.decodes) > _SMALL  # no measure of what goes without
         self._last = None if planner.empty or in_vain else (now_ns, planner.shape, planner.num_drafted)
-
-    def drafted(self, seconds: float) -> None:
-        """What a model was to draft for the step took so long."""
-        self._drafting_s = seconds
-        self.passes.observe(self._predicted_s, seconds)
 
     def verified(self, sequence: Sequence, num_right: int, *, one_wrong: bool) -> None:
         """So many tokens of a draft came true, and the one after them did or did not."""
@@ -84,8 +77,8 @@ class Speculator:
 
     def _give(self, planner: Planner, guesses: list[Guess], lengths: list[int]) -> None:
         """Drafts of these lengths. Whose draft model is too far behind has it take in some tokens first."""
-        room = MOST_BEHIND
-        drafting = Drafting(self.passes, guesses)
+        room, passes, piece_s = MOST_BEHIND, self._guesser.passes, 0.0
+        drafting = Drafting(passes, guesses)
         for place, (guess, length) in enumerate(zip(guesses, lengths, strict=True)):
             if not length:
                 continue
@@ -96,9 +89,8 @@ class Speculator:
                     drafting.add(place, depth)
             elif room == MOST_BEHIND:
                 planner.take_in(place, room)
-                self._predicted_s = self.passes.seconds(room)
-                room = 0
-        self._predicted_s += drafting.seconds
+                room, piece_s = 0, passes.seconds(room)
+        passes.expect(piece_s + drafting.seconds)
 
     def _guess(self, sequence: Sequence) -> Guess:
         """Answers that are held to a form are not guessed: what their guide lets through after a guess is not known
@@ -113,7 +105,7 @@ class Speculator:
         """Of each sequence's draft."""
         likeliest = _by_chance(guesses)[: planner.rows_left]
         lengths = [0] * len(guesses)
-        best = self._best(planner.shape, likeliest, Drafting(self.passes, guesses), slack_s, missed)
+        best = self._best(planner.shape, likeliest, Drafting(self._guesser.passes, guesses), slack_s, missed)
         for _, place, _ in likeliest[:best]:
             lengths[place] += 1
         return lengths
