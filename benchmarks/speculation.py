@@ -1,8 +1,10 @@
-"""What speculative decoding by look-up changes: paired runs with it and without, in one process.
+"""What speculative decoding by look-up, or by a draft model, changes: paired runs with it and without, in one process.
 
     python benchmarks/speculation.py [--checkpoint FOLDER] [--pairs 6] [--clock wall]
+    python benchmarks/speculation.py --checkpoint FOLDER --draft-model FOLDER --output results/draft_model.json
 
-The demo model, and with --checkpoint the random Qwen3-MoE that benchmarks/checkpoint.py makes. The two of a pair follow
+The demo model, and with --checkpoint the random Qwen3-MoE that benchmarks/checkpoint.py makes; with --draft-model that
+checkpoint alone, by this model, as benchmarks/draft_pair.py makes pairs of both. The two of a pair follow
 each other, in an order that changes from pair to pair. One thread; tokens are counted by seconds of processor time,
 which other load on the machine changes least (`--clock wall` counts those of the wall). What is said must be the same.
 """
@@ -27,8 +29,10 @@ import msgspec
 from moiety_engine.bench.engine import environment
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig, Speculate
+from moiety_engine.drafting.loading import load_draft_model
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreSubmit
+from moiety_engine.model.transformer import Transformer
 from moiety_engine.offline import run_all
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
@@ -39,6 +43,7 @@ CLOCKS: dict[str, Callable[[], int]] = {"processor": time.process_time_ns, "wall
 KV_BYTES = 1 << 29
 FIRST_ID = 200
 NEEDED = 1.5  # times the tokens a second without, at one stream that repeats itself
+SETTLING_S = 60.0
 NOISE = 0.97  # what the upper end of no workload's interval may lie below
 
 # name → (streams, whether the prompt repeats itself, sampling)
@@ -55,6 +60,8 @@ WORKLOADS: dict[str, tuple[int, bool, dict[str, Any]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, help="besides the demo model")
+    parser.add_argument("--draft-model", type=Path, help="for the checkpoint, which is then the only model")
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--pairs", type=int, default=6, choices=sorted(T_975))
     parser.add_argument("--tokens", type=int, default=256, help="of each answer of the demo model")
     parser.add_argument("--checkpoint-tokens", type=int, default=64)
@@ -62,12 +69,15 @@ def main() -> None:
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="processor")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "speculation.json")
     options = parser.parse_args()
-    every = list(WORKLOADS)
-    models = {"moiety-demo": measure(resolve_checkpoint(""), options.tokens, every, options)}
+    every = options.workloads
+    models = {}
+    if options.draft_model is None:
+        models["moiety-demo"] = measure(resolve_checkpoint(""), options.tokens, every, options)
     if options.checkpoint is not None:
         some = [name for name in every if WORKLOADS[name][0] <= options.checkpoint_streams]
         folder = options.checkpoint
         models[folder.name] = measure(folder, options.checkpoint_tokens, some, options)
+    repetitive = [one["workloads"]["repetitive_1"] for one in models.values() if "repetitive_1" in one["workloads"]]
     report = {
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
@@ -75,9 +85,7 @@ def main() -> None:
         "settings": {name: str(value) for name, value in vars(options).items() if name != "output"},
         "models": models,
         "verdict": {
-            "repetitive_at_least_1.5": all(
-                one["workloads"]["repetitive_1"]["ratio"] >= NEEDED for one in models.values()
-            ),
+            "repetitive_at_least_1.5": all(one["ratio"] >= NEEDED for one in repetitive) if repetitive else None,
             "none_slower_beyond_noise": all(
                 figures["interval"][1] >= NOISE for one in models.values() for figures in one["workloads"].values()
             ),
@@ -94,10 +102,19 @@ def measure(folder: Path, tokens: int, workloads: list[str], options: argparse.N
         model=str(folder), name=folder.name, num_threads=1, kv_memory_bytes=KV_BYTES, prefix_caching=False
     )
     on = msgspec.structs.replace(off, speculate=Speculate.NGRAM)
+    draft_model: Transformer | None = None
     first = load_loop(off)
+    if options.draft_model is not None:
+        on = msgspec.structs.replace(off, speculate=Speculate.DRAFT, draft_model=str(options.draft_model))
+        draft_model = load_draft_model(on, first.model)
+        draft_model.settle(SETTLING_S)
+    first.model.settle(SETTLING_S)  # its thread's time would count
     found = {}
     for name in workloads:
-        loops = {which: EngineLoop(first.model, c, clock_ns=clock) for which, c in (("off", off), ("on", on))}
+        loops = {
+            "off": EngineLoop(first.model, off, clock_ns=clock),
+            "on": EngineLoop(first.model, on, clock_ns=clock, draft_model=draft_model),
+        }
         for loop in loops.values():
             loop.warm_up()
             run(loop, name, tokens, 0, clock)  # both have then run what they will run

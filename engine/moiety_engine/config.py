@@ -52,6 +52,7 @@ class Speculate(StrEnum):
 
     OFF = "off"
     NGRAM = "ngram"  # what followed the newest words when the text said them before
+    DRAFT = "draft"  # a second, small model
 
 
 class KvWay(StrEnum):
@@ -113,6 +114,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     overlap: Overlap = Overlap.AUTO
     speculate: Speculate = Speculate.OFF
     speculate_tokens: int = 7  # the longest draft; with the token before it 8 rows, as processors like them
+    draft_model: str = ""  # checkpoint folder of the second model, already resolved
     cuda_graphs: bool = True  # replay decode steps on a GPU
     traced_steps_per_s: float = 20.0  # looked at closely, for the traces of requests; 0 for none
     batch_timeout_ms: float = 50.0  # `dynamic`: how long the first request waits for company
@@ -163,17 +165,33 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(
                 f"host_kv_memory_bytes must be 0 (no host tier) or more, not {self.host_kv_memory_bytes}"
             )
-        if self.speculate is not Speculate.OFF and self.batching is Batching.PADDED:
-            raise InvalidConfig(
-                "the padded strategy computes every row as long as the longest, without drafts: choose "
-                "another --batching, or --speculate off"
-            )
+        self._check_speculation()
         self._check_adapters()
         if not 0 <= self.traced_steps_per_s <= MAX_TRACED_PER_S:
             raise InvalidConfig(f"traced_steps_per_s must lie between 0 and {MAX_TRACED_PER_S}")
         self._check_transfer()
         if self.batch_timeout_ms < 0:
             raise InvalidConfig(f"batch_timeout_ms must be 0 or more, not {self.batch_timeout_ms}")
+
+    def _check_speculation(self) -> None:
+        if self.speculate is not Speculate.OFF and self.batching is Batching.PADDED:
+            raise InvalidConfig(
+                "the padded strategy computes every row as long as the longest, without drafts: choose "
+                "another --batching, or --speculate off"
+            )
+        if self.speculate is not Speculate.DRAFT:
+            if self.draft_model:
+                raise InvalidConfig(
+                    "a --draft-model is used with --speculate draft only: say that too, or leave it out"
+                )
+            return
+        if not self.draft_model:
+            raise InvalidConfig("--speculate draft needs --draft-model, a small checkpoint with the same vocabulary")
+        if self.tp * self.dp_attention * self.pp > 1:
+            raise InvalidConfig(
+                "a draft model drafts for a model on one device so far: leave --tp, --dp-attention and --pp at 1, or "
+                "take --speculate ngram"
+            )
 
     def _check_transfer(self) -> None:
         transfer = self.transfer

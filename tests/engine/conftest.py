@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
-from moiety_engine.config import EngineConfig
+from moiety_engine.config import EngineConfig, Speculate
 from moiety_engine.loop import EngineLoop, load_loop
 
 
@@ -57,3 +59,53 @@ class Loops:
 @pytest.fixture(scope="session")
 def loops(checkpoint: Path) -> Loops:
     return Loops(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def sketch_loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
+    """A smaller model of another family with the same tokens, to draft for the first; it has other opinions."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("sketch")
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        eos_token_id=2,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return Loops(folder)
+
+
+Drafting = Callable[..., EngineLoop]
+
+
+def make_drafting(loops: Loops, draft: Loops | None, **settings: object) -> EngineLoop:
+    """A loop to which rows cost nothing, so that it drafts whatever may come true: by look-up, or by a model."""
+    ticks = count(10**18, 10**7)  # a clock by which all steps take the same
+    by = {"speculate": Speculate.NGRAM} if draft is None else {"speculate": Speculate.DRAFT}
+    folder = "" if draft is None else str(draft.folder)
+    config = EngineConfig(model=str(loops.folder), name="tiny", draft_model=folder, **by | settings)  # type: ignore[arg-type]
+    model = None if draft is None else draft.model
+    return EngineLoop(loops.model, config, clock_ns=lambda: next(ticks), draft_model=model)
+
+
+@pytest.fixture(params=["ngram", "draft"])
+def drafting(request: pytest.FixtureRequest, loops: Loops) -> Drafting:
+    """Makes such loops, with their settings."""
+    draft = request.getfixturevalue("sketch_loops") if request.param == "draft" else None
+    return partial(make_drafting, loops, draft)
+
+
+@pytest.fixture
+def draft_by(loops: Loops) -> Drafting:
+    """Makes such loops with the model that drafts, and their settings."""
+    return partial(make_drafting, loops)

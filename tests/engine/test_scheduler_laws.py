@@ -3,13 +3,14 @@ run dry of credit, give way and come back, on the real scheduler, block pool and
 
 The stand-in for the model writes down, for every KV slot, the text whose KV it holds, and looks at each step whether
 the blocks that a sequence reads hold what it has computed. So a block that is lost, mixed up or overwritten is seen.
+The same holds for the stand-in of a draft model, which has slots of its own in the same blocks.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import msgspec
@@ -36,6 +37,8 @@ from moiety_engine.scheduling.policies.accounts import OUTPUT_WEIGHT
 from moiety_engine.scheduling.policies.moiety import Moiety
 from moiety_engine.scheduling.room import SwapCost
 from moiety_engine.scheduling.scheduler import Scheduler
+from moiety_engine.scheduling.speculation.by_model import ModelGuesser
+from moiety_engine.scheduling.speculation.drafted_kv import DraftedKv
 from moiety_engine.scheduling.steptime import StepTimeModel
 from moiety_engine.scheduling.strategies import STRATEGIES
 from moiety_engine.sequence import PENDING, Place, Sequence
@@ -46,6 +49,7 @@ BLOCK_SIZE = 4
 EOS = 7
 MAX_PROMPT = 24
 MAX_OUTPUT = 16
+MAX_DRAFTED = MAX_PROMPT + MAX_OUTPUT - 3  # tokens that a draft model reads
 FEWEST_BLOCKS = (MAX_PROMPT + MAX_OUTPUT) // BLOCK_SIZE
 LONGEST_STEP_S = 0.5
 
@@ -97,6 +101,7 @@ def make_scheduler(
     batching: Batching = Batching.CONTINUOUS,
     draft_tokens: int = 0,
     num_groups: int = 1,
+    held: DraftedKv | None = None,
 ) -> Scheduler:
     def ledger() -> KvLedger:
         host = HostTier(host_blocks) if host_blocks else None
@@ -110,6 +115,7 @@ def make_scheduler(
         step_time=StepTimeModel((0.01, 0.05, 0.0, 0.0, 0.001, 0.001)),
         swap=SwapCost(1e-5),
         draft_tokens=draft_tokens,
+        guesser=None if held is None else ModelGuesser(held, MAX_DRAFTED),
         further=[ledger() for _ in range(num_groups - 1)],
     )
 
@@ -138,9 +144,11 @@ class Replica:
     """A scheduler, the virtual clock, the memory of a model, and the clients. Looks at each law where it can break.
     With `overlap` a step is planned while one runs, as on a GPU: what that samples only the device knows by then."""
 
-    def __init__(self, scheduler: Scheduler, *, overlap: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler, *, overlap: bool = False, held: DraftedKv | None = None) -> None:
         self.scheduler = scheduler
         self.overlap = overlap
+        self._held = held  # of a draft model
+        self._drafter: dict[tuple[int, int], object] = {}  # as the next, of its cache
         self._flight: tuple[Plan, list[int], list[bytes]] | None = None
         self.now_ns = 10**12
         self.clients: dict[int, Client] = {}
@@ -164,7 +172,7 @@ class Replica:
 
     def step(self, seconds: float) -> Plan:
         scheduler = self.scheduler
-        plan = scheduler.plan(self.now_ns)
+        plan = self._drafted(scheduler.plan(self.now_ns))
         assert plan.num_rows <= scheduler.limits.max_batch_tokens
         assert plan.num_rows == sum(chunk.num_tokens + chunk.num_pad for chunk in plan.chunks)
         assert len({chunk.sequence.key for chunk in plan.chunks}) == len(plan.chunks)
@@ -193,6 +201,31 @@ class Replica:
             plan, tokens, vectors = flight
             for output in self.scheduler.commit(plan, tokens, [None] * len(tokens), self.now_ns, vectors):
                 self._take(output)
+
+    def _drafted(self, plan: Plan) -> Plan:
+        """What a draft model does: by its own account it has the KV of some tokens, and takes in the rest."""
+        if self._held is None:
+            return plan
+        return replace(plan, chunks=[self._with_draft(self._held, chunk) for chunk in plan.chunks])
+
+    def _with_draft(self, held: DraftedKv, chunk: Chunk) -> Chunk:
+        if not chunk.draft:
+            return chunk
+        assert set(chunk.draft) == {PENDING}
+        sequence, client = chunk.sequence, self.clients[chunk.sequence.key]
+        tokens, positions = self._tokens(sequence), range(sequence.num_output, sequence.num_output + len(chunk.draft))
+        said = [client.says(position) if position % 5 else -3 for position in positions]
+        first, read = held.num_there(sequence), [*tokens, *said[:-1]]
+        assert first < len(tokens) and len(tokens) + len(said) <= MAX_DRAFTED
+        for i in range(len(read)):
+            slot, text = (self._block(sequence, i), i % BLOCK_SIZE), (sequence.submit.cache_salt, tuple(read[: i + 1]))
+            if i < first:
+                assert self._drafter.get(slot) == text, (
+                    f"token {i} of request {sequence.key} is not what was drafted on"
+                )
+            self._drafter[slot] = text
+        held.took_in(sequence, first, len(tokens), said[:-1])
+        return chunk._replace(draft=tuple(said))
 
     def _tokens(self, sequence: Sequence) -> list[int]:
         """The sequence's tokens, as the device knows them."""
@@ -358,6 +391,7 @@ class Machine(RuleBasedStateMachine):
     batching = Batching.CONTINUOUS
     overlap = False
     draft_tokens = 0
+    by_model = False
     num_groups = 1
 
     @initialize(
@@ -376,8 +410,9 @@ class Machine(RuleBasedStateMachine):
             batching=self.batching,
             draft_tokens=self.draft_tokens,
             num_groups=self.num_groups,
+            held=(held := DraftedKv(BLOCK_SIZE) if self.by_model else None),
         )
-        self.replica = Replica(scheduler, overlap=self.overlap)
+        self.replica = Replica(scheduler, overlap=self.overlap, held=held)
 
     @rule(
         service=st.sampled_from(sorted(CLASSES)),
@@ -480,6 +515,18 @@ class OverlapDraftingFcfsMachine(DraftingFcfsMachine):
     overlap = True
 
 
+class ModelDraftingMachine(DraftingMachine):
+    by_model = True
+
+
+class ModelDraftingFcfsMachine(DraftingFcfsMachine):
+    by_model = True
+
+
+class OverlapModelDraftingFcfsMachine(ModelDraftingFcfsMachine):
+    overlap = True
+
+
 class GroupsFcfsMachine(FcfsMachine):
     num_groups = 3
 
@@ -490,7 +537,7 @@ class OverlapDraftingGroupsMachine(OverlapDraftingMachine):
 
 PLAIN = [Machine, FcfsMachine, OverlapMachine, OverlapFcfsMachine, PaddedMachine, OverlapPaddedMachine]
 DRAFTING = [DraftingMachine, DraftingFcfsMachine, OverlapDraftingMachine, OverlapDraftingFcfsMachine]
-
+BY_MODEL = [ModelDraftingMachine, OverlapModelDraftingFcfsMachine]
 IN_GROUPS = [GroupsFcfsMachine, OverlapDraftingGroupsMachine]
 
 
@@ -499,11 +546,12 @@ def name_of(machine: type[Machine]) -> str:
         f"{machine.policy}-{machine.batching}"
         + "-overlapped" * machine.overlap
         + "-drafting" * bool(machine.draft_tokens)
+        + "-by_model" * machine.by_model
         + "-groups" * (machine.num_groups > 1)
     )
 
 
-@pytest.mark.parametrize("machine", PLAIN + DRAFTING + IN_GROUPS, ids=name_of)
+@pytest.mark.parametrize("machine", PLAIN + DRAFTING + BY_MODEL + IN_GROUPS, ids=name_of)
 def test_the_laws_hold_whatever_happens(machine: type[Machine]) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 
 from moiety_engine.config import Batching, EngineConfig, Overlap, PolicyName, Speculate
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
 from moiety_engine.scheduling.speculation.costs import RowCosts
@@ -57,13 +55,6 @@ def make_submit(key: int, *, max_tokens: int = 60, **more: Any) -> CoreSubmit:
     return msgspec.structs.replace(submit, **more)
 
 
-def drafting(loops: Any, **settings: Any) -> EngineLoop:
-    """A loop to which rows cost nothing, so that it drafts whatever may come true."""
-    ticks = count(10**18, 10**7)  # a clock by which all steps take the same
-    config = EngineConfig(model=str(loops.folder), name="tiny", speculate=Speculate.NGRAM, **settings)
-    return EngineLoop(loops.model, config, clock_ns=lambda: next(ticks))
-
-
 def told(results: dict[int, Result]) -> dict[int, tuple[list[int], list[Any], FinishReason, str]]:
     return {key: (r.token_ids, r.logprobs, r.finish.reason, r.finish.detail) for key, r in results.items() if r.finish}
 
@@ -71,11 +62,11 @@ def told(results: dict[int, Result]) -> dict[int, tuple[list[int], list[Any], Fi
 @pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
 @pytest.mark.parametrize("batching", [Batching.CONTINUOUS, Batching.STATIC])
 def test_every_kind_of_sampling_gives_the_same_tokens_and_logprobs(
-    loops: Any, batching: Batching, overlap: Overlap
+    loops: Any, drafting: Any, batching: Batching, overlap: Overlap
 ) -> None:
     submits = [make_submit(key) for key in range(7)]
     expected = told(run_all(loops.make(batching=batching), submits))
-    loop = drafting(loops, batching=batching, overlap=overlap)
+    loop = drafting(batching=batching, overlap=overlap)
     results = run_all(loop, submits)
     assert told(results) == expected
     load = loop.load()
@@ -87,14 +78,14 @@ def test_every_kind_of_sampling_gives_the_same_tokens_and_logprobs(
     assert loop.load().output_tokens_total == 7 * 60
 
 
-def test_fewer_steps_are_taken(loops: Any) -> None:
-    loop = drafting(loops)
+def test_fewer_steps_are_taken(drafting: Any) -> None:
+    loop = drafting()
     run_all(loop, [make_submit(0)])
     assert loop.steps_total < 60 - 10
 
 
-def test_steps_that_are_looked_at_tell_all_the_tokens_that_came_of_them(loops: Any) -> None:
-    loop = drafting(loops, traced_steps_per_s=1000)
+def test_steps_that_are_looked_at_tell_all_the_tokens_that_came_of_them(drafting: Any) -> None:
+    loop = drafting(traced_steps_per_s=1000)
     for key in range(4):
         loop.submit(make_submit(key))
     steps = []
@@ -107,17 +98,17 @@ def test_steps_that_are_looked_at_tell_all_the_tokens_that_came_of_them(loops: A
     assert sum(step.num_output_tokens for step in steps) == loop.scheduler.output_tokens_total == 4 * 60
 
 
-def test_a_stop_token_a_bound_and_a_floor_hold_in_the_middle_of_a_draft(loops: Any) -> None:
+def test_a_stop_token_a_bound_and_a_floor_hold_in_the_middle_of_a_draft(loops: Any, drafting: Any) -> None:
     plain = run_all(loops.make(), [make_submit(0)])[0].token_ids
     often = max(set(plain), key=plain.count)
     for min_tokens in (0, 5, 23):
         for max_tokens in (1, 2, 30):
             stopping = make_submit(0, max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=[often])
-            assert told(run_all(drafting(loops), [stopping])) == told(run_all(loops.make(), [stopping]))
+            assert told(run_all(drafting(), [stopping])) == told(run_all(loops.make(), [stopping]))
 
 
-def test_credit_is_never_exceeded_and_all_of_it_is_used(loops: Any) -> None:
-    loop = drafting(loops)
+def test_credit_is_never_exceeded_and_all_of_it_is_used(loops: Any, drafting: Any) -> None:
+    loop = drafting()
     loop.submit(make_submit(0, credit_tokens=3))
     expected = run_all(loops.make(), [make_submit(0)])[0].token_ids
     tokens: list[int] = []
@@ -134,12 +125,11 @@ def test_credit_is_never_exceeded_and_all_of_it_is_used(loops: Any) -> None:
 @pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
 @pytest.mark.parametrize("host_bytes", [0, 80 * BLOCK_BYTES_8])
 def test_preempted_and_swapped_requests_get_the_tokens_of_an_undisturbed_run(
-    loops: Any, overlap: Overlap, host_bytes: int
+    loops: Any, drafting: Any, overlap: Overlap, host_bytes: int
 ) -> None:
     submits = [make_submit(key, max_tokens=40) for key in range(7)]
     expected = told(run_all(loops.make(), submits))
     loop = drafting(
-        loops,
         overlap=overlap,
         kv_memory_bytes=24 * BLOCK_BYTES_8,
         host_kv_memory_bytes=host_bytes,
@@ -153,18 +143,18 @@ def test_preempted_and_swapped_requests_get_the_tokens_of_an_undisturbed_run(
     assert any(event.kind == "preempted" for event in events)
 
 
-def test_a_request_that_another_engine_began_goes_on_with_drafts(loops: Any) -> None:
+def test_a_request_that_another_engine_began_goes_on_with_drafts(loops: Any, drafting: Any) -> None:
     whole = run_all(loops.make(), [make_submit(key) for key in range(7)])
     submits = [make_submit(key, resumed_ids=whole[key].token_ids[:25]) for key in range(7)]
-    loop = drafting(loops)
+    loop = drafting()
     results = run_all(loop, submits)
     assert {k: r.token_ids for k, r in results.items()} == {k: r.token_ids[25:] for k, r in whole.items()}
     assert loop.load().accepted_tokens_total > 0
 
 
-def test_an_abort_while_a_draft_runs_leaves_the_others_alone(loops: Any) -> None:
+def test_an_abort_while_a_draft_runs_leaves_the_others_alone(loops: Any, drafting: Any) -> None:
     expected = run_all(loops.make(), [make_submit(1)])[1].token_ids
-    loop = drafting(loops, overlap=Overlap.ON)
+    loop = drafting(overlap=Overlap.ON)
     for key in (0, 1):
         loop.submit(make_submit(key))
     while 0 not in {s.key for s in loop.scheduler.places.verifying}:
@@ -177,8 +167,8 @@ def test_an_abort_while_a_draft_runs_leaves_the_others_alone(loops: Any) -> None
     assert loop.scheduler.kv.pool.num_used == 0
 
 
-def test_the_prefix_cache_holds_no_guess(loops: Any) -> None:
-    loop = drafting(loops, block_size=2)
+def test_the_prefix_cache_holds_no_guess(loops: Any, drafting: Any) -> None:
+    loop = drafting(block_size=2)
     first = run_all(loop, [make_submit(key) for key in range(4)])
     assert loop.load().accepted_tokens_total < loop.load().drafted_tokens_total
     longer = [
@@ -191,14 +181,14 @@ def test_the_prefix_cache_holds_no_guess(loops: Any) -> None:
     assert all(r.finish is not None and r.finish.num_cached_tokens >= 60 for r in again.values())
 
 
-def test_sampled_tokens_follow_the_models_distribution(loops: Any, checkpoint: Path) -> None:
+def test_sampled_tokens_follow_the_models_distribution(drafting: Any, checkpoint: Path) -> None:
     """Of many seeds, which three tokens came where guesses were verified, against what transformers makes of it."""
     from transformers import AutoModelForCausalLM
 
     oracle = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     prompt, temperature = random.Random(0).choices(WORDS, k=40), 2.0
     sampling = Sampling(temperature=temperature, logit_bias=FEW_WORDS)
-    loop = drafting(loops, max_running=1)
+    loop = drafting(max_running=1)
     asked = [
         make_submit(seed, prompt_ids=prompt, max_tokens=4, sampling=msgspec.structs.replace(sampling, seed=seed))
         for seed in range(700)
@@ -285,8 +275,8 @@ def test_rows_cost_what_was_measured_until_steps_say_otherwise() -> None:
     assert costs.seconds(StepShape(1), 3) == pytest.approx(0.03, rel=0.01)
 
 
-def test_nothing_is_drafted_where_rows_cost_as_much_as_they_bring(loops: Any) -> None:
-    loop = drafting(loops)
+def test_nothing_is_drafted_where_rows_cost_as_much_as_they_bring(loops: Any, drafting: Any) -> None:
+    loop = drafting()
     assert loop.scheduler.speculator is not None
     loop.scheduler.speculator.costs.measured([0.01 * size for size in (1, 2, 4, 8)])
     results = run_all(loop, [make_submit(0)])
@@ -294,8 +284,8 @@ def test_nothing_is_drafted_where_rows_cost_as_much_as_they_bring(loops: Any) ->
     assert loop.load().drafted_tokens_total == 0
 
 
-def test_drafts_are_measured_before_the_first_request_and_leave_nothing_behind(loops: Any) -> None:
-    loop = drafting(loops)
+def test_drafts_are_measured_before_the_first_request_and_leave_nothing_behind(loops: Any, drafting: Any) -> None:
+    loop = drafting()
     loop.warm_up()
     assert loop.scheduler.speculator is not None
     assert loop.scheduler.speculator.costs.sizes[:4] == (1, 2, 4, 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,7 @@ def _settings(loop: EngineLoop, config: EngineConfig, lengths: list[Lengths], ou
         "overlap": loop.overlaps,
         "speculate": str(config.speculate),
         "speculate_tokens": config.speculate_tokens,
+        "draft_model": Path(config.draft_model).name,
         "cuda_graphs": loop.replays,
         "ranks": {
             name: getattr(config, name)

@@ -260,13 +260,22 @@ SpeculateOption = Annotated[
     typer.Option(
         envvar="MOIETY_ENGINE_SPECULATE",
         rich_help_panel=MEMORY,
-        help="Guess tokens and verify them several at once, where that pays; ngram: by what the text said before.",
+        help="Guess tokens and verify them several at once, where that pays; ngram: by what the text said before; "
+        "draft: by --draft-model.",
     ),
 ]
 SpeculateTokensOption = Annotated[
     int,
     typer.Option(
         envvar="MOIETY_ENGINE_SPECULATE_TOKENS", min=1, rich_help_panel=MEMORY, help="The most tokens guessed at once."
+    ),
+]
+DraftModelOption = Annotated[
+    str,
+    typer.Option(
+        envvar="MOIETY_ENGINE_DRAFT_MODEL",
+        rich_help_panel=MEMORY,
+        help="Small checkpoint with the same vocabulary, a folder or hub id, that guesses for --speculate draft.",
     ),
 ]
 CudaGraphsOption = Annotated[

@@ -87,6 +87,8 @@ class LLM:
         if unknown:
             raise InvalidConfig(f"{', '.join(unknown)}: no such option; there are {', '.join(sorted(known))}")
         fields = {"name": model_name(model)} | options | {"model": str(resolve_checkpoint(model))}
+        if isinstance(draft_model := options.get("draft_model"), str) and draft_model:
+            fields["draft_model"] = str(resolve_checkpoint(draft_model))
         try:
             config = msgspec.convert(fields, EngineConfig)
         except msgspec.ValidationError as exc:

@@ -88,18 +88,18 @@ class Runner:
         self._masks = MaskMaker(num_mask_words, model.spec.vocab_size, model.device)
         self._num_groups = model.ranks.across.size
         self._newest: Flight | None = None
-        self._sampled_L: Tensor | None = None
+        self.sampled_L: Tensor | None = None  # by the newest step
         self.graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
         """Queue the step. A token that is pending in its sequences is one that the step launched before it samples."""
-        with _one_torch_thread() if self._model.only_kernels else contextlib.nullcontext():
+        with one_torch_thread() if self._model.only_kernels else contextlib.nullcontext():
             return self._launch(plan)
 
     def _launch(self, plan: Plan) -> Flight:
         self.staging.turn()
-        hosts, before_L = self._arrange(plan), self._sampled_L
+        hosts, before_L = self._arrange(plan), self.sampled_L
         rows = rows_of(plan)
         masks = self._masks.begin(rows, self._newest)
         order_L = order_of(plan, hosts) if len(hosts) > 1 else _IN_ORDER
@@ -114,7 +114,7 @@ class Runner:
             hidden_LD = self._model.hidden(batch, self._kv, leaving)
         logits_LV = self._model.logits(hidden_LD[: len(rows)])
         drawn = self._sampler.sample(logits_LV, rows, before_L, None if masks is None else masks.wait())
-        self._sampled_L = drawn.token_L
+        self.sampled_L = drawn.token_L
         self._orders.tell_tokens(drawn.token_L)
         num_scored = sum(host.num_scored for host in hosts)
         unit_ED, scores, end = None, None, len(hidden_LD) - num_scored
@@ -140,7 +140,7 @@ class Runner:
 
 
 @contextlib.contextmanager
-def _one_torch_thread() -> Iterator[None]:
+def one_torch_thread() -> Iterator[None]:
     """Torch computes on the calling thread alone. Its others spin for some milliseconds after each operation, on the
     processors that the threads of our kernels want next."""
     num_threads = torch.get_num_threads()

@@ -33,9 +33,16 @@ class Sizes:
     adapter_bytes: int = 0  # of the device, for adapters; 0: none are served
 
 
-def sizes_for(model: Transformer, config: EngineConfig, orders: Orders, local_ranks: int = 1) -> Sizes:
+def sizes_for(
+    model: Transformer,
+    config: EngineConfig,
+    orders: Orders,
+    local_ranks: int = 1,
+    *,
+    draft_model: Transformer | None = None,
+) -> Sizes:
     """What the configuration leaves open is chosen; a GPU's memory is measured with the largest step, a host's shared
-    with its other ranks. Raises InvalidConfig and OutOfMemory."""
+    with its other ranks, and the cache's with that of a draft model. Raises InvalidConfig and OutOfMemory."""
     on_cuda = model.device.type == "cuda"
     adapter_bytes = adapter_budget_bytes(model, config)
     block_size = config.block_size or (16 if on_cuda else 4)  # on a CPU small blocks cost next to nothing
@@ -64,9 +71,10 @@ def sizes_for(model: Transformer, config: EngineConfig, orders: Orders, local_ra
     elif budget is None:
         budget = int(available_bytes() * CPU_FRACTION) // local_ranks
     block_bytes = model.kv_bytes_per_block(block_size)
+    drafts_bytes = 0 if draft_model is None else draft_model.kv_bytes_per_block(block_size)
     num_blocks = num_kv_blocks(
         budget_bytes=budget,
-        block_bytes=block_bytes,
+        block_bytes=block_bytes + drafts_bytes,
         block_size=block_size,
         max_running=max_running,
         max_context=context,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import msgspec
+
 from moiety_engine.guiding.follower import Follower
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.scheduling.plan import Plan
@@ -44,6 +46,32 @@ class Drafted:
     @property
     def known_output(self) -> list[int]:
         return [*self._sequence.known_output, *self._draft]
+
+
+class Foreseen:
+    """A sequence some tokens ahead, which are not known here: its next token is drawn for that place, with penalties
+    for what was said before them."""
+
+    __slots__ = ("_sequence", "guide", "num_output", "pending", "pending_row", "seed", "submit")
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+        self.submit, self.seed = sequence.submit, sequence.seed
+        if self.submit.sampling.num_logprobs is not None:  # nobody is told those
+            sampling = msgspec.structs.replace(self.submit.sampling, num_logprobs=None)
+            self.submit = msgspec.structs.replace(self.submit, sampling=sampling)
+        self.guide: Follower | None = None
+        self.num_output = sequence.num_output
+        self.pending, self.pending_row = sequence.pending, sequence.pending_row
+
+    def after(self, count: int) -> Foreseen:
+        """Itself, so many tokens ahead."""
+        self.num_output = self._sequence.num_output + count
+        return self
+
+    @property
+    def known_output(self) -> list[int]:
+        return self._sequence.known_output
 
 
 def rows_of(plan: Plan) -> list[Row]:

@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moiety_engine.scheduling.steptime import StepShape
-from moiety_engine.sequence import Sequence
+from moiety_engine.sequence import PENDING, Sequence
 
 
 class Chunk(NamedTuple):
     """The part of one sequence that runs in a step: tokens num_computed … num_computed+num_tokens-1, then `num_pad`
     rows that are computed and thrown away (padded strategy). `samples`: the last token's logits give a new token;
     `embeds`: its hidden state is what was asked for, and the sequence ends with it. `draft`: the last of its tokens are
-    guesses that the sequence does not have yet; the logits of each, and of the one before them, give a token."""
+    guesses that the sequence does not have yet; the logits of each, and of the one before them, give a token. Those
+    that a draft model is yet to say are PENDING."""
 
     sequence: Sequence
     num_tokens: int
@@ -21,6 +22,13 @@ class Chunk(NamedTuple):
     num_pad: int = 0
     embeds: bool = False
     draft: tuple[int, ...] = ()
+
+
+class TakenIn(NamedTuple):
+    """Tokens of a sequence that a draft model takes in, the next so many that it has not."""
+
+    sequence: Sequence
+    num_tokens: int
 
 
 class Landing(NamedTuple):
@@ -37,7 +45,8 @@ class Plan:
     """One step. Chunks that decode come first: a single token each, or one and a draft. `preempted` left the batch to
     make room. Before the model runs, blocks are copied: first those of `swap_out` (device block, host block), then
     those of `swap_in` (host block, device block); of several groups of ranks each one's are numbered after those of the
-    groups before it. Then what came from other engines lands."""
+    groups before it. Then what came from other engines lands, and a draft model does what is left to it: it takes in
+    tokens, and says those of the chunks' drafts."""
 
     chunks: list[Chunk]
     num_decode: int
@@ -48,6 +57,12 @@ class Plan:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     landings: list[Landing] = field(default_factory=list)
     planned_ns: int = 0
+    taken_in: list[TakenIn] = field(default_factory=list)
+
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether a draft model has anything to do."""
+        return bool(self.taken_in) or any(PENDING in chunk.draft for chunk in self.chunks[: self.num_decode])
 
     @property
     def is_foresight(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moiety_engine.scheduling.groups import KvGroups
-from moiety_engine.scheduling.plan import Chunk, Plan
+from moiety_engine.scheduling.plan import Chunk, Plan, TakenIn
 from moiety_engine.scheduling.policy import StepBudget
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
@@ -32,6 +32,7 @@ class Planner:
         self._unhashed: list[tuple[Sequence, int]] = []  # whose blocks up to which token are in flight, too
         self._decode_context = 0
         self.num_drafted = 0
+        self._taken_in: list[TakenIn] = []
         self._prefill_rows = 0
         self._attended_pairs = 0
         self.num_rows = 0
@@ -116,6 +117,10 @@ class Planner:
         self._decode_context += limit * first
         self._take_answer_rows(limit)
 
+    def take_in(self, place: int, num_tokens: int) -> None:
+        """Let a draft model take in some tokens of a decode of this step, which it is behind."""
+        self._taken_in.append(TakenIn(self._decodes[place].sequence, num_tokens))
+
     def prefill_room(self, sequence: Sequence) -> int:
         """How many of the sequence's uncomputed tokens rows and the step's time allow."""
         limit = min(sequence.num_uncomputed, self.rows_left)
@@ -179,4 +184,5 @@ class Planner:
             swap_in=copies.ins,
             landings=self._kv.take_landings(),
             planned_ns=planned_ns,
+            taken_in=self._taken_in,
         )

@@ -33,6 +33,8 @@ from moiety_engine.scheduling.planner import Planner
 from moiety_engine.scheduling.policies import make_policy
 from moiety_engine.scheduling.policy import BatchView, Policy, PolicyContext
 from moiety_engine.scheduling.room import Room, SwapCost
+from moiety_engine.scheduling.speculation.guess import Guesser
+from moiety_engine.scheduling.speculation.lookup import LookupGuesser
 from moiety_engine.scheduling.speculation.speculator import Speculator
 from moiety_engine.scheduling.steptime import StepTimeModel
 from moiety_engine.scheduling.strategies import Strategy, queue_view
@@ -60,6 +62,7 @@ class Scheduler:
         lengths: OutputPredictor | None = None,
         swap: SwapCost | None = None,
         draft_tokens: int = 0,  # the longest draft; only where nothing is padded
+        guesser: Guesser | None = None,  # what drafts come from; by look-up if not given
         further: Iterable[KvLedger] = (),  # of more groups of ranks, `kv` being the first one's; the same holds
     ) -> None:
         self.kv = kv
@@ -91,7 +94,8 @@ class Scheduler:
         self._entrance = Entrance(groups, self.places, self.policy, self.tally, limits.max_waiting, self._drop)
         self._running: Plan | None = None  # launched, and not committed
         self._watch = StepWatch(self.step_time)
-        self.speculator = Speculator(draft_tokens, self.step_time) if draft_tokens else None
+        guesser = guesser or LookupGuesser()
+        self.speculator = Speculator(draft_tokens, self.step_time, guesser) if draft_tokens else None
         self.output_tokens_total = self.recomputed_tokens_total = 0
         self.drafted_tokens_total = self.accepted_tokens_total = 0
         self.overshot_tokens_total = 0  # sampled for sequences that had ended by then
@@ -355,7 +359,9 @@ class Scheduler:
             token_ids += more.token_ids
             logprobs = logprobs and logprobs + (more.logprobs or [])
             finish = more.finish
-        self.accepted_tokens_total += len(token_ids) - 1
+        self.accepted_tokens_total += (num_right := len(token_ids) - 1)
+        if self.speculator is not None:
+            self.speculator.verified(sequence, num_right, one_wrong=finish is None and num_right < len(drafted))
         if sequence.place is Place.RUNNING:
             self.places.verified(sequence)
             if not sequence.has_credit:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from moiety_engine.scheduling.speculation.guess import Guess
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 
+MOST_BEHIND = 256  # tokens that a draft model takes in beside one step
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of steps with drafts: few sizes, since what replays a step is made for each
 _WEIGHT = 0.1  # of a step
 _MOST, _LEAST = 1.5, 0.67  # a step may say that the figure is wrong by so much, and no more
@@ -66,11 +68,84 @@ class RowCosts:
         return plain_s * self._of_rows(rows + num_drafted) / self._of_rows(rows) + context_s
 
     def _of_rows(self, rows: int) -> float:
-        """Measured, or on a straight line between what was."""
-        at = bisect_left(self.sizes, rows)
-        if at == len(self.sizes):
-            return self._measured_s[-1] * rows / self.sizes[-1]
-        if self.sizes[at] == rows:
-            return self._measured_s[at]
-        share = (rows - self.sizes[at - 1]) / (self.sizes[at] - self.sizes[at - 1])
-        return self._measured_s[at - 1] + share * (self._measured_s[at] - self._measured_s[at - 1])
+        return between(self._measured_s, rows)
+
+
+class PassCosts:
+    """What the passes of a draft model take, by their rows; nothing where there is none."""
+
+    def __init__(self) -> None:
+        self._measured_s: list[float] = []  # by size
+        self._wrong = 1.0  # measured ÷ predicted
+        self._predicted_s = self._taken_s = 0.0  # of the step that was planned last
+
+    def measured(self, seconds: list[float]) -> None:
+        """A pass took so long at each of the first SIZES."""
+        self._measured_s = seconds
+
+    def seconds(self, rows: int) -> float:
+        return between(self._measured_s, rows) * self._wrong if self._measured_s and rows else 0.0
+
+    def expect(self, seconds: float) -> None:
+        """Those of the step that is planned are predicted to take so long."""
+        self._predicted_s = seconds
+
+    def took(self, seconds: float) -> None:
+        """They took so long."""
+        self._taken_s += seconds
+        if self._predicted_s > 0 and seconds > 0:
+            found = self._wrong * seconds / self._predicted_s
+            found = min(max(found, _LEAST * self._wrong), _MOST * self._wrong)
+            self._wrong += _WEIGHT * (found - self._wrong)
+
+    def take_s(self) -> float:
+        """Seconds that passes took since the last call."""
+        taken_s, self._taken_s = self._taken_s, 0.0
+        return taken_s
+
+
+class Drafting:
+    """What one step's drafts take of a draft model, as one guessed token after the other is added. The first of a
+    sequence has it take in the tokens that it is behind; what that takes in one step is bounded, and all of it counts
+    little by little, over the tokens that the answer still has."""
+
+    def __init__(self, costs: PassCosts, guesses: list[Guess]) -> None:
+        self._costs, self._guesses = costs, guesses
+        self._rows: list[int] = []  # of each pass
+        self._passes_s = self._behind_s = self._share_s = 0.0
+
+    def add(self, place: int, depth: int) -> None:
+        """The token number `depth` of the sequence at this place."""
+        guess = self._guesses[place]
+        if not guess.num_behind:
+            return
+        if depth == len(self._rows):
+            self._rows.append(0)
+        rows, seconds = self._rows[depth], self._costs.seconds
+        self._passes_s += seconds(rows + 1) - seconds(rows)
+        self._rows[depth] = rows + 1
+        if depth == 0 and guess.num_behind > 1:
+            one_s = seconds(1)
+            self._behind_s += seconds(min(guess.num_behind, MOST_BEHIND)) - one_s
+            self._share_s += (seconds(guess.num_behind) - one_s) / guess.num_left
+
+    @property
+    def seconds(self) -> float:
+        """Of this step."""
+        return self._passes_s + self._behind_s
+
+    @property
+    def counted_s(self) -> float:
+        """Of them, and of other steps', what the step's tokens should bring in."""
+        return self._passes_s + self._share_s
+
+
+def between(measured_s: list[float], rows: int) -> float:
+    """Measured at the first SIZES, or on a straight line between what was."""
+    at = bisect_left(SIZES, rows, hi=len(measured_s))
+    if at == len(measured_s):
+        return measured_s[-1] * rows / SIZES[at - 1]
+    if SIZES[at] == rows:
+        return measured_s[at]
+    share = (rows - SIZES[at - 1]) / (SIZES[at] - SIZES[at - 1])
+    return measured_s[at - 1] + share * (measured_s[at] - measured_s[at - 1])

@@ -8,11 +8,10 @@ it brings, there are none.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from moiety_engine.scheduling.planner import Planner
-from moiety_engine.scheduling.speculation.costs import RowCosts
-from moiety_engine.scheduling.speculation.history import History
+from moiety_engine.scheduling.speculation.costs import MOST_BEHIND, Drafting, RowCosts
+from moiety_engine.scheduling.speculation.guess import Guess, Guesser
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 
@@ -20,27 +19,20 @@ from moiety_engine.sequence import Sequence
 # share a step, those that get ahead leave the others to steps that fewer share.
 _GAIN_ALONE, _GAIN_TOGETHER = 1.2, 1.5
 _LEAST_CHANCE = 0.05
+_HOPE = 0.97  # a draft is tried only where one that is so likely to come true would pay
 _OTHERS_WAIT = 1.25  # times a step without drafts: what one's draft may delay others who are late anyway
 _SMALL = 1  # sequences, up to which looking costs next to nothing
 _LONGEST_PAUSE = 16  # steps
 _REST_EVERY = 16  # looks, so that it stays known what a step takes without them
 
 
-class Guess(NamedTuple):
-    """What may follow a sequence's newest token. `first`: the chance that its first token is right; `chance`: that one
-    is right after others that are."""
-
-    token_ids: list[int]
-    first: float = 0.0
-    chance: float = 0.0
-
-
 class Speculator:
     """Extends the decodes of a planned step by drafts. One scheduler's."""
 
-    def __init__(self, num_tokens: int, step_time: StepTimeModel) -> None:
+    def __init__(self, num_tokens: int, step_time: StepTimeModel, guesser: Guesser) -> None:
         """`num_tokens`: the longest draft."""
         self._num_tokens = num_tokens
+        self._guesser = guesser
         self.costs = RowCosts(step_time)
         self._pause = self._num_in_vain = self._num_looks = 0  # steps
         self._last: tuple[int, StepShape, int] | None = None  # of the step before: when planned, shape, drafted tokens
@@ -48,9 +40,10 @@ class Speculator:
     def extend(self, planner: Planner, slack_s: float, now_ns: int, *, overlaps: bool) -> None:
         """Give decodes of the step drafts, where that pays. `slack_s`: until the first token is due that is owed in
         time. `overlaps`: the next step is planned while this one runs, without those that have a draft in it."""
+        drafting_s = self._guesser.passes.take_s()
         if self._last is not None:  # from plan to plan: what is done with a step's tokens takes time, too
             planned_ns, shape, num_drafted = self._last
-            self.costs.observe(shape, num_drafted, (now_ns - planned_ns) / 1e9)
+            self.costs.observe(shape, num_drafted, (now_ns - planned_ns) / 1e9 - drafting_s)
         looks = not self._pause
         if looks:
             self._extend(planner, slack_s, overlaps=overlaps)
@@ -59,43 +52,72 @@ class Speculator:
         in_vain = looks and not planner.num_drafted and len(planner.decodes) > _SMALL  # no measure of what goes without
         self._last = None if planner.empty or in_vain else (now_ns, planner.shape, planner.num_drafted)
 
+    def verified(self, sequence: Sequence, num_right: int, *, one_wrong: bool) -> None:
+        """So many tokens of a draft came true, and the one after them did or did not."""
+        self._guesser.verified(sequence, num_right, one_wrong=one_wrong)
+
     def _extend(self, planner: Planner, slack_s: float, *, overlaps: bool) -> None:
         num_decodes = len(planner.decodes)
         if not num_decodes or planner.rows_left <= 0 or num_decodes >= self.costs.sizes[-1]:
             return
-        guesses = [self._guess(chunk.sequence) for chunk in planner.decodes]
-        likeliest = _by_chance(guesses)[: planner.rows_left]
+        sequences = [chunk.sequence for chunk in planner.decodes]
+        guesses = [self._guess(sequence) for sequence in sequences]
         missed = 1.0 if overlaps and num_decodes > 1 else 0.0
-        lengths = [0] * num_decodes
-        for _, place, _ in likeliest[: self._best(planner.shape, likeliest, slack_s, missed)]:
-            lengths[place] += 1
-        for place, length in enumerate(lengths):
-            if length:
-                planner.draft(place, guesses[place].token_ids[:length])
+        lengths = self._lengths(planner, guesses, slack_s, missed)
+        if not any(lengths) and (attempt := self._guesser.attempt(sequences, guesses)):
+            hoped = [guess._replace(first=_HOPE, chance=_HOPE) for guess in guesses]
+            most = self._lengths(planner, hoped, slack_s, missed)[attempt.place]
+            lengths[attempt.place] = min(most, attempt.num_tokens)
+        self._give(planner, guesses, lengths)
         self._num_looks += 1
         self._num_in_vain = 0 if any(lengths) else self._num_in_vain + 1
         if num_decodes > _SMALL:
             rest = self._num_looks % _REST_EVERY == 0
             self._pause = max(rest, min(self._num_in_vain, _LONGEST_PAUSE))
 
-    def _guess(self, sequence: Sequence) -> Guess:
-        """The token that the running step samples is guessed, too, and not drafted. Answers that are held to a form are
-        not guessed: what their guide lets through after a guess is not known before it comes true."""
-        if sequence.guide is not None:
-            return Guess([])
-        history: History | None = sequence.history
-        if history is None:
-            history = sequence.history = History()
-        draft = history.guess(sequence, self._num_tokens + 1)
-        room = min(sequence.credit_tokens, sequence.submit.max_tokens) - sequence.num_output - 1
-        if not draft or room <= 0:
-            return Guess([])
-        first = chance = history.chance
-        if sequence.pending:
-            draft, first = draft[1:], chance * chance
-        return Guess(draft[: min(room, self._num_tokens)], first, chance)
+    def _give(self, planner: Planner, guesses: list[Guess], lengths: list[int]) -> None:
+        """Drafts of these lengths. Whose draft model is too far behind has it take in some tokens first."""
+        room, passes, piece_s = MOST_BEHIND, self._guesser.passes, 0.0
+        drafting = Drafting(passes, guesses)
+        for place, (guess, length) in enumerate(zip(guesses, lengths, strict=True)):
+            if not length:
+                continue
+            if guess.num_behind <= room:
+                room -= guess.num_behind
+                planner.draft(place, guess.token_ids[:length])
+                for depth in range(length):
+                    drafting.add(place, depth)
+            elif room == MOST_BEHIND:
+                planner.take_in(place, room)
+                room, piece_s = 0, passes.seconds(room)
+        passes.expect(piece_s + drafting.seconds)
 
-    def _best(self, shape: StepShape, likeliest: list[tuple[float, int, bool]], slack_s: float, missed: float) -> int:
+    def _guess(self, sequence: Sequence) -> Guess:
+        """Answers that are held to a form are not guessed: what their guide lets through after a guess is not known
+        before it comes true."""
+        room = min(sequence.credit_tokens, sequence.submit.max_tokens) - sequence.num_output - 1
+        if sequence.guide is not None or room <= 0:
+            return Guess([])
+        guess = self._guesser.guess(sequence, self._num_tokens)
+        return guess._replace(token_ids=guess.token_ids[:room])
+
+    def _lengths(self, planner: Planner, guesses: list[Guess], slack_s: float, missed: float) -> list[int]:
+        """Of each sequence's draft."""
+        likeliest = _by_chance(guesses)[: planner.rows_left]
+        lengths = [0] * len(guesses)
+        best = self._best(planner.shape, likeliest, Drafting(self._guesser.passes, guesses), slack_s, missed)
+        for _, place, _ in likeliest[:best]:
+            lengths[place] += 1
+        return lengths
+
+    def _best(
+        self,
+        shape: StepShape,
+        likeliest: list[tuple[float, int, int]],
+        drafting: Drafting,
+        slack_s: float,
+        missed: float,
+    ) -> int:
         """How many of the drafted tokens bring the most tokens a second. `missed`: what a sequence with a draft loses
         of the step after this."""
         rows = shape.decode_rows
@@ -103,24 +125,26 @@ class Speculator:
         longest_s = max(slack_s, _OTHERS_WAIT * seconds) if rows > 1 else math.inf
         tokens = float(rows + shape.prefill_rows)
         best, best_rate = 0, (_GAIN_TOGETHER if rows > 1 else _GAIN_ALONE) * tokens / seconds
-        for count, (chance, _, is_first) in enumerate(likeliest, 1):
-            tokens += chance - missed * is_first
+        for count, (chance, place, depth) in enumerate(likeliest, 1):
+            tokens += chance - missed * (depth == 0)
+            drafting.add(place, depth)
             if rows + count in self.costs.sizes:
                 seconds = self.costs.seconds(shape, count)
-                if seconds <= longest_s and tokens / seconds > best_rate:
-                    best, best_rate = count, tokens / seconds
+                rate = tokens / (seconds + drafting.counted_s)
+                if seconds + drafting.seconds <= longest_s and rate > best_rate:
+                    best, best_rate = count, rate
         return best
 
 
-def _by_chance(guesses: list[Guess]) -> list[tuple[float, int, bool]]:
-    """Of each guessed token the chance that it and all before it are right, whose it is, and whether it is the first;
+def _by_chance(guesses: list[Guess]) -> list[tuple[float, int, int]]:
+    """Of each guessed token the chance that it and all before it are right, whose it is, and how many are before it;
     the likeliest first."""
     found = []
     for place, guess in enumerate(guesses):
         all_right = guess.first
-        for i in range(len(guess.token_ids)):
+        for depth in range(len(guess.token_ids)):
             if all_right < _LEAST_CHANCE:
                 break
-            found.append((all_right, place, i == 0))
+            found.append((all_right, place, depth))
             all_right *= guess.chance
     return sorted(found, key=lambda one: -one[0])

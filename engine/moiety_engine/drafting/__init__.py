@@ -1,0 +1,1 @@
+"""A second, small model that drafts what the first one verifies."""
