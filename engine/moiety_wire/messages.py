@@ -473,6 +473,19 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     handed_over_requests_total: int = 0  # requests that other engines went on with
     taken_over_requests_total: int = 0  # that came with their KV …
     lost_transfers_total: int = 0  # … or without it, although it was to come, and were computed again
+    host_hit_blocks_total: int = 0  # of prefixes, found on the host
+    disk_bytes_total: int = 0  # that the prefix cache may take on disk; no counter
+    disk_bytes_used: int = 0
+    disk_blocks_cached: int = 0
+    disk_written_blocks_total: int = 0
+    disk_written_bytes_total: int = 0
+    disk_dropped_blocks_total: int = 0
+    disk_failed_writes_total: int = 0
+    disk_restored_blocks_total: int = 0
+    disk_restored_bytes_total: int = 0
+    disk_waited_requests_total: int = 0
+    disk_passed_over_requests_total: int = 0
+    disk_lost_files_total: int = 0
 
 
 ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled | ExpertLoad | ExpertBalance

@@ -55,6 +55,19 @@ def make_load(
         handed_over_requests_total=load.handed_over_requests_total,
         taken_over_requests_total=load.taken_over_requests_total,
         lost_transfers_total=load.lost_transfers_total,
+        host_hit_blocks_total=load.host_hit_blocks_total,
+        disk_bytes_total=load.disk_bytes_total,
+        disk_bytes_used=load.disk_bytes_used,
+        disk_blocks_cached=load.disk_blocks_cached,
+        disk_written_blocks_total=load.disk_written_blocks_total,
+        disk_written_bytes_total=load.disk_written_bytes_total,
+        disk_dropped_blocks_total=load.disk_dropped_blocks_total,
+        disk_failed_writes_total=load.disk_failed_writes_total,
+        disk_restored_blocks_total=load.disk_restored_blocks_total,
+        disk_restored_bytes_total=load.disk_restored_bytes_total,
+        disk_waited_requests_total=load.disk_waited_requests_total,
+        disk_passed_over_requests_total=load.disk_passed_over_requests_total,
+        disk_lost_files_total=load.disk_lost_files_total,
     )
 
 

@@ -8,6 +8,7 @@ comes from other engines lands after them: `take_landings`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from moiety_engine.cache.blocks import BlockPool
@@ -42,6 +43,8 @@ class KvLedger:
         self.host = host
         self.swapped_out_total = 0  # blocks of sequences, those that needed no copy included
         self.swapped_in_total = 0
+        self.host_hit_blocks_total = 0  # of prefixes, found on the host
+        self.on_release: Callable[[Sequence], None] | None = None  # called with a sequence before it gives up blocks
         self._prefix_caching = prefix_caching
         self._landings: dict[int, Landing] = {}  # queued, by the sequences' keys
         if host is not None:
@@ -82,6 +85,7 @@ class KvLedger:
         sequence.num_sealed = len(hits)
         sequence.blocks = self._bring_in(sequence, hits)
         sequence.num_computed = len(hits) * self.block_size
+        self.host_hit_blocks_total += len(hits) - len(on_device)
         return True
 
     def num_blocks_to_start(self, hits: list[Hit], num_tokens: int) -> int:
@@ -107,6 +111,37 @@ class KvLedger:
         """What must land, once a plan, after the copies."""
         landings, self._landings = list(self._landings.values()), {}
         return landings
+
+    # ── contents from elsewhere ──
+
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether a block has these contents, on the device or on the host."""
+        return self._find(block_hash) is not None
+
+    def adopt(self, hashes: list[bytes]) -> dict[bytes, int]:
+        """Device blocks for contents with these hashes, but for those that are on the device, and as many as are free,
+        the first first. The caller fills them after `take_copies` has run, before anything else is planned, and gives
+        them back with `adopted`."""
+        missing = [one for one in dict.fromkeys(hashes) if self.pool.find(one) is None]
+        blocks = self.pool.allocate(min(len(missing), self.pool.num_free))
+        taken = dict(zip(missing, blocks, strict=False))
+        for block_hash, block in taken.items():
+            self.pool.seal(block, block_hash)
+        return taken
+
+    def adopted(self, taken: dict[bytes, int]) -> None:
+        """They are filled: nobody holds them, and whoever begins so finds them."""
+        self.pool.free(reversed(taken.values()))
+
+    def refresh(self, hits: list[Hit]) -> None:
+        """A prefix that is wanted soon is the last to be evicted, its tail before its head."""
+        for hit in reversed(hits):
+            if not hit.on_host:
+                self.pool.share(hit.block)
+                self.pool.free([hit.block])
+            elif self.host is not None:
+                self.host.share(hit.block)
+                self.host.free([hit.block])
 
     # ── growth ──
 
@@ -151,6 +186,8 @@ class KvLedger:
         hashes."""
         if self._landings.pop(sequence.key, None) is not None:  # it has not come into them yet, and still may
             sequence.num_landing = sequence.num_computed
+        elif self.on_release is not None and sequence.num_sealed:
+            self.on_release(sequence)
         self.pool.free(reversed(sequence.blocks))
         sequence.blocks = []
         if self.host is not None:

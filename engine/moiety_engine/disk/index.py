@@ -1,0 +1,90 @@
+"""Which file of the tier has which block: the least recently used file goes first, whole, where bytes are short.
+
+A file's blocks are of one request, so they are used, and grow old, together. It knows names and hashes only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(eq=False, slots=True)
+class Stored:
+    """A file. `used_s`: unix seconds of its last use."""
+
+    name: str
+    num_bytes: int
+    hashes: tuple[bytes, ...]
+    owner: bytes
+    used_s: float
+    kept_until_s: float = 0.0  # it goes after others until then
+
+
+class DiskIndex:
+    """Used by the step loop's thread only."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._files: OrderedDict[str, Stored] = OrderedDict()  # the least recently used first
+        self._file_of: dict[bytes, Stored] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._file_of)
+
+    def __iter__(self) -> Iterator[Stored]:
+        """The least recently used first."""
+        return iter(self._files.values())
+
+    def find(self, block_hash: bytes) -> Stored | None:
+        return self._file_of.get(block_hash)
+
+    def add(self, stored: Stored) -> list[Stored]:
+        """A file was written, and is the newest. Returns those that must go for it, which are forgotten."""
+        self._files[stored.name] = stored
+        self.num_bytes += stored.num_bytes
+        for block_hash in stored.hashes:
+            self._file_of.setdefault(block_hash, stored)
+        gone = []
+        while self.num_bytes > self.max_bytes:
+            gone.append(self._first_to_go())
+            self.drop(gone[-1])
+        return gone
+
+    def use(self, stored: Stored, now_s: float) -> None:
+        if stored.name in self._files:
+            stored.used_s = max(stored.used_s, now_s)
+            self._files.move_to_end(stored.name)
+
+    def drop(self, stored: Stored) -> None:
+        """It is not there any more; it need not have been."""
+        if self._files.pop(stored.name, None) is None:
+            return
+        self.num_bytes -= stored.num_bytes
+        for block_hash in stored.hashes:
+            if self._file_of.get(block_hash) is stored:
+                del self._file_of[block_hash]
+
+    def take_unused_since(self, unix_s: float) -> list[Stored]:
+        """Forget what has not been used since then."""
+        old = []
+        for stored in self._files.values():
+            if stored.used_s >= unix_s:
+                break
+            old.append(stored)
+        for stored in old:
+            self.drop(stored)
+        return old
+
+    def take_of(self, owner: bytes) -> list[Stored]:
+        """Forget what requests of this owner left."""
+        found = [stored for stored in self._files.values() if stored.owner == owner]
+        for stored in found:
+            self.drop(stored)
+        return found
+
+    def _first_to_go(self) -> Stored:
+        return next(iter(self._files.values()))
