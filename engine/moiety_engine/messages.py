@@ -41,6 +41,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     hand_over: HandOver | None = None  # where its KV goes; it ends with its next token, unless that was its last
     transfer_id: str = ""  # under which its KV comes
     adapter: str = ""  # "": the model as it is
+    keep_s: float = 0.0  # for which what it leaves in the prefix cache is evicted after other things
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):

@@ -175,6 +175,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     hand_over: HandOver | None = None  # after its first token it is to end here, and its KV to go elsewhere
     transfer_id: str = ""  # under which its KV comes from the engine that has computed it
     adapter: str = ""  # the id of one that the engine was sent or started with; "": the model as it is
+    keep_s: float = 0.0  # the conversation will come back within so long: what it leaves in the prefix cache is kept
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):

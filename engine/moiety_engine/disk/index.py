@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from moiety_engine.cache.pins import Pins
 
 
 @dataclass(eq=False, slots=True)
@@ -19,7 +22,13 @@ class Stored:
     hashes: tuple[bytes, ...]
     owner: bytes
     used_s: float
-    kept_until_s: float = 0.0  # it goes after others until then
+
+
+class Kept(NamedTuple):
+    """That a conversation will come back, within so long, and what its tenant weighs."""
+
+    seconds: float
+    weight: float
 
 
 class DiskIndex:
@@ -30,6 +39,7 @@ class DiskIndex:
         self.num_bytes = 0
         self._files: OrderedDict[str, Stored] = OrderedDict()  # the least recently used first
         self._file_of: dict[bytes, Stored] = {}
+        self._pins: Pins[str] = Pins(max_bytes)
 
     @property
     def num_blocks(self) -> int:
@@ -54,6 +64,11 @@ class DiskIndex:
             self.drop(gone[-1])
         return gone
 
+    def keep(self, stored: Stored, kept: Kept | None) -> None:
+        """It goes after others for a while."""
+        if kept is not None and stored.name in self._files:
+            self._pins.pin(stored.owner, [(stored.name, stored.num_bytes)], kept.seconds, kept.weight)
+
     def use(self, stored: Stored, now_s: float) -> None:
         if stored.name in self._files:
             stored.used_s = max(stored.used_s, now_s)
@@ -63,6 +78,7 @@ class DiskIndex:
         """It is not there any more; it need not have been."""
         if self._files.pop(stored.name, None) is None:
             return
+        self._pins.drop(stored.name)
         self.num_bytes -= stored.num_bytes
         for block_hash in stored.hashes:
             if self._file_of.get(block_hash) is stored:
@@ -87,4 +103,10 @@ class DiskIndex:
         return found
 
     def _first_to_go(self) -> Stored:
+        """What is kept is passed over, and is as new as others then."""
+        for _ in range(len(self._files)):
+            stored = next(iter(self._files.values()))
+            if stored.name not in self._pins:
+                break
+            self._files.move_to_end(stored.name)
         return next(iter(self._files.values()))

@@ -23,7 +23,7 @@ from moiety_engine.disk.records import owner_tag
 
 if TYPE_CHECKING:
     from moiety_engine.disk.folder import DiskFolder
-    from moiety_engine.disk.index import DiskIndex, Stored
+    from moiety_engine.disk.index import DiskIndex, Kept, Stored
     from moiety_engine.disk.rows import Rows
     from moiety_engine.scheduling.kv import KvLedger
 
@@ -43,7 +43,7 @@ class _Offer:
 
     owner: bytes
     hashes: list[bytes]
-    kept_until_s: float = 0.0
+    kept: Kept | None
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class _Writing:
     rows: Rows
     taken: list[int]
     hashes: list[bytes]
-    kept_until_s: float
+    kept: Kept | None
 
 
 class Saver:
@@ -77,7 +77,7 @@ class Saver:
     def is_paused(self) -> bool:
         return self._clock() < self._paused_until_s
 
-    def offer(self, tenant_id: str, hashes: list[bytes], kept_until_s: float = 0.0) -> None:
+    def offer(self, tenant_id: str, hashes: list[bytes], kept: Kept | None = None) -> None:
         """A request lets go of blocks with these hashes, which are on the device."""
         now_s = self._clock()
         fresh, used = [], set()
@@ -88,7 +88,7 @@ class Saver:
             elif block_hash not in self._known:
                 fresh.append(block_hash)
         for stored in used:
-            stored.kept_until_s = max(stored.kept_until_s, kept_until_s)
+            self._index.keep(stored, kept)
             if now_s - stored.used_s > TOUCH_INTERVAL_S:
                 self._writer.submit(self._folder.touch, stored.name)
             self._index.use(stored, now_s)
@@ -98,7 +98,7 @@ class Saver:
             self.dropped_blocks_total += len(fresh)
             return
         self._known.update(fresh)
-        self._offers.append(_Offer(owner_tag(tenant_id, self._folder.identity), fresh, kept_until_s))
+        self._offers.append(_Offer(owner_tag(tenant_id, self._folder.identity), fresh, kept))
 
     def save(self, ledger: KvLedger, rows: Rows, most_bytes: int) -> None:
         """Copy out what was offered, as far as rows and bytes allow, and have it written."""
@@ -128,10 +128,11 @@ class Saver:
             problem = done.future.exception()
             if problem is None:
                 stored = done.future.result()
-                stored.kept_until_s = done.kept_until_s
                 self.written_blocks_total += len(stored.hashes)
                 self.written_bytes_total += stored.num_bytes
-                self.remove(self._index.add(stored))
+                gone = self._index.add(stored)
+                self._index.keep(stored, done.kept)
+                self.remove(gone)
             elif isinstance(problem, OSError):
                 self.dropped_blocks_total += len(done.hashes)
                 self._failed(problem)
@@ -168,7 +169,7 @@ class Saver:
             mark.wait()
             return self._folder.write(owner, hashes, views)
 
-        self._writing.append(_Writing(self._writer.submit(write), rows, taken, hashes, offer.kept_until_s))
+        self._writing.append(_Writing(self._writer.submit(write), rows, taken, hashes, offer.kept))
 
     def _failed(self, problem: OSError) -> None:
         self.failed_writes_total += 1

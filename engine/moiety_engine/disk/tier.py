@@ -14,7 +14,7 @@ import structlog
 
 from moiety_engine.disk.folder import DiskFolder
 from moiety_engine.disk.identity import digest_of_folder, identity_of
-from moiety_engine.disk.index import DiskIndex, Stored
+from moiety_engine.disk.index import DiskIndex, Kept, Stored
 from moiety_engine.disk.restoring import Restorer
 from moiety_engine.disk.rows import Rows
 from moiety_engine.disk.saving import TURN_BYTES, Saver
@@ -160,7 +160,9 @@ class DiskTier:
 
     def _released(self, sequence: Sequence) -> None:
         hashes = sequence.hashes_between(0, sequence.num_sealed, self._ledger.block_size)
-        self.saver.offer(sequence.tenant, hashes)
+        submit = sequence.submit
+        kept = Kept(submit.keep_s, submit.tenant_weight) if submit.keep_s > 0 else None
+        self.saver.offer(submit.tenant_id, hashes, kept)
 
     def _bring(self, hashes: list[bytes], rows: Rows, taken: list[int], copy: Callable[[Copies], None]) -> None:
         """What was read into rows goes into free blocks, once what those held has been copied elsewhere."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import Copies, HostTier
+from moiety_engine.cache.pins import Pins
 from moiety_engine.scheduling.plan import Landing
 from moiety_engine.sequence import Sequence
 
@@ -47,8 +48,11 @@ class KvLedger:
         self.on_release: Callable[[Sequence], None] | None = None  # called with a sequence before it gives up blocks
         self._prefix_caching = prefix_caching
         self._landings: dict[int, Landing] = {}  # queued, by the sequences' keys
+        self.pins: Pins[bytes] = Pins(pool.num_blocks, let_go=self._let_go)
+        pool.kept = self.pins
         if host is not None:
             pool.on_evict = host.keep
+            host.keep_longest(self.pins)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -186,8 +190,8 @@ class KvLedger:
         hashes."""
         if self._landings.pop(sequence.key, None) is not None:  # it has not come into them yet, and still may
             sequence.num_landing = sequence.num_computed
-        elif self.on_release is not None and sequence.num_sealed:
-            self.on_release(sequence)
+        elif sequence.num_sealed:
+            self._leave_behind(sequence)
         self.pool.free(reversed(sequence.blocks))
         sequence.blocks = []
         if self.host is not None:
@@ -198,6 +202,7 @@ class KvLedger:
 
     def forget(self) -> None:
         """The cache's contents are lost, on the device and on the host. No sequence holds any."""
+        self.pins.forget()
         self.pool.forget()
         if self.host is not None:
             self.host.forget()
@@ -261,6 +266,22 @@ class KvLedger:
         return Copies([], []) if self.host is None else self.host.take_copies()
 
     # ── within ──
+
+    def _leave_behind(self, sequence: Sequence) -> None:
+        """What is full of a sequence that gives up its blocks may be wanted again, and is kept if that was said."""
+        submit = sequence.submit
+        if submit.keep_s > 0:
+            hashes = sequence.hashes_between(0, sequence.num_sealed, self.block_size)
+            pinned = [(block_hash, 1) for block_hash in reversed(hashes)]  # a head is worth more than its tail
+            self.pins.pin(submit.tenant_id, pinned, submit.keep_s, submit.tenant_weight)
+        self.pins.sweep()
+        if self.on_release is not None:
+            self.on_release(sequence)
+
+    def _let_go(self, block_hash: bytes) -> None:
+        self.pool.let_go(block_hash)
+        if self.host is not None:
+            self.host.let_go(block_hash)
 
     def _find(self, block_hash: bytes) -> Hit | None:
         block = self.pool.find(block_hash)
