@@ -61,7 +61,7 @@ class DiskTier:
         self.folder = DiskFolder(parent, identity_of(model, config, kv, parent), block_bytes)
         self.index = DiskIndex(config.disk_cache_bytes)
         self.saver = Saver(self.folder, self.index)
-        self.restorer = Restorer(self.folder, self.index, max(1, min(8, (os.cpu_count() or 1) // 2)))
+        self.restorer = Restorer(self.folder, self.index, max(4, min(8, (os.cpu_count() or 1) // 2)))
         self._out: Rows | None = None
         self._in: Rows | None = None
         self._expires_s = 0.0
