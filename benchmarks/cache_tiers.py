@@ -4,8 +4,8 @@ device, in host memory, on disk, and on disk under an engine that has just start
     python benchmarks/cache_tiers.py [--rounds 5] [--tokens 1500] [--threads 2] [--checkpoint FOLDER]
 
 On the real engine, in one process, in turns: each round begins a conversation on each tier, has another one push it out
-of the device (but for the first tier), and goes on with it. Beside the wall's seconds stand those of the processor, which
-other load on the machine changes least. A second turn of another tenant with the same words must find nothing.
+of the device (but for the first tier), and goes on with it. Beside the wall's seconds stand those of the processor,
+which other load on the machine changes least. A second turn of another tenant with the same words must find nothing.
 """
 
 from __future__ import annotations

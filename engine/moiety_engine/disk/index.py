@@ -95,13 +95,6 @@ class DiskIndex:
             self.drop(stored)
         return old
 
-    def take_of(self, owner: bytes) -> list[Stored]:
-        """Forget what requests of this owner left."""
-        found = [stored for stored in self._files.values() if stored.owner == owner]
-        for stored in found:
-            self.drop(stored)
-        return found
-
     def _first_to_go(self) -> Stored:
         """What is kept is passed over, and is as new as others then."""
         for _ in range(len(self._files)):
