@@ -14,8 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
-
 if TYPE_CHECKING:
     from moiety_engine.disk.folder import DiskFolder
     from moiety_engine.disk.index import DiskIndex, Stored
@@ -23,7 +21,8 @@ if TYPE_CHECKING:
     from moiety_engine.guiding.follower import Follower
     from moiety_engine.messages import CoreSubmit
 
-PATIENCE_S = 0.25  # at least, beyond what computing would take
+PATIENCE_S = 0.25  # beyond what computing would take
+FIRST_PATIENCE_S = 5.0  # as long as it is not known what computing takes
 PORTION_BYTES = 8 << 20  # read at once
 _FORGET = 0.8  # of what reading took, with each request
 _HOPE = 0.98  # of it, with each request that did not wait: a disk that was slow is tried again
@@ -52,11 +51,11 @@ class _Guest:
     submit: CoreSubmit
     guide: Follower | None
     wanted: deque[bytes]  # that nobody reads yet, the first first
-    credit_tokens: int
     since_s: float
     until_s: float
+    last_s: float  # if half of it has come by `until_s`
+    num_wanted: int
     bytes_before: int  # restored for anybody when it came
-    credit_last: bool = False
     reading: set[Future[bool]] = field(default_factory=set)
 
 
@@ -68,15 +67,6 @@ class _Portion:
     hashes: list[bytes]
     rows: Rows
     taken: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """A request that may go on, whether or not all that it waited for came."""
-
-    submit: CoreSubmit
-    guide: Follower | None
-    credit_last: bool
 
 
 class Restorer:
@@ -103,30 +93,35 @@ class Restorer:
         return not self._guests and not self._portions
 
     def enter(
-        self, submit: CoreSubmit, guide: Follower | None, wanted: list[bytes], compute_s: float, block_bytes: int
+        self,
+        submit: CoreSubmit,
+        guide: Follower | None,
+        wanted: list[bytes],
+        compute_s: float,
+        block_bytes: int,
+        *,
+        is_known: bool,
     ) -> bool:
         """Whether the request waits for the blocks that it wants: not where computing them is predicted to take less,
-        `compute_s`."""
+        `compute_s`. `is_known`: whether that is more than a guess."""
         num_ahead = sum(len(guest.wanted) for guest in self._guests.values()) + len(self._read_by)
         if self.rate.predict_s((len(wanted) + num_ahead) * block_bytes) >= compute_s:
             self.passed_over_total += 1
             self.rate.hope()
             return False
         now_s = self._clock()
-        until_s = now_s + compute_s + PATIENCE_S
+        until_s = now_s + compute_s + (PATIENCE_S if is_known else FIRST_PATIENCE_S)
         self._guests[submit.key] = _Guest(
-            submit, guide, deque(wanted), submit.credit_tokens, now_s, until_s, self.restored_bytes_total
+            submit,
+            guide,
+            deque(wanted),
+            since_s=now_s,
+            until_s=until_s,
+            last_s=until_s + compute_s,
+            num_wanted=len(wanted),
+            bytes_before=self.restored_bytes_total,
         )
         self.waited_requests_total += 1
-        return True
-
-    def extend(self, key: int, credit_tokens: int, *, last: bool) -> bool:
-        """False: there is no such guest."""
-        guest = self._guests.get(key)
-        if guest is None:
-            return False
-        guest.credit_tokens = max(guest.credit_tokens, credit_tokens)
-        guest.credit_last = guest.credit_last or last
         return True
 
     def leave(self, key: int) -> CoreSubmit | None:
@@ -166,16 +161,16 @@ class Restorer:
         self.restored_blocks_total += num_blocks
         self.restored_bytes_total += num_bytes
 
-    def take_ready(self) -> Iterator[Restored]:
+    def take_ready(self) -> Iterator[tuple[CoreSubmit, Follower | None]]:
         """Who need not wait any more, or has waited as long as computing would have taken."""
         now_s = self._clock()
         for key, guest in list(self._guests.items()):
-            if (guest.wanted or guest.reading) and now_s < guest.until_s:
+            half_is_there = 2 * len(guest.wanted) < guest.num_wanted
+            if (guest.wanted or guest.reading) and now_s < (guest.last_s if half_is_there else guest.until_s):
                 continue
             del self._guests[key]
             self.rate.observe(self.restored_bytes_total - guest.bytes_before, now_s - guest.since_s)
-            submit = msgspec.structs.replace(guest.submit, credit_tokens=guest.credit_tokens)
-            yield Restored(submit, guest.guide, guest.credit_last)
+            yield guest.submit, guest.guide
 
     def forget(self) -> None:
         """The device's cache is gone, and what is being read has nowhere to go."""

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from moiety_engine.cache.host import Copies
     from moiety_engine.config import EngineConfig
-    from moiety_engine.disk.restoring import Restored
     from moiety_engine.guiding.follower import Follower
     from moiety_engine.messages import CoreSubmit
     from moiety_engine.model.batch import KvCache
@@ -39,6 +38,7 @@ ROW_BYTES = {"cuda": 128 << 20, "cpu": 32 << 20}  # of host memory, for each way
 SCAN_WAIT_S = 2.0  # for which a start waits for the index; what is not found by then is found while it serves
 FLUSH_S = 5.0  # for which an end waits for what is not written
 EXPIRY_INTERVAL_S = 10.0
+KNOWN_STEPS = 16  # after which an engine knows more of its steps than a guess
 
 log = structlog.get_logger()
 
@@ -145,16 +145,18 @@ class DiskTier:
         shape = empty.with_prefill((end - first) * size, first * size)
         step_time = self._scheduler.step_time
         compute_s = step_time.predict_s(shape) - step_time.predict_s(empty)
-        if not self.restorer.enter(submit, guide, wanted, compute_s, self.folder.block_bytes):
+        is_known = step_time.num_observed >= KNOWN_STEPS
+        if not self.restorer.enter(submit, guide, wanted, compute_s, self.folder.block_bytes, is_known=is_known):
             return False
         ledger.refresh(hits)
         return True
 
-    def take_ready(self) -> Iterator[Restored]:
-        for restored in self.restorer.take_ready():
-            probe = Sequence(restored.submit, order=0, seed=0, answer_apart=self._ledger.answers_apart)
+    def take_ready(self) -> Iterator[tuple[CoreSubmit, Follower | None]]:
+        """Who need not wait any more, and the guide that it came with."""
+        for submit, guide in self.restorer.take_ready():
+            probe = Sequence(submit, order=0, seed=0, answer_apart=self._ledger.answers_apart)
             self._ledger.refresh(self._ledger.find_prefix(probe))
-            yield restored
+            yield submit, guide
 
     # ── within ──
 
