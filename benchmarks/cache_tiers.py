@@ -155,7 +155,7 @@ def main() -> None:
         "command": " ".join(["python", *sys.argv]),
         "load_average": [load_before, os.getloadavg()],
         "took_s": round(time.monotonic() - begin_s),
-        "settings": {name: str(value) for name, value in vars(options).items() if name != "output"},
+        "settings": {"checkpoint": folder.name, "tokens": options.tokens, "threads": options.threads},
         "environment": environment(begin),
         "tiers": {tier: summary(rows) for tier, rows in found.items()},
     }
