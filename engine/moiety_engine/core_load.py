@@ -61,6 +61,7 @@ def _load_of(scheduler: Scheduler, exchange: Exchange, steps_total: int, request
         host_blocks_used=sum(host.num_used for host in groups.hosts),
         swapped_out_blocks_total=sum(kv.swapped_out_total for kv in groups),
         swapped_in_blocks_total=sum(kv.swapped_in_total for kv in groups),
+        kv_blocks_kept=sum(kv.pins.size for kv in groups),
         host_hit_blocks_total=sum(kv.host_hit_blocks_total for kv in groups),
         classes=scheduler.class_loads(),
         overshot_tokens_total=scheduler.overshot_tokens_total,

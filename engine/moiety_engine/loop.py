@@ -132,7 +132,7 @@ class EngineLoop:
             submit = msgspec.structs.replace(submit, max_tokens=room, min_tokens=min(submit.min_tokens, room))
         if submit.hand_over is not None:
             submit = self.exchange.depart(submit)
-        if self.disk is not None:
+        if self.disk is not None and submit.adapter:
             submit = msgspec.structs.replace(submit, cache_salt=self.disk.salted(submit))
         if not self._anteroom.must_wait(submit):
             self._queue(submit, None)

@@ -176,6 +176,7 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
     handed_over_requests_total: int = 0
     taken_over_requests_total: int = 0
     lost_transfers_total: int = 0
+    kv_blocks_kept: int = 0  # for conversations that come back
     host_hit_blocks_total: int = 0  # of prefixes, found on the host
     disk_bytes_total: int = 0  # that the prefix cache may take on disk; no counter
     disk_bytes_used: int = 0

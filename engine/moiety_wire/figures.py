@@ -11,6 +11,7 @@ GAUGES = (
     ("kv_blocks_total", "Blocks of the KV cache."),
     ("kv_blocks_used", "Blocks of the KV cache that requests hold."),
     ("kv_blocks_cached", "Free blocks that hold a prefix which may be hit."),
+    ("kv_blocks_kept", "Blocks that are evicted after others, for conversations that come back; on all tiers."),
     ("host_blocks_total", "Blocks of the host-memory tier."),
     ("host_blocks_used", "Blocks of the host-memory tier in use."),
     ("disk_bytes_total", "Bytes that the prefix cache may take on disk; 0 without that tier."),

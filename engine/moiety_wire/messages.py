@@ -474,6 +474,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     handed_over_requests_total: int = 0  # requests that other engines went on with
     taken_over_requests_total: int = 0  # that came with their KV …
     lost_transfers_total: int = 0  # … or without it, although it was to come, and were computed again
+    kv_blocks_kept: int = 0  # for conversations that come back
     host_hit_blocks_total: int = 0  # of prefixes, found on the host
     disk_bytes_total: int = 0  # that the prefix cache may take on disk; no counter
     disk_bytes_used: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from moiety_engine.config import EngineConfig
 from moiety_engine.disk.folder import DiskFolder
 from moiety_engine.disk.identity import digest_of_folder
 from moiety_engine.disk.index import DiskIndex
+from moiety_engine.disk.saving import Saver
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreSubmit
@@ -256,6 +258,30 @@ def test_a_disk_that_fails_costs_no_request_and_is_left_alone_for_a_while(make: 
     load = loop.load()
     assert (load.disk_failed_writes_total, load.disk_dropped_blocks_total) == (1, 22), "it was tried again at once"
     assert num_cached(run(loop, make_submit(2))) == 40
+
+
+def test_what_waits_to_be_written_is_bounded_and_the_newest_stays(tmp_path: Path) -> None:
+    folder = DiskFolder(tmp_path, b"i" * 32, 16)
+    saver = Saver(folder, DiskIndex(1 << 20), most_waiting=20)
+    for first in range(10):
+        saver.offer("t", [bytes([first, place]) for place in range(8)])
+    assert (saver.dropped_blocks_total, saver.is_quiet) == (64, False)
+    saver.close()
+    folder.close()
+
+
+def test_a_disk_that_stands_still_holds_nobody_up(make: Make) -> None:
+    loop = make()
+    goes_on = threading.Event()
+    loop.disk.saver._writer.submit(goes_on.wait, LIMIT_S)
+    for key in range(20):
+        assert run_all(loop, [make_submit(key)])[key].finish is not None
+    assert loop.load().disk_written_blocks_total == 0
+    goes_on.set()
+    settle(loop)
+    load = loop.load()
+    assert load.disk_dropped_blocks_total + load.disk_written_blocks_total == 20 * 11
+    assert load.disk_written_blocks_total > 0
 
 
 def test_who_hangs_up_while_its_prompt_is_read_is_gone_and_credit_that_comes_meanwhile_counts(make: Make) -> None:

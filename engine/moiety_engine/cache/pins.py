@@ -60,14 +60,14 @@ class Pins(Generic[Key]):
     def pin(self, owner: bytes | str, items: Iterable[tuple[Key, int]], keep_s: float, weight: float = 1.0) -> None:
         """Keep these, (key, size), for so long, the most worth keeping last. What is kept longer already stays so."""
         until_s = self._clock() + keep_s
-        account = self._accounts.setdefault(owner, _Account(weight))
+        account = self._accounts.get(owner) or _Account(weight)
         account.weight = weight
         for key, size in items:
             before = self._forget(key)
+            self._accounts[owner] = account  # which has gone where that was all that it kept
             account.pins[key] = _Pin(size, until_s if before is None else max(until_s, before.until_s))
             account.size += size
             self._owner_of[key] = owner
-        self._accounts.setdefault(owner, account)
         self._hold_to_shares()
 
     def drop(self, key: Key) -> None:

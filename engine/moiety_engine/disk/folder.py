@@ -33,6 +33,7 @@ class DiskFolder:
 
     def __init__(self, parent: Path, identity: bytes, block_bytes: int) -> None:
         self.identity, self.block_bytes = identity, block_bytes
+        self._opened_s = time.time()
         self.path = parent / identity.hex()
         try:
             parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -56,7 +57,8 @@ class DiskFolder:
             found = [(entry.stat(follow_symlinks=False).st_mtime, entry.name) for entry in entries if entry.is_file()]
         for used_s, name in sorted(found):
             if name.endswith(_UNFINISHED):
-                self.remove(name)
+                if used_s < self._opened_s:  # else it is being written now
+                    self.remove(name)
             elif name.endswith(SUFFIX):
                 stored = self._look_at(name, used_s)
                 if stored is not None:

@@ -6,7 +6,6 @@ A file's blocks are of one request, so they are used, and grow old, together. It
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,15 +44,14 @@ class DiskIndex:
     def num_blocks(self) -> int:
         return len(self._file_of)
 
-    def __iter__(self) -> Iterator[Stored]:
-        """The least recently used first."""
-        return iter(self._files.values())
-
     def find(self, block_hash: bytes) -> Stored | None:
         return self._file_of.get(block_hash)
 
     def add(self, stored: Stored) -> list[Stored]:
         """A file was written, and is the newest. Returns those that must go for it, which are forgotten."""
+        if stored.name in self._files:
+            return []
+        self._pins.sweep()
         self._files[stored.name] = stored
         self.num_bytes += stored.num_bytes
         for block_hash in stored.hashes:

@@ -58,8 +58,11 @@ class _Writing:
 class Saver:
     """Used by the step loop's thread, but for its writer."""
 
-    def __init__(self, folder: DiskFolder, index: DiskIndex, *, clock: Callable[[], float] = time.time) -> None:
-        self._folder, self._index, self._clock = folder, index, clock
+    def __init__(
+        self, folder: DiskFolder, index: DiskIndex, most_waiting: int, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`most_waiting`: blocks that wait to be written; of more, those that have waited longest are dropped."""
+        self._folder, self._index, self._most_waiting, self._clock = folder, index, most_waiting, clock
         self._offers: deque[_Offer] = deque()
         self._known: set[bytes] = set()  # offered, or being written
         self._writing: deque[_Writing] = deque()
@@ -99,6 +102,8 @@ class Saver:
             return
         self._known.update(fresh)
         self._offers.append(_Offer(owner_tag(tenant_id, self._folder.identity), fresh, kept))
+        while len(self._known) > self._most_waiting and len(self._offers) > 1:
+            self._drop(self._offers.popleft())
 
     def save(self, ledger: KvLedger, rows: Rows, most_bytes: int) -> None:
         """Copy out what was offered, as far as rows and bytes allow, and have it written."""
@@ -145,10 +150,8 @@ class Saver:
 
     def forget(self) -> None:
         """The cache's contents are lost: what was not copied out yet is not there any more."""
-        for offer in self._offers:
-            self._known.difference_update(offer.hashes)
-            self.dropped_blocks_total += len(offer.hashes)
-        self._offers.clear()
+        while self._offers:
+            self._drop(self._offers.popleft())
 
     def wait(self, timeout_s: float) -> None:
         """For the writer, once."""
@@ -170,6 +173,10 @@ class Saver:
             return self._folder.write(owner, hashes, views)
 
         self._writing.append(_Writing(self._writer.submit(write), rows, taken, hashes, offer.kept))
+
+    def _drop(self, offer: _Offer) -> None:
+        self._known.difference_update(offer.hashes)
+        self.dropped_blocks_total += len(offer.hashes)
 
     def _failed(self, problem: OSError) -> None:
         self.failed_writes_total += 1

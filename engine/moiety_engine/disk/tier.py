@@ -18,7 +18,7 @@ from moiety_engine.disk.index import DiskIndex, Kept, Stored
 from moiety_engine.disk.restoring import Restorer
 from moiety_engine.disk.rows import Rows
 from moiety_engine.disk.saving import TURN_BYTES, Saver
-from moiety_engine.errors import InvalidConfig
+from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.runner.swap import HostKv
 from moiety_engine.scheduling.steptime import StepShape
 from moiety_engine.sequence import Sequence
@@ -60,7 +60,7 @@ class DiskTier:
         }
         self.folder = DiskFolder(parent, identity_of(model, config, kv, parent), block_bytes)
         self.index = DiskIndex(config.disk_cache_bytes)
-        self.saver = Saver(self.folder, self.index)
+        self.saver = Saver(self.folder, self.index, self._ledger.pool.num_blocks)
         self.restorer = Restorer(self.folder, self.index, max(4, min(8, (os.cpu_count() or 1) // 2)))
         self._out: Rows | None = None
         self._in: Rows | None = None
@@ -81,30 +81,38 @@ class DiskTier:
     def serve(self, kv: KvCache) -> None:
         """That is the cache from now on."""
         num_bytes = ROW_BYTES[self._kind]
-        self._out, self._in = Rows(kv, num_bytes), Rows(kv, num_bytes)
+        try:
+            self._out, self._in = Rows(kv, num_bytes), Rows(kv, num_bytes)
+        except RuntimeError as exc:  # which is what torch raises
+            raise OutOfMemory(
+                f"the host has no room for the disk cache's 2 × {num_bytes >> 20} MiB of buffers"
+            ) from exc
 
     def detach(self, copy: Callable[[Copies], None]) -> None:
         """Write what can be within a few seconds; then there is no cache. Only while no request is open."""
-        until_s = time.monotonic() + FLUSH_S
-        while not self.saver.is_quiet and (left_s := until_s - time.monotonic()) > 0:
-            self.turn(copy, most_bytes=ROW_BYTES[self._kind])
-            self.saver.wait(left_s)
+        self._flush(copy)
         self.saver.forget()
         self.restorer.forget()
         self._out = self._in = None
 
+    def _flush(self, copy: Callable[[Copies], None]) -> None:
+        until_s = time.monotonic() + FLUSH_S
+        while not self.saver.is_quiet and (left_s := until_s - time.monotonic()) > 0:
+            self.turn(copy, most_bytes=ROW_BYTES[self._kind])
+            self.saver.wait(left_s)
+
     def close(self, copy: Callable[[Copies], None] | None) -> None:
         """It is not used any more. `copy`: None while there is no cache."""
         if copy is not None:
-            self.detach(copy)
+            self._flush(copy)
         self._ledger.on_release = None
         self.saver.close()
         self.restorer.close()
         self.folder.close()
 
     def salted(self, submit: CoreSubmit) -> bytes:
-        """The request's salt, with what its adapter holds: an operator's may be another one after a restart, under the
-        same name."""
+        """The request's salt, with what an operator's adapter holds: after a restart it may be another one of the same
+        name."""
         return submit.cache_salt + self._adapters.get(submit.adapter, b"")
 
     def turn(self, copy: Callable[[Copies], None], most_bytes: int | None = None) -> None:

@@ -55,6 +55,7 @@ def make_load(
         handed_over_requests_total=load.handed_over_requests_total,
         taken_over_requests_total=load.taken_over_requests_total,
         lost_transfers_total=load.lost_transfers_total,
+        kv_blocks_kept=load.kv_blocks_kept,
         host_hit_blocks_total=load.host_hit_blocks_total,
         disk_bytes_total=load.disk_bytes_total,
         disk_bytes_used=load.disk_bytes_used,

@@ -87,6 +87,7 @@ class LoadView(msgspec.Struct, frozen=True):
     handed_over_requests_total: int
     taken_over_requests_total: int
     lost_transfers_total: int
+    kv_blocks_kept: int
     host_hit_blocks_total: int
     disk_bytes_total: int
     disk_bytes_used: int
