@@ -1,5 +1,5 @@
-"""Where requests wait before they queue: for KV from another engine, then for an adapter in its slot, then for a guide.
-Nobody waits for them, and each of these waits ends by itself."""
+"""Where requests wait before they queue: for KV from another engine, then for an adapter in its slot, then for a guide,
+then for what the disk has of their prompt. Nobody waits for them, and each of these waits ends by itself."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from moiety_engine.adapters.registry import AdapterRegistry
+    from moiety_engine.disk.tier import DiskTier
     from moiety_engine.guiding.follower import Follower
     from moiety_engine.guiding.lobby import Lobby
     from moiety_engine.messages import CoreFailure, CoreSubmit
@@ -33,9 +34,12 @@ class Anteroom:
     """Of one replica; used by the step loop's thread. A request is in one of its rooms at a time, and gets its credit
     here, whichever that is."""
 
-    def __init__(self, arrivals: Arrivals | None, adapters: AdapterRegistry, lobby: Lobby) -> None:
-        self._arrivals, self._adapters, self._lobby = arrivals, adapters, lobby
-        self._rooms: list[_Room] = [adapters, lobby] if arrivals is None else [arrivals, adapters, lobby]
+    def __init__(
+        self, arrivals: Arrivals | None, adapters: AdapterRegistry, lobby: Lobby, disk: DiskTier | None = None
+    ) -> None:
+        self._arrivals, self._adapters, self._lobby, self._disk = arrivals, adapters, lobby, disk
+        rooms = (arrivals, adapters, lobby, None if disk is None else disk.restorer)
+        self._rooms: list[_Room] = [room for room in rooms if room is not None]
         self._credits: dict[int, _Credit] = {}  # of all who wait here, by their keys
 
     @property
@@ -48,7 +52,7 @@ class Anteroom:
         if submit.transfer_id and self._arrivals is not None:
             self._arrivals.enter(submit)
             return True
-        waits = self._waits_for_adapter(submit) or self._waits_for_guide(submit)
+        waits = self._waits_for_adapter(submit) or self._waits_for_guide(submit) or self._waits_for_disk(submit, None)
         if not waits:
             del self._credits[submit.key]
         return waits
@@ -75,10 +79,13 @@ class Anteroom:
             if not (self._waits_for_adapter(submit) or self._waits_for_guide(submit)):
                 yield self._ready(submit, None)
         for submit in self._adapters.take_ready():
-            if not self._waits_for_guide(submit):
+            if not (self._waits_for_guide(submit) or self._waits_for_disk(submit, None)):
                 yield self._ready(submit, None)
         for submit, guide in self._lobby.take_ready():
-            yield self._ready(submit, guide)
+            if not self._waits_for_disk(submit, guide):
+                yield self._ready(submit, guide)
+        for submit, restored_guide in () if self._disk is None else self._disk.take_ready():
+            yield self._ready(submit, restored_guide)
 
     def take_refused(self) -> list[CoreFailure]:
         """Who cannot be served."""
@@ -96,6 +103,9 @@ class Anteroom:
         if submit.guide is not None:
             self._lobby.enter(submit)
         return submit.guide is not None
+
+    def _waits_for_disk(self, submit: CoreSubmit, guide: Follower | None) -> bool:
+        return self._disk is not None and self._disk.must_wait(submit, guide)
 
     def _ready(self, submit: CoreSubmit, guide: Follower | None) -> tuple[CoreSubmit, Follower | None, bool]:
         credit = self._credits.pop(submit.key)

@@ -96,6 +96,9 @@ def engine(
     policy: options.PolicyOption = PolicyName.MOIETY,
     kv_memory_bytes: options.KvMemoryBytesOption = "",
     host_kv_memory_bytes: options.HostKvMemoryBytesOption = "",
+    disk_cache: options.DiskCacheOption = None,
+    disk_cache_bytes: options.DiskCacheBytesOption = "16GiB",
+    disk_cache_ttl: options.DiskCacheTtlOption = 86_400.0,
     block_size: options.BlockSizeOption = None,
     prefix_caching: options.PrefixCachingOption = True,
     static_batch_size: options.StaticBatchSizeOption = 8,
@@ -156,7 +159,7 @@ def engine(
             role=role,
         )
         if scripted:
-            _refuse_role(role, kv_listen)
+            _refuse_what_has_no_kv(role, kv_listen, disk_cache)
             script = _script(scripted_tokens_per_step, scripted_step_ms, max_context_tokens, max_running)
             script = msgspec.structs.replace(script, traced_steps_per_s=traced_steps_per_s)
             text, make_core = scripted_text_model(), _scripted(script)
@@ -176,6 +179,9 @@ def engine(
                 max_running=max_running,
                 kv_memory_bytes=kv_bytes,
                 host_kv_memory_bytes=host_bytes,
+                disk_cache=str(disk_cache.resolve()) if disk_cache else "",
+                disk_cache_bytes=parse_size(disk_cache_bytes),
+                disk_cache_ttl_s=disk_cache_ttl,
                 policy=policy,
                 block_size=block_size,
                 max_context_tokens=max_context_tokens,
@@ -222,9 +228,11 @@ def engine(
     raise typer.Exit(ending)
 
 
-def _refuse_role(role: EngineRole, kv_listen: str) -> None:
-    if role is not EngineRole.BOTH or kv_listen:
-        raise InvalidConfig("a scripted engine has no KV: leave --role and --kv-listen out, or --scripted")
+def _refuse_what_has_no_kv(role: EngineRole, kv_listen: str, disk_cache: Path | None) -> None:
+    if role is not EngineRole.BOTH or kv_listen or disk_cache:
+        raise InvalidConfig(
+            "a scripted engine has no KV: leave --role, --kv-listen and --disk-cache out, or --scripted"
+        )
 
 
 def _beside(listen: str) -> str:

@@ -106,6 +106,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int | None = None  # sequences in the batch
     kv_memory_bytes: int | None = None
     host_kv_memory_bytes: int | None = None  # host memory that KV is swapped to; 0 for none
+    disk_cache: str = ""  # folder of the prefix cache's tier on disk; "": none
+    disk_cache_bytes: int = 16 << 30
+    disk_cache_ttl_s: float = 86_400.0  # what has not been used for so long is deleted
     block_size: int | None = None  # tokens a KV block
     max_context_tokens: int | None = None
     num_threads: int | None = None
@@ -167,6 +170,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         self._check_speculation()
         self._check_adapters()
+        self._check_disk_cache()
         if not 0 <= self.traced_steps_per_s <= MAX_TRACED_PER_S:
             raise InvalidConfig(f"traced_steps_per_s must lie between 0 and {MAX_TRACED_PER_S}")
         self._check_transfer()
@@ -206,6 +210,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if transfer.landing_bytes is not None and transfer.landing_bytes < 1:
             raise InvalidConfig("kv_landing_bytes must be at least 1; leave it out to have it chosen")
+
+    def _check_disk_cache(self) -> None:
+        if not self.disk_cache:
+            return
+        if not self.prefix_caching:
+            raise InvalidConfig("a disk cache keeps what prefix caching finds: leave out --no-prefix-caching, or it")
+        if self.tp * self.dp_attention * self.pp > 1:
+            raise InvalidConfig(
+                "the disk cache is of engines of one rank each so far: leave --tp, --dp-attention and --pp at 1, or "
+                "leave --disk-cache out"
+            )
+        if self.disk_cache_bytes < 1 or self.disk_cache_ttl_s <= 0:
+            raise InvalidConfig(
+                "disk_cache_bytes and disk_cache_ttl_s must be more than 0; leave them out for defaults"
+            )
 
     def _check_adapters(self) -> None:
         if self.adapter_memory_bytes is not None and self.adapter_memory_bytes < 0:

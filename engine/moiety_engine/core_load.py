@@ -4,17 +4,52 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from moiety_engine.messages import CoreLoad
 
 if TYPE_CHECKING:
+    from moiety_engine.disk.tier import DiskTier
     from moiety_engine.scheduling.scheduler import Scheduler
     from moiety_engine.transfer.exchange import Exchange
 
 
 def load_of(
-    scheduler: Scheduler, exchange: Exchange, steps_total: int, requests_total: int, waited_s: tuple[float, float]
+    scheduler: Scheduler,
+    exchange: Exchange,
+    disk: DiskTier | None,
+    steps_total: int,
+    requests_total: int,
+    waited_s: tuple[float, float],
 ) -> CoreLoad:
     """The totals are since its start. `waited_s`: of attention and of experts, each for the other."""
+    load = _load_of(scheduler, exchange, steps_total, requests_total, waited_s)
+    return load if disk is None else _with_disk(load, disk)
+
+
+def _with_disk(load: CoreLoad, disk: DiskTier) -> CoreLoad:
+    saver, restorer = disk.saver, disk.restorer
+    return msgspec.structs.replace(
+        load,
+        num_waiting=load.num_waiting + restorer.num_waiting,
+        disk_bytes_total=disk.index.max_bytes,
+        disk_bytes_used=disk.index.num_bytes,
+        disk_blocks_cached=disk.index.num_blocks,
+        disk_written_blocks_total=saver.written_blocks_total,
+        disk_written_bytes_total=saver.written_bytes_total,
+        disk_dropped_blocks_total=saver.dropped_blocks_total,
+        disk_failed_writes_total=saver.failed_writes_total,
+        disk_restored_blocks_total=restorer.restored_blocks_total,
+        disk_restored_bytes_total=restorer.restored_bytes_total,
+        disk_waited_requests_total=restorer.waited_requests_total,
+        disk_passed_over_requests_total=restorer.passed_over_total,
+        disk_lost_files_total=restorer.lost_files_total,
+    )
+
+
+def _load_of(
+    scheduler: Scheduler, exchange: Exchange, steps_total: int, requests_total: int, waited_s: tuple[float, float]
+) -> CoreLoad:
     groups, arrivals = scheduler.groups, exchange.arrivals
     return CoreLoad(
         num_running=scheduler.num_running,
@@ -35,6 +70,8 @@ def load_of(
         swapped_in_blocks_total=sum(kv.swapped_in_total for kv in groups),
         attention_waited_seconds_total=waited_s[0],
         experts_waited_seconds_total=waited_s[1],
+        kv_blocks_kept=sum(kv.pins.size for kv in groups),
+        host_hit_blocks_total=sum(kv.host_hit_blocks_total for kv in groups),
         classes=scheduler.class_loads(),
         overshot_tokens_total=scheduler.overshot_tokens_total,
         drafted_tokens_total=scheduler.drafted_tokens_total,

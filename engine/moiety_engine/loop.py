@@ -24,6 +24,7 @@ from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.config import Batching, EngineConfig, PolicyName, Speculate
 from moiety_engine.core_load import load_of
+from moiety_engine.disk.tier import DiskTier
 from moiety_engine.distribution.crew import Crew
 from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.drafting.draft import Draft
@@ -93,7 +94,6 @@ class EngineLoop:
         for name, folder in config.adapters.items():
             self.adapters.learn(name, Path(folder))
         self.adapters.load_all()
-        self._anteroom = Anteroom(self.exchange.arrivals, self.adapters, self._lobby)
         self._resident: Resident | None = self._move_in()
         self._experts = self._watch_experts()
         first, *further = [self._ledger() for _ in range(model.ranks.across.size)]
@@ -105,6 +105,8 @@ class EngineLoop:
         self.scheduler = Scheduler(
             first, limits, strategy, policy, draft_tokens=draft_tokens, guesser=guesser, further=further
         )
+        self.disk = DiskTier(config, model, self.scheduler, self._awake().kv) if config.disk_cache else None
+        self._anteroom = Anteroom(self.exchange.arrivals, self.adapters, self._lobby, self.disk)
         self._flight: Flight | None = None  # launched, and not collected
         self._outputs: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
@@ -143,6 +145,8 @@ class EngineLoop:
             submit = msgspec.structs.replace(submit, max_tokens=room, min_tokens=min(submit.min_tokens, room))
         if submit.hand_over is not None:
             submit = self.exchange.depart(submit)
+        if self.disk is not None and submit.adapter:
+            submit = msgspec.structs.replace(submit, cache_salt=self.disk.salted(submit))
         if not self._anteroom.must_wait(submit):
             self._queue(submit, None)
 
@@ -167,9 +171,9 @@ class EngineLoop:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether a request waits for its guide to be compiled, its adapter to be read, or its KV to come, which ends
-        by itself."""
-        return not self._anteroom.is_empty
+        """Whether a request waits for its guide to be compiled, its adapter to be read, or its KV to come, or KV is on
+        its way to the disk or from it, all of which ends by itself."""
+        return not self._anteroom.is_empty or (self.disk is not None and not self.disk.is_quiet)
 
     def step(self) -> bool:
         """Plan a step and launch it; then take in the result of the step before, where steps overlap, or else of this
@@ -178,6 +182,8 @@ class EngineLoop:
             return self._step(self._awake())
 
     def _step(self, resident: Resident) -> bool:
+        if self.disk is not None:
+            self.disk.turn(resident.move)
         self._take_guests()
         plan = self.scheduler.plan(self._clock_ns(), may_foresee=self._anteroom.is_empty)
         resident.copy_blocks(plan)
@@ -235,6 +241,8 @@ class EngineLoop:
             self._experts.finish(self._clock_ns() / 1e9, resident.runner.staging)
         kv_bytes = self.sizes.num_blocks * self._weights.kv_bytes_per_block(self.block_size)
         freed = self._weights.leave_or_stay(on_progress) + kv_bytes
+        if self.disk is not None:
+            self.disk.detach(resident.move)
         self._orders.give(Release())
         self.scheduler.groups.forget()
         self.scheduler.foresight.forget()
@@ -253,6 +261,8 @@ class EngineLoop:
             self._weights.come_back(on_progress)
             self._resident = self._move_in()
             self.warm_up()
+            if self.disk is not None:
+                self.disk.serve(self._resident.kv)
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
             problem = str(exc)
         if problem:  # only now does nobody hold what had been made, as the error did
@@ -274,6 +284,8 @@ class EngineLoop:
 
     def close(self) -> None:
         """End the other ranks, if there are any, and the links to other engines. The loop is not used any more."""
+        if self.disk is not None:
+            self.disk.close(None if self._resident is None else self._resident.move)
         self.exchange.close()
         self.adapters.close()
         self._orders.close()
@@ -294,7 +306,8 @@ class EngineLoop:
         return step
 
     def load(self) -> CoreLoad:
-        return load_of(self.scheduler, self.exchange, self.steps_total, self._requests_total, self._orders.waited_s())
+        totals = self.steps_total, self._requests_total
+        return load_of(self.scheduler, self.exchange, self.disk, *totals, self._orders.waited_s())
 
     def _ledger(self) -> KvLedger:
         """Of one group of ranks."""

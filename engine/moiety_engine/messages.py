@@ -52,6 +52,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     transfer_id: str = ""  # under which its KV comes
     adapter: str = ""  # "": the model as it is
     foresees: Foreseeing | None = None  # ends without output, when its prompt is computed or is not going to be
+    keep_s: float = 0.0  # for which what it leaves in the prefix cache is evicted after other things
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -192,6 +193,20 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
     foreseen_tokens_total: int = 0
     foreseen_used_tokens_total: int = 0
     foreseen_wasted_tokens_total: int = 0
+    kv_blocks_kept: int = 0  # for conversations that come back
+    host_hit_blocks_total: int = 0  # of prefixes, found on the host
+    disk_bytes_total: int = 0  # that the prefix cache may take on disk; no counter
+    disk_bytes_used: int = 0
+    disk_blocks_cached: int = 0
+    disk_written_blocks_total: int = 0
+    disk_written_bytes_total: int = 0
+    disk_dropped_blocks_total: int = 0
+    disk_failed_writes_total: int = 0
+    disk_restored_blocks_total: int = 0
+    disk_restored_bytes_total: int = 0
+    disk_waited_requests_total: int = 0
+    disk_passed_over_requests_total: int = 0
+    disk_lost_files_total: int = 0
 
 
 class CoreState(StrEnum):

@@ -33,8 +33,8 @@ def run_all(
         loop.submit(submit)
     num_open = len(results)
     while num_open:
-        if not loop.step() and loop.scheduler.num_waiting:
-            time.sleep(0.001)  # the dynamic strategy waits for company
+        if not loop.step() and (loop.scheduler.num_waiting or loop.waits_for_others):
+            time.sleep(0.001)  # for company, or for threads, which need the interpreter meanwhile
         step = loop.take_outputs()
         if step is None:
             continue

@@ -189,6 +189,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     transfer_id: str = ""  # under which its KV comes from the engine that has computed it
     adapter: str = ""  # the id of one that the engine was sent or started with; "": the model as it is
     foresees: Foreseeing | None = None  # only to an engine whose card says so; `max_tokens` and `credit_tokens` are 0
+    keep_s: float = 0.0  # the conversation will come back within so long: what it leaves in the prefix cache is kept
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
@@ -496,6 +497,20 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     foreseen_tokens_total: int = 0  # computed before they were asked for
     foreseen_used_tokens_total: int = 0  # of them, those that requests began with
     foreseen_wasted_tokens_total: int = 0  # and those that none did in time
+    kv_blocks_kept: int = 0  # for conversations that come back
+    host_hit_blocks_total: int = 0  # of prefixes, found on the host
+    disk_bytes_total: int = 0  # that the prefix cache may take on disk; no counter
+    disk_bytes_used: int = 0
+    disk_blocks_cached: int = 0
+    disk_written_blocks_total: int = 0
+    disk_written_bytes_total: int = 0
+    disk_dropped_blocks_total: int = 0
+    disk_failed_writes_total: int = 0
+    disk_restored_blocks_total: int = 0
+    disk_restored_bytes_total: int = 0
+    disk_waited_requests_total: int = 0
+    disk_passed_over_requests_total: int = 0
+    disk_lost_files_total: int = 0
 
 
 ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled | ExpertLoad | ExpertBalance

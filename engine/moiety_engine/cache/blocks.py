@@ -2,7 +2,7 @@
 
 A block is *used* (reference count ≥ 1), *cached* (unreferenced, but its contents may still be hit by their hash) or
 *blank*. Cached and blank blocks are both free to allocate; blank ones go first, then the least recently used cached
-one. used + cached + blank = num_blocks, always.
+one; what is kept for a conversation goes last of all. used + cached + blank = num_blocks, always.
 
 It knows ids and hashes only: which tensor rows a block stands for is the runner's business, which tokens hash to what
 is `prefix`'s, and where evicted contents go is that of whoever set `on_evict`.
@@ -11,7 +11,7 @@ is `prefix`'s, and where evicted contents go is that of whoever set `on_evict`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 
 class NoFreeBlocks(Exception):
@@ -26,6 +26,7 @@ class BlockPool:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
         self.on_evict: Callable[[int, bytes], None] | None = None  # called with a cached block before it is forgotten
+        self.kept: Container[bytes] = frozenset()  # hashes of blocks that are evicted after others
         self._references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -34,6 +35,7 @@ class BlockPool:
         # anew when it is free; of several entries of a block the last one counts.
         self._cached: deque[int] = deque()
         self._entries = [0] * num_blocks
+        self._aside: dict[int, None] = {}  # cached blocks that are kept and were passed over, the first first
         self.num_cached = 0
 
     @property
@@ -105,6 +107,7 @@ class BlockPool:
             return False
         del self._block_of[block_hash]
         self._hash_of[block] = None  # its entries are void
+        self._aside.pop(block, None)
         self.num_cached -= 1
         self._blank.append(block)
         return True
@@ -127,6 +130,15 @@ class BlockPool:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
 
+    def let_go(self, block_hash: bytes) -> None:
+        """It is kept no more: what was passed over goes next."""
+        block = self._block_of.get(block_hash)
+        if block is not None and block in self._aside:
+            del self._aside[block]
+            if not self._references[block] and not self._entries[block]:
+                self._entries[block] = 1
+                self._cached.appendleft(block)
+
     def forget(self) -> None:
         """All contents are lost; no block is used."""
         assert self.num_used == 0, f"{self.num_used} blocks are used"
@@ -135,18 +147,27 @@ class BlockPool:
         self._blank = list(reversed(range(self.num_blocks)))
         self._cached.clear()
         self._entries = [0] * self.num_blocks
+        self._aside.clear()
         self.num_cached = 0
 
     def _evict(self, count: int) -> list[int]:
-        """The least recently used cached blocks, which are hit no more."""
-        cached, entries, references = self._cached, self._entries, self._references
+        """The least recently used cached blocks, which are hit no more; those that are kept after all others."""
+        cached, entries, references, aside = self._cached, self._entries, self._references, self._aside
         hashes, block_of, on_evict = self._hash_of, self._block_of, self.on_evict
         evicted: list[int] = []
         while len(evicted) < count:
-            block = cached.popleft()
-            entries[block] -= 1
+            is_kept = not cached
+            if is_kept:
+                block = next(iter(aside))
+            else:
+                block = cached.popleft()
+                entries[block] -= 1
+            aside.pop(block, None)
             block_hash = hashes[block]
             if entries[block] or references[block] or block_hash is None:
+                continue
+            if not is_kept and block_hash in self.kept:
+                aside[block] = None
                 continue
             if on_evict is not None:
                 on_evict(block, block_hash)

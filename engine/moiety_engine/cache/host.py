@@ -19,6 +19,7 @@ It knows ids and hashes only; moving the bytes is the runner's business.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 from moiety_engine.cache.blocks import BlockPool
@@ -104,6 +105,14 @@ class HostTier:
         self._in_to[device_block] = host_block
         if before is not None:
             self._pool.free([before])
+
+    def keep_longest(self, kept: Container[bytes]) -> None:
+        """Blocks with these hashes are evicted after others."""
+        self._pool.kept = kept
+
+    def let_go(self, block_hash: bytes) -> None:
+        """It is kept no more."""
+        self._pool.let_go(block_hash)
 
     def forget(self) -> None:
         """All contents are lost; no block is used, and no copy is queued."""

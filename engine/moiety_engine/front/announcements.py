@@ -60,6 +60,20 @@ def make_load(
         foreseen_tokens_total=load.foreseen_tokens_total,
         foreseen_used_tokens_total=load.foreseen_used_tokens_total,
         foreseen_wasted_tokens_total=load.foreseen_wasted_tokens_total,
+        kv_blocks_kept=load.kv_blocks_kept,
+        host_hit_blocks_total=load.host_hit_blocks_total,
+        disk_bytes_total=load.disk_bytes_total,
+        disk_bytes_used=load.disk_bytes_used,
+        disk_blocks_cached=load.disk_blocks_cached,
+        disk_written_blocks_total=load.disk_written_blocks_total,
+        disk_written_bytes_total=load.disk_written_bytes_total,
+        disk_dropped_blocks_total=load.disk_dropped_blocks_total,
+        disk_failed_writes_total=load.disk_failed_writes_total,
+        disk_restored_blocks_total=load.disk_restored_blocks_total,
+        disk_restored_bytes_total=load.disk_restored_bytes_total,
+        disk_waited_requests_total=load.disk_waited_requests_total,
+        disk_passed_over_requests_total=load.disk_passed_over_requests_total,
+        disk_lost_files_total=load.disk_lost_files_total,
     )
 
 

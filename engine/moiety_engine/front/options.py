@@ -333,6 +333,31 @@ HostKvMemoryBytesOption = Annotated[
         help="Host memory that KV is swapped to, such as 16GiB; 0 for none; empty: some beside a GPU, none on a CPU.",
     ),
 ]
+DiskCacheOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="MOIETY_ENGINE_DISK_CACHE",
+        file_okay=False,
+        rich_help_panel=MEMORY,
+        help="Folder in which the prefix cache keeps KV, also beyond the engine's life; one for each engine.",
+    ),
+]
+DiskCacheBytesOption = Annotated[
+    str,
+    typer.Option(
+        envvar="MOIETY_ENGINE_DISK_CACHE_BYTES", rich_help_panel=MEMORY, help="What it may take there, such as 200GiB."
+    ),
+]
+DiskCacheTtlOption = Annotated[
+    float,
+    typer.Option(
+        "--disk-cache-ttl",
+        envvar="MOIETY_ENGINE_DISK_CACHE_TTL",
+        min=1,
+        rich_help_panel=MEMORY,
+        help="Seconds after its last use at which KV on disk is deleted.",
+    ),
+]
 BlockSizeOption = Annotated[
     int | None,
     typer.Option(envvar="MOIETY_ENGINE_BLOCK_SIZE", min=1, rich_help_panel=MEMORY, help="Tokens of a KV block."),

@@ -15,6 +15,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
 MAX_PENALTY = 1000.0
 MAX_CLASS_NAME_LENGTH = 64  # a name labels the engine's counters
+MAX_KEEP_S = 7 * 86_400.0
 TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -74,6 +75,7 @@ def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
         or _stopping_complaint(submit.stopping, limits)
         or _guide_complaint(submit, limits)
         or _transfer_complaint(submit, limits)
+        or _keep_complaint(submit)
     )
     return Refusal(FailureCode.INVALID_REQUEST, complaint) if complaint else None
 
@@ -107,6 +109,7 @@ def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
         transfer_id=submit.transfer_id,
         adapter=submit.adapter,
         foresees=submit.foresees,
+        keep_s=submit.keep_s,
     )
 
 
@@ -227,6 +230,12 @@ def _guide_complaint(submit: Submit, limits: ModelLimits) -> str:
         return "an answer that is held to a form ends with it; leave ignore_eos out"
     if len(submit.guide.text.encode(errors="replace")) > MAX_GUIDE_BYTES:
         return f"the form of an answer may have {MAX_GUIDE_BYTES:,} bytes; shorten it"
+    return ""
+
+
+def _keep_complaint(submit: Submit) -> str:
+    if not 0 <= submit.keep_s <= MAX_KEEP_S:
+        return f"keep_s must lie between 0 and {MAX_KEEP_S:.0f} seconds"
     return ""
 
 

@@ -25,7 +25,7 @@ from moiety_wire.messages import Abort, Submit, ToGateway
 
 ENGINE_ID = "in-process"
 SLICE_S = 0.05
-_COMPANY_S = 0.001  # how long the dynamic strategy is left to wait for company before it is asked again
+_COMPANY_S = 0.001  # how long a request is left to wait for company, or for a thread, before that is asked again
 
 
 class InProcessReplica:
@@ -64,7 +64,7 @@ class InProcessReplica:
         while self._desk.num_open:
             for command in self._desk.take_commands():
                 obey(loop, command)
-            if not loop.step() and loop.scheduler.num_waiting:
+            if not loop.step() and (loop.scheduler.num_waiting or loop.waits_for_others):
                 time.sleep(_COMPANY_S)
             outputs = loop.take_outputs()
             if outputs is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import structlog
 import torch
 
+from moiety_engine.cache.host import Copies
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.transformer import Transformer
@@ -87,12 +88,16 @@ class Resident:
     def copy_blocks(self, plan: Plan) -> None:
         """What the plan has copied between the cache and the host tier, and what lands from other engines, before it
         runs."""
-        if self.host_kv is not None:
-            self._orders.swap(plan.swap_out, plan.swap_in)
-            self.host_kv.run_own(0, plan.swap_out, plan.swap_in)
+        self.move(Copies(plan.swap_out, plan.swap_in))
         for landing in plan.landings:
             assert self._arrivals is not None, "KV lands where none comes"
             self._arrivals.land(*landing)
+
+    def move(self, copies: Copies) -> None:
+        """Copy between the cache and the host tier, now."""
+        if self.host_kv is not None:
+            self._orders.swap(copies.outs, copies.ins)
+            self.host_kv.run_own(0, copies.outs, copies.ins)
 
     def warm_up(self) -> SwapCost:
         """Run a prefill and a decode that no request asked for, so that the first request does not pay for compiling

@@ -23,6 +23,20 @@ STAGING_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}  # a few large copies, not ma
 NUM_MEASURED_BLOCKS = 32
 
 
+class Mark:
+    """A moment in the copies of a HostKv, for whoever must know when those before it have run. Any thread may ask."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self._event = event
+
+    def is_over(self) -> bool:
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
 class HostKv:
     """Host memory for `num_blocks` blocks of a cache. Used by the step loop's thread only."""
 
@@ -33,10 +47,10 @@ class HostKv:
         self._kv = kv
         # as numbers of one type: an int8 cache has scales of another
         self._views = [part.flatten(1).view(first.dtype) for layer in kv.layers for part in layer.parts]
-        width = sum(view.shape[1] for view in self._views)
+        self.block_bytes = self.bytes_of_a_block(kv)
+        width = self.block_bytes // first.element_size()
         on_cuda = first.device.type == "cuda"
         self.num_blocks = num_blocks
-        self.block_bytes = width * first.element_size()
         self._rows_per_slab = max(1, slab_bytes // self.block_bytes)
         starts = range(0, num_blocks, self._rows_per_slab)
         self._slabs_HE = [
@@ -49,6 +63,19 @@ class HostKv:
         )
         self._device = first.device
         self._stream = torch.cuda.Stream(self._device) if on_cuda else None  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def bytes_of_a_block(kv: KvCache) -> int:
+        return sum(part[0].numel() * part.element_size() for layer in kv.layers for part in layer.parts)
+
+    def view(self, host_block: int) -> memoryview:
+        """The bytes of a host block, to read and to write. Whoever does sees to it that no copy of the block runs."""
+        slab, row = divmod(host_block, self._rows_per_slab)
+        return self._slabs_HE[slab][row].view(torch.uint8).numpy().data
+
+    def mark(self) -> Mark:
+        """Over once the copies so far have run."""
+        return Mark(None if self._stream is None else self._stream.record_event())
 
     def run_own(self, group: int, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
         """Of a plan's copies those of this group of ranks: of each group, blocks are numbered after those of the groups

@@ -8,10 +8,12 @@ comes from other engines lands after them: `take_landings`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from moiety_engine.cache.blocks import BlockPool
 from moiety_engine.cache.host import Copies, HostTier
+from moiety_engine.cache.pins import Pins
 from moiety_engine.scheduling.plan import Landing
 from moiety_engine.sequence import Sequence
 
@@ -42,10 +44,15 @@ class KvLedger:
         self.host = host
         self.swapped_out_total = 0  # blocks of sequences, those that needed no copy included
         self.swapped_in_total = 0
+        self.host_hit_blocks_total = 0  # of prefixes, found on the host
+        self.on_release: Callable[[Sequence], None] | None = None  # called with a sequence before it gives up blocks
         self._prefix_caching = prefix_caching
         self._landings: dict[int, Landing] = {}  # queued, by the sequences' keys
+        self.pins: Pins[bytes] = Pins(pool.num_blocks, let_go=self._let_go)
+        pool.kept = self.pins
         if host is not None:
             pool.on_evict = host.keep
+            host.keep_longest(self.pins)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -96,6 +103,7 @@ class KvLedger:
         sequence.num_sealed = len(hits)
         sequence.blocks = self._bring_in(sequence, hits)
         sequence.num_computed = len(hits) * self.block_size
+        self.host_hit_blocks_total += len(hits) - len(on_device)
         return True
 
     def num_blocks_to_start(self, hits: list[Hit], num_tokens: int) -> int:
@@ -121,6 +129,37 @@ class KvLedger:
         """What must land, once a plan, after the copies."""
         landings, self._landings = list(self._landings.values()), {}
         return landings
+
+    # ── contents from elsewhere ──
+
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether a block has these contents, on the device or on the host."""
+        return self._find(block_hash) is not None
+
+    def adopt(self, hashes: list[bytes]) -> dict[bytes, int]:
+        """Device blocks for contents with these hashes, but for those that are on the device, and as many as are free,
+        the first first. The caller fills them after `take_copies` has run, before anything else is planned, and gives
+        them back with `adopted`."""
+        missing = [one for one in dict.fromkeys(hashes) if self.pool.find(one) is None]
+        blocks = self.pool.allocate(min(len(missing), self.pool.num_free))
+        taken = dict(zip(missing, blocks, strict=False))
+        for block_hash, block in taken.items():
+            self.pool.seal(block, block_hash)
+        return taken
+
+    def adopted(self, taken: dict[bytes, int]) -> None:
+        """They are filled: nobody holds them, and whoever begins so finds them."""
+        self.pool.free(reversed(taken.values()))
+
+    def refresh(self, hits: list[Hit]) -> None:
+        """A prefix that is wanted soon is the last to be evicted, its tail before its head."""
+        for hit in reversed(hits):
+            if not hit.on_host:
+                self.pool.share(hit.block)
+                self.pool.free([hit.block])
+            elif self.host is not None:
+                self.host.share(hit.block)
+                self.host.free([hit.block])
 
     # ── growth ──
 
@@ -165,6 +204,8 @@ class KvLedger:
         hashes."""
         if self._landings.pop(sequence.key, None) is not None:  # it has not come into them yet, and still may
             sequence.num_landing = sequence.num_computed
+        elif sequence.num_sealed:
+            self._leave_behind(sequence)
         self.pool.free(reversed(sequence.blocks))
         sequence.blocks = []
         if self.host is not None:
@@ -186,6 +227,7 @@ class KvLedger:
 
     def forget(self) -> None:
         """The cache's contents are lost, on the device and on the host. No sequence holds any."""
+        self.pins.forget()
         self.pool.forget()
         if self.host is not None:
             self.host.forget()
@@ -249,6 +291,22 @@ class KvLedger:
         return Copies([], []) if self.host is None else self.host.take_copies()
 
     # ── within ──
+
+    def _leave_behind(self, sequence: Sequence) -> None:
+        """What is full of a sequence that gives up its blocks may be wanted again, and is kept if that was said."""
+        submit = sequence.submit
+        if submit.keep_s > 0:
+            hashes = sequence.hashes_between(0, sequence.num_sealed, self.block_size)
+            pinned = [(block_hash, 1) for block_hash in reversed(hashes)]  # a head is worth more than its tail
+            self.pins.pin(submit.tenant_id, pinned, submit.keep_s, submit.tenant_weight)
+        self.pins.sweep()
+        if self.on_release is not None:
+            self.on_release(sequence)
+
+    def _let_go(self, block_hash: bytes) -> None:
+        self.pool.let_go(block_hash)
+        if self.host is not None:
+            self.host.let_go(block_hash)
 
     def _find(self, block_hash: bytes) -> Hit | None:
         block = self.pool.find(block_hash)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
 
+from moiety_platform.anthropic_api.keeping import CacheControl, longest
 from moiety_platform.completions.fields import MAX_PARTS, StrictBody, or_text, refuse, shows
 from moiety_platform.completions.tools.fields import ArgumentsObject, ToolName, call_for_template
 
@@ -17,6 +18,7 @@ ERROR_PREFIX = "Error: "  # chat templates know no results that failed, so their
 class TextBlock(StrictBody):
     type: Annotated[str, shows(enum=["text"])]
     text: str
+    cache_control: CacheControl | None = None
 
     @field_validator("type")
     @classmethod
@@ -39,6 +41,7 @@ class ToolUseBlock(StrictBody):
     id: str
     name: ToolName
     input: ArgumentsObject
+    cache_control: CacheControl | None = None
 
     def for_template(self) -> dict[str, Any]:
         return call_for_template(self.id, self.name, self.input)
@@ -57,6 +60,7 @@ class ToolResultBlock(StrictBody):
     tool_use_id: str
     content: TextBlocks | None = None
     is_error: bool | None = None
+    cache_control: CacheControl | None = None
 
     def for_template(self) -> dict[str, Any]:
         text = text_of(self.content or ())
@@ -85,6 +89,11 @@ Blocks = Annotated[
     _MANY,
     _OR_TEXT,
 ]
+
+
+def keep_s_of(blocks: Iterable[Block]) -> float:
+    """For how long blocks are to be kept, the longest that any of them says."""
+    return longest(None if isinstance(block, ThinkingBlock) else block.cache_control for block in blocks)
 
 
 def text_of(blocks: Sequence[Block]) -> str:

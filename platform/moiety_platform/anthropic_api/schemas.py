@@ -1,7 +1,6 @@
 """The bodies of `/v1/messages` and `/v1/messages/count_tokens`: Anthropic's fields, strictly typed.
 
-Unknown fields are ignored, as `cache_control` is: prefixes are cached without being marked. What is known, would change
-the answer and is not supported yet is refused by name.
+Unknown fields are ignored. What is known, would change the answer and is not supported yet is refused by name.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-from moiety_platform.anthropic_api.blocks import TextBlocks, Turn, check_results, text_of, turn_messages
+from moiety_platform.anthropic_api.blocks import TextBlocks, Turn, check_results, keep_s_of, text_of, turn_messages
+from moiety_platform.anthropic_api.keeping import CacheControl, longest
 from moiety_platform.anthropic_api.tools import NEEDS_TOOLS, MessageToolChoice, MessageTools, check_choice, offer_of
 from moiety_platform.completions.fields import (
     INT32_MAX,
@@ -77,6 +77,7 @@ class ConversationBody(StrictBody):
     output_config: _Unsupported = None
     output_format: _Unsupported = None
     thinking: ThinkingOption | None = None
+    cache_control: CacheControl | None = None
 
     @field_validator("thread")
     @classmethod
@@ -157,4 +158,10 @@ class MessagesBody(ConversationBody, GeneratingBody):
             max_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences or ()),
             service_tier=_TIERS[self.service_tier or "auto"],
+            keep_s=self._keep_s(),
         )
+
+    def _keep_s(self) -> float:
+        marks = [self.cache_control, *(tool.cache_control for tool in self.tools or ())]
+        in_turns = (keep_s_of(turn.content) for turn in self.messages)
+        return max(longest(marks), keep_s_of(self.system or ()), *in_turns)

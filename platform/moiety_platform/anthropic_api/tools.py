@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
+from moiety_platform.anthropic_api.keeping import CacheControl
 from moiety_platform.completions.fields import StrictBody, refuse, shows
 from moiety_platform.completions.tools.fields import (
     MAX_TOOLS,
@@ -30,6 +31,7 @@ class MessageTool(StrictBody):
     description: str | None = None
     input_schema: ToolSchema
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
     @field_validator("type")
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationInfo
 from pydantic_core import PydanticCustomError, PydanticKnownError
@@ -20,6 +20,9 @@ MAX_PARTS = 2048  # of one message
 MAX_PROMPTS = 2048
 MAX_TOKEN_IDS = 2**20  # of one prompt or text
 MAX_PAIRS = 16  # of a request's metadata
+
+Retention = Literal["in_memory", "24h"]  # how long a prefix is kept for a conversation that will come back
+KEEP_S: Mapping[Retention, float] = MappingProxyType({"in_memory": 0.0, "24h": 86_400.0})
 
 
 def refuse(message: str, code: str | None = None) -> PydanticCustomError:

@@ -45,6 +45,7 @@ class Generation(msgspec.Struct, frozen=True):
     dimensions: int | None = None  # how many numbers of each vector are wanted; None for all
     max_numbers: int | None = None  # of all vectors together; None for as many as there are
     guide: Guide | None = None  # what each answer must be
+    keep_s: float = 0.0  # for which the conversation may come back, and its prefix is kept
     prompt_field: str = "prompt"  # where the client wrote the prompts, for complaints about them
 
     @property

@@ -15,9 +15,11 @@ from pydantic import ConfigDict, Field, FiniteFloat, ValidationInfo, field_valid
 from moiety_platform.completions.chat_messages import Messages
 from moiety_platform.completions.fields import (
     INT32_MAX,
+    KEEP_S,
     GeneratingBody,
     ModelName,
     RawPrompts,
+    Retention,
     StopString,
     StopStrings,
     StrictBody,
@@ -103,6 +105,7 @@ class GenerationBody(GuidedBody, GeneratingBody):
     n: Annotated[int, Field(ge=1, le=INT32_MAX), at_most(lambda shape: shape.max_choices)] | None = None
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    prompt_cache_retention: Retention | None = None
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -164,6 +167,7 @@ class GenerationBody(GuidedBody, GeneratingBody):
             ignore_eos=bool(self.ignore_eos),
             guide=self.guide(),
             service_tier=self.service_tier,
+            keep_s=KEEP_S[self.prompt_cache_retention or "in_memory"],
         )
 
 

@@ -121,6 +121,7 @@ def _submits(
             gathers=origin.gathers,
             guide=guide,
             adapter=origin.adapter,
+            keep_s=generation.keep_s,
         )
         for choice in range(generation.num_choices)
     ]

@@ -215,6 +215,7 @@ class ResponseObject(TypedDict):
     parallel_tool_calls: bool
     previous_response_id: str | None
     prompt_cache_key: str | None
+    prompt_cache_retention: str | None
     reasoning: ResponseReasoning
     safety_identifier: str | None
     service_tier: Tier

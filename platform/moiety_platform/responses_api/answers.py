@@ -69,6 +69,7 @@ class ResponseHead:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
+            "prompt_cache_retention": body.prompt_cache_retention,
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             "safety_identifier": body.safety_identifier,
             "service_tier": self.served_tier,

@@ -22,9 +22,11 @@ from pydantic import (
 
 from moiety_platform.completions.fields import (
     INT32_MAX,
+    KEEP_S,
     GeneratingBody,
     MetadataPairs,
     ModelName,
+    Retention,
     StrictBody,
     refuse,
     shows,
@@ -125,6 +127,7 @@ class ResponsesBody(GeneratingBody):
     user: _Name | None = None
     safety_identifier: _Name | None = None
     prompt_cache_key: _Name | None = None
+    prompt_cache_retention: Retention | None = None
     reasoning: ReasoningOption | None = None
     conversation: _Unsupported = None
     prompt: _Unsupported = None
@@ -217,5 +220,6 @@ class ResponsesBody(GeneratingBody):
             ),
             max_tokens=self.max_output_tokens,
             service_tier=self.service_tier,
+            keep_s=KEEP_S[self.prompt_cache_retention or "in_memory"],
             guide=guide,
         )

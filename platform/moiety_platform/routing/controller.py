@@ -92,6 +92,20 @@ class LoadView(msgspec.Struct, frozen=True):
     foreseen_tokens_total: int
     foreseen_used_tokens_total: int
     foreseen_wasted_tokens_total: int
+    kv_blocks_kept: int
+    host_hit_blocks_total: int
+    disk_bytes_total: int
+    disk_bytes_used: int
+    disk_blocks_cached: int
+    disk_written_blocks_total: int
+    disk_written_bytes_total: int
+    disk_dropped_blocks_total: int
+    disk_failed_writes_total: int
+    disk_restored_blocks_total: int
+    disk_restored_bytes_total: int
+    disk_waited_requests_total: int
+    disk_passed_over_requests_total: int
+    disk_lost_files_total: int
     classes: list[ClassLoadView]
 
     @classmethod

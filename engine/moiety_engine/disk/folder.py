@@ -1,0 +1,118 @@
+"""The folder that the tier's files lie in: writing, reading, and what is found at the start.
+
+Each identity has a folder of its own within the one that was given, so other models' files are left alone. A file is
+written under a temporary name and renamed, so a kill at any byte leaves whole files and rubbish that is swept. Names
+are random numbers. All of it may be called by any thread but for opening and closing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import structlog
+
+from moiety_engine.disk.index import Stored
+from moiety_engine.disk.records import BadFile, Buffer, read_blocks, read_header, write_file
+from moiety_engine.errors import InvalidConfig
+
+SUFFIX = ".kv"
+_UNFINISHED = ".tmp"
+_LOCK = "lock"
+
+log = structlog.get_logger()
+
+
+class DiskFolder:
+    """Holds a lock on its folder until it is closed. Raises InvalidConfig where it cannot be had."""
+
+    def __init__(self, parent: Path, identity: bytes, block_bytes: int) -> None:
+        self.identity, self.block_bytes = identity, block_bytes
+        self._opened_s = time.time()
+        self.path = parent / identity.hex()
+        try:
+            parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.path.mkdir(exist_ok=True, mode=0o700)
+            self.path.chmod(0o700)
+            self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        except OSError as exc:
+            raise InvalidConfig(f"--disk-cache {parent} cannot be used: {exc.strerror}; choose another folder") from exc
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            os.close(self._lock)
+            raise InvalidConfig(
+                f"--disk-cache {parent}: another engine of this model uses it; give each engine a folder of its own"
+            ) from exc
+
+    def scan(self) -> Iterator[Stored]:
+        """The files that are there, in the order of their last use. Those that are torn or not of this tier are
+        removed."""
+        with os.scandir(self.path) as entries:
+            found = [(entry.stat(follow_symlinks=False).st_mtime, entry.name) for entry in entries if entry.is_file()]
+        for used_s, name in sorted(found):
+            if name.endswith(_UNFINISHED):
+                if used_s < self._opened_s:  # else it is being written now
+                    self.remove(name)
+            elif name.endswith(SUFFIX):
+                stored = self._look_at(name, used_s)
+                if stored is not None:
+                    yield stored
+
+    def write(self, owner: bytes, hashes: Sequence[bytes], blocks: Sequence[Buffer]) -> Stored:
+        """A new file. Raises OSError; nothing is left behind then."""
+        name = secrets.token_hex(16) + SUFFIX
+        unfinished = self.path / (name + _UNFINISHED)
+        try:
+            with open(unfinished, "xb", opener=_for_us_alone) as file:
+                num_bytes = write_file(file, self.identity, owner, hashes, blocks)
+            unfinished.rename(self.path / name)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        return Stored(name, num_bytes, tuple(hashes), owner, time.time())
+
+    def read(self, name: str, wanted: Sequence[tuple[bytes, Buffer]]) -> bool:
+        """Fill each buffer with the block of that hash. False: the file is gone, or was not good and is gone now."""
+        try:
+            with (self.path / name).open("rb") as file:
+                read_blocks(file, self.identity, wanted)
+        except FileNotFoundError:
+            return False
+        except (BadFile, OSError) as exc:
+            log.warning("disk_cache_file_removed", file=name, reason=str(exc))
+            self.remove(name)
+            return False
+        return True
+
+    def touch(self, name: str) -> None:
+        """It was used now, also for whoever starts later."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path / name)
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            (self.path / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def _look_at(self, name: str, used_s: float) -> Stored | None:
+        try:
+            with (self.path / name).open("rb") as file:
+                header, start = read_header(file, self.identity, self.block_bytes)
+        except (BadFile, OSError) as exc:
+            log.warning("disk_cache_file_removed", file=name, reason=str(exc))
+            self.remove(name)
+            return None
+        num_bytes = start + len(header.hashes) * header.block_bytes
+        return Stored(name, num_bytes, tuple(header.hashes), header.owner, used_s)
+
+
+def _for_us_alone(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,103 @@
+"""Which file of the tier has which block: the least recently used file goes first, whole, where bytes are short.
+
+A file's blocks are of one request, so they are used, and grow old, together. It knows names and hashes only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moiety_engine.cache.pins import Pins
+
+
+@dataclass(eq=False, slots=True)
+class Stored:
+    """A file. `used_s`: unix seconds of its last use."""
+
+    name: str
+    num_bytes: int
+    hashes: tuple[bytes, ...]
+    owner: bytes
+    used_s: float
+
+
+class Kept(NamedTuple):
+    """That a conversation will come back, within so long, and what its tenant weighs."""
+
+    seconds: float
+    weight: float
+
+
+class DiskIndex:
+    """Used by the step loop's thread only."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._files: OrderedDict[str, Stored] = OrderedDict()  # the least recently used first
+        self._file_of: dict[bytes, Stored] = {}
+        self._pins: Pins[str] = Pins(max_bytes)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._file_of)
+
+    def find(self, block_hash: bytes) -> Stored | None:
+        return self._file_of.get(block_hash)
+
+    def add(self, stored: Stored) -> list[Stored]:
+        """A file was written, and is the newest. Returns those that must go for it, which are forgotten."""
+        if stored.name in self._files:
+            return []
+        self._pins.sweep()
+        self._files[stored.name] = stored
+        self.num_bytes += stored.num_bytes
+        for block_hash in stored.hashes:
+            self._file_of.setdefault(block_hash, stored)
+        gone = []
+        while self.num_bytes > self.max_bytes:
+            gone.append(self._first_to_go())
+            self.drop(gone[-1])
+        return gone
+
+    def keep(self, stored: Stored, kept: Kept | None) -> None:
+        """It goes after others for a while."""
+        if kept is not None and stored.name in self._files:
+            self._pins.pin(stored.owner, [(stored.name, stored.num_bytes)], kept.seconds, kept.weight)
+
+    def use(self, stored: Stored, now_s: float) -> None:
+        if stored.name in self._files:
+            stored.used_s = max(stored.used_s, now_s)
+            self._files.move_to_end(stored.name)
+
+    def drop(self, stored: Stored) -> None:
+        """It is not there any more; it need not have been."""
+        if self._files.pop(stored.name, None) is None:
+            return
+        self._pins.drop(stored.name)
+        self.num_bytes -= stored.num_bytes
+        for block_hash in stored.hashes:
+            if self._file_of.get(block_hash) is stored:
+                del self._file_of[block_hash]
+
+    def take_unused_since(self, unix_s: float) -> list[Stored]:
+        """Forget what has not been used since then."""
+        old = []
+        for stored in self._files.values():
+            if stored.used_s >= unix_s:
+                break
+            old.append(stored)
+        for stored in old:
+            self.drop(stored)
+        return old
+
+    def _first_to_go(self) -> Stored:
+        """What is kept is passed over, and is as new as others then."""
+        for _ in range(len(self._files)):
+            stored = next(iter(self._files.values()))
+            if stored.name not in self._pins:
+                break
+            self._files.move_to_end(stored.name)
+        return next(iter(self._files.values()))

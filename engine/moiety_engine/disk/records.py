@@ -1,0 +1,91 @@
+"""What a file of the tier looks like: a header that says whose blocks follow, then the blocks, all of one size.
+
+The header holds a digest of each block, made with the block's hash and the tier's identity, and ends with its own. So a
+file that is torn, of another model, or of somebody else is told from a good one, and never gives wrong keys and values.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import BinaryIO
+
+import msgspec
+
+MAGIC = b"MOIETYKV"
+DIGEST_BYTES = 16
+_LENGTH_BYTES = 4
+_MOST_HEADER_BYTES = 1 << 20
+
+Buffer = memoryview
+
+
+class BadFile(Exception):
+    """Not a file of this tier, or not a whole one."""
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    identity: bytes
+    owner: bytes  # whose request left the blocks, as `owner_tag` has it
+    block_bytes: int
+    hashes: list[bytes]
+    digests: list[bytes]
+
+
+def owner_tag(tenant_id: str, identity: bytes) -> bytes:
+    """By which a tenant's files are found, and nobody's name is read."""
+    return blake2b(tenant_id.encode(), digest_size=DIGEST_BYTES, key=identity, person=b"moiety-owner").digest()
+
+
+def digest_of(block: Buffer, block_hash: bytes, identity: bytes) -> bytes:
+    return blake2b(block, digest_size=DIGEST_BYTES, key=block_hash + identity).digest()
+
+
+def write_file(file: BinaryIO, identity: bytes, owner: bytes, hashes: Sequence[bytes], blocks: Sequence[Buffer]) -> int:
+    """Returns the bytes written."""
+    digests = [digest_of(block, one, identity) for one, block in zip(hashes, blocks, strict=True)]
+    header = msgspec.msgpack.encode(Header(identity, owner, len(blocks[0]), list(hashes), digests))
+    head = MAGIC + len(header).to_bytes(_LENGTH_BYTES, "little") + header
+    head += blake2b(head, digest_size=DIGEST_BYTES).digest()
+    file.write(head)
+    for block in blocks:
+        file.write(block)
+    return len(head) + sum(len(block) for block in blocks)
+
+
+def read_header(file: BinaryIO, identity: bytes, block_bytes: int) -> tuple[Header, int]:
+    """And where the first block begins. The file has all blocks that its header names. Raises BadFile."""
+    begin = len(MAGIC) + _LENGTH_BYTES
+    head = file.read(begin)
+    length = int.from_bytes(head[len(MAGIC) :], "little")
+    if len(head) < begin or head[: len(MAGIC)] != MAGIC or length > _MOST_HEADER_BYTES:
+        raise BadFile("it does not begin as a file of this tier")
+    rest = file.read(length + DIGEST_BYTES)
+    if blake2b(head + rest[:length], digest_size=DIGEST_BYTES).digest() != rest[length:]:
+        raise BadFile("its header is not what was written")
+    try:
+        header = msgspec.msgpack.decode(rest[:length], type=Header)
+    except msgspec.MsgspecError as exc:
+        raise BadFile("its header is not of this form") from exc
+    start = begin + length + DIGEST_BYTES
+    num_blocks = len(header.hashes)
+    if (header.identity, header.block_bytes) != (identity, block_bytes) or len(header.digests) != num_blocks:
+        raise BadFile("it is of another model")
+    if os.fstat(file.fileno()).st_size != start + num_blocks * block_bytes:
+        raise BadFile("it has not the size that its header says")
+    return header, start
+
+
+def read_blocks(file: BinaryIO, identity: bytes, wanted: Sequence[tuple[bytes, Buffer]]) -> None:
+    """Fill each buffer with the block of that hash, verified. Raises BadFile; what is in the buffers is worth nothing
+    then."""
+    header, start = read_header(file, identity, len(wanted[0][1]))
+    place_of = {one: place for place, one in enumerate(header.hashes)}
+    for block_hash, target in wanted:
+        place = place_of.get(block_hash)
+        if place is None:
+            raise BadFile("it lacks a block that it had")
+        num_read = os.preadv(file.fileno(), [target], start + place * len(target))
+        if num_read != len(target) or digest_of(target, block_hash, identity) != header.digests[place]:
+            raise BadFile("a block is not what was written")

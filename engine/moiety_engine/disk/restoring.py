@@ -1,0 +1,220 @@
+"""From the disk to the device, while the request that begins so waits: a room like the anteroom's others.
+
+A request waits only where reading is predicted to take less than computing, by what both took lately, and not much
+longer than computing would have taken. What is restored becomes part of the prefix cache, as if it had never left the
+device; whoever waited then finds it there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moiety_engine.disk.folder import DiskFolder
+    from moiety_engine.disk.index import DiskIndex, Stored
+    from moiety_engine.disk.rows import Rows
+    from moiety_engine.guiding.follower import Follower
+    from moiety_engine.messages import CoreSubmit
+
+PATIENCE_S = 0.25  # beyond what computing would take
+FIRST_PATIENCE_S = 5.0  # as long as it is not known what computing takes
+PORTION_BYTES = 8 << 20  # read at once
+_FORGET = 0.8  # of what reading took, with each request
+_HOPE = 0.98  # of it, with each request that did not wait: a disk that was slow is tried again
+_GUESS_BYTES, _GUESS_S = 64 << 20, 0.1
+
+
+class ReadingRate:
+    """What reading takes, all told, weighed by bytes."""
+
+    def __init__(self) -> None:
+        self._bytes, self._seconds = float(_GUESS_BYTES), _GUESS_S
+
+    def predict_s(self, num_bytes: int) -> float:
+        return num_bytes * self._seconds / self._bytes
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        self._bytes = self._bytes * _FORGET + num_bytes
+        self._seconds = self._seconds * _FORGET + seconds
+
+    def hope(self) -> None:
+        self._seconds *= _HOPE
+
+
+@dataclass(slots=True)
+class _Guest:
+    submit: CoreSubmit
+    guide: Follower | None
+    wanted: deque[bytes]  # that nobody reads yet, the first first
+    since_s: float
+    until_s: float
+    last_s: float  # if half of it has come by `until_s`
+    num_wanted: int
+    bytes_before: int  # restored for anybody when it came
+    reading: set[Future[bool]] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Portion:
+    """Of a file, that is being read into rows."""
+
+    stored: Stored
+    hashes: list[bytes]
+    rows: Rows
+    taken: list[int]
+
+
+class Restorer:
+    """Used by the step loop's thread, but for its readers."""
+
+    def __init__(
+        self, folder: DiskFolder, index: DiskIndex, num_readers: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._folder, self._index, self._clock = folder, index, clock
+        self._guests: dict[int, _Guest] = {}
+        self._portions: dict[Future[bool], _Portion] = {}
+        self._read_by: dict[bytes, Future[bool]] = {}
+        self._readers = ThreadPoolExecutor(num_readers, thread_name_prefix="disk-reader")
+        self.rate = ReadingRate()
+        self.restored_blocks_total = self.restored_bytes_total = self.lost_files_total = 0
+        self.waited_requests_total = self.passed_over_total = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._guests)
+
+    @property
+    def is_quiet(self) -> bool:
+        return not self._guests and not self._portions
+
+    def enter(
+        self,
+        submit: CoreSubmit,
+        guide: Follower | None,
+        wanted: list[bytes],
+        compute_s: float,
+        block_bytes: int,
+        *,
+        is_known: bool,
+    ) -> bool:
+        """Whether the request waits for the blocks that it wants: not where computing them is predicted to take less,
+        `compute_s`. `is_known`: whether that is more than a guess."""
+        num_ahead = sum(len(guest.wanted) for guest in self._guests.values()) + len(self._read_by)
+        if self.rate.predict_s((len(wanted) + num_ahead) * block_bytes) >= compute_s:
+            self.passed_over_total += 1
+            self.rate.hope()
+            return False
+        now_s = self._clock()
+        until_s = now_s + compute_s + (PATIENCE_S if is_known else FIRST_PATIENCE_S)
+        self._guests[submit.key] = _Guest(
+            submit,
+            guide,
+            deque(wanted),
+            since_s=now_s,
+            until_s=until_s,
+            last_s=until_s + compute_s,
+            num_wanted=len(wanted),
+            bytes_before=self.restored_bytes_total,
+        )
+        self.waited_requests_total += 1
+        return True
+
+    def leave(self, key: int) -> CoreSubmit | None:
+        """A guest goes; None if there is no such guest. What is being read for it is restored all the same."""
+        guest = self._guests.pop(key, None)
+        return None if guest is None else guest.submit
+
+    def read(self, rows: Rows) -> None:
+        """Have more read for those who wait, a portion each in turn, as far as there are rows."""
+        most = max(1, min(PORTION_BYTES // rows.host.block_bytes, rows.count // 2))
+        hungry = [guest for guest in self._guests.values() if guest.wanted]
+        while hungry and rows.num_free:
+            hungry = [guest for guest in hungry if rows.num_free and self._read_for(guest, rows, most)]
+
+    def take_read(self) -> Iterator[_Portion]:
+        """Of what has been read since the last call, that which is what was written: the caller brings it to the device
+        and says so by `brought`."""
+        for future in [future for future in self._portions if future.done()]:
+            portion = self._portions.pop(future)
+            for block_hash in portion.hashes:
+                self._read_by.pop(block_hash, None)
+            is_good = future.result()
+            for guest in self._guests.values():
+                if future in guest.reading:
+                    guest.reading.discard(future)
+                    if not is_good:
+                        guest.wanted.clear()  # what follows is worth nothing without it
+            if is_good:
+                self._index.use(portion.stored, time.time())
+                yield portion
+            else:
+                portion.rows.give(portion.taken)
+                self._index.drop(portion.stored)
+                self.lost_files_total += 1
+
+    def brought(self, num_blocks: int, num_bytes: int) -> None:
+        self.restored_blocks_total += num_blocks
+        self.restored_bytes_total += num_bytes
+
+    def take_ready(self) -> Iterator[tuple[CoreSubmit, Follower | None]]:
+        """Who need not wait any more, or has waited as long as computing would have taken."""
+        now_s = self._clock()
+        for key, guest in list(self._guests.items()):
+            half_is_there = 2 * len(guest.wanted) < guest.num_wanted
+            if (guest.wanted or guest.reading) and now_s < (guest.last_s if half_is_there else guest.until_s):
+                continue
+            del self._guests[key]
+            self.rate.observe(self.restored_bytes_total - guest.bytes_before, now_s - guest.since_s)
+            yield guest.submit, guest.guide
+
+    def forget(self) -> None:
+        """The device's cache is gone, and what is being read has nowhere to go."""
+        assert not self._guests, "a replica sleeps while requests wait"
+        self._portions.clear()
+        self._read_by.clear()
+
+    def close(self) -> None:
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _read_for(self, guest: _Guest, rows: Rows, most: int) -> bool:
+        """Have the next portion read of what a guest wants. Whether there is more after it."""
+        hashes: list[bytes] = []
+        stored = None
+        while guest.wanted and len(hashes) < min(most, rows.num_free):
+            block_hash = guest.wanted[0]
+            other = self._read_by.get(block_hash)
+            found = self._index.find(block_hash)
+            if other is not None:
+                guest.reading.add(other)
+            elif found is None:
+                guest.wanted.clear()
+                break
+            elif stored in (None, found):
+                stored = found
+                hashes.append(block_hash)
+            else:
+                break
+            guest.wanted.popleft()
+        if stored is not None:
+            self._start(guest, stored, hashes, rows)
+        return bool(guest.wanted)
+
+    def _start(self, guest: _Guest, stored: Stored, hashes: list[bytes], rows: Rows) -> None:
+        taken = rows.take(len(hashes))
+        wanted = [(one, rows.view(row)) for one, row in zip(hashes, taken, strict=True)]
+
+        def read() -> bool:
+            is_good = self._folder.read(stored.name, wanted)
+            if is_good:
+                self._folder.touch(stored.name)
+            return is_good
+
+        future = self._readers.submit(read)
+        self._portions[future] = _Portion(stored, hashes, rows, taken)
+        self._read_by.update(dict.fromkeys(hashes, future))
+        guest.reading.add(future)

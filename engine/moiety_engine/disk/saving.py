@@ -1,0 +1,192 @@
+"""From the device to the disk: what requests leave behind is copied out before the next step, and written by a thread.
+
+A block is written once, soon after the first request that has it lets go of it, and not only when it is evicted: that
+comes to the same number of writes, and what is there at a restart is on the disk already. Where the disk is slower than
+blocks come, what is evicted before its turn is dropped, and counted.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+
+from moiety_engine.disk.records import owner_tag
+
+if TYPE_CHECKING:
+    from moiety_engine.disk.folder import DiskFolder
+    from moiety_engine.disk.index import DiskIndex, Kept, Stored
+    from moiety_engine.disk.rows import Rows
+    from moiety_engine.scheduling.kv import KvLedger
+
+PAUSE_S = 60.0  # for which nothing is written after a disk was full or failed
+MOST_IN_A_FILE = 512  # blocks
+FILE_BYTES = 8 << 20
+TURN_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # copied out before one step
+TOUCH_INTERVAL_S = 60.0  # how exactly the files say when they were used
+_NICENESS = 10
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Offer:
+    """Blocks that one request left, in their order."""
+
+    owner: bytes
+    hashes: list[bytes]
+    kept: Kept | None
+
+
+@dataclass(slots=True)
+class _Writing:
+    future: Future[Stored]
+    rows: Rows
+    taken: list[int]
+    hashes: list[bytes]
+    kept: Kept | None
+
+
+class Saver:
+    """Used by the step loop's thread, but for its writer."""
+
+    def __init__(
+        self, folder: DiskFolder, index: DiskIndex, most_waiting: int, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`most_waiting`: blocks that wait to be written; of more, those that have waited longest are dropped."""
+        self._folder, self._index, self._most_waiting, self._clock = folder, index, most_waiting, clock
+        self._offers: deque[_Offer] = deque()
+        self._known: set[bytes] = set()  # offered, or being written
+        self._writing: deque[_Writing] = deque()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="disk-writer", initializer=_step_back)
+        self._removing: deque[Future[None]] = deque()
+        self._paused_until_s = 0.0
+        self.written_blocks_total = self.written_bytes_total = 0
+        self.dropped_blocks_total = self.failed_writes_total = 0
+
+    @property
+    def is_quiet(self) -> bool:
+        return not self._offers and not self._writing and not self._removing
+
+    @property
+    def is_paused(self) -> bool:
+        return self._clock() < self._paused_until_s
+
+    def offer(self, tenant_id: str, hashes: list[bytes], kept: Kept | None = None) -> None:
+        """A request lets go of blocks with these hashes, which are on the device."""
+        now_s = self._clock()
+        fresh, used = [], set()
+        for block_hash in hashes:
+            stored = self._index.find(block_hash)
+            if stored is not None:
+                used.add(stored)
+            elif block_hash not in self._known:
+                fresh.append(block_hash)
+        for stored in used:
+            self._index.keep(stored, kept)
+            if now_s - stored.used_s > TOUCH_INTERVAL_S:
+                self._writer.submit(self._folder.touch, stored.name)
+            self._index.use(stored, now_s)
+        if not fresh:
+            return
+        if self.is_paused:
+            self.dropped_blocks_total += len(fresh)
+            return
+        self._known.update(fresh)
+        self._offers.append(_Offer(owner_tag(tenant_id, self._folder.identity), fresh, kept))
+        while len(self._known) > self._most_waiting and len(self._offers) > 1:
+            self._drop(self._offers.popleft())
+
+    def save(self, ledger: KvLedger, rows: Rows, most_bytes: int) -> None:
+        """Copy out what was offered, as far as rows and bytes allow, and have it written."""
+        left = most_bytes // rows.host.block_bytes or 1
+        in_a_file = max(1, min(MOST_IN_A_FILE, FILE_BYTES // rows.host.block_bytes))
+        while self._offers and left > 0 and (room := min(rows.num_free, left, in_a_file)):
+            offer = self._offers[0]
+            part, offer.hashes = offer.hashes[:room], offer.hashes[room:]
+            if not offer.hashes:
+                self._offers.popleft()
+            there = [(one, block) for one in part if (block := ledger.pool.find(one)) is not None]
+            gone = set(part).difference(one for one, _ in there)
+            self._known -= gone
+            self.dropped_blocks_total += len(gone)
+            if there:
+                self._write(offer, there, rows)
+                left -= len(there)
+
+    def take_written(self) -> None:
+        """What the writer has done since the last call."""
+        while self._removing and self._removing[0].done():
+            self._removing.popleft()
+        while self._writing and self._writing[0].future.done():
+            done = self._writing.popleft()
+            done.rows.give(done.taken)
+            self._known.difference_update(done.hashes)
+            problem = done.future.exception()
+            if problem is None:
+                stored = done.future.result()
+                self.written_blocks_total += len(stored.hashes)
+                self.written_bytes_total += stored.num_bytes
+                gone = self._index.add(stored)
+                self._index.keep(stored, done.kept)
+                self.remove(gone)
+            elif isinstance(problem, OSError):
+                self.dropped_blocks_total += len(done.hashes)
+                self._failed(problem)
+            else:
+                raise problem
+
+    def remove(self, files: list[Stored]) -> None:
+        """Of files that the index has forgotten."""
+        self._removing += [self._writer.submit(self._folder.remove, stored.name) for stored in files]
+
+    def forget(self) -> None:
+        """The cache's contents are lost: what was not copied out yet is not there any more."""
+        while self._offers:
+            self._drop(self._offers.popleft())
+
+    def wait(self, timeout_s: float) -> None:
+        """For the writer, once."""
+        if self._writing:
+            with suppress(TimeoutError, OSError):
+                self._writing[0].future.result(timeout_s)
+
+    def close(self) -> None:
+        self._writer.shutdown(wait=False, cancel_futures=True)
+
+    def _write(self, offer: _Offer, there: list[tuple[bytes, int]], rows: Rows) -> None:
+        taken = rows.take(len(there))
+        mark = rows.copy_out([(block, row) for (_, block), row in zip(there, taken, strict=True)])
+        hashes, owner = [one for one, _ in there], offer.owner
+        views = [rows.view(row) for row in taken]
+
+        def write() -> Stored:
+            mark.wait()
+            return self._folder.write(owner, hashes, views)
+
+        self._writing.append(_Writing(self._writer.submit(write), rows, taken, hashes, offer.kept))
+
+    def _drop(self, offer: _Offer) -> None:
+        self._known.difference_update(offer.hashes)
+        self.dropped_blocks_total += len(offer.hashes)
+
+    def _failed(self, problem: OSError) -> None:
+        self.failed_writes_total += 1
+        if not self.is_paused:
+            log.warning("disk_cache_writes_paused", reason=problem.strerror or str(problem), seconds=PAUSE_S)
+        self._paused_until_s = self._clock() + PAUSE_S
+        self.forget()
+
+
+def _step_back() -> None:
+    """The writer takes what processor time the steps leave, where threads can have a niceness of their own."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

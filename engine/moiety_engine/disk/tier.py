@@ -1,0 +1,204 @@
+"""The disk tier of one replica: its files, who saves to them and who restores from them, as the step loop sees it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from moiety_engine.disk.folder import DiskFolder
+from moiety_engine.disk.identity import digest_of_folder, identity_of
+from moiety_engine.disk.index import DiskIndex, Kept, Stored
+from moiety_engine.disk.restoring import Restorer
+from moiety_engine.disk.rows import Rows
+from moiety_engine.disk.saving import TURN_BYTES, Saver
+from moiety_engine.errors import InvalidConfig, OutOfMemory
+from moiety_engine.runner.swap import HostKv
+from moiety_engine.scheduling.steptime import StepShape
+from moiety_engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from moiety_engine.cache.host import Copies
+    from moiety_engine.config import EngineConfig
+    from moiety_engine.guiding.follower import Follower
+    from moiety_engine.messages import CoreSubmit
+    from moiety_engine.model.batch import KvCache
+    from moiety_engine.model.transformer import Transformer
+    from moiety_engine.scheduling.scheduler import Scheduler
+
+ROW_BYTES = {"cuda": 128 << 20, "cpu": 32 << 20}  # of host memory, for each way
+SCAN_WAIT_S = 2.0  # for which a start waits for the index; what is not found by then is found while it serves
+FLUSH_S = 5.0  # for which an end waits for what is not written
+EXPIRY_INTERVAL_S = 10.0
+KNOWN_STEPS = 16  # after which an engine knows more of its steps than a guess
+
+log = structlog.get_logger()
+
+
+class DiskTier:
+    """Used by the step loop's thread. Raises InvalidConfig where the folder cannot be had."""
+
+    def __init__(self, config: EngineConfig, model: Transformer, scheduler: Scheduler, kv: KvCache) -> None:
+        self._scheduler, self._ledger = scheduler, scheduler.kv
+        self._ttl_s = config.disk_cache_ttl_s
+        parent, block_bytes = Path(config.disk_cache), HostKv.bytes_of_a_block(kv)
+        if config.disk_cache_bytes < 2 * block_bytes:
+            raise InvalidConfig(
+                f"disk_cache_bytes ({config.disk_cache_bytes}) must hold at least two blocks of {block_bytes} bytes"
+            )
+        self._kind = model.device.type
+        self._adapters = {
+            name: digest_of_folder(Path(folder), parent) for name, folder in sorted(config.adapters.items())
+        }
+        self.folder = DiskFolder(parent, identity_of(model, config, kv, parent), block_bytes)
+        self.index = DiskIndex(config.disk_cache_bytes)
+        self.saver = Saver(self.folder, self.index, self._ledger.pool.num_blocks)
+        self.restorer = Restorer(self.folder, self.index, max(4, min(8, (os.cpu_count() or 1) // 2)))
+        self._out: Rows | None = None
+        self._in: Rows | None = None
+        self._expires_s = 0.0
+        self._found: deque[Stored] = deque()
+        self._scanning = threading.Thread(target=self._scan, name="disk-scan", daemon=True)
+        self._scanning.start()
+        self._scanning.join(SCAN_WAIT_S)
+        self._take_found()
+        self._ledger.on_release = self._released
+        self.serve(kv)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is on its way."""
+        return self.saver.is_quiet and self.restorer.is_quiet
+
+    def serve(self, kv: KvCache) -> None:
+        """That is the cache from now on."""
+        num_bytes = ROW_BYTES[self._kind]
+        try:
+            self._out, self._in = Rows(kv, num_bytes), Rows(kv, num_bytes)
+        except RuntimeError as exc:  # which is what torch raises
+            raise OutOfMemory(
+                f"the host has no room for the disk cache's 2 × {num_bytes >> 20} MiB of buffers"
+            ) from exc
+
+    def detach(self, copy: Callable[[Copies], None]) -> None:
+        """Write what can be within a few seconds; then there is no cache. Only while no request is open."""
+        self._flush(copy)
+        self.saver.forget()
+        self.restorer.forget()
+        self._out = self._in = None
+
+    def _flush(self, copy: Callable[[Copies], None]) -> None:
+        until_s = time.monotonic() + FLUSH_S
+        while not self.saver.is_quiet and (left_s := until_s - time.monotonic()) > 0:
+            self.turn(copy, most_bytes=ROW_BYTES[self._kind])
+            self.saver.wait(left_s)
+
+    def close(self, copy: Callable[[Copies], None] | None) -> None:
+        """It is not used any more. `copy`: None while there is no cache."""
+        if copy is not None:
+            self._flush(copy)
+        self._ledger.on_release = None
+        self.saver.close()
+        self.restorer.close()
+        self.folder.close()
+
+    def salted(self, submit: CoreSubmit) -> bytes:
+        """The request's salt, with what an operator's adapter holds: after a restart it may be another one of the same
+        name."""
+        return submit.cache_salt + self._adapters.get(submit.adapter, b"")
+
+    def turn(self, copy: Callable[[Copies], None], most_bytes: int | None = None) -> None:
+        """Between two steps: what was read comes to the device, and what was left goes from it. `copy` runs copies
+        between device and host memory."""
+        if self._out is None or self._in is None:
+            return
+        self._take_found()
+        self._expire()
+        if not self.restorer.is_quiet:
+            for portion in self.restorer.take_read():
+                self._bring(portion.hashes, portion.rows, portion.taken, copy)
+            self.restorer.read(self._in)
+        if not self.saver.is_quiet:
+            self.saver.take_written()
+            self.saver.save(self._ledger, self._out, most_bytes or TURN_BYTES[self._kind])
+
+    # ── who waits for it ──
+
+    def must_wait(self, submit: CoreSubmit, guide: Follower | None) -> bool:
+        """Whether a request waits here for the beginning of its prompt."""
+        if not self.index.num_blocks or submit.transfer_id:
+            return False
+        ledger = self._ledger
+        probe = Sequence(submit, order=0, seed=0, answer_apart=ledger.answers_apart)
+        hits = ledger.find_prefix(probe)
+        first = end = len(hits)
+        while (block_hash := ledger.next_hash(probe, end)) is not None:
+            if not ledger.holds(block_hash) and self.index.find(block_hash) is None:
+                break
+            end += 1
+        if end == first:
+            return False
+        # those on the host, too: making room for what comes may push them out of there
+        wanted = [probe.hash_at(place, ledger.block_size) for place in range(end)]
+        wanted = [one for one in wanted if ledger.pool.find(one) is None and self.index.find(one) is not None]
+        size, empty = ledger.block_size, StepShape()
+        shape = empty.with_prefill((end - first) * size, first * size)
+        step_time = self._scheduler.step_time
+        compute_s = step_time.predict_s(shape) - step_time.predict_s(empty)
+        is_known = step_time.num_observed >= KNOWN_STEPS
+        if not self.restorer.enter(submit, guide, wanted, compute_s, self.folder.block_bytes, is_known=is_known):
+            return False
+        ledger.refresh(hits)
+        return True
+
+    def take_ready(self) -> Iterator[tuple[CoreSubmit, Follower | None]]:
+        """Who need not wait any more, and the guide that it came with."""
+        for submit, guide in self.restorer.take_ready():
+            probe = Sequence(submit, order=0, seed=0, answer_apart=self._ledger.answers_apart)
+            self._ledger.refresh(self._ledger.find_prefix(probe))
+            yield submit, guide
+
+    # ── within ──
+
+    def _released(self, sequence: Sequence) -> None:
+        hashes = sequence.hashes_between(0, sequence.num_sealed, self._ledger.block_size)
+        submit = sequence.submit
+        kept = Kept(submit.keep_s, submit.tenant_weight) if submit.keep_s > 0 else None
+        self.saver.offer(submit.tenant_id, hashes, kept)
+
+    def _bring(self, hashes: list[bytes], rows: Rows, taken: list[int], copy: Callable[[Copies], None]) -> None:
+        """What was read into rows goes into free blocks, once what those held has been copied elsewhere."""
+        adopted = self._ledger.adopt(hashes)
+        copy(self._ledger.take_copies())
+        pairs = [(row, adopted[one]) for one, row in zip(hashes, taken, strict=True) if one in adopted]
+        rows.copy_in(pairs, taken)
+        self._ledger.adopted(adopted)
+        self.restorer.brought(len(pairs), len(pairs) * self.folder.block_bytes)
+
+    def _scan(self) -> None:
+        begin_s, num_files = time.monotonic(), 0
+        try:
+            for stored in self.folder.scan():
+                self._found.append(stored)
+                num_files += 1
+        except OSError as exc:
+            log.warning("disk_cache_not_read", reason=exc.strerror)
+        log.info("disk_cache_found", num_files=num_files, took_s=round(time.monotonic() - begin_s, 3))
+
+    def _take_found(self) -> None:
+        while self._found:
+            self.saver.remove(self.index.add(self._found.popleft()))
+
+    def _expire(self) -> None:
+        now_s = time.time()
+        if now_s >= self._expires_s:
+            self._expires_s = now_s + EXPIRY_INTERVAL_S
+            self.saver.remove(self.index.take_unused_since(now_s - self._ttl_s))

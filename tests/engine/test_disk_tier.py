@@ -1,0 +1,363 @@
+"""The prefix cache's tier on disk: what left the device and the process comes back as it was, or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import pytest
+
+from moiety_engine.config import EngineConfig
+from moiety_engine.disk.folder import DiskFolder
+from moiety_engine.disk.identity import digest_of_folder
+from moiety_engine.disk.index import DiskIndex
+from moiety_engine.disk.saving import Saver
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.offline import Result, run_all
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import FinishReason, Sampling
+
+BLOCK_SIZE = 4
+LIMIT_S = 120.0
+
+
+class Make(Protocol):
+    def __call__(self, **settings: Any) -> EngineLoop: ...
+
+    def end(self) -> None: ...
+
+
+class WorkClock:
+    """A machine that takes a second for each token, so that reading is always predicted to take less."""
+
+    loop: EngineLoop | None = None
+
+    def __call__(self) -> int:
+        load = None if self.loop is None else self.loop.scheduler
+        tokens = load and load.prompt_tokens_total - load.cached_tokens_total + load.output_tokens_total
+        return 10**18 + (tokens or 0) * 10**9
+
+
+@pytest.fixture
+def make(loops: Any, tmp_path: Path) -> Iterator[Make]:
+    """Loops over one folder; one ends, in order, before the next begins."""
+    made: list[EngineLoop] = []
+
+    def end() -> None:
+        while made:
+            made.pop().close()
+
+    def make_one(**settings: Any) -> EngineLoop:
+        end()
+        few = {"block_size": BLOCK_SIZE, "kv_memory_bytes": 40 * loops.model.kv_bytes_per_block(BLOCK_SIZE)}
+        clock = WorkClock()
+        given = {"model": str(loops.folder), "name": "tiny", "disk_cache": str(tmp_path / "kv"), **few, **settings}
+        loop = EngineLoop(loops.model, EngineConfig(**given), clock_ns=clock)
+        clock.loop = loop
+        made.append(loop)
+        return loop
+
+    make_one.end = end  # type: ignore[attr-defined]
+    yield make_one
+    end()
+
+
+def make_submit(key: int, salt: bytes = b"s", length: int = 41, tenant: str = "t", **more: Any) -> CoreSubmit:
+    prompt = [3 + (key * 31 + i * 7) % 300 for i in range(length)]
+    return CoreSubmit(key, tenant, STANDARD, prompt, Sampling(temperature=0.0), 4, 0, [], 4, salt, 0, **more)
+
+
+def run(loop: EngineLoop, *submits: CoreSubmit) -> Result:
+    """All together; of the first."""
+    found = run_all(loop, list(submits))[submits[0].key]
+    settle(loop)
+    return found
+
+
+def settle(loop: EngineLoop) -> None:
+    """Until nothing is on its way to the disk or from it."""
+    limit_s = time.monotonic() + LIMIT_S
+    while loop.waits_for_others:
+        loop.step()
+        assert time.monotonic() < limit_s, "something is on its way for ever"
+
+
+def evict(loop: EngineLoop) -> None:
+    """Others take every block."""
+    run(loop, *(make_submit(key, b"others", 60) for key in range(100, 103)))
+
+
+def num_cached(result: Result) -> int:
+    assert result.finish is not None
+    return result.finish.num_cached_tokens
+
+
+def mtime(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def files(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "kv").rglob("*.kv"))
+
+
+@pytest.mark.parametrize("host_bytes", [0, 1 << 14])
+def test_what_was_evicted_comes_back_from_the_disk_with_the_same_answer(make: Make, host_bytes: int) -> None:
+    loop = make(host_kv_memory_bytes=host_bytes)
+    first = run(loop, make_submit(1))
+    evict(loop)
+    again = run(loop, make_submit(1))
+    load = loop.load()
+    assert (num_cached(first), num_cached(again)) == (0, 40)
+    assert again.token_ids == first.token_ids
+    assert load.disk_restored_blocks_total + load.host_hit_blocks_total >= 10
+    assert load.disk_waited_requests_total > 0
+    assert load.disk_dropped_blocks_total == 0
+
+
+def restart(make: Make, **settings: Any) -> EngineLoop:
+    """A new process, as far as it can be seen, that has learned what a token takes."""
+    loop = make(**settings)
+    run(loop, make_submit(99, b"first"))
+    return loop
+
+
+def test_what_was_computed_before_a_restart_is_found_after_it(make: Make) -> None:
+    first = run(make(), make_submit(1))
+    loop = restart(make)
+    again = run(loop, make_submit(1))
+    assert num_cached(again) == 40
+    assert again.token_ids == first.token_ids
+    assert loop.load().disk_restored_blocks_total == 10
+
+
+def test_no_other_tenant_finds_it_and_nobody_reads_whose_it_is(make: Make, tmp_path: Path) -> None:
+    run(make(), make_submit(1, b"salt-of-acme", tenant="acme"))
+    loop = restart(make)
+    other = run(loop, make_submit(1, b"salt-of-globex", tenant="globex"))
+    assert num_cached(other) == 0
+    assert loop.load().disk_waited_requests_total == 0
+    assert len(files(tmp_path)) == 3
+    for path in files(tmp_path):
+        assert re.fullmatch(r"[0-9a-f]{32}\.kv", path.name)
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        contents = path.read_bytes()
+        assert not [one for one in (b"acme", b"globex") if one in contents]
+
+
+def flip(path: Path, place: int) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[place] ^= 1
+    path.write_bytes(contents)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "its first byte": lambda path: flip(path, 0),
+    "its header": lambda path: flip(path, 40),
+    "a block": lambda path: flip(path, 5000),
+    "its end": truncate,
+    "all of it": lambda path: path.write_bytes(b"somebody else's"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+@pytest.mark.parametrize("when", ["before the start", "while it serves"])
+def test_a_file_that_is_not_what_was_written_is_a_miss_and_is_removed(
+    make: Make, tmp_path: Path, what: str, when: str
+) -> None:
+    first = run(make(), make_submit(1))
+    if when == "before the start":
+        make.end()
+        (path,) = files(tmp_path)
+        DAMAGES[what](path)
+    loop = restart(make)
+    if when == "while it serves":
+        path = next(path for path in files(tmp_path) if path.stat().st_mtime == min(map(mtime, files(tmp_path))))
+        DAMAGES[what](path)
+    again = run(loop, make_submit(1))
+    assert num_cached(again) == 0
+    assert again.token_ids == first.token_ids
+    assert not path.exists()
+    assert num_cached(run(restart(make), make_submit(1))) == 40, "it was computed, and written once more"
+
+
+def test_a_kill_in_the_middle_of_a_write_leaves_nothing_that_stays(make: Make, tmp_path: Path) -> None:
+    loop = make()
+    run(loop, make_submit(1))
+    (whole,) = files(tmp_path)
+    half = whole.with_name("f" * 32 + ".kv.tmp")
+    half.write_bytes(whole.read_bytes()[:1000])
+    loop = restart(make)
+    assert not half.exists()
+    assert num_cached(run(loop, make_submit(1))) == 40
+
+
+def test_other_settings_and_other_weights_have_files_of_their_own(
+    make: Make, loops: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    run(make(), make_submit(1))
+    mine = files(tmp_path)
+    assert num_cached(run(restart(make, block_size=8), make_submit(1))) == 0
+    changed = tmp_path / "changed"
+    shutil.copytree(checkpoint, changed)
+    weights = changed / "model.safetensors"
+    before = weights.stat()
+    flip(weights, -1)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert num_cached(run(restart(make, model=str(changed)), make_submit(1))) == 0
+    assert set(mine) <= set(files(tmp_path))
+    assert len({path.parent for path in files(tmp_path)}) == 3
+    assert num_cached(run(restart(make), make_submit(1))) == 40
+
+
+def test_of_more_than_the_disk_may_hold_the_least_recently_used_goes(make: Make, tmp_path: Path) -> None:
+    run(make(), make_submit(0))
+    (one,) = files(tmp_path)
+    most = 4 * one.stat().st_size
+    loop = make(disk_cache_bytes=most)
+    for key in range(8):
+        run(loop, make_submit(key))
+        run(loop, make_submit(0))
+        assert sum(path.stat().st_size for path in files(tmp_path)) == loop.load().disk_bytes_used <= most
+        assert one.exists(), "it was used all the time"
+    evict(loop)
+    assert num_cached(run(loop, make_submit(1))) == 0
+
+
+def test_what_nobody_used_for_its_time_is_deleted(make: Make, tmp_path: Path) -> None:
+    run(make(), make_submit(1))
+    make.end()
+    (old,) = files(tmp_path)
+    os.utime(old, (1e9, 1e9))
+    loop = restart(make, disk_cache_ttl_s=3600.0)
+    assert num_cached(run(loop, make_submit(1))) == 0
+    assert not old.exists()
+
+
+def test_a_disk_that_fails_costs_no_request_and_is_left_alone_for_a_while(make: Make, tmp_path: Path) -> None:
+    loop = make()
+    (folder,) = (path for path in (tmp_path / "kv").iterdir() if path.is_dir())
+    shutil.rmtree(folder)
+    assert run(loop, make_submit(1)).token_ids
+    load = loop.load()
+    assert (load.disk_failed_writes_total, load.disk_dropped_blocks_total) == (1, 11)
+    run(loop, make_submit(2))
+    load = loop.load()
+    assert (load.disk_failed_writes_total, load.disk_dropped_blocks_total) == (1, 22), "it was tried again at once"
+    assert num_cached(run(loop, make_submit(2))) == 40
+
+
+def test_what_waits_to_be_written_is_bounded_and_the_newest_stays(tmp_path: Path) -> None:
+    folder = DiskFolder(tmp_path, b"i" * 32, 16)
+    saver = Saver(folder, DiskIndex(1 << 20), most_waiting=20)
+    for first in range(10):
+        saver.offer("t", [bytes([first, place]) for place in range(8)])
+    assert (saver.dropped_blocks_total, saver.is_quiet) == (64, False)
+    saver.close()
+    folder.close()
+
+
+def test_a_disk_that_stands_still_holds_nobody_up(make: Make) -> None:
+    loop = make()
+    goes_on = threading.Event()
+    loop.disk.saver._writer.submit(goes_on.wait, LIMIT_S)
+    for key in range(20):
+        assert run_all(loop, [make_submit(key)])[key].finish is not None
+    assert loop.load().disk_written_blocks_total == 0
+    goes_on.set()
+    settle(loop)
+    load = loop.load()
+    assert load.disk_dropped_blocks_total + load.disk_written_blocks_total == 20 * 11
+    assert load.disk_written_blocks_total > 0
+
+
+def test_who_hangs_up_while_its_prompt_is_read_is_gone_and_credit_that_comes_meanwhile_counts(make: Make) -> None:
+    run(make(), make_submit(1))
+    loop = restart(make)
+    gone, poor = make_submit(1), msgspec.structs.replace(make_submit(1), key=7, credit_tokens=1)
+    loop.submit(gone)
+    loop.submit(poor)
+    assert loop.load().num_waiting == 2
+    loop.abort(1)
+    loop.extend(7, 4, last=True)
+    outputs = []
+    limit_s = time.monotonic() + LIMIT_S
+    while loop.waits_for_others or not loop.scheduler.idle:
+        loop.step()
+        assert time.monotonic() < limit_s
+        step = loop.take_outputs()
+        outputs += step.outputs if step else []
+    ends = {output.key: output.finish for output in outputs if output.finish}
+    assert ends[1].reason is FinishReason.ABORT
+    assert (ends[7].num_output_tokens, ends[7].num_cached_tokens) == (4, 40)
+
+
+def test_where_computing_takes_less_nobody_waits_for_the_disk(make: Make) -> None:
+    loop = make()
+    run(loop, make_submit(1))
+    evict(loop)
+    loop.disk.restorer.rate.observe(1, 1e9)
+    assert num_cached(run(loop, make_submit(1))) == 0
+    assert loop.load().disk_passed_over_requests_total == 1
+
+
+def test_an_adapter_that_changes_under_its_name_finds_nothing_of_the_old_one(
+    loops: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    salts = []
+    for contents in (b"old", b"new", b"new"):
+        folder = tmp_path / "adapter"
+        folder.mkdir(exist_ok=True)
+        (folder / "adapter_model.safetensors").write_bytes(contents)
+        salts.append(digest_of_folder(folder, tmp_path / "kv"))
+    assert salts[0] != salts[1] == salts[2]
+
+
+def test_what_is_asleep_has_written_all_and_finds_it_when_woken(checkpoint: Path, tmp_path: Path) -> None:
+    config = EngineConfig(model=str(checkpoint), name="t", device="cpu", dtype="float32", block_size=BLOCK_SIZE)
+    clock = WorkClock()
+    with load_loop(msgspec.structs.replace(config, disk_cache=str(tmp_path / "kv")), clock_ns=clock) as loop:
+        clock.loop = loop
+        first = run_all(loop, [make_submit(1)])[1]
+        loop.sleep()
+        loop.wake()
+        again = run(loop, make_submit(1))
+    assert num_cached(again) == 40
+    assert again.token_ids == first.token_ids
+
+
+def test_two_engines_do_not_share_a_folder_and_several_ranks_have_none(make: Make, loops: Any, tmp_path: Path) -> None:
+    make()
+    with pytest.raises(InvalidConfig, match="another engine of this model uses it"):
+        loops.make(disk_cache=str(tmp_path / "kv"), block_size=BLOCK_SIZE)
+    with pytest.raises(InvalidConfig, match="leave --disk-cache out"):
+        EngineConfig(model="", name="", disk_cache="kv", tp=2)
+    with pytest.raises(InvalidConfig, match="--no-prefix-caching"):
+        EngineConfig(model="", name="", disk_cache="kv", prefix_caching=False)
+
+
+def test_an_index_of_a_hundred_thousand_blocks_is_read_from_headers_alone(tmp_path: Path) -> None:
+    folder = DiskFolder(tmp_path, b"i" * 32, 16)
+    block = memoryview(bytes(16))
+    hashes = [number.to_bytes(16, "little") for number in range(100_000)]
+    for begin in range(0, len(hashes), 500):
+        folder.write(b"o" * 16, hashes[begin : begin + 500], [block] * 500)
+    index = DiskIndex(1 << 30)
+    for stored in folder.scan():
+        index.add(stored)
+    folder.close()
+    assert index.num_blocks == 100_000
+    assert index.num_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*.kv"))
