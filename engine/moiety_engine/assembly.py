@@ -159,6 +159,7 @@ def _load(
         num_threads=num_threads,
         load_format=config.load_format,
         ranks=ranks,
+        offload=config.offload,
         progress=progress,
     )
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moiety_engine.messages import CoreLoad
+from moiety_engine.offload.layer import Traffic
 
 if TYPE_CHECKING:
+    from moiety_engine.offload.cache import ExpertCache
     from moiety_engine.scheduling.scheduler import Scheduler
     from moiety_engine.transfer.exchange import Exchange
 
 
-def load_of(scheduler: Scheduler, exchange: Exchange, steps_total: int, requests_total: int) -> CoreLoad:
-    """The totals are since its start."""
+def load_of(
+    scheduler: Scheduler, exchange: Exchange, experts: ExpertCache | None, steps_total: int, requests_total: int
+) -> CoreLoad:
+    """The totals are since its start. `experts`: the cache of offloaded ones."""
     groups, arrivals = scheduler.groups, exchange.arrivals
+    traffic = Traffic() if experts is None else experts.traffic
     return CoreLoad(
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting + exchange.num_waiting,
@@ -41,4 +46,10 @@ def load_of(scheduler: Scheduler, exchange: Exchange, steps_total: int, requests
         handed_over_requests_total=exchange.handed_over_requests_total,
         taken_over_requests_total=0 if arrivals is None else arrivals.taken_over_requests_total,
         lost_transfers_total=0 if arrivals is None else arrivals.lost_transfers_total,
+        expert_slots=0 if experts is None else experts.num_slots,
+        expert_hits_total=traffic.hits_total,
+        expert_misses_total=traffic.misses_total,
+        prefetched_experts_total=traffic.prefetched_total,
+        prefetched_expert_hits_total=traffic.prefetch_hits_total,
+        expert_loaded_bytes_total=traffic.loaded_bytes_total,
     )

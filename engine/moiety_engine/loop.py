@@ -276,6 +276,7 @@ class EngineLoop:
         """End the other ranks, if there are any, and the links to other engines. The loop is not used any more."""
         self.exchange.close()
         self.adapters.close()
+        self.model.close()
         self._orders.close()
 
     def take_outputs(self) -> CoreStep | None:
@@ -293,7 +294,8 @@ class EngineLoop:
         return step
 
     def load(self) -> CoreLoad:
-        return load_of(self.scheduler, self.exchange, self.steps_total, self._requests_total)
+        experts = self.model.expert_cache
+        return load_of(self.scheduler, self.exchange, experts, self.steps_total, self._requests_total)
 
     def _ledger(self) -> KvLedger:
         """Of one group of ranks."""

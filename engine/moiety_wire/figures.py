@@ -13,6 +13,7 @@ GAUGES = (
     ("kv_blocks_cached", "Free blocks that hold a prefix which may be hit."),
     ("host_blocks_total", "Blocks of the host-memory tier."),
     ("host_blocks_used", "Blocks of the host-memory tier in use."),
+    ("expert_slots", "Slots on the device for offloaded experts, of all layers."),
 )
 COUNTERS = (
     ("steps", "Steps of the engine."),
@@ -28,6 +29,11 @@ COUNTERS = (
     ("handed_over_requests", "Requests whose prompts it computed, and which other engines went on with."),
     ("taken_over_requests", "Requests that came with their prompt's KV from another engine."),
     ("lost_transfers", "Requests that came without it, although it was to come; it computed their prompts again."),
+    ("expert_hits", "Offloaded experts that were on the device, or on their way, when a pass over their layer came."),
+    ("expert_misses", "Offloaded experts that were not."),
+    ("prefetched_experts", "Offloaded experts fetched before a pass asked for them."),
+    ("prefetched_expert_hits", "Of these, experts that the next pass over their layer asked for."),
+    ("expert_loaded_bytes", "Bytes of offloaded experts that were brought to the device."),
 )
 CLASS_GAUGES = (  # the field, what it is called as a metric, and what it means
     ("num_waiting", "num_waiting", "Requests of the class that wait."),

@@ -55,6 +55,12 @@ def make_load(
         handed_over_requests_total=load.handed_over_requests_total,
         taken_over_requests_total=load.taken_over_requests_total,
         lost_transfers_total=load.lost_transfers_total,
+        expert_slots=load.expert_slots,
+        expert_hits_total=load.expert_hits_total,
+        expert_misses_total=load.expert_misses_total,
+        prefetched_experts_total=load.prefetched_experts_total,
+        prefetched_expert_hits_total=load.prefetched_expert_hits_total,
+        expert_loaded_bytes_total=load.expert_loaded_bytes_total,
     )
 
 

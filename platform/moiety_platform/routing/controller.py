@@ -87,6 +87,12 @@ class LoadView(msgspec.Struct, frozen=True):
     handed_over_requests_total: int
     taken_over_requests_total: int
     lost_transfers_total: int
+    expert_slots: int
+    expert_hits_total: int
+    expert_misses_total: int
+    prefetched_experts_total: int
+    prefetched_expert_hits_total: int
+    expert_loaded_bytes_total: int
     classes: list[ClassLoadView]
 
     @classmethod
