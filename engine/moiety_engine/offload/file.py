@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
 
 _VERSION = 1  # of how experts lie in the file
@@ -130,12 +128,12 @@ class ExpertFile:
 
     # ── from then on ──
 
-    def read(self, offset: int, target: NDArray[np.uint8]) -> None:
+    def read(self, offset: int, target: memoryview) -> None:
         """Fill `target` from there. What the system keeps of the file is given up: memory is what the cache was given.
         From any thread. Raises OSError."""
         done, size = 0, target.nbytes
         while done < size:
-            num = os.preadv(self._fd, [target[done : done + _READ_BYTES].data], offset + done)
+            num = os.preadv(self._fd, [target[done : done + _READ_BYTES]], offset + done)
             if not num:
                 raise OSError(f"{self._path} ends where an expert should be: delete it, and start again")
             os.posix_fadvise(self._fd, offset + done, num, os.POSIX_FADV_DONTNEED)
