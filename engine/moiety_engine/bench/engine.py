@@ -78,11 +78,11 @@ def _measure(
         "drafted_tokens": drafted,
         "accepted_tokens": accepted,
         "acceptance": accepted / drafted if drafted else None,
-        "experts": None if cache is None or before is None else _expert_traffic(cache, before, wall_s),
+        "experts": None if cache is None or before is None else expert_traffic(cache, before, wall_s),
     }
 
 
-def _expert_traffic(cache: ExpertCache, before: dict[str, int], wall_s: float) -> dict[str, float | None]:
+def expert_traffic(cache: ExpertCache, before: dict[str, int], wall_s: float) -> dict[str, float | None]:
     """What the cache of offloaded experts did since then."""
     traffic = {name.removesuffix("_total"): count - before[name] for name, count in asdict(cache.traffic).items()}
     asked = traffic["hits"] + traffic["misses"]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from moiety_engine.config import ExpertEviction
+from moiety_engine.offload.foresight import Foresight
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -42,7 +43,10 @@ class LayerExperts:
         self._layer, self._residents, self._mover = layer, residents, mover
         self._expert_bytes, self._traffic = expert_bytes, traffic
         self._tickets: dict[int, Ticket] = {}  # of experts that nobody has waited for, in the order they were asked for
-        self._foreseen: set[int] = set()  # by `expect`, and not asked for yet
+        self._foresights = {True: Foresight(), False: Foresight()}  # of passes of few tokens, and of many
+        self._judging = self._foresights[True]
+        self._foreseen: set[int] = set()  # by `expect`, and missing then
+        self._fetched: set[int] = set()  # of these
         self._wanted: list[int] = []
         self._left: list[int] = []  # of those, what there was no slot for yet
         self._chosen: NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)
@@ -75,7 +79,7 @@ class LayerExperts:
         self._residents.visited(wanted)
         self._wanted = wanted.tolist()
         self._take_arrived()
-        self._forget_stale()
+        self._judge()
         self._left = [expert for expert in self._wanted if not self._has(expert)]
         self._traffic.hits_total += len(self._wanted) - len(self._left)
         self._traffic.misses_total += len(self._left)
@@ -110,16 +114,20 @@ class LayerExperts:
                     self._residents.drop(expert)
 
     def expect(self, chosen_TK: NDArray[np.int32]) -> None:
-        """The layer's next pass may compute these: bring what is missing, the most frequent first, in place of what it
-        will not compute."""
+        """The layer's next pass may compute these: where such guesses have been right often enough, bring what is
+        missing, the most frequent first, in place of what it will not compute."""
         counts_E = np.bincount(chosen_TK[chosen_TK >= 0], minlength=len(self._residents.slot_E))
         self._take_arrived()
+        self._judging = self._foresights[chosen_TK.size <= len(counts_E)]
         expected = np.flatnonzero(counts_E)
         missing = sorted((e for e in expected.tolist() if not self._has(e)), key=lambda expert: -counts_E[expert])
+        self._foreseen = set(missing)
+        if not self._judging.pays:
+            return
         slots = self._residents.victims(len(missing), itertools.chain(expected.tolist(), self._tickets))
         for expert, slot in zip(missing, slots, strict=False):
             self._bring(expert, slot, urgent=False)
-            self._foreseen.add(expert)
+            self._fetched.add(expert)
             self._traffic.prefetched_total += 1
 
     # ── within it ──
@@ -157,17 +165,19 @@ class LayerExperts:
         for expert in [expert for expert, ticket in self._tickets.items() if ticket.is_done()]:
             self._arrive(expert)
 
-    def _forget_stale(self) -> None:
-        """What was foreseen, and is not wanted, need not come if nobody has begun to bring it."""
+    def _judge(self) -> None:
+        """Learn what guesses are worth; what was fetched and is not wanted need not come if nobody has begun it."""
         wanted = set(self._wanted)
-        self._traffic.prefetch_hits_total += len(self._foreseen & wanted)
-        for expert in self._foreseen - wanted:
+        self._judging.judged(len(self._foreseen & wanted), len(self._foreseen))
+        self._traffic.prefetch_hits_total += len(self._fetched & wanted)
+        for expert in self._fetched - wanted:
             ticket = self._tickets.get(expert)
             if ticket is not None and ticket.cancel():
                 del self._tickets[expert]
                 self._residents.drop(expert)
                 self._traffic.loaded_bytes_total -= self._expert_bytes
         self._foreseen.clear()
+        self._fetched.clear()
 
     def _slots_of(self, some: list[int]) -> Tensor:
         """Where those of the chosen experts are, negative for all others."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-KEPT_A_VISIT = 0.98  # of a frequency: half of it after 34 visits of the layer
+KEPT_A_VISIT = 0.8  # of a frequency: half of it after 3 visits of the layer; benchmarks/offload.py compares
 
 
 class Residents:
