@@ -67,6 +67,7 @@ class LayerExperts:
         """Wait for all that is on its way."""
         for expert in list(self._tickets):
             self._arrive(expert)
+        self._mover.used(self._layer)
 
     # ── a pass ──
 
@@ -159,7 +160,12 @@ class LayerExperts:
         return [expert for expert in self._tickets if expert in wanted]
 
     def _arrive(self, expert: int) -> None:
-        self._tickets.pop(expert).wait()
+        """Raises OSError, and then the expert is not there."""
+        try:
+            self._tickets.pop(expert).wait()
+        except OSError:
+            self._residents.drop(expert)
+            raise
 
     def _take_arrived(self) -> None:
         for expert in [expert for expert, ticket in self._tickets.items() if ticket.is_done()]:
