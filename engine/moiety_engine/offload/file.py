@@ -6,6 +6,8 @@ of. Beside it lies an index; a file without one was never finished.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import mmap
 import os
@@ -53,9 +55,12 @@ class ExpertFile:
         self._end = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(folder)
             found = self._read_index()
             path, flags = (self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC) if found is None else (self._path, 0)
             self._fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+            if found is None:
+                fcntl.flock(self._fd, fcntl.LOCK_EX)  # for as long as this process lives
         except OSError as exc:
             raise InvalidConfig(f"experts cannot be kept in {folder} ({exc}): choose another --offload-folder") from exc
         if found is not None:
@@ -142,3 +147,11 @@ class ExpertFile:
     def close(self) -> None:
         os.close(self._fd)
         self._partial.unlink(missing_ok=True)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """What processes have begun to write that are gone."""
+    for path in folder.glob("*.partial"):
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
