@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moiety_engine.model.errors import UnsupportedModelError
-from moiety_engine.model.names.place import Place
+from moiety_engine.model.names.place import addresses
 from moiety_engine.model.residence import named_tensors
 from moiety_engine.model.weights import ModelWeights, allocate, products_of
 from moiety_kernels.quantization import QuantizedWeight, quantize
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from moiety_engine.model.as_stored import AsStored
-    from moiety_engine.model.names.place import Shares
+    from moiety_engine.model.names.place import Place, Shares
     from moiety_engine.model.offloading import Offloading
     from moiety_engine.model.spec import ModelSpec
     from moiety_kernels.quantization import WeightFormat
@@ -147,9 +147,3 @@ def as_packed_for_a_gpu(form: WeightFormat, spec: ModelSpec) -> WeightFormat | N
 def _products(weights: ModelWeights, form: WeightFormat) -> Iterator[Tensor]:
     """Those that are kept in `form`; of mxfp4 only the experts'."""
     return products_of(weights, experts_only=form.floating and not form.is_float8)
-
-
-def addresses(place: Place | Shares) -> set[int]:
-    """Where the memory begins that it fills."""
-    views = (place.view,) if isinstance(place, Place) else place.views
-    return {view.untyped_storage().data_ptr() for view in views}

@@ -13,7 +13,7 @@ import torch
 from moiety_engine.checkpoint import fingerprint
 from moiety_engine.config import LoadFormat, Offload
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.model.fewer_bits import addresses
+from moiety_engine.model.names.place import addresses
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.weights import LayerWeights, ModelWeights, MoeWeights, allocate
 from moiety_engine.offload.cache import ExpertCache, slots_a_layer
