@@ -18,7 +18,6 @@ import random
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from dataclasses import asdict
@@ -68,9 +67,8 @@ def main() -> None:
     recorded = {"moiety-demo": resolve_checkpoint("")} | folders
     report: dict[str, Any] = {
         "date": date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
         "load_average": os.getloadavg(),
-        "settings": {name: str(value) for name, value in vars(options).items() if name != "output"},
+        "settings": {"rounds": options.rounds, "tokens": options.tokens, "threads": options.threads},
         "simulation": {name: simulate(record(folder, options)) for name, folder in recorded.items()},
         "served": serve(folders["skewed"], options),
     }

@@ -60,6 +60,7 @@ def run(options: argparse.Namespace, folder: str) -> dict[str, object]:
     return {
         "deepspeed": deepspeed.__version__,
         "store": options.store,
+        "tokens": options.tokens,
         "output_tokens_per_s": round(options.tokens / times[-1], 3),
         "load_average": os.getloadavg(),
     }
