@@ -165,6 +165,7 @@ def _load(config: EngineConfig, meeting: Meeting, ranks: Ranks, progress: Callab
         num_threads=num_threads,
         load_format=config.load_format,
         ranks=ranks,
+        offload=config.offload,
         progress=progress,
     )
 

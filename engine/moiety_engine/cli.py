@@ -15,9 +15,12 @@ from moiety_engine.checkpoint import model_name, resolve_checkpoint
 from moiety_engine.config import (
     Batching,
     EngineConfig,
+    ExpertEviction,
     KvWay,
     LoadFormat,
     MoeKernel,
+    Offload,
+    OffloadConfig,
     Overlap,
     PolicyName,
     Speculate,
@@ -26,7 +29,7 @@ from moiety_engine.config import (
 from moiety_engine.distribution.layout import layout_of
 from moiety_engine.distribution.meeting import meeting_from, require_ranks
 from moiety_engine.errors import CheckpointError, InvalidConfig
-from moiety_engine.front import options
+from moiety_engine.front import offload_options, options
 from moiety_engine.front.core_link import CoreLink, ProcessCore
 from moiety_engine.front.process import MakeCore, run_front
 from moiety_engine.front.settings import CORE_SILENCE_S, FrontSettings
@@ -112,6 +115,11 @@ def engine(
     kv_listen: options.KvListenOption = "",
     kv_way: options.KvWayOption = KvWay.AUTO,
     kv_landing_bytes: options.KvLandingBytesOption = "",
+    offload: offload_options.OffloadOption = Offload.NONE,
+    expert_memory_bytes: offload_options.ExpertMemoryBytesOption = "",
+    offload_folder: offload_options.OffloadFolderOption = "",
+    expert_eviction: offload_options.ExpertEvictionOption = ExpertEviction.FREQUENCY,
+    expert_prefetch: offload_options.ExpertPrefetchOption = True,
     tp: options.TpOption = 1,
     dp_attention: options.DpAttentionOption = 1,
     ep: options.EpOption = 1,
@@ -203,6 +211,13 @@ def engine(
                 micro_batches=micro_batches,
                 micro_batch_tokens=micro_batch_tokens,
                 join_timeout_s=join_timeout_s,
+                offload=OffloadConfig(
+                    what=offload,
+                    memory_bytes=parse_size(expert_memory_bytes) if expert_memory_bytes else None,
+                    folder=offload_folder,
+                    eviction=expert_eviction,
+                    prefetch=expert_prefetch,
+                ),
                 adapters=adapters,
                 adapter_memory_bytes=parse_size(adapter_memory_bytes) if adapter_memory_bytes else None,
                 max_adapters=max_adapters,

@@ -63,6 +63,21 @@ class KvWay(StrEnum):
     MEMORY = "memory"
 
 
+class Offload(StrEnum):
+    """What of a model need not fit on its device."""
+
+    NONE = "none"
+    EXPERTS = "experts"  # they are kept elsewhere, and hot ones cached on the device; see `moiety_engine.offload`
+
+
+class ExpertEviction(StrEnum):
+    """Which expert makes room for another one of its layer."""
+
+    FREQUENCY = "frequency"  # the one that was asked for least often, of late more than long ago
+    LRU = "lru"  # the one that was asked for longest ago
+    ALL = "all"  # none are kept for the next pass
+
+
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
@@ -87,6 +102,16 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     key_file: str = ""  # with the secret CURVE key, the same for all engines; "": the link is open
     way: KvWay = KvWay.AUTO
     landing_bytes: int | None = None  # of KV on its way, in host memory; None: a tenth of what is there
+
+
+class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Experts that need not fit on the device."""
+
+    what: Offload = Offload.NONE
+    memory_bytes: int | None = None  # of the device, for experts; None: half of what the rest leaves free
+    folder: str = ""  # where a processor's are kept, in a file
+    eviction: ExpertEviction = ExpertEviction.FREQUENCY
+    prefetch: bool = True  # experts that the next layer's router would choose are fetched ahead
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +156,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_tokens: int = 32  # and none has fewer tokens of the group that has the most
     join_timeout_s: float = 60.0  # how long ranks wait for each other at the start
     transfer: TransferConfig = TransferConfig()
+    offload: OffloadConfig = OffloadConfig()
     adapters: dict[str, str] = {}  # of the operator: name → folder
     adapter_memory_bytes: int | None = None  # of the device; 0: no adapters
     max_adapters: int = 64  # in memory at once
@@ -174,8 +200,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.traced_steps_per_s <= MAX_TRACED_PER_S:
             raise InvalidConfig(f"traced_steps_per_s must lie between 0 and {MAX_TRACED_PER_S}")
         self._check_transfer()
+        self._check_offload()
         if self.batch_timeout_ms < 0:
             raise InvalidConfig(f"batch_timeout_ms must be 0 or more, not {self.batch_timeout_ms}")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.dp_attention * self.tp + self.expert_ranks
 
     def _check_speculation(self) -> None:
         if self.speculate is not Speculate.OFF and self.batching is Batching.PADDED:
@@ -203,7 +234,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             return
         if self.batching is not Batching.CONTINUOUS:
             raise InvalidConfig(f"KV goes from engine to engine with --batching continuous only, not {self.batching}")
-        if self.tp * self.dp_attention * self.pp > 1 or self.expert_ranks:
+        if self.num_ranks > 1:
             raise InvalidConfig(
                 "KV goes between engines of one rank each so far: leave --tp, --dp-attention and --pp at 1 and "
                 "--expert-ranks at 0, or take --role both without --kv-listen"
@@ -216,14 +247,33 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             return
         if not self.prefix_caching:
             raise InvalidConfig("a disk cache keeps what prefix caching finds: leave out --no-prefix-caching, or it")
-        if self.tp * self.dp_attention * self.pp > 1:
+        if self.num_ranks > 1:
             raise InvalidConfig(
-                "the disk cache is of engines of one rank each so far: leave --tp, --dp-attention and --pp at 1, or "
-                "leave --disk-cache out"
+                "the disk cache is of engines of one rank each so far: leave --tp, --dp-attention and --pp at 1 and "
+                "--expert-ranks at 0, or leave --disk-cache out"
             )
         if self.disk_cache_bytes < 1 or self.disk_cache_ttl_s <= 0:
             raise InvalidConfig(
                 "disk_cache_bytes and disk_cache_ttl_s must be more than 0; leave them out for defaults"
+            )
+
+    def _check_offload(self) -> None:
+        offload = self.offload
+        if offload.what is Offload.NONE:
+            if offload.memory_bytes is not None or offload.folder:
+                raise InvalidConfig("--expert-memory-bytes and --offload-folder are of use with --offload experts only")
+            return
+        if offload.memory_bytes is not None and offload.memory_bytes < 1:
+            raise InvalidConfig("--expert-memory-bytes must be at least 1; leave it out to have it chosen")
+        if self.num_ranks > 1:
+            raise InvalidConfig(
+                "experts are offloaded by engines of one rank so far: leave --tp, --dp-attention, --ep and --pp at 1 "
+                "and --expert-ranks at 0, or leave out --offload"
+            )
+        if self.adapters or self.adapter_memory_bytes:
+            raise InvalidConfig(
+                "adapters are not served beside offloaded experts so far: leave out --adapter and "
+                "--adapter-memory-bytes, or --offload"
             )
 
     def _check_adapters(self) -> None:

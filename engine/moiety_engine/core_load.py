@@ -10,6 +10,7 @@ from moiety_engine.messages import CoreLoad
 
 if TYPE_CHECKING:
     from moiety_engine.disk.tier import DiskTier
+    from moiety_engine.offload.cache import ExpertCache
     from moiety_engine.scheduling.scheduler import Scheduler
     from moiety_engine.transfer.exchange import Exchange
 
@@ -18,13 +19,17 @@ def load_of(
     scheduler: Scheduler,
     exchange: Exchange,
     disk: DiskTier | None,
+    experts: ExpertCache | None,
     steps_total: int,
     requests_total: int,
     waited_s: tuple[float, float],
 ) -> CoreLoad:
-    """The totals are since its start. `waited_s`: of attention and of experts, each for the other."""
+    """The totals are since its start. `experts`: the cache of offloaded ones. `waited_s`: of attention and of experts,
+    each for the other."""
     load = _load_of(scheduler, exchange, steps_total, requests_total, waited_s)
-    return load if disk is None else _with_disk(load, disk)
+    if disk is not None:
+        load = _with_disk(load, disk)
+    return load if experts is None else _with_experts(load, experts)
 
 
 def _with_disk(load: CoreLoad, disk: DiskTier) -> CoreLoad:
@@ -44,6 +49,19 @@ def _with_disk(load: CoreLoad, disk: DiskTier) -> CoreLoad:
         disk_waited_requests_total=restorer.waited_requests_total,
         disk_passed_over_requests_total=restorer.passed_over_total,
         disk_lost_files_total=restorer.lost_files_total,
+    )
+
+
+def _with_experts(load: CoreLoad, experts: ExpertCache) -> CoreLoad:
+    traffic = experts.traffic
+    return msgspec.structs.replace(
+        load,
+        expert_slots=experts.num_slots,
+        expert_hits_total=traffic.hits_total,
+        expert_misses_total=traffic.misses_total,
+        prefetched_experts_total=traffic.prefetched_total,
+        prefetched_expert_hits_total=traffic.prefetch_hits_total,
+        expert_loaded_bytes_total=traffic.loaded_bytes_total,
     )
 
 

@@ -288,6 +288,7 @@ class EngineLoop:
             self.disk.close(None if self._resident is None else self._resident.move)
         self.exchange.close()
         self.adapters.close()
+        self.model.close()
         self._orders.close()
 
     def take_outputs(self) -> CoreStep | None:
@@ -307,7 +308,8 @@ class EngineLoop:
 
     def load(self) -> CoreLoad:
         totals = self.steps_total, self._requests_total
-        return load_of(self.scheduler, self.exchange, self.disk, *totals, self._orders.waited_s())
+        experts = self.model.expert_cache
+        return load_of(self.scheduler, self.exchange, self.disk, experts, *totals, self._orders.waited_s())
 
     def _ledger(self) -> KvLedger:
         """Of one group of ranks."""

@@ -207,6 +207,12 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
     disk_waited_requests_total: int = 0
     disk_passed_over_requests_total: int = 0
     disk_lost_files_total: int = 0
+    expert_slots: int = 0
+    expert_hits_total: int = 0
+    expert_misses_total: int = 0
+    prefetched_experts_total: int = 0
+    prefetched_expert_hits_total: int = 0
+    expert_loaded_bytes_total: int = 0
 
 
 class CoreState(StrEnum):

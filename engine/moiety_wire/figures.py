@@ -17,6 +17,7 @@ GAUGES = (
     ("disk_bytes_total", "Bytes that the prefix cache may take on disk; 0 without that tier."),
     ("disk_bytes_used", "Bytes that it takes."),
     ("disk_blocks_cached", "Blocks that are on disk."),
+    ("expert_slots", "Slots on the device for offloaded experts, of all layers."),
 )
 COUNTERS = (
     ("steps", "Steps of the engine."),
@@ -47,6 +48,11 @@ COUNTERS = (
     ("foreseen_tokens", "Prompt tokens computed before anybody asked for them, while nothing else was to be done."),
     ("foreseen_used_tokens", "Of these, tokens that a request began with."),
     ("foreseen_wasted_tokens", "Of these, tokens that no request began with in time."),
+    ("expert_hits", "Offloaded experts that were on the device, or on their way, when a pass over their layer came."),
+    ("expert_misses", "Offloaded experts that were not."),
+    ("prefetched_experts", "Offloaded experts fetched before a pass asked for them."),
+    ("prefetched_expert_hits", "Of these, experts that the next pass over their layer asked for."),
+    ("expert_loaded_bytes", "Bytes of offloaded experts that were brought to the device."),
 )
 CLASS_GAUGES = (  # the field, what it is called as a metric, and what it means
     ("num_waiting", "num_waiting", "Requests of the class that wait."),

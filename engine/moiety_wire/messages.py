@@ -511,6 +511,12 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     disk_waited_requests_total: int = 0
     disk_passed_over_requests_total: int = 0
     disk_lost_files_total: int = 0
+    expert_slots: int = 0  # on the device, for offloaded experts
+    expert_hits_total: int = 0  # of those, that were there when a pass over their layer came …
+    expert_misses_total: int = 0  # … and that were not
+    prefetched_experts_total: int = 0
+    prefetched_expert_hits_total: int = 0  # of them, those that the next pass asked for
+    expert_loaded_bytes_total: int = 0
 
 
 ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled | ExpertLoad | ExpertBalance

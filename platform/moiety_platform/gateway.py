@@ -202,8 +202,7 @@ async def build_services(source: SettingsSource[GatewaySettings]) -> AsyncIterat
             Engines(settings, clock, quotas.replica_id, meter, AdapterContents(database))
         )
         quotas.quarantine.is_proven = engines.replicas.have_settled_for
-        foreseer = Foreseer(usage, quotas, ForesightMetrics(metrics.registry), clock)
-        stack.push_async_callback(foreseer.stop)
+        foreseer = await stack.enter_async_context(Foreseer(usage, quotas, ForesightMetrics(metrics.registry), clock))
         authenticator = Authenticator(database, pepper, clock)
         classes, prices, adapters = (
             ClassCache(database, clock),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moiety_engine.config import OffloadConfig
 from moiety_engine.model.batch import Batch
 from moiety_engine.model.loading import load_model
 from moiety_engine.model.transformer import Transformer
@@ -345,6 +346,7 @@ def make_driver() -> Any:
         quantization: str = "auto",
         moe_kernel: str = "auto",
         batch_invariant: bool = False,
+        offload: OffloadConfig | None = None,
         **sizes: int,
     ) -> Driver:
         model = load_model(
@@ -354,6 +356,7 @@ def make_driver() -> Any:
             quantization=quantization,
             moe_kernel=moe_kernel,
             batch_invariant=batch_invariant,
+            offload=offload or OffloadConfig(),
         )
         return Driver(model, **sizes)
 

@@ -14,7 +14,17 @@ from rich.progress import Progress
 from moiety_engine.bench.lengths import Lengths, fixed_lengths, trace_lengths
 from moiety_engine.bench.scheduler import Load, measure_scheduler
 from moiety_engine.checkpoint import resolve_checkpoint
-from moiety_engine.config import Batching, EngineConfig, LoadFormat, MoeKernel, Overlap, Speculate
+from moiety_engine.config import (
+    Batching,
+    EngineConfig,
+    ExpertEviction,
+    LoadFormat,
+    MoeKernel,
+    Offload,
+    OffloadConfig,
+    Overlap,
+    Speculate,
+)
 from moiety_engine.errors import EngineError
 
 
@@ -46,6 +56,15 @@ def bench_engine(
     speculate_tokens: Annotated[int, typer.Option(min=1, help="the most tokens guessed at once")] = 7,
     draft_model: Annotated[str, typer.Option(help="checkpoint folder or hub id, for --speculate draft")] = "",
     cuda_graphs: Annotated[bool, typer.Option(help="replay decode steps, on a GPU")] = True,
+    offload: Annotated[Offload, typer.Option(help="experts: keep them elsewhere, hot ones here")] = Offload.NONE,
+    expert_memory_bytes: Annotated[
+        int | None, typer.Option(min=1, help="of the device, for offloaded experts [half of what is left]")
+    ] = None,
+    offload_folder: Annotated[str, typer.Option(help="without a GPU: where their file is")] = "",
+    expert_eviction: Annotated[
+        ExpertEviction, typer.Option(help="which expert makes room for another")
+    ] = ExpertEviction.FREQUENCY,
+    expert_prefetch: Annotated[bool, typer.Option(help="fetch what the next layer would choose")] = True,
     tp: Annotated[int, typer.Option(min=1, help="ranks that share heads and columns")] = 1,
     dp_attention: Annotated[int, typer.Option(min=1, help="groups of such ranks, with sequences of their own")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="parts of the experts, over those ranks")] = 1,
@@ -93,6 +112,13 @@ def bench_engine(
             speculate_tokens=speculate_tokens,
             draft_model=str(resolve_checkpoint(draft_model)) if draft_model else "",
             cuda_graphs=cuda_graphs,
+            offload=OffloadConfig(
+                what=offload,
+                memory_bytes=expert_memory_bytes,
+                folder=offload_folder,
+                eviction=expert_eviction,
+                prefetch=expert_prefetch,
+            ),
             tp=tp,
             dp_attention=dp_attention,
             ep=ep,

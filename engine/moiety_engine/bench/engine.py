@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 
@@ -17,6 +19,7 @@ from moiety_engine.environment import environment
 from moiety_engine.loop import EngineLoop, load_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
+from moiety_engine.offload.cache import ExpertCache
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 
@@ -52,6 +55,8 @@ def _measure(
         waste.look()
         on_done(num_done)
 
+    cache = loop.model.expert_cache
+    before = None if cache is None else asdict(cache.traffic)
     begin_s = time.perf_counter()
     results = run_all(loop, submits, on_step=on_step)
     wall_s = time.perf_counter() - begin_s
@@ -74,6 +79,20 @@ def _measure(
         "drafted_tokens": drafted,
         "accepted_tokens": accepted,
         "acceptance": accepted / drafted if drafted else None,
+        "experts": None if cache is None or before is None else expert_traffic(cache, before, wall_s),
+    }
+
+
+def expert_traffic(cache: ExpertCache, before: dict[str, int], wall_s: float) -> dict[str, float | None]:
+    """What the cache of offloaded experts did since then."""
+    traffic = {name.removesuffix("_total"): count - before[name] for name, count in asdict(cache.traffic).items()}
+    asked = traffic["hits"] + traffic["misses"]
+    return {
+        "slots": cache.num_slots,
+        "slot_bytes": cache.num_bytes,
+        **traffic,
+        "hit_rate": traffic["hits"] / asked if asked else None,
+        "loaded_bytes_per_s": traffic["loaded_bytes"] / wall_s,
     }
 
 
@@ -100,6 +119,7 @@ def _settings(loop: EngineLoop, config: EngineConfig, lengths: list[Lengths], ou
             name: getattr(config, name)
             for name in ("tp", "dp_attention", "ep", "pp", "expert_ranks", "micro_batches", "micro_batch_tokens")
         },
+        "offload": msgspec.to_builtins(config.offload),
     }
 
 

@@ -74,6 +74,12 @@ def make_load(
         disk_waited_requests_total=load.disk_waited_requests_total,
         disk_passed_over_requests_total=load.disk_passed_over_requests_total,
         disk_lost_files_total=load.disk_lost_files_total,
+        expert_slots=load.expert_slots,
+        expert_hits_total=load.expert_hits_total,
+        expert_misses_total=load.expert_misses_total,
+        prefetched_experts_total=load.prefetched_experts_total,
+        prefetched_expert_hits_total=load.prefetched_expert_hits_total,
+        expert_loaded_bytes_total=load.expert_loaded_bytes_total,
     )
 
 

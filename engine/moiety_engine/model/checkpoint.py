@@ -18,6 +18,7 @@ from moiety_engine.model.errors import WeightsError
 from moiety_engine.model.fewer_bits import FewerBits, products_among
 from moiety_engine.model.names import ignorable, placements
 from moiety_engine.model.narrow import sources
+from moiety_engine.model.offloading import expert_names
 from moiety_engine.model.shares import own_places, own_spec, whole_places
 from moiety_engine.model.weights import ModelWeights, allocate
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from moiety_engine.model.names.place import Place, Shares
     from moiety_engine.model.narrow import Source
+    from moiety_engine.model.offloading import Offloading
     from moiety_engine.model.spec import ModelSpec
     from moiety_kernels.quantization import WeightFormat
 
@@ -45,10 +47,12 @@ def load(
     dtype: torch.dtype,
     form: WeightFormat | None = None,
     seat: Seat = ONLY_SEAT,
+    offloading: Offloading | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
     """Read the checkpoint's safetensors, memory-mapped, into freshly allocated weights, those of products in few bits
-    if a `form` says so. Of a model over several ranks, what the rank in this `seat` has of it, and nothing else.
+    if a `form` says so. Of a model over several ranks, what the rank in this `seat` has of it, and nothing else. With
+    `offloading` the products of experts are in its store; if all are there already, they are not read.
 
     `progress` is called with (bytes read, bytes in all). Raises WeightsError, naming the tensors, when one is missing,
     unexpected or of another shape.
@@ -60,7 +64,9 @@ def load(
     # bfloat16 holds what mxfp4 does, and float8 that is kept is not filled in here
     exactly = dtype if form is None or (as_stored and form.floating) else torch.float32
     own = own_spec(spec, seat)
-    weights = allocate(own, device=filled_on, dtype=dtype, product_dtype=exactly)
+    filling = offloading if offloading is not None and not offloading.is_whole else None
+    experts_in = filling.store.empty if filling is not None and form is None else None
+    weights = allocate(own, device=filled_on, dtype=dtype, product_dtype=exactly, experts_in=experts_in)
     shard_of = tensor_files(folder)
     found = sources(set(shard_of), spec.weight_format)
     wholes = placements(spec, weights, set(found)) if own is spec else whole_places(spec, set(found))
@@ -69,7 +75,10 @@ def load(
     _complain("lacks", sorted(parts_on_disk - shard_of.keys()), folder)
     _complain("has unexpected", sorted(n for n in found.keys() - wholes.keys() if not ignorable(n, spec)), folder)
     wanted = wholes if own is spec else own_places(own, weights, seat, seat.layers_of(len(spec.layers)).start, wholes)
-    fewer_bits = None if form is None else _fewer_bits(spec, weights, wanted, found, form, device)
+    if offloading is not None and offloading.is_whole:
+        stored = expert_names(weights, wanted)
+        wanted = {name: place for name, place in wanted.items() if name not in stored}
+    fewer_bits = None if form is None else _fewer_bits(spec, weights, wanted, found, form, device, offloading)
     starting_at = {found[name].names[0]: name for name in wanted}
     done = 0
     for path in shards:
@@ -102,13 +111,14 @@ def _fewer_bits(
     found: dict[str, Source],
     form: WeightFormat,
     device: torch.device,
+    offloading: Offloading | None,
 ) -> FewerBits:
     """What puts products in few bits: all, or, where they are so on disk, those that are wholly so there."""
     if not form.is_stored_as(spec.weight_format):
-        return FewerBits(weights, wanted, form, device, set())
+        return FewerBits(weights, wanted, form, device, set(), offloading=offloading)
     wide = {name for name in wanted if not found[name].is_narrow}
     if not form.is_float8:
-        return FewerBits(weights, wanted, form, device, wide)
+        return FewerBits(weights, wanted, form, device, wide, offloading=offloading)
     kept = AsStored(spec, weights, form, set(found))
     others = {name for name in wanted if found[name].is_narrow and not kept.takes(name)}
     if names := sorted(others & products_among(weights, wanted)):
@@ -116,7 +126,7 @@ def _fewer_bits(
             "checkpoint_widened", kept=form.name, reason="rows and blocks lie across", first=names[0], of=len(names)
         )
     wide |= others
-    return FewerBits(weights, wanted, form, device, wide, kept)
+    return FewerBits(weights, wanted, form, device, wide, kept, offloading)
 
 
 def _fill_one(

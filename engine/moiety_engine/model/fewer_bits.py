@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moiety_engine.model.errors import UnsupportedModelError
-from moiety_engine.model.names.place import Place
+from moiety_engine.model.names.place import addresses
 from moiety_engine.model.residence import named_tensors
 from moiety_engine.model.weights import ModelWeights, allocate, products_of
 from moiety_kernels.quantization import QuantizedWeight, quantize
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from moiety_engine.model.as_stored import AsStored
-    from moiety_engine.model.names.place import Shares
+    from moiety_engine.model.names.place import Place, Shares
+    from moiety_engine.model.offloading import Offloading
     from moiety_engine.model.spec import ModelSpec
     from moiety_kernels.quantization import WeightFormat
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 class FewerBits:
     """Owns, while a checkpoint is read, which weights wait for which tensors. `weights` are those that are filled, on a
     CPU; those of products are emptied once they are in few bits, on `device`. What is made of a tensor whose name is
-    among `wide` stays wide. With `as_stored` products are not rounded but taken from there.
+    among `wide` stays wide. With `as_stored` products are not rounded but taken from there. With `offloading` those of
+    experts go to its store instead of the device; if they are there, they are left as they are.
     """
 
     def __init__(
@@ -40,13 +42,16 @@ class FewerBits:
         device: torch.device,
         wide: set[str],
         as_stored: AsStored | None = None,
+        offloading: Offloading | None = None,
     ) -> None:
         self._weights, self._form, self._device, self._as_stored = weights, form, device, as_stored
+        self._offloading = offloading
+        self._offloaded = set() if offloading is None else set(map(id, products_of(weights, experts_only=True)))
         self._done: dict[int, QuantizedWeight] = {}  # by the product's identity, as is what follows
         self._moved: dict[int, Tensor] = {}
         products = {product.untyped_storage().data_ptr(): product for product in _products(weights, form)}
         for name in wide:
-            for address in _addresses(places[name]):
+            for address in addresses(places[name]):
                 products.pop(address, None)
         for product in products.values():
             if not form.takes(product.shape[-1]):
@@ -55,7 +60,7 @@ class FewerBits:
                     f"{product.shape[-1]}; load it without quantization, or in another one"
                 )
         self._of_place = {
-            id(place): [products[address] for address in _addresses(place) if address in products]
+            id(place): [products[address] for address in addresses(place) if address in products]
             for place in places.values()
         }
         self._missing = Counter(id(product) for some in self._of_place.values() for product in some)
@@ -73,6 +78,12 @@ class FewerBits:
                 product.untyped_storage().resize_(0)  # gives the memory back, though places still have views of it
 
     def _narrow(self, product: Tensor) -> QuantizedWeight:
+        if self._offloading is not None and id(product) in self._offloaded:
+            here = torch.device("cpu")
+            narrow = self._as_stored.hand_out(product, here) if self._as_stored else quantize(product, self._form)
+            kept = self._offloading.keep(narrow)
+            assert isinstance(kept, QuantizedWeight)
+            return kept
         if self._as_stored is not None:
             return self._as_stored.hand_out(product, self._device)
         narrow = quantize(product, self._form)
@@ -81,8 +92,16 @@ class FewerBits:
     def finish(self, dtype: torch.dtype) -> ModelWeights:
         """All weights, on the device; products that are not in few bits have `dtype`."""
         for product in products_of(self._weights):
-            if id(product) not in self._done:
+            if id(product) in self._done:
+                continue
+            if self._offloading is None or id(product) not in self._offloaded:
                 self._moved[id(product)] = product.to(self._device, dtype)
+            elif self._offloading.is_whole:
+                self._moved[id(product)] = product
+            else:
+                wide = self._offloading.keep(product.to(dtype))
+                assert isinstance(wide, Tensor)
+                self._moved[id(product)] = wide
         finished: ModelWeights = self._finish(self._weights)
         return finished
 
@@ -108,8 +127,8 @@ def bytes_in(form: WeightFormat, spec: ModelSpec, dtype: torch.dtype) -> int:
 
 def products_among(weights: ModelWeights, places: Mapping[str, Place | Shares]) -> set[str]:
     """The names of the tensors that products are made of."""
-    addresses = {product.untyped_storage().data_ptr() for product in products_of(weights)}
-    return {name for name, place in places.items() if _addresses(place) & addresses}
+    own = {product.untyped_storage().data_ptr() for product in products_of(weights)}
+    return {name for name, place in places.items() if addresses(place) & own}
 
 
 def takes_products(form: WeightFormat, spec: ModelSpec) -> bool:
@@ -128,8 +147,3 @@ def as_packed_for_a_gpu(form: WeightFormat, spec: ModelSpec) -> WeightFormat | N
 def _products(weights: ModelWeights, form: WeightFormat) -> Iterator[Tensor]:
     """Those that are kept in `form`; of mxfp4 only the experts'."""
     return products_of(weights, experts_only=form.floating and not form.is_float8)
-
-
-def _addresses(place: Place | Shares) -> set[int]:
-    views = (place.view,) if isinstance(place, Place) else place.views
-    return {view.untyped_storage().data_ptr() for view in views}

@@ -6,12 +6,13 @@ T tokens, D model width, H query heads, G key-value heads, d head width, E exper
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from moiety_engine.model.adapted import Product
 from moiety_engine.model.batch import LayerCache
+from moiety_engine.model.cached_experts import CachedExperts
 from moiety_engine.model.latent_attention import LatentAttention
 from moiety_engine.model.spec import LatentAttentionSpec, MoeSpec
 from moiety_engine.model.weights import AttentionWeights, DenseWeights, LatentAttentionWeights, MoeWeights
@@ -22,6 +23,8 @@ from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.route import RoutingSpec, route
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from moiety_engine.model.adapted import AdaptedRows, LayerFactors
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.rotary import RotaryTable
     from moiety_engine.model.spec import AttentionSpec, DenseSpec, SharedSpec
     from moiety_engine.model.weights import SharedWeights
+    from moiety_engine.offload.layer import LayerExperts
 
 
 class Attention(Protocol):
@@ -160,14 +164,22 @@ class MixtureOfExperts:
         arithmetic: Arithmetic,
         adapters: LayerFactors,
         dispatch: Dispatch | None = None,
+        cached: LayerExperts | None = None,
     ) -> None:
         """`chosen` is handed the experts of each token, expert_TK, pass by pass. `dispatch`: to ranks that have other
-        tokens; all of them call this together, also with no token at all."""
+        tokens; all of them call this together, also with no token at all. `cached`: which experts the weights are."""
         self._spec, self._weights, self._chosen, self._adapters = spec, weights, chosen, adapters
         self._arithmetic, self._dispatch = arithmetic, dispatch
+        self._cached = None if cached is None else CachedExperts(cached)
+        self._following: MixtureOfExperts | None = None
         self._shared = (
             SharedExperts(spec.shared, weights.shared, arithmetic) if spec.shared and weights.shared else None
         )
+
+    def foresee(self, following: MixtureOfExperts) -> None:
+        """From now on, fetch experts that the layer which follows would choose for what comes here: the stream of
+        residuals changes little from one layer to the next (Eliseev and Mazur 2023, arXiv 2312.17238)."""
+        self._following = following
 
     def __call__(self, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor:
         weight_TK, expert_TK = self._route(x_TD)
@@ -190,20 +202,29 @@ class MixtureOfExperts:
 
     def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, rows: AdaptedRows | None = None) -> Tensor:
         """What the experts give that are held here. Over several ranks no row is adapted."""
-        spec, weights = self._spec, self._weights
-        return experts(
-            x_TD,
-            weight_TK,
-            self._here(expert_TK),
-            weights.gate_up_E2FD,
-            weights.down_EDF,
-            activation=spec.activation,
-            gate_up_bias_E2F=weights.gate_up_bias_E2F,
-            down_bias_ED=weights.down_bias_ED,
-            kernel=self._arithmetic.moe_kernel,
-            invariant=self._arithmetic.invariant,
-            adapters=self._adapters.of_feed_forward(rows),
-        )
+        weights, options = self._weights, self._options()
+        products = weights.gate_up_E2FD, weights.down_EDF
+        if self._cached is not None:
+            return self._cached(x_TD, weight_TK, expert_TK, products, options, self._expect)
+        adapters = self._adapters.of_feed_forward(rows)
+        return experts(x_TD, weight_TK, self._here(expert_TK), *products, adapters=adapters, **options)
+
+    def _options(self) -> dict[str, Any]:
+        """How experts are computed."""
+        weights = self._weights
+        return {
+            "activation": self._spec.activation,
+            "gate_up_bias_E2F": weights.gate_up_bias_E2F,
+            "down_bias_ED": weights.down_bias_ED,
+            "kernel": self._arithmetic.moe_kernel,
+            "invariant": self._arithmetic.invariant,
+        }
+
+    def _expect(self, x_TD: Tensor) -> None:
+        """Have what the following layer may choose fetched ahead."""
+        following = self._following
+        if following is not None and following._cached is not None:
+            following._cached.expect(following._route(x_TD)[1])
 
     def _add_shared(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
         return routed_TD if self._shared is None or not len(x_TD) else self._shared.added_to(routed_TD, x_TD)
@@ -240,11 +261,12 @@ def feed_forward(
     arithmetic: Arithmetic,
     adapters: LayerFactors,
     dispatch: Dispatch | None = None,
+    cached: Iterator[LayerExperts] | None = None,
 ) -> FeedForward:
     """The feed-forward that the spec describes; one with experts appends its choices to `chosen`. `dispatch`: to ranks
-    that have other tokens."""
+    that have other tokens. `cached`: of the mixtures that are left, which experts their weights are."""
     if isinstance(spec, MoeSpec):
         assert isinstance(weights, MoeWeights)
-        return MixtureOfExperts(spec, weights, chosen, arithmetic, adapters, dispatch)
+        return MixtureOfExperts(spec, weights, chosen, arithmetic, adapters, dispatch, next(cached) if cached else None)
     assert isinstance(weights, DenseWeights)
     return DenseFeedForward(spec, weights, arithmetic, adapters)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Required, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
 
 import structlog
 import torch
 
-from moiety_engine.config import LoadFormat
+from moiety_engine.config import LoadFormat, OffloadConfig
 from moiety_engine.distribution.group import ALONE, Ranks
 from moiety_engine.memory import device_memory
 from moiety_engine.model.apart import ExpertRank
@@ -18,6 +18,7 @@ from moiety_engine.model.dummy import fill_at_random
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.fewer_bits import as_packed_for_a_gpu, bytes_in, takes_products
+from moiety_engine.model.offloading import budget, most_chosen, open_store
 from moiety_engine.model.residence import require_fit, weight_bytes
 from moiety_engine.model.shares import own_spec
 from moiety_engine.model.spec import LatentAttentionSpec, ModelSpec, MoeSpec
@@ -32,12 +33,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from moiety_engine.offload.cache import ExpertCache
     from moiety_kernels.quantization import WeightFormat
 
 log = structlog.get_logger()
 
 KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_IN_PLACE = OffloadConfig()
 
 
 class Loading(TypedDict, total=False):
@@ -52,13 +55,14 @@ class Loading(TypedDict, total=False):
     num_threads: int | None
     load_format: LoadFormat
     ranks: Ranks
+    offload: OffloadConfig
     progress: Callable[[int, int], None] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     """What a rank has of a model, read; of a model on one rank all of it. `expert_bytes`: of one expert of a layer,
-    where only other ranks have any."""
+    where only other ranks have any. `expert_cache`: whose slots are the weights' experts."""
 
     spec: ModelSpec
     weights: ModelWeights
@@ -66,6 +70,7 @@ class Share:
     arithmetic: Arithmetic
     ranks: Ranks
     expert_bytes: int | None
+    expert_cache: ExpertCache | None
 
     def transformer(self) -> Transformer:
         """Of a rank with layers."""
@@ -76,6 +81,7 @@ class Share:
             arithmetic=self.arithmetic,
             ranks=self.ranks,
             expert_bytes=self.expert_bytes,
+            expert_cache=self.expert_cache,
         )
 
     def experts(self) -> ExpertRank:
@@ -100,6 +106,7 @@ def load_share(
     num_threads: int | None = None,
     load_format: LoadFormat = LoadFormat.AUTO,
     ranks: Ranks = ALONE,
+    offload: OffloadConfig = _IN_PLACE,
     progress: Callable[[int, int], None] | None = None,
 ) -> Share:
     """Read the checkpoint in `folder` for `device` ("cpu", "cuda", "cuda:1"). With dummy weights only its config.json
@@ -110,8 +117,9 @@ def load_share(
     products are kept, "none" or one of FORMATS; "auto": as the checkpoint has them. `kv_dtype` is "auto", the
     activations', or, on a GPU only, "fp8" or "int8". `moe_kernel` computes the experts; "auto" takes the fastest. With
     `batch_invariant` a request's bits do not depend on who else is in the step. `num_threads` sets the threads of the
-    process. Of several `ranks` this one reads its share only. `progress` is called with (bytes read, bytes in all).
-    Raises ModelError, and OutOfMemory with the figures.
+    process. Of several `ranks` this one reads its share only. `offload`: which experts need not be on the device.
+    `progress` is called with (bytes read, bytes in all). Raises ModelError, InvalidConfig, and OutOfMemory with the
+    figures.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -134,18 +142,26 @@ def load_share(
         reason = cannot_be_invariant(own, where, DTYPES[dtype], form, moe_kernel)
         if reason is not None:
             raise UnsupportedModelError(f"--batch-invariant cannot be had: {reason}")
-    require_fit(num_bytes, device_memory(where), where)
+    offloading = open_store(offload, folder, spec, where, f"{dtype} {form}", load_format)
+    memory, expert_budget_bytes = device_memory(where), 0
+    if offloading is not None:
+        expert_budget_bytes, in_store_bytes = budget(offload, spec, DTYPES[dtype], form, num_bytes, memory)
+        num_bytes += expert_budget_bytes - in_store_bytes
+    require_fit(num_bytes, memory, where)
+    if load_format is LoadFormat.DUMMY and form is not None:
+        raise UnsupportedModelError("random weights are not quantized; leave out --load-format or --quantization")
     if load_format is LoadFormat.DUMMY:
-        if form is not None:
-            raise UnsupportedModelError("random weights are not quantized; leave out --load-format or --quantization")
         weights = allocate(own, device=where, dtype=DTYPES[dtype])
         fill_at_random(weights)
     else:
-        weights = load(folder, spec, device=where, dtype=DTYPES[dtype], form=form, seat=ranks.seat, progress=progress)
-    arithmetic = Arithmetic(moe_kernel, batch_invariant)
+        to: dict[str, Any] = {"device": where, "dtype": DTYPES[dtype], "form": form, "seat": ranks.seat}
+        weights = load(folder, spec, **to, offloading=offloading, progress=progress)
+    arithmetic, cache = Arithmetic(moe_kernel, batch_invariant), None
+    if offloading is not None:
+        weights, cache = offloading.cache(weights, form, expert_budget_bytes, most_chosen(spec), offload)
     far = ranks.seat.layout.expert_ranks and ranks.seat.expert_rank is None
     one_bytes = _one_expert_bytes(form, spec, DTYPES[dtype]) if far else None
-    return Share(spec, weights, cached_in, arithmetic, ranks, one_bytes)
+    return Share(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache)
 
 
 def _one_expert_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -6,6 +6,7 @@ T tokens of the step, D model width, L rows whose results are wanted, V vocabula
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.decode_programs import DecodePrograms
     from moiety_engine.model.spec import DenseSpec
     from moiety_engine.model.weights import NormWeights
+    from moiety_engine.offload.cache import ExpertCache
 
 _PLAIN = Arithmetic()
 _SCALE_BYTES = 4  # of a key or a value in int8
@@ -56,9 +58,11 @@ class Transformer:
         arithmetic: Arithmetic = _PLAIN,
         ranks: Ranks = ALONE,
         expert_bytes: int | None = None,
+        expert_cache: ExpertCache | None = None,
     ) -> None:
         """`kv_dtype`: of the cache; None for the activations' own. `weights`: those of the spec, or what a rank of
-        several has of them. `expert_bytes`: of one expert of a layer, where other ranks have them all."""
+        several has of them. `expert_bytes`: of one expert of a layer, where other ranks have them all. `expert_cache`:
+        whose slots are the weights' experts."""
         self.spec = spec
         self.ranks = ranks
         self.arithmetic = arithmetic
@@ -78,7 +82,7 @@ class Transformer:
         self._vocabulary = Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
         self._residence = Residence(weights)
         on_cpu_alone = self.device.type == "cpu" and self.kv_dtype is torch.float32  # no torch in any layer
-        recordable = on_cpu_alone and ranks.everyone.size == 1
+        recordable = on_cpu_alone and ranks.everyone.size == 1 and expert_cache is None
         self._programs = _decode_programs(lambda *step: self._layers(*step)[1]) if recordable else None
         self._attentions = [
             self._whole(
@@ -92,13 +96,18 @@ class Transformer:
             (make_norm(spec.norm, w.attention_norm), make_norm(spec.norm, w.ffn_norm)) for w in weights.layers
         ]
         self._final_norm = make_norm(spec.norm, weights.final_norm)
+        self.expert_cache = expert_cache
+        cached = None if expert_cache is None else iter(expert_cache.layers)
         feeds = [
             FarMixture(one.ffn, w.ffn, self._chosen, arithmetic, ranks)
             if ranks.crossings and isinstance(one.ffn, MoeSpec) and isinstance(w.ffn, MoeWeights)
-            else feed_forward(one.ffn, w.ffn, self._chosen, arithmetic, factors, _dispatch(one.ffn, ranks))
+            else feed_forward(one.ffn, w.ffn, self._chosen, arithmetic, factors, _dispatch(one.ffn, ranks), cached)
             for one, w, factors in zip(own.layers, weights.layers, self.adapters.layers, strict=True)
         ]
         self._mixtures = [feed for feed in feeds if isinstance(feed, MixtureOfExperts)]
+        if expert_cache is not None and expert_cache.prefetches:
+            for mixture, following in pairwise(self._mixtures):
+                mixture.foresee(following)
         self._far = [feed if isinstance(feed, FarMixture) else None for feed in feeds]
         self._ffns = [  # of a far one, how what it has begun ends
             self._whole(_end if isinstance(feed, FarMixture) else feed, ranks.tensor, w.ffn_post_norm)
@@ -134,6 +143,11 @@ class Transformer:
         return self._programs is not None and self._programs.only_kernels
 
     @property
+    def offloads(self) -> bool:
+        """Whether experts are kept elsewhere, and some of them cached on the device."""
+        return self.expert_cache is not None
+
+    @property
     def away(self) -> bool:
         """Whether the weights are in host memory, where they went with `leave`."""
         return self._residence.away
@@ -142,11 +156,18 @@ class Transformer:
         """The weights go to host memory; returns the bytes that are free thereby. Raises OutOfMemory."""
         if self._programs is not None:
             self._programs.forget()
+        if self.expert_cache is not None:
+            self.expert_cache.settle()
         return self._residence.leave(on_progress)
 
     def come_back(self, on_progress: Callable[[], None]) -> None:
         """The weights are on the device again. Raises OutOfMemory."""
         self._residence.come_back(on_progress)
+
+    def close(self) -> None:
+        """Give up what is open beside memory. Nothing is computed afterwards."""
+        if self.expert_cache is not None:
+            self.expert_cache.close()
 
     def settle(self, timeout_s: float) -> None:
         """Wait until the weights lie as they are read fastest, or as long as that."""
@@ -300,7 +321,7 @@ def _expert_shape(
     index = own.moe_layers[0]
     ffn, tensors = own.layers[index].ffn, weights.layers[index].ffn
     assert isinstance(ffn, MoeSpec) and isinstance(tensors, MoeWeights)
-    routing, num_held = ffn.routing, ffn.routing.num_experts if ffn.held is None else len(ffn.held)
+    routing, num_held = ffn.routing, tensors.down_EDF.shape[0]  # of offloaded ones those that have a slot
     if expert_bytes is None:
         held_bytes = sum(tensor.nbytes for _, tensor in named_tensors((tensors.gate_up_E2FD, tensors.down_EDF)))
         expert_bytes = held_bytes // num_held * seat.expert_cuts

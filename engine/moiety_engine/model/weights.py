@@ -113,10 +113,11 @@ def allocate(
     dtype: torch.dtype,
     product_dtype: torch.dtype | None = None,
     groups: Callable[[int], int] | None = None,
+    experts_in: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
 ) -> ModelWeights:
     """Uninitialised tensors for every weight of the spec; those of the large products may have a type of their own, and
-    instead of their inputs so many `groups` of them."""
-    new = _Allocator(spec, device, dtype, product_dtype or dtype, groups)
+    instead of their inputs so many `groups` of them. `experts_in` makes those of experts, elsewhere."""
+    new = _Allocator(spec, device, dtype, product_dtype or dtype, groups, experts_in)
     if any(one.only_experts for one in spec.layers):
         new = replace(new, rows=0)
     embedding = new.matrix(spec.vocab_size, spec.hidden_size)
@@ -159,7 +160,11 @@ class _Allocator:
     dtype: torch.dtype
     product_dtype: torch.dtype
     groups: Callable[[int], int] | None
+    experts_in: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None
     rows: int | None = None  # of every tensor, whatever it should have; None: as many as that
+
+    def expert_product(self, *shape: int) -> Tensor:
+        return self.product(*shape) if self.experts_in is None else self.experts_in(shape, self.product_dtype)
 
     def product(self, *shape: int) -> Tensor:
         if self.groups is not None:
@@ -237,8 +242,8 @@ class _Allocator:
         all_rows = replace(self, rows=None)
         return MoeWeights(
             router_ED=self.vector(experts, size) if f.exact_router else self.matrix(experts, size),
-            gate_up_E2FD=all_rows.product(held, 2 * f.width, size),
-            down_EDF=all_rows.product(held, size, f.width),
+            gate_up_E2FD=all_rows.expert_product(held, 2 * f.width, size),
+            down_EDF=all_rows.expert_product(held, size, f.width),
             router_bias_E=self.vector(experts) if f.router_bias else None,
             selection_bias_E=self.vector(experts) if f.selection_bias else None,
             gate_up_bias_E2F=all_rows.vector(held, 2 * f.width) if f.bias else None,

@@ -87,7 +87,8 @@ def sizes_for(
         host_bytes=available_bytes() // local_ranks,
     )
     context = min(context, num_blocks * block_size)
-    graphs = on_cuda and config.cuda_graphs and model.ranks.everyone.size == 1  # a graph waits for no other rank
+    waits = model.ranks.everyone.size > 1 or model.offloads  # for other ranks or for experts, as no graph can
+    graphs = on_cuda and config.cuda_graphs and not waits
     return Sizes(block_size, max_batch_tokens, max_running, context, num_blocks, num_host, graphs, adapter_bytes)
 
 
@@ -98,6 +99,8 @@ def adapter_budget_bytes(model: Transformer, config: EngineConfig) -> int:
         reason = "over several ranks: leave out --tp, --dp-attention, --ep, --pp and --expert-ranks"
     elif model.arithmetic.invariant and model.device.type == "cuda":
         reason = "with --batch-invariant on a GPU: leave that out"
+    elif model.offloads:
+        reason = "beside offloaded experts: leave out --offload"
     elif config.transfer.role is not EngineRole.BOTH:
         reason = f"by an engine of the role {config.transfer.role}: leave --role out"
     elif config.adapter_memory_bytes is not None:

@@ -23,7 +23,7 @@ from moiety_kernels.moe.activation import SILU, Activation
 from moiety_kernels.quantization.weight import GPU_PACK, SCALE_BLOCK
 from moiety_kernels.route import group
 
-__all__ = ["compile_cases", "experts", "unfit"]
+__all__ = ["combine", "compile_cases", "experts", "unfit"]
 
 _NARROW: dict[torch.dtype, Weights] = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

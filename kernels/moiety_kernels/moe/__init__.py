@@ -83,20 +83,26 @@ def _by_triton(
     x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, up: Weight, down: Weight, **options: Any
 ) -> Tensor | str:
     """The result, or why the kernels do not take this."""
+    reason = unfit_for_triton(x_TD, expert_TK, up, down)
+    if reason is not None:
+        return reason
+    (up_values, up_scale), (down_values, down_scale) = _values_and_scales(up), _values_and_scales(down)
+    scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
+    if not isinstance(down, Tensor) and down.format.bits == 4:
+        options["four"] = "mxfp4" if down.format.floating else "int4"
+    computed: Tensor = _triton().experts(x_TD, weight_TK, expert_TK, up_values, down_values, **scales, **options)
+    return computed
+
+
+def unfit_for_triton(x_TD: Tensor, expert_TK: Tensor, up: Weight, down: Weight) -> str | None:
+    """Why the Triton kernels do not take this; None if they do."""
     (up_values, up_scale), (down_values, down_scale) = _values_and_scales(up), _values_and_scales(down)
     forms = {None if isinstance(weight, Tensor) else weight.format for weight in (up, down)}
     if len(forms) > 1:
         return "the two weights are kept in different ways"
     (form,) = forms
     reason: str | None = unavailable("triton", x_TD.device, x_TD.dtype, form)
-    reason = reason or _triton().unfit(x_TD, expert_TK, up_values, down_values, up_scale, down_scale)
-    if reason is not None:
-        return reason
-    scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
-    if form is not None and form.bits == 4:
-        options["four"] = "mxfp4" if form.floating else "int4"
-    computed: Tensor = _triton().experts(x_TD, weight_TK, expert_TK, up_values, down_values, **scales, **options)
-    return computed
+    return reason or _triton().unfit(x_TD, expert_TK, up_values, down_values, up_scale, down_scale)
 
 
 def _values_and_scales(weight: Weight) -> tuple[Tensor, Tensor | None]:

@@ -139,6 +139,19 @@ def experts(
     return out_TD
 
 
+def combine(rows_RD: Tensor, weight_TK: Tensor) -> Tensor:
+    """Σ_k weight · row for each token, as `experts` sums: rows are those of the pairs, one after the other."""
+    (tokens, top_k), width = weight_TK.shape, rows_RD.shape[1]
+    out_TD = torch.empty(tokens, width)
+    place_R = torch.arange(tokens * top_k)
+    weight_TK = weight_TK.contiguous()
+    arguments = [0] * len(_LAYOUT.unpack(bytes(_LAYOUT.size)))
+    arguments[WEIGHT], arguments[OUT], arguments[RESULT] = map(_address, (weight_TK, out_TD, rows_RD))
+    arguments[PLACE], arguments[TOKENS], arguments[TOP_K], arguments[WIDTH] = place_R.data_ptr(), tokens, top_k, width
+    team().run(task_address(_combine_task), -(-tokens // _COMBINE_BLOCK), _LAYOUT, *arguments)
+    return out_TD
+
+
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 

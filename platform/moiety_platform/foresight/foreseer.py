@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Self
 
 import structlog
 
@@ -60,7 +61,7 @@ class _Turn:
 
 
 class Foreseer:
-    """Of one gateway process. Made in its event loop; `stop` before the usage recorder."""
+    """Of one gateway process, entered in its event loop; left before the usage recorder stops."""
 
     def __init__(self, usage: UsageSink, quotas: QuotaKeeper, metrics: ForesightMetrics, clock: Clock) -> None:
         self._usage = usage
@@ -69,7 +70,10 @@ class Foreseer:
         self._clock = clock
         self._open: set[asyncio.Task[None]] = set()
 
-    async def stop(self) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         """Give up what is open; what engines computed of it is stored."""
         for task in self._open:
             task.cancel()

@@ -106,6 +106,12 @@ class LoadView(msgspec.Struct, frozen=True):
     disk_waited_requests_total: int
     disk_passed_over_requests_total: int
     disk_lost_files_total: int
+    expert_slots: int
+    expert_hits_total: int
+    expert_misses_total: int
+    prefetched_experts_total: int
+    prefetched_expert_hits_total: int
+    expert_loaded_bytes_total: int
     classes: list[ClassLoadView]
 
     @classmethod

@@ -40,6 +40,12 @@ class Shares:
             view.copy_(part)
 
 
+def addresses(place: Place | Shares) -> set[int]:
+    """Where the memory begins that it fills."""
+    views = (place.view,) if isinstance(place, Place) else place.views
+    return {view.untyped_storage().data_ptr() for view in views}
+
+
 def plain(weight: Weight) -> Tensor:
     """The weight as it is filled; only then is it put into few bits."""
     assert isinstance(weight, Tensor)

@@ -1,0 +1,193 @@
+"""A model whose experts are in a store, of which a cache on the device has some: which of its weights those are, where
+they are kept, and how much memory of the device they get."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.checkpoint import fingerprint
+from moiety_engine.config import LoadFormat, Offload
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.model.names.place import addresses
+from moiety_engine.model.spec import MoeSpec
+from moiety_engine.model.weights import LayerWeights, ModelWeights, MoeWeights, allocate
+from moiety_engine.offload.cache import ExpertCache, slots_a_layer
+from moiety_engine.offload.file import ExpertFile
+from moiety_engine.offload.pinned import PinnedExperts
+from moiety_kernels.quantization import QuantizedWeight
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from moiety_engine.config import OffloadConfig
+    from moiety_engine.memory import Memory
+    from moiety_engine.model.names.place import Place, Shares
+    from moiety_engine.model.spec import ModelSpec
+    from moiety_engine.offload.cache import Store
+    from moiety_kernels.quantization import Weight, WeightFormat
+
+_SCALES = "_scales"  # after the name of a weight in few bits
+
+
+class Offloading:
+    """Owns the store of a model's experts while its checkpoint is read. `keep` puts what is ready there."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether an earlier start has left all experts, so that none need be read."""
+        return self.store.is_whole
+
+    def keep(self, weight: Weight) -> Weight:
+        """The same in the store; the memory that it had is given up."""
+        if isinstance(weight, QuantizedWeight):
+            return QuantizedWeight(self._keep(weight.values_NK), self._keep(weight.scales_NG), weight.format)
+        return self._keep(weight)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if self.store.holds(tensor):
+            return tensor
+        kept = self.store.empty(tuple(tensor.shape), tensor.dtype)
+        kept.copy_(tensor)
+        tensor.untyped_storage().resize_(0)
+        return kept
+
+    def cache(
+        self, weights: ModelWeights, form: WeightFormat | None, budget_bytes: int, top_k: int, config: OffloadConfig
+    ) -> tuple[ModelWeights, ExpertCache]:
+        """The weights with slots in place of experts, of which there are as many as the budget allows, and what
+        brings experts there. `form`: of experts in few bits. Raises InvalidConfig."""
+        mixtures = [layer.ffn for layer in weights.layers if isinstance(layer.ffn, MoeWeights)]
+        if not self.is_whole:
+            self.store.finish([{name: self._keep(part) for name, part in _parts(one)} for one in mixtures])
+        cache = ExpertCache(self.store, budget_bytes, top_k, weights.embedding_VD.device, config)
+        slots = iter(cache.slots)
+        layers = tuple(_with_slots(layer, slots, form) for layer in weights.layers)
+        return replace(weights, layers=layers), cache
+
+
+def open_store(
+    settings: OffloadConfig,
+    folder: Path,
+    spec: ModelSpec,
+    where: torch.device,
+    made_of: str,
+    load_format: LoadFormat,
+) -> Offloading | None:
+    """Where the experts of the checkpoint in `folder` are to be kept; None where they are not offloaded. `made_of`:
+    type and format of the weights. Raises InvalidConfig."""
+    if settings.what is Offload.NONE:
+        return None
+    if not spec.moe_layers:
+        raise InvalidConfig(f"a {spec.family} model has no experts that could be offloaded: leave out --offload")
+    if load_format is LoadFormat.DUMMY:
+        raise InvalidConfig("random weights are not offloaded: leave out --load-format or --offload")
+    if where.type == "cuda":
+        if settings.folder:
+            raise InvalidConfig("beside a GPU experts are kept in host memory: leave out --offload-folder")
+        return Offloading(PinnedExperts())
+    if not settings.folder:
+        raise InvalidConfig(
+            "without a GPU experts are kept in a file, as large as all of them: give --offload-folder, on a disk "
+            "that is not memory itself"
+        )
+    key = hashlib.sha256(f"{fingerprint(folder)} {made_of}".encode()).hexdigest()[:24]
+    return Offloading(ExpertFile(Path(settings.folder).expanduser(), key))
+
+
+def budget(
+    settings: OffloadConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    form: WeightFormat | None,
+    all_bytes: int,
+    memory: Memory,
+) -> tuple[int, int]:
+    """Bytes of the device for experts, and those that all experts have, of `all_bytes` that the model takes. Raises
+    InvalidConfig where a token's experts would not fit."""
+    one_each = _expert_bytes(spec, dtype, form)
+    experts_bytes = sum(one_each) * _mixture(spec).num_held
+    given = settings.memory_bytes
+    if given is None:
+        given = max(0, memory.free_bytes - (all_bytes - experts_bytes)) // 2
+    slots = slots_a_layer(given, one_each, _mixture(spec).num_held, most_chosen(spec))
+    return sum(one_each) * slots, experts_bytes
+
+
+def most_chosen(spec: ModelSpec) -> int:
+    """Experts of a token."""
+    return _mixture(spec).routing.top_k
+
+
+def _mixture(spec: ModelSpec) -> MoeSpec:
+    """That of the first layer with one; those that have some have the same."""
+    ffn = spec.layers[spec.moe_layers[0]].ffn
+    assert isinstance(ffn, MoeSpec)
+    return ffn
+
+
+def _expert_bytes(spec: ModelSpec, dtype: torch.dtype, form: WeightFormat | None) -> list[int]:
+    """Of one expert of each mixture layer, biases included."""
+    weights = allocate(spec, device=torch.device("meta"), dtype=dtype)
+    mixtures = [layer.ffn for layer in weights.layers if isinstance(layer.ffn, MoeWeights)]
+    return [
+        sum(_bytes(part, form if part.dim() > 2 else None) for _, part in _parts(one)) // _mixture(spec).num_held
+        for one in mixtures
+    ]
+
+
+def expert_names(weights: ModelWeights, places: Mapping[str, Place | Shares]) -> set[str]:
+    """The tensors on disk that experts are made of, biases included."""
+    mixtures = (layer.ffn for layer in weights.layers if isinstance(layer.ffn, MoeWeights))
+    own = {part.untyped_storage().data_ptr() for one in mixtures for _, part in _parts(one)}
+    return {name for name, place in places.items() if addresses(place) & own}
+
+
+def _parts(weights: MoeWeights) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a layer's experts are made of, each with an expert in a row."""
+    for name, weight in (("gate_up", weights.gate_up_E2FD), ("down", weights.down_EDF)):
+        if isinstance(weight, QuantizedWeight):
+            yield name, weight.values_NK
+            yield name + _SCALES, weight.scales_NG
+        else:
+            yield name, weight
+    for name, bias in (("gate_up_bias", weights.gate_up_bias_E2F), ("down_bias", weights.down_bias_ED)):
+        if bias is not None:
+            yield name, bias
+
+
+def _with_slots(layer: LayerWeights, slots: Iterator[dict[str, Tensor]], form: WeightFormat | None) -> LayerWeights:
+    if not isinstance(layer.ffn, MoeWeights):
+        return layer
+    parts = next(slots)
+
+    def weight(name: str) -> Weight:
+        if name + _SCALES not in parts:
+            return parts[name]
+        assert form is not None, "scales without a format"
+        return QuantizedWeight(parts[name], parts[name + _SCALES], form)
+
+    ffn = replace(
+        layer.ffn,
+        gate_up_E2FD=weight("gate_up"),
+        down_EDF=weight("down"),
+        gate_up_bias_E2F=parts.get("gate_up_bias"),
+        down_bias_ED=parts.get("down_bias"),
+    )
+    return replace(layer, ffn=ffn)
+
+
+def _bytes(part: Tensor, form: WeightFormat | None) -> int:
+    if form is None:
+        return part.nbytes
+    rows, width = part.numel() // part.shape[-1], part.shape[-1]
+    return rows * (width * form.bits // 8 + 4 * form.num_groups(width))

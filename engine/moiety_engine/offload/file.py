@@ -1,0 +1,157 @@
+"""A file with the experts of a model as they are computed with, so that one of them is read as it will lie in memory.
+
+It is written once, while a checkpoint is read, and found again at the next start by a key that says what it was made
+of. Beside it lies an index; a file without one was never finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+_VERSION = 1  # of how experts lie in the file
+_READ_BYTES = 8 << 20  # at once, after which the pages that the system kept of it are given up
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of the file, with an expert in each row of its first dimension."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str  # as torch names it
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+
+class ExpertFile:
+    """`layers`: of each mixture layer the tensors that its experts are made of; empty until it is finished."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        """Raises InvalidConfig where the folder cannot be written to."""
+        self._path, self._index = folder / f"experts-{key}.bin", folder / f"experts-{key}.json"
+        self._partial = folder / f"experts-{key}.{os.getpid()}.partial"
+        self.layers: list[list[Part]] = []
+        self._mapped: dict[int, tuple[int, mmap.mmap]] = {}  # where in the file, by the address
+        self._end = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(folder)
+            found = self._read_index()
+            path, flags = (self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC) if found is None else (self._path, 0)
+            self._fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+            if found is None:
+                fcntl.flock(self._fd, fcntl.LOCK_EX)  # for as long as this process lives
+        except OSError as exc:
+            raise InvalidConfig(f"experts cannot be kept in {folder} ({exc}): choose another --offload-folder") from exc
+        if found is not None:
+            self.layers = found
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.layers)
+
+    def _read_index(self) -> list[list[Part]] | None:
+        """What an earlier start has left, if it was finished."""
+        try:
+            known = json.loads(self._index.read_text(encoding="utf-8"))
+            if known["version"] != _VERSION or self._path.stat().st_size != known["bytes"]:
+                return None
+            return [[Part(**(part | {"shape": tuple(part["shape"])})) for part in layer] for layer in known["layers"]]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+
+    # ── while it is written ──
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor whose memory is the file. Raises InvalidConfig where the disk has no room for it."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        try:
+            os.posix_fallocate(self._fd, self._end, num_bytes)  # without room a write to the mapping would be a signal
+        except OSError as exc:
+            self._partial.unlink(missing_ok=True)
+            raise InvalidConfig(
+                f"the experts do not fit on the disk of {self._path.parent} ({exc}): make room there, or choose "
+                "another --offload-folder"
+            ) from exc
+        mapping = mmap.mmap(self._fd, num_bytes, offset=self._end)
+        tensor = torch.frombuffer(mapping, dtype=torch.uint8).view(dtype).view(shape)
+        self._mapped[tensor.data_ptr()] = self._end, mapping
+        self._end += -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        return tensor
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it came from `empty`."""
+        return tensor.data_ptr() in self._mapped
+
+    def finish(self, layers: Sequence[Mapping[str, Tensor]]) -> None:
+        """The tensors, which came from `empty`, have been filled: the file is whole, and found from now on."""
+        self.layers = [
+            [
+                Part(name, self._mapped[one.data_ptr()][0], tuple(one.shape), str(one.dtype).removeprefix("torch."))
+                for name, one in layer.items()
+            ]
+            for layer in layers
+        ]
+        for _, mapping in self._mapped.values():
+            mapping.flush()
+            mapping.madvise(mmap.MADV_DONTNEED)
+        self._mapped.clear()
+        os.fsync(self._fd)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+        index = {
+            "version": _VERSION,
+            "bytes": os.fstat(self._fd).st_size,
+            "layers": [[asdict(part) for part in layer] for layer in self.layers],
+        }
+        written = self._partial.with_suffix(".index")
+        written.write_text(json.dumps(index), encoding="utf-8")
+        self._index.unlink(missing_ok=True)
+        self._partial.replace(self._path)
+        written.replace(self._index)
+
+    # ── from then on ──
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """Fill `target` from there. What the system keeps of the file is given up: memory is what the cache was given.
+        From any thread. Raises OSError."""
+        done, size = 0, target.nbytes
+        while done < size:
+            num = os.preadv(self._fd, [target[done : done + _READ_BYTES]], offset + done)
+            if not num:
+                raise OSError(f"{self._path} ends where an expert should be: delete it, and start again")
+            os.posix_fadvise(self._fd, offset + done, num, os.POSIX_FADV_DONTNEED)
+            done += num
+
+    def close(self) -> None:
+        os.close(self._fd)
+        self._partial.unlink(missing_ok=True)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """What processes have begun to write that are gone."""
+    for path in folder.glob("*.partial"):
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
