@@ -222,10 +222,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             return
         if not self.draft_model:
             raise InvalidConfig("--speculate draft needs --draft-model, a small checkpoint with the same vocabulary")
-        if self.tp * self.dp_attention * self.pp > 1:
+        if self.num_ranks > 1:
             raise InvalidConfig(
-                "a draft model drafts for a model on one device so far: leave --tp, --dp-attention and --pp at 1, or "
-                "take --speculate ngram"
+                "a draft model drafts for a model on one device so far: leave --tp, --dp-attention, --pp and "
+                "--expert-ranks alone, or take --speculate ngram"
             )
 
     def _check_transfer(self) -> None:

@@ -202,10 +202,10 @@ def test_a_draft_model_that_is_wrong_is_tried_ever_more_rarely_and_trusted_again
         raise AssertionError("it is never tried again")
 
     pauses = []
-    for _ in range(16):
+    for _ in range(8):
         pauses.append(looks_until_tried())
         guesser.verified(sequence, 0, one_wrong=True)
-    assert pauses[:4] == [1, 2, 4, 8]
+    assert pauses[:4] == [1, 4, 16, 64]
     assert pauses[-2:] == [4096, 4096]
     assert guesser.guess(sequence, 7).chance < 0.1
     looks_until_tried()

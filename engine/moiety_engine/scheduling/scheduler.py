@@ -33,7 +33,7 @@ from moiety_engine.scheduling.planner import Planner
 from moiety_engine.scheduling.policies import make_policy
 from moiety_engine.scheduling.policy import BatchView, Policy, PolicyContext
 from moiety_engine.scheduling.room import Room, SwapCost
-from moiety_engine.scheduling.speculation.guess import Guesser
+from moiety_engine.scheduling.speculation.guesser import Guesser
 from moiety_engine.scheduling.speculation.lookup import LookupGuesser
 from moiety_engine.scheduling.speculation.speculator import Speculator
 from moiety_engine.scheduling.steptime import StepTimeModel

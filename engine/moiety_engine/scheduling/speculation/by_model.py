@@ -13,7 +13,8 @@ _LEAST_WEIGHT = 0.1  # of the newest token for its sequence: the last ten or so 
 _LEAST_WEIGHT_FOR_ALL = 0.02
 _FEW = 4  # tokens of its own with which a sequence counts as much as all others do
 _TRIED_TOKENS = 3
-_PAUSE, _LONGEST_PAUSE = 64, 4096  # looks from one try to the next; it doubles where they are in vain
+_PAUSE, _LONGEST_PAUSE = 64, 4096  # looks from one try to the next
+_LONGER = 4  # times, where one was in vain: what tries take in all is soon little
 
 
 class _Chance:
@@ -63,7 +64,7 @@ class ModelGuesser:
         if sequence.key != self._tried:
             self._pause = _PAUSE
         else:
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE) if one_wrong else 1
+            self._pause = min(_LONGER * self._pause, _LONGEST_PAUSE) if one_wrong else 1
         self._tried, self._num_idle = -1, 0
 
     def attempt(self, sequences: list[Sequence], guesses: list[Guess]) -> Attempt | None:

@@ -11,7 +11,8 @@ import math
 
 from moiety_engine.scheduling.planner import Planner
 from moiety_engine.scheduling.speculation.costs import MOST_BEHIND, Drafting, RowCosts
-from moiety_engine.scheduling.speculation.guess import Guess, Guesser
+from moiety_engine.scheduling.speculation.guess import Guess
+from moiety_engine.scheduling.speculation.guesser import Guesser
 from moiety_engine.scheduling.steptime import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 
