@@ -1,4 +1,4 @@
-"""A HorizontalPodAutoscaler's arithmetic, from its object or from the ScaledObject of KEDA that makes one.
+"""A HorizontalPodAutoscaler's arithmetic, from the ScaledObject of KEDA that makes one.
 
 As in Kubernetes' pkg/controller/podautoscaler (1.34): every 15 s each metric proposes a number of replicas, the largest
 counts, the windows of stabilization and the policies of `behavior` bound it. KEDA hands an external metric for each
@@ -59,23 +59,6 @@ class Terms:
             if one["type"] == "prometheus" and one["metadata"]["ignoreNullValues"] == "true"
         ]
         behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
-        return cls._of(spec["minReplicaCount"], spec["maxReplicaCount"], metrics, behavior)
-
-    @classmethod
-    def of_autoscaler(cls, document: Mapping[str, Any], queries: Mapping[str, str]) -> Terms:
-        """Kubernetes' own, with external metrics; `queries` are an adapter's, by the metrics' names."""
-        spec = document["spec"]
-        metrics = []
-        for one in spec["metrics"]:
-            metric, target = one["external"]["metric"], one["external"]["target"]
-            query = queries[metric["name"]] % metric["selector"]["matchLabels"]
-            is_average = target["type"] == "AverageValue"
-            amount = target["averageValue" if is_average else "value"]
-            metrics.append(Metric(metric["name"], query, float(amount), is_average))
-        return cls._of(spec["minReplicas"], spec["maxReplicas"], metrics, spec["behavior"])
-
-    @classmethod
-    def _of(cls, least: int, most: int, metrics: Sequence[Metric], behavior: Mapping[str, Any]) -> Terms:
         up, down = (
             Rules(
                 behavior[side]["stabilizationWindowSeconds"],
@@ -83,7 +66,7 @@ class Terms:
             )
             for side in ("scaleUp", "scaleDown")
         )
-        return cls(least, most, metrics, up, down)
+        return cls(spec["minReplicaCount"], spec["maxReplicaCount"], metrics, up, down)
 
 
 @dataclass

@@ -144,3 +144,29 @@ def test_a_backup_is_taken_and_restored_by_the_commands_as_they_stand(
         assert done.returncode == 0, f"{beginning}: {done.stderr}"
     with psycopg.connect(target) as connection:
         assert connection.execute("SELECT name FROM tenants").fetchall() == [("kept",)]
+
+
+def test_the_rules_for_an_adapter_are_the_queries_that_keda_asks() -> None:
+    (rules,) = re.findall(r"^```yaml\n(rules:.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    told = {one["name"]["as"]: one for one in yaml.safe_load(rules)["rules"]["external"]}
+    with helm_python.Chart.load(ROOT / "helm" / "moiety") as chart:
+
+        def made(kind: str) -> dict[str, Any]:
+            scaling = {"enabled": True, "kind": kind, "tokensPerSecond": 900}
+            pool = {"name": "p", "model": {"name": "m", "hub": "a/b"}, "autoscaling": scaling}
+            text = chart.render({"engines": [pool]}, name="r", namespace="n")[
+                "moiety/templates/engines/autoscaling.yaml"
+            ]
+            found: dict[str, Any] = yaml.safe_load(text)["spec"]
+            return found
+
+        keda, autoscaler = made("keda"), made("hpa")
+    assert keda["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == autoscaler["behavior"]
+    for trigger, metric in zip(keda["triggers"], autoscaler["metrics"], strict=True):
+        rule = told.pop(metric["external"]["metric"]["name"])
+        query = rule["metricsQuery"].replace("<<.Series>>", rule["seriesQuery"])
+        assert query.replace("<<.LabelMatchers>>", 'model="m"') == trigger["metadata"]["query"]
+        target = metric["external"]["target"]
+        assert target["type"] == trigger["metricType"]
+        assert trigger["metadata"]["threshold"] in (target.get("value"), target.get("averageValue"))
+    assert told == {}

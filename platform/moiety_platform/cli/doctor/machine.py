@@ -51,8 +51,12 @@ def versions() -> dict[str, str | None]:
 
 def _packages() -> Finding:
     """Those that are there, against what this release asks for; of a part that is not installed nothing is asked."""
+    try:
+        wanted = [Requirement(text) for text in requires("moiety") or ()]
+    except PackageNotFoundError:
+        return ok(AREA, "versions", "Moiety runs from its sources: nobody says which packages fit it")
     unfit = {}
-    for requirement in map(Requirement, requires("moiety") or ()):
+    for requirement in wanted:
         marker = requirement.marker
         if requirement.name == "moiety" or not (marker is None or any(marker.evaluate({"extra": x}) for x in PARTS)):
             continue
@@ -63,8 +67,7 @@ def _packages() -> Finding:
         if not requirement.specifier.contains(found, prereleases=True):
             unfit[f"{requirement.name}{requirement.specifier}"] = f"{requirement.name} {found}"
     if unfit:
-        wanted = " ".join(map(shlex.quote, unfit))
-        command = f"{shlex.quote(sys.executable)} -m pip install {wanted}"
+        command = f"{shlex.quote(sys.executable)} -m pip install {' '.join(map(shlex.quote, unfit))}"
         told = f"{', '.join(unfit.values())} {'do' if len(unfit) > 1 else 'does'} not fit this release"
         return wrong(AREA, "packages_unfit", told, "install what it was made for, and start again what runs", command)
     shown = ", ".join(f"{name} {number or '–'}" for name, number in versions().items())
