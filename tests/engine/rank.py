@@ -1,5 +1,5 @@
-"""Ranks of the tests' own: `python rank.py IN,OUT …` is one process for each pair of pipes, which serves one group
-after the other, so that the ranks of many tests import torch once.
+"""Ranks of the tests' own: `python rank.py SILENCE_S IN,OUT …` is one process for each pair of pipes, which serves one
+group after the other, so that the ranks of many tests import torch once. They may be silent for so long.
 
 A line in is (configuration, where to meet, requests). Rank 0 answers with a line of what came of the requests.
 """
@@ -21,6 +21,7 @@ import msgspec
 
 from moiety_engine.assembly import follow
 from moiety_engine.config import EngineConfig
+from moiety_engine.distribution import lifeline
 from moiety_engine.distribution.layout import Layout, layout_of
 from moiety_engine.distribution.meeting import Meeting
 from moiety_engine.errors import EngineError, OutOfMemory
@@ -39,6 +40,7 @@ class Work(msgspec.Struct):
     waves: list[list[CoreSubmit]]  # one after the other
     naps: bool = False  # between waves
     again: bool = False  # and again, until it is ended
+    served: str = ""  # a file that is there from the end of a first wave on
     counts: bool = False  # experts' picks
     fails: str = ""  # with these words on rank 0, after all
     lacks: str = ""  # room on rank 1 for what a nap moves: `host`, `device`; or on all ranks, for the `cache`
@@ -187,6 +189,8 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
             answer.num_computed += num_computed(submit, result.finish)
             if result.finish.embedding:
                 answer.vectors[key] = list(memoryview(result.finish.embedding).cast("f"))
+        if work.served:
+            Path(work.served).touch()
         if work.naps:
             answer.refusals.append(nap(loop, work.lacks))
     if work.turns:
@@ -225,7 +229,8 @@ def serve(lines: int, answers: int) -> None:
 
 def main() -> None:
     configure_logs()
-    pipes = [tuple(map(int, pair.split(","))) for pair in sys.argv[1:]]
+    lifeline.SILENCE_S = float(sys.argv[1])
+    pipes = [tuple(map(int, pair.split(","))) for pair in sys.argv[2:]]
     for index in range(len(pipes)):
         if os.fork() == 0:
             for other in pipes[:index] + pipes[index + 1 :]:
