@@ -36,6 +36,7 @@ from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.moe.watch import ExpertWatch
 from moiety_engine.runner.orders import ComeBack, Leave, Orders, Release
 from moiety_engine.runner.overlap import steps_overlap
+from moiety_engine.runner.rebalancing import rebalancing_of
 from moiety_engine.runner.resident import Resident, free_cached_memory
 from moiety_engine.runner.runner import Flight
 from moiety_engine.runner.sizes import sizes_for
@@ -89,6 +90,7 @@ class EngineLoop:
         self._anteroom = Anteroom(self.exchange.arrivals, self.adapters, self._lobby)
         self._resident: Resident | None = self._move_in()
         self._experts = self._watch_experts()
+        self.rebalancing = rebalancing_of(model, config, self._orders, clock_ns() / 1e9)
         first, *further = [self._ledger() for _ in range(model.ranks.across.size)]
         limits = Limits(sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms)
         policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
@@ -172,7 +174,10 @@ class EngineLoop:
         if launched is not None:
             self._end_astray(launched)
         if self._experts is not None:
-            self._experts.look(self._clock_ns() / 1e9, resident.runner.staging)
+            now_s = self._clock_ns() / 1e9
+            self._experts.look(now_s, resident.runner.staging)
+            if self.rebalancing is not None:
+                self.rebalancing.look(now_s, self._experts.take_picks(), worked=launched is not None)
         if not self.overlaps:
             self._collect(resident, launched)
             return launched is not None

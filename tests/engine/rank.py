@@ -15,6 +15,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import msgspec
+import numpy as np
 
 from moiety_engine.assembly import follow
 from moiety_engine.config import EngineConfig
@@ -36,6 +37,7 @@ class Work(msgspec.Struct):
     naps: bool = False  # between waves
     again: bool = False  # and again, until it is ended
     counts: bool = False  # experts' picks
+    shuffles: bool = False  # experts go to slots drawn at random, and on to others, all the time
     fails: str = ""  # with these words on rank 0, after all
     lacks: str = ""  # room on rank 1 for what a nap moves: `host`, `device`; or on all ranks, for the `cache`
 
@@ -54,6 +56,8 @@ class Answer(msgspec.Struct):
     num_picks: int = 0  # of experts, counted for them
     vectors: dict[int, list[float]] = {}
     refusals: list[str] = []
+    num_rebalances: int = 0
+    num_moved: int = 0  # bytes of experts
 
 
 def refusal(do: Callable[[], object]) -> str:
@@ -107,6 +111,22 @@ def num_computed(submit: CoreSubmit, finish: CoreFinish) -> int:
     return num_tokens - finish.num_cached_tokens + finish.num_recomputed_tokens
 
 
+def shuffler(loop: EngineLoop) -> Callable[[int], None]:
+    """Whenever experts are where they shall be, they shall be elsewhere, drawn at random, some in many slots."""
+    assert loop.rebalancing is not None
+    balancer, rng = loop.rebalancing.balancer, np.random.default_rng(0)
+
+    def shuffle(_: int) -> None:
+        shape = balancer.placement
+        if balancer.is_moving:
+            return
+        for layer in range(shape.num_layers):
+            spare = rng.choice(rng.integers(0, shape.num_experts, 2), shape.num_slots - shape.num_experts)
+            balancer.aim(layer, rng.permutation(np.concatenate([np.arange(shape.num_experts), spare])))
+
+    return shuffle
+
+
 def work_through(work: Work) -> Answer:
     with load_loop(work.config, meeting=work.meeting) as loop:
         return answer_of(work, loop)
@@ -117,8 +137,9 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
     loop.warm_up()
     storages = {tensor.untyped_storage() for _, tensor in named_tensors(loop.model._weights)}
     answer.weight_bytes = sum(storage.nbytes() for storage in storages)
+    shuffle = shuffler(loop) if work.shuffles else None
     for wave in itertools.cycle(work.waves) if work.again else work.waves:
-        for submit, (key, result) in zip(wave, run_all(loop, wave).items(), strict=True):
+        for submit, (key, result) in zip(wave, run_all(loop, wave, on_step=shuffle).items(), strict=True):
             assert result.finish is not None
             answer.token_ids[key] = result.token_ids
             answer.best[key] = [one.top_logprobs for one in result.logprobs]
@@ -131,6 +152,9 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
             answer.refusals.append(nap(loop, work.lacks))
     if work.fails:
         raise EngineError(work.fails)
+    if loop.rebalancing is not None:
+        answer.num_rebalances = loop.rebalancing.balancer.rebalances_total
+        answer.num_moved = loop.rebalancing.moved_bytes_total
     answer.num_swapped = loop.load().swapped_in_blocks_total
     if work.counts:
         loop.sleep()  # what was counted so far is in the history then

@@ -127,7 +127,7 @@ def _room(served: Served, spec: ModelSpec, bare: ModelSpec, held: ModelSpec, mac
 
 def _without_experts(spec: ModelSpec) -> ModelSpec:
     def bare(layer: LayerSpec) -> LayerSpec:
-        return replace(layer, ffn=replace(layer.ffn, held=range(0))) if isinstance(layer.ffn, MoeSpec) else layer
+        return replace(layer, ffn=replace(layer.ffn, held=())) if isinstance(layer.ffn, MoeSpec) else layer
 
     return replace(spec, layers=tuple(map(bare, spec.layers)))
 

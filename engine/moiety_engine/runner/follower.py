@@ -13,7 +13,7 @@ import torch
 
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.runner.inputs import BatchBuilder
-from moiety_engine.runner.orders import Allocate, ComeBack, Leave, Order, Release, Step, Stop, Swap
+from moiety_engine.runner.orders import Allocate, ComeBack, Leave, MoveExperts, Order, Release, Step, Stop, Swap
 from moiety_engine.runner.resident import free_cached_memory
 from moiety_engine.runner.scoring import in_turns
 from moiety_engine.runner.swap import HostKv
@@ -58,6 +58,8 @@ class Follower:
             case Swap():
                 assert self._host_kv is not None, "blocks are swapped, and there is no host tier"
                 self._host_kv.run_own(self._group, order.outs, order.ins)
+            case MoveExperts():
+                self._model.move_experts(order.layer, order.writes)
             case Allocate():
                 self._release()
                 self._together(lambda: self._allocate(order))
