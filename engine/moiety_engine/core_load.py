@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 from moiety_engine.messages import CoreLoad
 
 if TYPE_CHECKING:
+    from moiety_engine.runner.rebalancing import Rebalancing
     from moiety_engine.scheduling.scheduler import Scheduler
     from moiety_engine.transfer.exchange import Exchange
 
 
-def load_of(scheduler: Scheduler, exchange: Exchange, steps_total: int, requests_total: int) -> CoreLoad:
+def load_of(
+    scheduler: Scheduler, exchange: Exchange, rebalancing: Rebalancing | None, steps_total: int, requests_total: int
+) -> CoreLoad:
     """The totals are since its start."""
     groups, arrivals = scheduler.groups, exchange.arrivals
+    moved = {} if rebalancing is None else rebalancing.figures()
     return CoreLoad(
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting + exchange.num_waiting,
@@ -41,4 +45,5 @@ def load_of(scheduler: Scheduler, exchange: Exchange, steps_total: int, requests
         handed_over_requests_total=exchange.handed_over_requests_total,
         taken_over_requests_total=0 if arrivals is None else arrivals.taken_over_requests_total,
         lost_transfers_total=0 if arrivals is None else arrivals.lost_transfers_total,
+        **moved,
     )

@@ -298,7 +298,7 @@ class EngineLoop:
         return step
 
     def load(self) -> CoreLoad:
-        return load_of(self.scheduler, self.exchange, self.steps_total, self._requests_total)
+        return load_of(self.scheduler, self.exchange, self.rebalancing, self.steps_total, self._requests_total)
 
     def _ledger(self) -> KvLedger:
         """Of one group of ranks."""

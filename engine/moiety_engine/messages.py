@@ -175,6 +175,10 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
     handed_over_requests_total: int = 0
     taken_over_requests_total: int = 0
     lost_transfers_total: int = 0
+    rebalances_total: int = 0  # of experts over ranks
+    moved_expert_bytes_total: int = 0  # from rank to rank
+    rank_balancedness: float = 1.0  # of what experts had to do when that was last judged, and …
+    rank_balancedness_planned: float = 1.0  # … by where they were moved then
 
 
 class CoreState(StrEnum):

@@ -13,6 +13,8 @@ GAUGES = (
     ("kv_blocks_cached", "Free blocks that hold a prefix which may be hit."),
     ("host_blocks_total", "Blocks of the host-memory tier."),
     ("host_blocks_used", "Blocks of the host-memory tier in use."),
+    ("rank_balancedness", "Mean load of ranks by experts, over the largest, when last judged; 1 where nothing is."),
+    ("rank_balancedness_planned", "The same load, by where experts were moved then."),
 )
 COUNTERS = (
     ("steps", "Steps of the engine."),
@@ -28,6 +30,8 @@ COUNTERS = (
     ("handed_over_requests", "Requests whose prompts it computed, and which other engines went on with."),
     ("taken_over_requests", "Requests that came with their prompt's KV from another engine."),
     ("lost_transfers", "Requests that came without it, although it was to come; it computed their prompts again."),
+    ("rebalances", "Times that experts were moved between its ranks."),
+    ("moved_expert_bytes", "Weights of experts that ranks sent each other."),
 )
 CLASS_GAUGES = (  # the field, what it is called as a metric, and what it means
     ("num_waiting", "num_waiting", "Requests of the class that wait."),

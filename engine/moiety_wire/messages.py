@@ -473,6 +473,10 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     handed_over_requests_total: int = 0  # requests that other engines went on with
     taken_over_requests_total: int = 0  # that came with their KV …
     lost_transfers_total: int = 0  # … or without it, although it was to come, and were computed again
+    rebalances_total: int = 0  # of experts over ranks
+    moved_expert_bytes_total: int = 0  # from rank to rank
+    rank_balancedness: float = 1.0  # of what experts had to do when that was last judged, and …
+    rank_balancedness_planned: float = 1.0  # … by where they were moved then
 
 
 ToGateway = Card | Accepted | Tokens | Finished | Failed | Load | Unsettled | ExpertLoad | ExpertBalance

@@ -28,6 +28,11 @@ LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_P
             "--ep 3 does not divide the 4 ranks",
         ),
         ({"dp_attention": 2, "batching": Batching.PADDED}, "choose another --batching, or leave out --dp-attention"),
+        ({"tp": 2, "ep": 2, "redundant_experts": 3}, "--redundant-experts 3 cannot be divided by --ep 2: 4 can"),
+        ({"tp": 2, "rebalance_every_s": 60}, "spread the experts with --ep"),
+        ({"tp": 2, "redundant_experts": 2, "rebalance_every_s": 0}, "spread the experts with --ep"),
+        ({"tp": 2, "ep": 2, "pp": 2, "redundant_experts": 2}, "experts are not rebalanced over stages"),
+        ({"redundant_experts": -1}, "redundant_experts must be 0"),
     ],
 )
 def test_parallel_settings_that_cannot_be_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -43,6 +48,10 @@ def test_parallel_settings_that_cannot_be_are_refused(settings: dict[str, Any], 
         (Layout(tp=16, ep=16), "4 query heads cannot be divided by --tp 16"),
         (Layout(dp=16, ep=16), "experts cannot be divided by --ep 16"),
         (Layout(pp=3), "--pp 3 is more than the model's 2 layers"),
+        (
+            Layout(tp=2, ep=2, redundant_experts=10),
+            "more slots a rank than the 8 experts that there are: 8 is the most",
+        ),
     ],
     ids=str,
 )
@@ -59,6 +68,19 @@ def test_every_layer_and_expert_is_on_some_parallel_rank_and_the_first_stage_has
     assert max(map(len, layers)) == len(layers[0])
     pieces = {(seat.pp_rank, seat.ep_rank, seat.cut_rank) for seat in seats}
     assert pieces == {(stage, part, piece) for stage in range(3) for part in range(2) for piece in range(2)}
+
+
+def test_redundant_slots_hold_experts_of_other_parts_until_they_are_rebalanced() -> None:
+    layout = Layout(dp=2, tp=2, ep=4, redundant_experts=8)
+    assert layout.slots(8) == (0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7, 0, 1)
+    assert [Seat(layout, rank).slots_of(8) for rank in range(4)] == [
+        (0, 1, 2, 3),
+        (2, 3, 4, 5),
+        (4, 5, 6, 7),
+        (6, 7, 0, 1),
+    ]
+    pieces = Layout(tp=4, ep=2)
+    assert [Seat(pieces, rank).peer(1) for rank in range(4)] == [2, 3, 2, 3]
 
 
 def test_what_a_launcher_says_of_parallel_ranks_is_understood_or_refused() -> None:

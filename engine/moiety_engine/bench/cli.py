@@ -49,6 +49,8 @@ def bench_engine(
     dp_attention: Annotated[int, typer.Option(min=1, help="groups of such ranks, with sequences of their own")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="parts of the experts, over those ranks")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="stages of layers")] = 1,
+    redundant_experts: Annotated[int, typer.Option(min=0, help="slots for second replicas of experts")] = 0,
+    rebalance_every_s: Annotated[float | None, typer.Option(min=0, help="0: experts stay where they are")] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="instead, measure steps of many shapes for moiety simulate"),
@@ -92,6 +94,8 @@ def bench_engine(
             dp_attention=dp_attention,
             ep=ep,
             pp=pp,
+            redundant_experts=redundant_experts,
+            rebalance_every_s=rebalance_every_s,
         )
         with Progress(console=console, disable=not console.is_terminal) as progress:
             loading = progress.add_task("loading", total=None)

@@ -55,6 +55,10 @@ def make_load(
         handed_over_requests_total=load.handed_over_requests_total,
         taken_over_requests_total=load.taken_over_requests_total,
         lost_transfers_total=load.lost_transfers_total,
+        rebalances_total=load.rebalances_total,
+        moved_expert_bytes_total=load.moved_expert_bytes_total,
+        rank_balancedness=load.rank_balancedness,
+        rank_balancedness_planned=load.rank_balancedness_planned,
     )
 
 

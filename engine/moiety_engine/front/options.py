@@ -211,6 +211,25 @@ PpOption = Annotated[
         envvar="MOIETY_ENGINE_PP", min=1, rich_help_panel=RANKS, help="Stages of layers, one after the other."
     ),
 ]
+RedundantExpertsOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_REDUNDANT_EXPERTS",
+        min=0,
+        rich_help_panel=RANKS,
+        help="Slots of each layer for second replicas of hot experts, over all parts; --ep divides it.",
+    ),
+]
+RebalanceEveryOption = Annotated[
+    float | None,
+    typer.Option(
+        envvar="MOIETY_ENGINE_REBALANCE_EVERY_S",
+        min=0,
+        rich_help_panel=RANKS,
+        help="Seconds after which experts move between ranks where that pays; 0: never. "
+        "Left out: 60 with --redundant-experts, else never.",
+    ),
+]
 JoinTimeoutOption = Annotated[
     float,
     typer.Option(

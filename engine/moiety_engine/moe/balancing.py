@@ -1,5 +1,5 @@
-"""When experts move to other ranks, and where to, from what they had to do since that was last judged. Knows no tensors,
-and ranks as numbers only: whoever takes a move makes it.
+"""When experts move to other ranks, and where to, from what they had to do since that was last judged. Knows no
+tensors, and ranks as numbers only: whoever takes a move makes it.
 
 L layers with experts, E experts, R slots of a layer.
 """

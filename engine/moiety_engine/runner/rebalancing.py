@@ -4,7 +4,7 @@ alike."""
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
@@ -58,6 +58,15 @@ class Rebalancing:
             if not self.balancer.is_moving:
                 self._tell()
 
+    def figures(self) -> dict[str, Any]:
+        """As CoreLoad names them."""
+        return {
+            "rebalances_total": self.balancer.rebalances_total,
+            "moved_expert_bytes_total": self.moved_bytes_total,
+            "rank_balancedness": self.balancer.balancedness,
+            "rank_balancedness_planned": self.balancer.balancedness_planned,
+        }
+
     def _make(self, layer: int, writes: list[Write]) -> None:
         of_all = self._shape.layers[layer]
         self._orders.give(MoveExperts(of_all, writes))
@@ -78,14 +87,8 @@ class Rebalancing:
         return max(CAREFUL_COST, self._piece_bytes / self._bytes_per_s / max(layer_s, 1e-9))
 
     def _tell(self) -> None:
-        balancer = self.balancer
-        log.info(
-            "experts_rebalanced",
-            balancedness=round(balancer.balancedness, 4),
-            planned=round(balancer.balancedness_planned, 4),
-            rebalances_total=balancer.rebalances_total,
-            moved_bytes_total=self.moved_bytes_total,
-        )
+        told = {name: round(value, 4) for name, value in self.figures().items()}
+        log.info("experts_rebalanced", **told)
 
 
 def rebalancing_of(model: Transformer, config: EngineConfig, orders: Orders, now_s: float) -> Rebalancing | None:

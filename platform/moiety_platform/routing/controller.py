@@ -87,6 +87,10 @@ class LoadView(msgspec.Struct, frozen=True):
     handed_over_requests_total: int
     taken_over_requests_total: int
     lost_transfers_total: int
+    rebalances_total: int
+    moved_expert_bytes_total: int
+    rank_balancedness: float
+    rank_balancedness_planned: float
     classes: list[ClassLoadView]
 
     @classmethod
