@@ -192,7 +192,8 @@ class EngineLoop:
         now_s = self._clock_ns() / 1e9
         if self._experts is None:
             return ExpertLoad(ask.ask_id, int(now_s), int(now_s))
-        return self._experts.load(ask, now_s)
+        load = self._experts.load(ask, now_s)
+        return load if self.rebalancing is None else self.rebalancing.with_places(load)
 
     def take_expert_balance(self) -> ExpertBalance | None:
         """How evenly experts were used, a few times a minute, if there is anything new to tell."""

@@ -6,12 +6,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import structlog
 
 from moiety_engine.moe.balancing import Balancer
 from moiety_engine.runner.orders import MoveExperts
 from moiety_placement.placement import Placement
+from moiety_wire.experts import pack_counts
 
 if TYPE_CHECKING:
     from moiety_engine.config import EngineConfig
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from moiety_engine.moe.shape import ExpertShape
     from moiety_engine.runner.orders import Orders
     from moiety_placement.transition import Write
+    from moiety_wire.experts import ExpertLoad
 
 log = structlog.get_logger()
 
@@ -66,6 +69,12 @@ class Rebalancing:
             "rank_balancedness": self.balancer.balancedness,
             "rank_balancedness_planned": self.balancer.balancedness_planned,
         }
+
+    def with_places(self, load: ExpertLoad) -> ExpertLoad:
+        """With where the experts are now."""
+        placed = self.balancer.placement
+        slots_LR = pack_counts(placed.physical_to_logical_LR.ravel().tolist())
+        return msgspec.structs.replace(load, num_parts=placed.num_ranks, slots_LR=slots_LR)
 
     def _make(self, layer: int, writes: list[Write]) -> None:
         of_all = self._shape.layers[layer]
