@@ -137,7 +137,7 @@ def requests(wave: int) -> list[CoreSubmit]:
     def one(key: int) -> CoreSubmit:
         start = [3 + (i * 7) % 500 for i in range(16)] if key % 2 else []
         prompt = start + [5 + (key * 31 + i * 13 + wave) % 500 for i in range(8 + 3 * key)]
-        seeded = Sampling(temperature=0.8, top_p=0.95, seed=key, num_logprobs=2)
+        seeded = Sampling(temperature=0.8, top_p=0.95, seed=100 + key, num_logprobs=2)
         sampling = seeded if key % 3 else Sampling(temperature=0.0, num_logprobs=2)
         return CoreSubmit(key, "t", BATCH, prompt, sampling, OUTPUT_TOKENS, 0, [], OUTPUT_TOKENS, b"s", 0)
 

@@ -95,6 +95,7 @@ class Told:
 
     all_RE: Tensor
     rank: int
+    size: int = RANKS
 
     def tell_all(self, x_E: Tensor) -> Tensor:
         assert torch.equal(x_E, self.all_RE[self.rank])
@@ -127,14 +128,23 @@ def test_ranks_with_tokens_of_their_own_choose_the_same_replicas_without_asking(
     assert torch.equal(together.flatten(), torch.cat(found))
 
 
+@pytest.mark.parametrize("counts", [True, False], ids=["counting", "without waiting"])
 @pytest.mark.parametrize("num_tokens", [8, 2000])
-def test_few_tokens_read_no_expert_twice_and_many_are_spread_evenly(num_tokens: int) -> None:
-    row = in_order().physical_to_logical_LR[0].tolist()
-    slots = ExpertSlots(row, EXPERTS, num_parts=RANKS, own_part=0, device=torch.device("cpu"))
-    hot = torch.tensor([[0, 4]]).int().expand(num_tokens, 2)  # the first two ranks', with replicas on the next to them
-    used, counts = slots.of(hot).unique(return_counts=True)
-    if num_tokens == 8:
-        assert len(used) == 2
-    else:
-        by_rank = torch.bincount(used // slots.num_held, counts, minlength=RANKS)
-        assert by_rank.max() <= 1.1 * by_rank[by_rank > 0].mean()
+def test_few_tokens_read_no_expert_twice_and_many_are_spread_evenly(num_tokens: int, counts: bool) -> None:
+    row, device = in_order().physical_to_logical_LR[0].tolist(), torch.device("cpu")
+    slots = ExpertSlots(row, EXPERTS, num_parts=RANKS, own_part=0, device=device, counts=counts)
+    hot = torch.tensor([[0, 4, 8, 12]]).int().expand(num_tokens, 4)  # each is on two ranks of the four
+    slot_TK = slots.of(hot)
+    assert torch.equal(torch.tensor(row)[slot_TK.long()], hot.long())
+    used, tokens = slot_TK.unique(return_counts=True)
+    by_rank = torch.bincount(used // slots.num_held, tokens, minlength=RANKS)
+    assert len(used) == (4 if num_tokens == 8 else 8)
+    assert by_rank.tolist() == [num_tokens] * RANKS
+
+
+def test_a_choice_without_waiting_goes_by_the_tokens_of_all_ranks() -> None:
+    row, device = in_order().physical_to_logical_LR[0].tolist(), torch.device("cpu")
+    slots = ExpertSlots(row, EXPERTS, num_parts=RANKS, own_part=0, device=device, counts=False)
+    hot = torch.zeros(100, 1).int()  # six for each expert, of one rank; 25 if the others have as many
+    assert len(slots.of(hot).unique()) == 1
+    assert len(slots.of(hot, Told(torch.zeros(RANKS, EXPERTS), 0)).unique()) == 2
