@@ -170,7 +170,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.traced_steps_per_s <= MAX_TRACED_PER_S:
             raise InvalidConfig(f"traced_steps_per_s must lie between 0 and {MAX_TRACED_PER_S}")
         self._check_transfer()
-        if self.redundant_experts < 0 or (self.rebalance_every_s or 0) < 0:
+        if self.redundant_experts < 0 or not (self.rebalance_every_s or 0) >= 0:
             raise InvalidConfig(
                 "redundant_experts must be 0 (none) or more, and rebalance_every_s 0 (never) or more: "
                 f"they are {self.redundant_experts} and {self.rebalance_every_s}"

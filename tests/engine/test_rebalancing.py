@@ -62,6 +62,16 @@ def test_a_skewed_load_moves_experts_once_and_the_same_load_moves_no_more() -> N
     assert balancer.balancedness == balancer.balancedness_planned > 0.9
 
 
+def test_a_rebalance_ends_with_its_last_layer_also_where_that_one_stays_as_it_is() -> None:
+    balancer, load_LE = make_balancer(), np.full((LAYERS, EXPERTS), 1000)
+    load_LE[:5, 1] = 30_000
+    load_LE[5] = [16_000, *[0] * 15]  # on two ranks already, which one more move would not make even
+    balancer.count(load_LE)
+    assert balancer.judge(EVERY_S, 0.4)
+    assert follow(balancer) > 0
+    assert balancer.rebalances_total == 1
+
+
 def test_layers_move_one_after_the_other_the_most_uneven_first_and_a_few_weights_at_a_time() -> None:
     balancer, load_LE = make_balancer(), np.full((LAYERS, EXPERTS), 1000)
     load_LE[[0, 2, 3, 5], [1, 5, 9, 13]] = 9000  # as many layers as are planned at once, …

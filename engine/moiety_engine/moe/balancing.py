@@ -38,6 +38,7 @@ class Balancer:
         self._waiting: list[int] = []  # layers to be planned
         self._moves: deque[tuple[int, list[Write]]] = deque()
         self._move_cost = 0.0
+        self._has_moved = False  # since experts were last where they should be
         self.rebalances_total = 0
         self.balancedness = self.balancedness_planned = 1.0  # of ranks: in what was judged last, and by what it led to
 
@@ -82,14 +83,16 @@ class Balancer:
         yet."""
         if not self._moves and self._waiting:
             self._plan()
-        if not self._moves:
-            return None
-        layer, writes = self._moves.popleft()
-        self._slots_LR[layer, [one.slot for one in writes]] = [one.expert for one in writes]
-        if not self.is_moving:
+        move = self._moves.popleft() if self._moves else None
+        if move is not None:
+            layer, writes = move
+            self._slots_LR[layer, [one.slot for one in writes]] = [one.expert for one in writes]
+            self._has_moved = True
+        if self._has_moved and not self.is_moving:
+            self._has_moved = False
             self.rebalances_total += 1
             self.balancedness_planned = balancedness(self.placement, self._judged_LE)
-        return layer, writes
+        return move
 
     def _plan(self) -> None:
         """The next few layers."""

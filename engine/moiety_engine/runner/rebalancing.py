@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 MOVE_BYTES = 64 << 20  # between two steps; one expert's weights always
-CAREFUL_COST = 0.01  # the least that a move counts for, in mean rank loads: moving disturbs what is served meanwhile
+CAREFUL_COST = 0.006  # the least that a move counts for, in mean rank loads: below it much is moved for little
 _BYTES_PER_S = 1e9  # of a link, until one was measured
 _NEWEST = 0.2  # the share of the last measurement in the mean
 
@@ -55,11 +55,11 @@ class Rebalancing:
             self.balancer.count(picks_LE)
         if self.balancer.judge(now_s, self._move_cost()):
             self._busy_s = 0.0
-        move = self.balancer.next_move()
+        before, move = self.balancer.rebalances_total, self.balancer.next_move()
         if move is not None:
             self._make(*move)
-            if not self.balancer.is_moving:
-                self._tell()
+        if self.balancer.rebalances_total > before:
+            self._tell()
 
     def figures(self) -> dict[str, Any]:
         """As CoreLoad names them."""
