@@ -25,11 +25,13 @@ from torch import Tensor, nn
 
 from moiety_engine.distribution.group import Exchange
 from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.model.adapted import LayerFactors
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.dispatch import Dispatch
 from moiety_engine.model.layers import MixtureOfExperts
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.weights import MoeWeights
+from moiety_engine.moe.slots import ExpertSlots
 from moiety_kernels.environment import describe_environment
 from moiety_kernels.route import RoutingSpec
 
@@ -63,15 +65,17 @@ def whole_weights(skew: float) -> dict[str, Tensor]:
 def ours(rank: int, whole: dict[str, Tensor], x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """The layer's result, and the chosen experts."""
     seat = Seat(Layout(dp=NUM_RANKS, ep=NUM_RANKS), rank)
-    num_held = NUM_EXPERTS // NUM_RANKS
-    held = range(rank * num_held, (rank + 1) * num_held)
-    part = slice(held.start, held.stop)
+    held = seat.slots_of(NUM_EXPERTS)
+    part = slice(held[0], held[-1] + 1)
     weights = MoeWeights(whole["router"], whole["gate_up"][part], whole["down"][part], None, None, None, None, None)
     spec = MoeSpec(HIDDEN, RoutingSpec(NUM_EXPERTS, TOP_K, renormalize=True), held=held)
     chosen: list[Tensor] = []
     assert dist.group.WORLD is not None
-    dispatch = Dispatch(seat, Exchange(dist.group.WORLD), num_held)
-    return MixtureOfExperts(spec, weights, chosen, Arithmetic(), dispatch)(x_TD), chosen[0]
+    in_order = seat.layout.slots(NUM_EXPERTS)
+    slots = ExpertSlots(in_order, NUM_EXPERTS, num_parts=NUM_RANKS, own_part=rank, device=x_TD.device)
+    dispatch = Dispatch(seat, Exchange(dist.group.WORLD), slots)
+    layer = MixtureOfExperts(spec, weights, chosen, Arithmetic(), LayerFactors(), slots, dispatch)
+    return layer(x_TD, None), chosen[0]
 
 
 def theirs(rank: int, whole: dict[str, Tensor], x_TD: Tensor) -> Tensor:

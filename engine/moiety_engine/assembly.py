@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import psutil
 import torch
 
@@ -141,7 +142,7 @@ def _join(
     return join(
         layout,
         meeting,
-        settings=named | {"torch": str(torch.__version__)},
+        settings=named | {"torch": str(torch.__version__), "numpy": np.__version__},
         checkpoint=fingerprint(Path(config.model)),
         device_type=device.type,
         timeout_s=config.join_timeout_s,

@@ -127,6 +127,8 @@ def engine(
     expert_ranks: options.ExpertRanksOption = 0,
     micro_batches: options.MicroBatchesOption = 2,
     micro_batch_tokens: options.MicroBatchTokensOption = 32,
+    redundant_experts: options.RedundantExpertsOption = 0,
+    rebalance_every_s: options.RebalanceEveryOption = None,
     join_timeout_s: options.JoinTimeoutOption = 60.0,
     adapter: options.AdapterOption = None,
     adapter_memory_bytes: options.AdapterMemoryBytesOption = "",
@@ -210,6 +212,8 @@ def engine(
                 expert_ranks=expert_ranks,
                 micro_batches=micro_batches,
                 micro_batch_tokens=micro_batch_tokens,
+                redundant_experts=redundant_experts,
+                rebalance_every_s=rebalance_every_s,
                 join_timeout_s=join_timeout_s,
                 offload=OffloadConfig(
                     what=offload,

@@ -83,6 +83,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
 KV_DTYPES = ("auto", "fp8", "int8")
 MAX_TRACED_PER_S = 1000
+REBALANCE_EVERY_S = 60.0  # where experts are redundant, which is of no use if they stay where they are
 
 
 class MoeKernel(StrEnum):
@@ -154,6 +155,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     expert_ranks: int = 0  # further ranks, which have the experts and nothing else; 0: all ranks have some
     micro_batches: int = 2  # with expert ranks: a step is cut into so many at most,
     micro_batch_tokens: int = 32  # and none has fewer tokens of the group that has the most
+    redundant_experts: int = 0  # slots of a layer beyond its experts, for second replicas of hot ones
+    rebalance_every_s: float | None = None  # 0: experts stay where they are; None: so, unless some are redundant
     join_timeout_s: float = 60.0  # how long ranks wait for each other at the start
     transfer: TransferConfig = TransferConfig()
     offload: OffloadConfig = OffloadConfig()
@@ -201,6 +204,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(f"traced_steps_per_s must lie between 0 and {MAX_TRACED_PER_S}")
         self._check_transfer()
         self._check_offload()
+        if self.redundant_experts < 0 or not (self.rebalance_every_s or 0) >= 0:
+            raise InvalidConfig(
+                "redundant_experts must be 0 (none) or more, and rebalance_every_s 0 (never) or more: "
+                f"they are {self.redundant_experts} and {self.rebalance_every_s}"
+            )
         if self.batch_timeout_ms < 0:
             raise InvalidConfig(f"batch_timeout_ms must be 0 or more, not {self.batch_timeout_ms}")
 
@@ -227,6 +235,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "a draft model drafts for a model on one device so far: leave --tp, --dp-attention, --pp and "
                 "--expert-ranks alone, or take --speculate ngram"
             )
+
+    @property
+    def rebalanced_every_s(self) -> float:
+        """Seconds from one look at where experts are to the next; 0: they stay there."""
+        unsaid = REBALANCE_EVERY_S if self.redundant_experts else 0.0
+        return unsaid if self.rebalance_every_s is None else self.rebalance_every_s
 
     def _check_transfer(self) -> None:
         transfer = self.transfer

@@ -11,6 +11,7 @@ from moiety_engine.messages import CoreLoad
 if TYPE_CHECKING:
     from moiety_engine.disk.tier import DiskTier
     from moiety_engine.offload.cache import ExpertCache
+    from moiety_engine.runner.rebalancing import Rebalancing
     from moiety_engine.scheduling.scheduler import Scheduler
     from moiety_engine.transfer.exchange import Exchange
 
@@ -20,6 +21,7 @@ def load_of(
     exchange: Exchange,
     disk: DiskTier | None,
     experts: ExpertCache | None,
+    rebalancing: Rebalancing | None,
     steps_total: int,
     requests_total: int,
     waited_s: tuple[float, float],
@@ -29,6 +31,8 @@ def load_of(
     load = _load_of(scheduler, exchange, steps_total, requests_total, waited_s)
     if disk is not None:
         load = _with_disk(load, disk)
+    if rebalancing is not None:
+        load = msgspec.structs.replace(load, **rebalancing.figures())
     return load if experts is None else _with_experts(load, experts)
 
 

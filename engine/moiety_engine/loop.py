@@ -40,6 +40,7 @@ from moiety_engine.moe.watch import ExpertWatch
 from moiety_engine.runner.micro_batches import cutting_of
 from moiety_engine.runner.orders import Orders, Release
 from moiety_engine.runner.overlap import steps_overlap
+from moiety_engine.runner.rebalancing import rebalancing_of
 from moiety_engine.runner.resident import Resident, free_cached_memory
 from moiety_engine.runner.runner import Flight
 from moiety_engine.runner.sizes import sizes_for
@@ -96,6 +97,7 @@ class EngineLoop:
         self.adapters.load_all()
         self._resident: Resident | None = self._move_in()
         self._experts = self._watch_experts()
+        self.rebalancing = rebalancing_of(model, config, self._orders, clock_ns() / 1e9)
         first, *further = [self._ledger() for _ in range(model.ranks.across.size)]
         limits = Limits(sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms)
         policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
@@ -193,7 +195,10 @@ class EngineLoop:
         if launched is not None:
             self._end_astray(launched)
         if self._experts is not None:
-            self._experts.look(self._clock_ns() / 1e9, resident.runner.staging)
+            now_s = self._clock_ns() / 1e9
+            self._experts.look(now_s, resident.runner.staging)
+            if self.rebalancing is not None:
+                self.rebalancing.look(now_s, self._experts.take_picks(), worked=launched is not None)
         if not self.overlaps:
             self._collect(resident, launched)
             return launched is not None
@@ -208,7 +213,8 @@ class EngineLoop:
         now_s = self._clock_ns() / 1e9
         if self._experts is None:
             return ExpertLoad(ask.ask_id, int(now_s), int(now_s))
-        return self._experts.load(ask, now_s)
+        load = self._experts.load(ask, now_s)
+        return load if self.rebalancing is None else self.rebalancing.with_places(load)
 
     def take_expert_balance(self) -> ExpertBalance | None:
         """How evenly experts were used, a few times a minute, if there is anything new to tell."""
@@ -308,8 +314,8 @@ class EngineLoop:
 
     def load(self) -> CoreLoad:
         totals = self.steps_total, self._requests_total
-        experts = self.model.expert_cache
-        return load_of(self.scheduler, self.exchange, self.disk, experts, *totals, self._orders.waited_s())
+        parts = self.disk, self.model.expert_cache, self.rebalancing
+        return load_of(self.scheduler, self.exchange, *parts, *totals, self._orders.waited_s())
 
     def _ledger(self) -> KvLedger:
         """Of one group of ranks."""

@@ -213,6 +213,10 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
     prefetched_experts_total: int = 0
     prefetched_expert_hits_total: int = 0
     expert_loaded_bytes_total: int = 0
+    rebalances_total: int = 0  # of experts over ranks
+    moved_expert_bytes_total: int = 0  # from rank to rank
+    rank_balancedness: float = 1.0  # of what experts had to do when that was last judged, and …
+    rank_balancedness_planned: float = 1.0  # … by where they were moved then
 
 
 class CoreState(StrEnum):

@@ -90,6 +90,8 @@ class ExpertLoad(msgspec.Struct, frozen=True, tag="expert_load"):
     tenants: list[TenantTokens] = []
     expert_bytes: int = 0  # the weights of one expert of one layer
     num_groups: int = 1  # of experts, a few of which a token's are chosen from
+    num_parts: int = 0  # that the experts are divided into and move between; 0 where they stay where they are
+    slots_LR: bytes = b""  # the expert in each slot of each layer, one part's slots after the other's
 
 
 class ExpertBalance(msgspec.Struct, frozen=True, tag="expert_balance"):

@@ -18,6 +18,8 @@ GAUGES = (
     ("disk_bytes_used", "Bytes that it takes."),
     ("disk_blocks_cached", "Blocks that are on disk."),
     ("expert_slots", "Slots on the device for offloaded experts, of all layers."),
+    ("rank_balancedness", "Mean load of ranks by experts, over the largest, when last judged; 1 where nothing is."),
+    ("rank_balancedness_planned", "The same load, by where experts were moved then."),
 )
 COUNTERS = (
     ("steps", "Steps of the engine."),
@@ -53,6 +55,8 @@ COUNTERS = (
     ("prefetched_experts", "Offloaded experts fetched before a pass asked for them."),
     ("prefetched_expert_hits", "Of these, experts that the next pass over their layer asked for."),
     ("expert_loaded_bytes", "Bytes of offloaded experts that were brought to the device."),
+    ("rebalances", "Times that experts were moved between its ranks."),
+    ("moved_expert_bytes", "Weights of experts that ranks sent each other."),
 )
 CLASS_GAUGES = (  # the field, what it is called as a metric, and what it means
     ("num_waiting", "num_waiting", "Requests of the class that wait."),

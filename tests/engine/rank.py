@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
+import numpy as np
 
 from moiety_engine.assembly import follow
 from moiety_engine.config import EngineConfig
@@ -42,6 +43,8 @@ class Work(msgspec.Struct):
     again: bool = False  # and again, until it is ended
     served: str = ""  # a file that is there from the end of a first wave on
     counts: bool = False  # experts' picks
+    hurries: float = 0.0  # seconds that pass whenever the loop asks what time it is
+    shuffles: bool = False  # experts go to slots drawn at random, and on to others, all the time
     fails: str = ""  # with these words on rank 0, after all
     lacks: str = ""  # room on rank 1 for what a nap moves: `host`, `device`; or on all ranks, for the `cache`
     turns: str = ""  # a folder: there each rank with attention notes what it sends, and experts wait for the next of it
@@ -63,6 +66,7 @@ class Answer(msgspec.Struct):
     refusals: list[str] = []
     num_waited: int = 0  # layers of micro-batches that experts gave back only once others had been sent
     waited_s: list[float] = []  # of attention and of experts, each for the other
+    moves: dict[str, float] = {}  # of experts between ranks, what the engine tells of them
 
 
 def refusal(do: Callable[[], object]) -> str:
@@ -161,8 +165,26 @@ def num_computed(submit: CoreSubmit, finish: CoreFinish) -> int:
     return num_tokens - finish.num_cached_tokens + finish.num_recomputed_tokens
 
 
+def shuffler(loop: EngineLoop) -> Callable[[int], None]:
+    """Whenever experts are where they shall be, they shall be elsewhere, drawn at random, some in many slots."""
+    assert loop.rebalancing is not None
+    balancer, rng = loop.rebalancing.balancer, np.random.default_rng(0)
+
+    def shuffle(_: int) -> None:
+        shape = balancer.placement
+        if balancer.is_moving:
+            return
+        for layer in range(shape.num_layers):
+            spare = rng.choice(rng.integers(0, shape.num_experts, 2), shape.num_slots - shape.num_experts)
+            balancer.aim(layer, rng.permutation(np.concatenate([np.arange(shape.num_experts), spare])))
+
+    return shuffle
+
+
 def work_through(work: Work) -> Answer:
-    with load_loop(work.config, meeting=work.meeting) as loop:
+    hasty = itertools.count(time.time_ns(), int(1e9 * work.hurries))
+    clock_ns = hasty.__next__ if work.hurries else time.time_ns
+    with load_loop(work.config, meeting=work.meeting, clock_ns=clock_ns) as loop:
         return answer_of(work, loop)
 
 
@@ -179,8 +201,9 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
     loop.warm_up()
     storages = {tensor.untyped_storage() for _, tensor in named_tensors(loop.model._weights)}
     answer.weight_bytes = sum(storage.nbytes() for storage in storages)
+    shuffle = shuffler(loop) if work.shuffles else None
     for wave in itertools.cycle(work.waves) if work.again else work.waves:
-        for submit, (key, result) in zip(wave, run_all(loop, wave).items(), strict=True):
+        for submit, (key, result) in zip(wave, run_all(loop, wave, on_step=shuffle).items(), strict=True):
             assert result.finish is not None
             answer.token_ids[key] = result.token_ids
             answer.best[key] = [one.top_logprobs for one in result.logprobs]
@@ -197,7 +220,13 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
         answer.waited_s = waited_s(loop)
     if work.fails:
         raise EngineError(work.fails)
-    answer.num_swapped = loop.load().swapped_in_blocks_total
+    load = loop.load()
+    answer.num_swapped = load.swapped_in_blocks_total
+    answer.moves = {
+        "rebalances": load.rebalances_total,
+        "bytes": load.moved_expert_bytes_total,
+        "planned": load.rank_balancedness_planned,
+    }
     if work.counts:
         loop.sleep()  # what was counted so far is in the history then
         answer.num_picks = sum(unpack_counts(loop.expert_load(AskExperts(0, 0)).picks_LE))

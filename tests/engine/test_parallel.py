@@ -301,6 +301,37 @@ def test_parallel_steps_that_overlap_swap_and_sleep_say_the_same(
     assert ours["num_swapped"] > 0
 
 
+SHUFFLED = [
+    ("deepseek_v3", {"tp": 4, "ep": 4, "redundant_experts": 4}),
+    ("gpt_oss", {"tp": 4, "ep": 2, "rebalance_every_s": 1e9}),  # pieces of experts, with biases
+    ("qwen3_moe", {"dp_attention": 4, "ep": 4, "redundant_experts": 8, "overlap": "on", "quantization": "none"}),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), SHUFFLED, ids=str)
+def test_parallel_ranks_whose_experts_keep_moving_say_what_one_rank_says(
+    processes: RankProcesses, alone: Alone, family: str, layout: dict[str, Any]
+) -> None:
+    config = settings_of(alone.folders[family], **layout)
+    ours, *others = processes.work(*ranks_of(config), waves=requests(), shuffles=True)
+    assert_same(alone.says(family), ours)
+    assert not any(other["error"] for other in others)
+    assert ours["moves"]["rebalances"] >= 10
+    assert ours["moves"]["bytes"] > 10 * ours["weight_bytes"]
+
+
+@pytest.mark.parametrize("layout", [{"tp": 4}, {"dp_attention": 4}], ids=str)
+def test_parallel_ranks_share_the_experts_that_all_tokens_go_to(
+    processes: RankProcesses, alone: Alone, layout: dict[str, Any]
+) -> None:
+    settings = layout | {"ep": 4, "redundant_experts": 4, "rebalance_every_s": 1.0}
+    config = settings_of(alone.folders["deepseek_v3"], **settings)
+    ours, *_ = processes.work(*ranks_of(config), waves=requests(), hurries=0.05)
+    assert_same(alone.says("deepseek_v3"), ours)
+    assert ours["moves"]["rebalances"] >= 1
+    assert ours["moves"]["planned"] == 1.0  # four slots of the two experts, on four ranks
+
+
 @pytest.mark.parametrize("lacks", ["host", "device", "cache"])
 def test_parallel_ranks_of_which_one_has_no_room_to_sleep_or_wake_go_on_together(
     processes: RankProcesses, alone: Alone, lacks: str

@@ -31,6 +31,11 @@ LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_P
         ({"expert_ranks": -1}, "--expert-ranks must be 0"),
         ({"expert_ranks": 1, "batch_invariant": True}, "--batch-invariant cannot be had over several ranks"),
         ({"dp_attention": 2, "batching": Batching.PADDED}, "choose another --batching, or leave out --dp-attention"),
+        ({"tp": 2, "ep": 2, "redundant_experts": 3}, "--redundant-experts 3 cannot be divided by --ep 2: 4 can"),
+        ({"tp": 2, "rebalance_every_s": 60}, "spread the experts with --ep"),
+        ({"tp": 2, "redundant_experts": 2, "rebalance_every_s": 0}, "spread the experts with --ep"),
+        ({"tp": 2, "ep": 2, "pp": 2, "redundant_experts": 2}, "experts are not rebalanced over stages"),
+        ({"redundant_experts": -1}, "redundant_experts must be 0"),
     ],
 )
 def test_parallel_settings_that_cannot_be_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -48,6 +53,10 @@ def test_parallel_settings_that_cannot_be_are_refused(settings: dict[str, Any], 
         (Layout(ep=3, expert_ranks=3), "8 experts cannot be divided by --ep 3"),
         (Layout(expert_ranks=3), "32 columns of an expert cannot be divided by expert-ranks ÷ ep = 3"),
         (Layout(pp=3), "--pp 3 is more than the model's 2 layers"),
+        (
+            Layout(tp=2, ep=2, redundant_experts=10),
+            "more slots a rank than the 8 experts that there are: 8 is the most",
+        ),
     ],
     ids=str,
 )
@@ -64,6 +73,19 @@ def test_every_layer_and_expert_is_on_some_parallel_rank_and_the_first_stage_has
     assert max(map(len, layers)) == len(layers[0])
     pieces = {(seat.pp_rank, seat.ep_rank, seat.cut_rank) for seat in seats}
     assert pieces == {(stage, part, piece) for stage in range(3) for part in range(2) for piece in range(2)}
+
+
+def test_redundant_slots_hold_experts_of_other_parts_until_they_are_rebalanced() -> None:
+    layout = Layout(dp=2, tp=2, ep=4, redundant_experts=8)
+    assert layout.slots(8) == (0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7, 0, 1)
+    assert [Seat(layout, rank).slots_of(8) for rank in range(4)] == [
+        (0, 1, 2, 3),
+        (2, 3, 4, 5),
+        (4, 5, 6, 7),
+        (6, 7, 0, 1),
+    ]
+    pieces = Layout(tp=4, ep=2)
+    assert [Seat(pieces, rank).peer(1) for rank in range(4)] == [2, 3, 2, 3]
 
 
 def test_what_a_launcher_says_of_parallel_ranks_is_understood_or_refused() -> None:

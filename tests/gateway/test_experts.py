@@ -68,6 +68,19 @@ async def test_engines_of_a_model_are_added_up_and_one_can_be_named(start_gatewa
         assert (await get(gateway, "?model=another"))["data"] == []
 
 
+async def test_where_experts_are_that_move_between_ranks_is_told_to_administrators_of_all_tenants(
+    start_gateway, engines
+):
+    async with start_gateway(engines) as gateway:
+        tenant = gateway.keys.tenant_id
+        engines[0].expert_loads[None] = still = load([5] * 8, {tenant: 10})
+        slots = [0, 1, 2, 2, 3, 0, 3, 3, 1, 0, 2, 3]  # of two layers, three in each of two parts
+        moving = msgspec.structs.replace(still, num_parts=2, slots_LR=pack_counts(slots))
+        engines[1].expert_loads[None] = moving
+        (one,) = (await get(gateway))["data"]
+        assert one["places"] == [{"engine_id": "engine-2", "parts": 2, "slots": [slots[:6], slots[6:]]}]
+
+
 async def test_an_engine_that_does_not_answer_is_counted_and_a_model_without_experts_says_so(start_gateway, engines):
     engines[1].expert_loads[None] = ExpertLoad(1, MINUTE, MINUTE)
     async with start_gateway(engines) as gateway:
@@ -90,13 +103,15 @@ async def test_a_tenants_administrator_sees_its_own_load_and_no_engines(start_ga
         _, _, made = await gateway.request("POST", "/admin/v1/keys", body, gateway.admin_key)
         key = json.loads(made)["secret"]
         engines[0].expert_loads[None] = load([9] * 8, {tenant: 2, "ten_another": 16})
-        own = msgspec.structs.replace(load([2, 2, 0, 0, 4, 0, 0, 0], {tenant: 2}, steps=0, active=()))
+        own = load([2, 2, 0, 0, 4, 0, 0, 0], {tenant: 2}, steps=0, active=())
+        own = msgspec.structs.replace(own, num_parts=2, slots_LR=pack_counts([*range(4), *range(4)]))
         engines[0].expert_loads[tenant] = own
         engines[0].expert_loads["ten_another"] = load([7] * 8, {"ten_another": 14})
         (one,) = (await get(gateway, key=key))["data"]
         assert (one["engine_ids"], one["picks"], one["tokens"]) == ([], [[2, 2, 0, 0], [4, 0, 0, 0]], 2)
         assert [each["tenant_id"] for each in one["tenants"]] == [tenant]
         assert (one["active_experts_by_layer"], one["minutes"][0]["active_experts"]) == (None, None)
+        assert one["places"] == []
         for path in ("?tenant_id=ten_another", "?engine_id=engine-1"):
             assert (await get(gateway, path, key=key))["data"] == []
         (others,) = (await get(gateway, "?tenant_id=ten_another"))["data"]

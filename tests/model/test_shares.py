@@ -58,6 +58,18 @@ def test_the_parts_of_all_ranks_are_the_whole(checkpoint: Any, layout: Layout) -
     assert num_checked > 0
 
 
+def test_slots_of_several_experts_and_stacks_of_them_are_read_from_where_they_are(make_checkpoint: Any) -> None:
+    layout = Layout(tp=4, ep=2, redundant_experts=8)  # each rank has all, the second one's half first
+    for variant in ("qwen3_moe", "gpt_oss"):
+        folder = make_checkpoint(variant).folder
+        first, second = (dict(weights_of(folder, Seat(layout, rank))) for rank in (0, 2))
+        of_experts = [name for name in first if name.endswith(("E2FD", "_EDF", "E2F", "_ED")) and "router" not in name]
+        assert len(of_experts) >= 2
+        for name in of_experts:
+            assert first[name].shape[0] == 8
+            assert torch.equal(first[name].roll(4, 0), second[name]), name
+
+
 OF_EXPERTS = ("gate_up_E2FD", "down_EDF", "gate_up_bias_E2F", "down_bias_ED")
 
 

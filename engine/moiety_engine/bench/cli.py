@@ -72,6 +72,8 @@ def bench_engine(
     expert_ranks: Annotated[int, typer.Option(min=0, help="further ranks, with the experts alone")] = 0,
     micro_batches: Annotated[int, typer.Option(min=1, help="of a step, with --expert-ranks, at most")] = 2,
     micro_batch_tokens: Annotated[int, typer.Option(min=1, help="the fewest of a micro-batch")] = 32,
+    redundant_experts: Annotated[int, typer.Option(min=0, help="slots for second replicas of experts")] = 0,
+    rebalance_every_s: Annotated[float | None, typer.Option(min=0, help="0: experts stay where they are")] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="instead, measure steps of many shapes for moiety simulate"),
@@ -126,6 +128,8 @@ def bench_engine(
             expert_ranks=expert_ranks,
             micro_batches=micro_batches,
             micro_batch_tokens=micro_batch_tokens,
+            redundant_experts=redundant_experts,
+            rebalance_every_s=rebalance_every_s,
         )
         with Progress(console=console, disable=not console.is_terminal) as progress:
             loading = progress.add_task("loading", total=None)

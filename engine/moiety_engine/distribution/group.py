@@ -141,6 +141,12 @@ class Exchange:
         dist.all_to_all_single(num_received_R, num_sent_R, group=self._handle)
         return num_sent_R.tolist(), num_received_R.tolist()
 
+    def tell_all(self, x_E: Tensor) -> Tensor:
+        """What each rank tells, [R, E], on all of them."""
+        all_RE = [torch.empty_like(x_E) for _ in range(self.size)]
+        dist.all_gather(all_RE, x_E, group=self._handle)
+        return torch.stack(all_RE)
+
     def hand_out(self, rows_NB: Tensor, num_sent: list[int], num_received: list[int]) -> Handover:
         """Rows in the order of the ranks that they go to. Returns at once."""
         rows_MB = rows_NB.new_empty(sum(num_received), rows_NB.shape[1])
@@ -194,6 +200,15 @@ class Crossing:
     there: Exchange
     back: Exchange
     num_attention: int
+
+
+def hand_over(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+    """Tensors to other ranks, and theirs into tensors of the same size, each with the rank that is meant. Between two
+    ranks both have them in the same order. Returns when all have come."""
+    ways = [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sends]
+    ways += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in receives]
+    for work in dist.batch_isend_irecv(ways) if ways else ():
+        work.wait()
 
 
 @dataclass(frozen=True, slots=True)

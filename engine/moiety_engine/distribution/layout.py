@@ -2,8 +2,9 @@
 
 A model's ranks lie on a mesh of pipeline stages × data-parallel attention × tensor parallel, the last one varying
 fastest. The ranks of one stage share its experts: there are `ep` parts of them, and each expert of a part is cut among
-the ranks that the part has. With expert ranks the experts of all stages lie on those instead, which come after all
-others and have nothing else; then it is they who make up the parts.
+the ranks that the part has. A part has slots for experts, the same number in each, of which some may be for second
+replicas. With expert ranks the experts of all stages lie on those instead, which come after all others and have nothing
+else; then it is they who make up the parts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Layout:
     dp: int = 1
     ep: int = 1
     pp: int = 1
+    redundant_experts: int = 0  # slots of a layer beyond its experts
     expert_ranks: int = 0
 
     def __post_init__(self) -> None:
@@ -42,6 +44,11 @@ class Layout:
             raise InvalidConfig(
                 f"--ep {self.ep} does not divide the {self.stage_size} ranks that --dp-attention {self.dp} × --tp "
                 f"{self.tp} make: the experts lie on those same ranks, so choose an --ep that divides their number"
+            )
+        if self.redundant_experts % self.ep:
+            most = -(-self.redundant_experts // self.ep) * self.ep
+            raise InvalidConfig(
+                f"--redundant-experts {self.redundant_experts} cannot be divided by --ep {self.ep}: {most} can"
             )
 
     @property
@@ -61,6 +68,17 @@ class Layout:
     @property
     def num_ranks(self) -> int:
         return self.attention_ranks + self.expert_ranks
+
+    def slots(self, num_experts: int) -> tuple[int, ...]:
+        """Which expert each slot of a layer holds at the start, one part's slots after the other's: its share of all,
+        in order, then the first ones of the next part. Raises InvalidConfig where they cannot be divided so."""
+        each, spare = divide(num_experts, self.ep, "experts", "--ep"), self.redundant_experts // self.ep
+        if spare > num_experts - each:
+            raise InvalidConfig(
+                f"--redundant-experts {self.redundant_experts} makes more slots a rank than the {num_experts} experts "
+                f"that there are: {(num_experts - each) * self.ep} is the most for --ep {self.ep}"
+            )
+        return tuple((part * each + place) % num_experts for part in range(self.ep) for place in range(each + spare))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +135,28 @@ class Seat:
         expert_rank = self.expert_rank
         return self.rank % self.layout.stage_size if expert_rank is None else expert_rank
 
+    def slots_of(self, num_experts: int) -> tuple[int, ...]:
+        """The experts that its slots hold at the start."""
+        slots = self.layout.slots(num_experts)
+        each = len(slots) // self.layout.ep
+        return slots[self.ep_rank * each : (self.ep_rank + 1) * each]
+
+    def peer(self, part: int) -> int:
+        """The rank of its stage that has the same piece of another part's experts."""
+        return self.pp_rank * self.layout.stage_size + part * self.expert_cuts + self.cut_rank
+
 
 ONLY_SEAT = Seat()
 
 
 def layout_of(config: EngineConfig) -> Layout:
     """What the settings ask for. Raises InvalidConfig."""
-    layout = Layout(config.tp, config.dp_attention, config.ep, config.pp, config.expert_ranks)
+    layout = Layout(config.tp, config.dp_attention, config.ep, config.pp, config.redundant_experts, config.expert_ranks)
+    if layout.expert_ranks and (layout.redundant_experts or config.rebalance_every_s):
+        raise InvalidConfig(
+            "experts on ranks of their own stay where they are: leave out --redundant-experts and --rebalance-every-s, "
+            "or --expert-ranks"
+        )
     if config.batch_invariant and layout.num_ranks > 1:
         raise InvalidConfig(
             "--batch-invariant cannot be had over several ranks, whose sums depend on how much is summed: leave it out"
@@ -133,4 +166,21 @@ def layout_of(config: EngineConfig) -> Layout:
             "padded batching starts a batch at once in one cache, and --dp-attention makes one of each group: choose "
             "another --batching, or leave out --dp-attention"
         )
+    if (config.rebalanced_every_s or layout.redundant_experts) and layout.ep == 1:
+        raise InvalidConfig(
+            "--redundant-experts and --rebalance-every-s are for experts that are spread over ranks: leave them out, "
+            "or spread the experts with --ep"
+        )
+    if config.rebalanced_every_s and layout.pp > 1:
+        raise InvalidConfig(
+            "experts are not rebalanced over stages, of which only the first counts what its experts have to do: leave "
+            "out --pp, or --redundant-experts and --rebalance-every-s"
+        )
     return layout
+
+
+def divide(number: int, parts: int, what: str, option: str) -> int:
+    """How many each part has. Raises InvalidConfig."""
+    if number % parts:
+        raise InvalidConfig(f"the model's {number} {what} cannot be divided by {option} {parts}: choose a divisor")
+    return number // parts

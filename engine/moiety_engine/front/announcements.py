@@ -80,6 +80,10 @@ def make_load(
         prefetched_experts_total=load.prefetched_experts_total,
         prefetched_expert_hits_total=load.prefetched_expert_hits_total,
         expert_loaded_bytes_total=load.expert_loaded_bytes_total,
+        rebalances_total=load.rebalances_total,
+        moved_expert_bytes_total=load.moved_expert_bytes_total,
+        rank_balancedness=load.rank_balancedness,
+        rank_balancedness_planned=load.rank_balancedness_planned,
     )
 
 

@@ -238,6 +238,25 @@ MicroBatchTokensOption = Annotated[
         help="The fewest tokens of a micro-batch, of the group that has the most: smaller steps are not cut.",
     ),
 ]
+RedundantExpertsOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MOIETY_ENGINE_REDUNDANT_EXPERTS",
+        min=0,
+        rich_help_panel=RANKS,
+        help="Slots of each layer for second replicas of hot experts, over all parts; --ep divides it.",
+    ),
+]
+RebalanceEveryOption = Annotated[
+    float | None,
+    typer.Option(
+        envvar="MOIETY_ENGINE_REBALANCE_EVERY_S",
+        min=0,
+        rich_help_panel=RANKS,
+        help="Seconds after which experts move between ranks where that pays; 0: never. "
+        "Left out: 60 with --redundant-experts, else never.",
+    ),
+]
 JoinTimeoutOption = Annotated[
     float,
     typer.Option(

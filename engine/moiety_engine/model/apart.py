@@ -24,6 +24,7 @@ from moiety_engine.model.residence import Residence
 from moiety_engine.model.shares import own_spec
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.weights import MoeWeights
+from moiety_engine.moe.slots import ExpertSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -94,11 +95,17 @@ class ExpertRank:
         for index in own.moe_layers:
             ffn, of_layer = own.layers[index].ffn, weights.layers[index].ffn
             assert isinstance(ffn, MoeSpec) and isinstance(of_layer, MoeWeights)
-            mixture = MixtureOfExperts(ffn, of_layer, [], arithmetic, LayerFactors())
+            mixture = MixtureOfExperts(ffn, of_layer, [], arithmetic, LayerFactors(), self._slots(ffn))
             like_TD = torch.empty(0, spec.hidden_size, dtype=activation_dtype, device=self.device)
             like_TK = torch.empty(0, ffn.routing.top_k, dtype=torch.float32, device=self.device)
             crossing = ranks.crossings[ranks.seat.layout.stage_of(index, len(spec.layers))]
             self._layers.append(_Answering(mixture.routed, crossing, ranks.waited, like_TD, like_TK))
+
+    def _slots(self, spec: MoeSpec) -> ExpertSlots:
+        layout, num_experts = self._ranks.seat.layout, spec.routing.num_experts
+        own_part = self._ranks.seat.ep_rank
+        slots = layout.slots(num_experts)
+        return ExpertSlots(slots, num_experts, num_parts=layout.ep, own_part=own_part, device=self.device)
 
     @torch.inference_mode()
     def answer(self, num_micro_batches: int) -> None:

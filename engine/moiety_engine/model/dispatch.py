@@ -2,8 +2,8 @@
 tokens.
 
 Every rank of a group has all of the group's tokens, so each takes care of a share of them. A token goes once to each
-rank that has any of its experts, or a piece of one, with its whole routing; what comes back is the sum over that
-rank's experts.
+rank that has any of its experts' slots, or a piece of one, with its whole routing, which names slots; what comes back
+is the sum over that rank's slots.
 
 T tokens of the group, S this rank's share of them, D model width, K experts a token, P parts of the experts, R ranks of
 the stage, N rows that go out, M rows that come in, B bytes a row.
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     from moiety_engine.distribution.group import Exchange
     from moiety_engine.distribution.layout import Seat
+    from moiety_engine.moe.slots import ExpertSlots
 
 
 class Dispatch:
     """One mixture layer's. All ranks of the stage call it in the same order, also those that have no token."""
 
-    def __init__(self, seat: Seat, exchange: Exchange, num_held: int) -> None:
-        """`num_held`: experts that each part has."""
-        self._seat, self._exchange, self._num_held = seat, exchange, num_held
+    def __init__(self, seat: Seat, exchange: Exchange, slots: ExpertSlots) -> None:
+        self._seat, self._exchange, self._slots = seat, exchange, slots
 
     def __call__(
         self,
@@ -40,17 +40,17 @@ class Dispatch:
         beside: Callable[[], Tensor],
     ) -> Tensor:
         """What the chosen experts give this rank's share of the tokens, added to what `beside` gives all of them, which
-        is computed while rows are on their way. `experts` computes those that are held here."""
+        is computed while rows are on their way. `experts` computes the slots that are here."""
         share = share_of(self._seat, len(x_TD))
-        x_SD, weight_SK, expert_SK = x_TD[share], weight_TK[share], expert_TK[share]
-        goes_RS = destinations(self._seat, self._num_held, expert_SK)
+        x_SD, weight_SK, slot_SK = x_TD[share], weight_TK[share], self._slots.of(expert_TK[share], self._exchange)
+        goes_RS = destinations(self._seat, self._slots.num_held, slot_SK)
         num_sent, num_received = self._exchange.tell_counts(goes_RS.sum(1))
         row_N = goes_RS.nonzero()[:, 1]
-        packed_NB = pack(*(one.index_select(0, row_N) for one in (x_SD, weight_SK, expert_SK)))
+        packed_NB = pack(*(one.index_select(0, row_N) for one in (x_SD, weight_SK, slot_SK)))
         handover = self._exchange.hand_out(packed_NB, num_sent, num_received)
         out_TD = beside()
-        x_MD, weight_MK, expert_MK = unpack(handover.wait(), x_TD, weight_TK)
-        given_MD = experts(x_MD, weight_MK, expert_MK) if len(x_MD) else x_MD
+        x_MD, weight_MK, slot_MK = unpack(handover.wait(), x_TD, weight_TK)
+        given_MD = experts(x_MD, weight_MK, slot_MK) if len(x_MD) else x_MD
         given_ND = self._exchange.hand_out(given_MD.contiguous(), num_received, num_sent).wait()
         add_given(out_TD[share], row_N, given_ND, num_sent)
         return out_TD
@@ -62,10 +62,10 @@ def share_of(seat: Seat, num_tokens: int) -> slice:
     return slice(num_tokens * rank // tp, num_tokens * (rank + 1) // tp)
 
 
-def destinations(seat: Seat, num_held: int, expert_SK: Tensor) -> Tensor:
-    """Whether a token goes to a rank that has experts, [R, S]."""
-    goes_SP = torch.zeros(len(expert_SK), seat.layout.ep, dtype=torch.bool, device=expert_SK.device)
-    goes_SP.scatter_(1, (expert_SK // num_held).long(), value=True)
+def destinations(seat: Seat, num_held: int, slot_SK: Tensor) -> Tensor:
+    """Whether a token goes to a rank that has slots, `num_held` of them, [R, S]."""
+    goes_SP = torch.zeros(len(slot_SK), seat.layout.ep, dtype=torch.bool, device=slot_SK.device)
+    goes_SP.scatter_(1, (slot_SK // num_held).long(), value=True)
     return goes_SP.t().repeat_interleave(seat.expert_cuts, dim=0)
 
 
@@ -77,15 +77,15 @@ def add_given(out_SD: Tensor, row_N: Tensor, given_ND: Tensor, num_sent: list[in
     out_SD += sum_SD.to(out_SD.dtype)
 
 
-def pack(x_ND: Tensor, weight_NK: Tensor, expert_NK: Tensor) -> Tensor:
+def pack(x_ND: Tensor, weight_NK: Tensor, slot_NK: Tensor) -> Tensor:
     """As bytes, so that all goes at once."""
-    return torch.cat([one.view(torch.uint8) for one in (x_ND, weight_NK, expert_NK)], dim=1)
+    return torch.cat([one.view(torch.uint8) for one in (x_ND, weight_NK, slot_NK)], dim=1)
 
 
 def unpack(packed_MB: Tensor, x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x, weight and expert of what came, as wide and of the type of these; experts are int32."""
+    """x, weight and slot of what came, as wide and of the type of these; slots are int32."""
     types = ((x_TD.shape[1], x_TD.dtype), (weight_TK.shape[1], weight_TK.dtype), (weight_TK.shape[1], torch.int32))
     widths = [width * dtype.itemsize for width, dtype in types]
     parts = torch.split(packed_MB, widths, dim=1)
-    x_MD, weight_MK, expert_MK = (part.contiguous().view(dtype) for part, (_, dtype) in zip(parts, types, strict=True))
-    return x_MD, weight_MK, expert_MK
+    x_MD, weight_MK, slot_MK = (part.contiguous().view(dtype) for part, (_, dtype) in zip(parts, types, strict=True))
+    return x_MD, weight_MK, slot_MK

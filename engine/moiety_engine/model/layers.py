@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.rotary import RotaryTable
     from moiety_engine.model.spec import AttentionSpec, DenseSpec, SharedSpec
     from moiety_engine.model.weights import SharedWeights
+    from moiety_engine.moe.slots import ExpertSlots
     from moiety_engine.offload.layer import LayerExperts
 
 
@@ -163,13 +164,15 @@ class MixtureOfExperts:
         chosen: list[Tensor],
         arithmetic: Arithmetic,
         adapters: LayerFactors,
+        slots: ExpertSlots | None = None,
         dispatch: Dispatch | None = None,
         cached: LayerExperts | None = None,
     ) -> None:
-        """`chosen` is handed the experts of each token, expert_TK, pass by pass. `dispatch`: to ranks that have other
-        tokens; all of them call this together, also with no token at all. `cached`: which experts the weights are."""
+        """`chosen` is handed the experts of each token, expert_TK, pass by pass. `slots`: where experts are, if some
+        are on other ranks. `dispatch`: to ranks that have other tokens; all of them call this together, also with no
+        token at all. `cached`: which experts the weights are."""
         self._spec, self._weights, self._chosen, self._adapters = spec, weights, chosen, adapters
-        self._arithmetic, self._dispatch = arithmetic, dispatch
+        self._arithmetic, self._slots, self._dispatch = arithmetic, slots, dispatch
         self._cached = None if cached is None else CachedExperts(cached)
         self._following: MixtureOfExperts | None = None
         self._shared = (
@@ -187,7 +190,8 @@ class MixtureOfExperts:
         if self._dispatch is not None:
             onto_TD = torch.zeros_like(x_TD)
             return self._dispatch(x_TD, weight_TK, expert_TK, self.routed, lambda: self._add_shared(onto_TD, x_TD))
-        return self._add_shared(self.routed(x_TD, weight_TK, expert_TK, rows), x_TD)
+        slot_TK = expert_TK if self._slots is None else self._slots.of(expert_TK)
+        return self._add_shared(self.routed(x_TD, weight_TK, slot_TK, rows), x_TD)
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The weight and the number of each token's experts."""
@@ -200,14 +204,15 @@ class MixtureOfExperts:
         logits_TE = linear(routed_by_TD, weights.router_ED, weights.router_bias_E, invariant=self._arithmetic.invariant)
         return route(logits_TE, spec.routing, weights.selection_bias_E)
 
-    def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, rows: AdaptedRows | None = None) -> Tensor:
-        """What the experts give that are held here. Over several ranks no row is adapted."""
+    def routed(self, x_TD: Tensor, weight_TK: Tensor, slot_TK: Tensor, rows: AdaptedRows | None = None) -> Tensor:
+        """What the experts give whose slots are here. Over several ranks no row is adapted."""
         weights, options = self._weights, self._options()
         products = weights.gate_up_E2FD, weights.down_EDF
         if self._cached is not None:
-            return self._cached(x_TD, weight_TK, expert_TK, products, options, self._expect)
+            return self._cached(x_TD, weight_TK, slot_TK, products, options, self._expect)
         adapters = self._adapters.of_feed_forward(rows)
-        return experts(x_TD, weight_TK, self._here(expert_TK), *products, adapters=adapters, **options)
+        here_TK = slot_TK if self._slots is None else self._slots.here(slot_TK)
+        return experts(x_TD, weight_TK, here_TK, *products, adapters=adapters, **options)
 
     def _options(self) -> dict[str, Any]:
         """How experts are computed."""
@@ -228,14 +233,6 @@ class MixtureOfExperts:
 
     def _add_shared(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
         return routed_TD if self._shared is None or not len(x_TD) else self._shared.added_to(routed_TD, x_TD)
-
-    def _here(self, expert_TK: Tensor) -> Tensor:
-        """The choices by the places of experts among those that are held here, -1 for the others."""
-        held = self._spec.held
-        if held is None or len(held) == self._spec.routing.num_experts:
-            return expert_TK
-        is_held_TK = (expert_TK >= held.start) & (expert_TK < held.stop)
-        return torch.where(is_held_TK, expert_TK - held.start, -1)
 
 
 def attention(
@@ -260,13 +257,15 @@ def feed_forward(
     chosen: list[Tensor],
     arithmetic: Arithmetic,
     adapters: LayerFactors,
+    slots: ExpertSlots | None = None,
     dispatch: Dispatch | None = None,
     cached: Iterator[LayerExperts] | None = None,
 ) -> FeedForward:
-    """The feed-forward that the spec describes; one with experts appends its choices to `chosen`. `dispatch`: to ranks
-    that have other tokens. `cached`: of the mixtures that are left, which experts their weights are."""
+    """The feed-forward that the spec describes; one with experts appends its choices to `chosen`. `slots`, `dispatch`:
+    see MixtureOfExperts. `cached`: of the mixtures that are left, which experts their weights are."""
     if isinstance(spec, MoeSpec):
         assert isinstance(weights, MoeWeights)
-        return MixtureOfExperts(spec, weights, chosen, arithmetic, adapters, dispatch, next(cached) if cached else None)
+        own = next(cached) if cached else None
+        return MixtureOfExperts(spec, weights, chosen, arithmetic, adapters, slots, dispatch, own)
     assert isinstance(weights, DenseWeights)
     return DenseFeedForward(spec, weights, arithmetic, adapters)

@@ -168,7 +168,7 @@ def _one_expert_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.d
     """Of one layer."""
     layer = spec.layers[spec.moe_layers[0]]
     assert isinstance(layer.ffn, MoeSpec)
-    one = replace(layer, ffn=replace(layer.ffn, held=range(1)), only_experts=True)
+    one = replace(layer, ffn=replace(layer.ffn, held=(0,)), only_experts=True)
     only = replace(spec, vocab_size=0, layers=(one,))
     return weight_bytes(only, dtype) if form is None else bytes_in(form, only, dtype)
 

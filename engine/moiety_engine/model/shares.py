@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moiety_engine.distribution.layout import divide
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.names import placements
 from moiety_engine.model.names.place import Place, Shares
@@ -85,7 +86,7 @@ def _own_layer(layer: LayerSpec, seat: Seat) -> LayerSpec:
 
 
 def _own_attention(attention: AttentionSpec | LatentAttentionSpec, tp: int) -> AttentionSpec | LatentAttentionSpec:
-    heads = _part(attention.num_heads, tp, "query heads", "--tp")
+    heads = divide(attention.num_heads, tp, "query heads", "--tp")
     if isinstance(attention, LatentAttentionSpec):
         return replace(attention, num_heads=heads)
     if attention.qk_norm == "full" and tp > 1:
@@ -102,26 +103,19 @@ def _own_attention(attention: AttentionSpec | LatentAttentionSpec, tp: int) -> A
 
 
 def _own_dense(dense: DenseSpec, seat: Seat) -> DenseSpec:
-    return replace(dense, width=_part(dense.width, seat.layout.tp, "columns of a feed-forward", "--tp"))
+    return replace(dense, width=divide(dense.width, seat.layout.tp, "columns of a feed-forward", "--tp"))
 
 
 def _own_mixture(mixture: MoeSpec, seat: Seat) -> MoeSpec:
     shared = mixture.shared
-    num_held = _part(mixture.routing.num_experts, seat.layout.ep, "experts", "--ep")
+    held = seat.slots_of(mixture.routing.num_experts)
     cut_by = "expert-ranks ÷ ep =" if seat.layout.expert_ranks else "dp-attention × tp ÷ ep ="
-    held = range(seat.ep_rank * num_held, (seat.ep_rank + 1) * num_held)
     return replace(
         mixture,
-        width=_part(mixture.width, seat.expert_cuts, "columns of an expert", cut_by),
-        held=range(0) if seat.layout.expert_ranks and seat.expert_rank is None else held,
+        width=divide(mixture.width, seat.expert_cuts, "columns of an expert", cut_by),
+        held=() if seat.layout.expert_ranks and seat.expert_rank is None else held,
         shared=None if shared is None else replace(shared, dense=_own_dense(shared.dense, seat)),
     )
-
-
-def _part(number: int, parts: int, what: str, option: str) -> int:
-    if number % parts:
-        raise InvalidConfig(f"the model's {number} {what} cannot be divided by {option} {parts}: choose a divisor")
-    return number // parts
 
 
 def _of_layer(name: str, further: int) -> str:
@@ -148,18 +142,13 @@ def _cut(name: str, place: Place | Shares, whole: tuple[int, ...], seat: Seat) -
     index = seat.cut_rank if of_experts else seat.tp_rank
     if name.endswith(_ADDED_ONCE) and index:
         return _taking(place, whole, lambda source: torch.zeros(place.shape))
-    if place.shape == whole:
+    stacked = of_experts and _EXPERT.search(name) is None
+    if place.shape == whole and not stacked:
         return place
     parts = seat.expert_cuts if of_experts else seat.layout.tp
-    single = _EXPERT.search(name) is not None
-    ranges: list[slice] = []
-    for dim, (own, full) in enumerate(zip(place.shape, whole, strict=True)):
-        if of_experts and dim == 0 and not single:
-            ranges.append(_range(full, own, seat.ep_rank, seat.layout.ep))
-        else:
-            ranges.append(_range(full, own, index, parts))
-    if _HALVES.search(name) and place.shape[1] != whole[1]:
-        return _taking(place, whole, lambda source: _both_halves(source, ranges[0], place.shape[1] // 2, index))
+    ranges = [_range(full, own, index, parts) for own, full in zip(place.shape, whole, strict=True)]
+    if stacked:
+        return _taking(place, whole, _of_stack(name, place.shape, whole, ranges[1:], seat))
     if isinstance(place, Place) and ranges[0].stop > whole[0]:  # the last ranks' parts of a vocabulary are smaller
         num_rows = max(0, whole[0] - ranges[0].start)
         place = replace(place, view=place.view[:num_rows])
@@ -173,16 +162,29 @@ def _range(full: int, own: int, index: int, parts: int) -> slice:
     return slice(start, start + own) if own != full else slice(0, full)
 
 
-def _both_halves(source: Tensor, experts: slice, width: int, index: int) -> Tensor:
-    gate, up = source[experts].chunk(2, dim=1)
+def _of_stack(
+    name: str, own: tuple[int, ...], whole: tuple[int, ...], ranges: list[slice], seat: Seat
+) -> Callable[[Tensor], Tensor]:
+    """The rank's part of all experts' tensors in one: of those that its slots hold."""
+    held = seat.slots_of(whole[0])
+    in_order = held == tuple(range(held[0], held[0] + len(held)))
+    experts: slice | list[int] = slice(held[0], held[0] + len(held)) if in_order else list(held)
+    if not _HALVES.search(name) or own[1] == whole[1]:
+        return lambda source: source[experts][(slice(None), *ranges)]
+    width, index = own[1] // 2, seat.cut_rank
     columns = slice(index * width, (index + 1) * width)
-    return torch.cat((gate[:, columns], up[:, columns]), dim=1)
+
+    def both_halves(source: Tensor) -> Tensor:
+        gate, up = source[experts].chunk(2, dim=1)
+        return torch.cat((gate[:, columns], up[:, columns]), dim=1)
+
+    return both_halves
 
 
 def _taking(place: Place | Shares, whole: tuple[int, ...], part: Callable[[Tensor], Tensor]) -> Place | Shares:
     """The place, of a tensor of which it wants a part."""
     if isinstance(place, Shares):
-        divide = place.divide
-        return Shares(place.views, whole, lambda source: divide(part(source)))
+        share = place.divide
+        return Shares(place.views, whole, lambda source: share(part(source)))
     arrange = place.arrange
     return Place(place.view, whole, part if arrange is None else lambda source: arrange(part(source)))

@@ -155,7 +155,7 @@ class SharedSpec:
 class MoeSpec:
     """Routed gated experts. `bias`: of the experts' products; `router_bias`: added to the logits; `selection_bias`:
     added only for choosing; `exact_router`: the router's weights and the logits are float32. `held`: the experts whose
-    weights are here, if the others are on other ranks."""
+    weights are read to here, slot by slot, if the others are on other ranks."""
 
     width: int
     routing: RoutingSpec
@@ -165,7 +165,7 @@ class MoeSpec:
     selection_bias: bool = False
     exact_router: bool = False
     shared: SharedSpec | None = None
-    held: range | None = None
+    held: tuple[int, ...] | None = None
 
     @property
     def num_held(self) -> int:

@@ -19,6 +19,7 @@ from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
 from moiety_engine.model.dispatch import Dispatch
 from moiety_engine.model.layers import MixtureOfExperts, attention, feed_forward
+from moiety_engine.model.moving import SlotWeights
 from moiety_engine.model.norms import make_norm
 from moiety_engine.model.residence import Residence, named_tensors
 from moiety_engine.model.rotary import RotaryTable
@@ -28,10 +29,11 @@ from moiety_engine.model.vocabulary import Vocabulary
 from moiety_engine.model.weights import ModelWeights, MoeWeights
 from moiety_engine.moe.load import ExpertCounter
 from moiety_engine.moe.shape import ExpertShape
+from moiety_engine.moe.slots import ExpertSlots
 from moiety_engine.moe.tenants import NUM_SLOTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from moiety_engine.distribution.group import Group
     from moiety_engine.distribution.layout import Seat
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.spec import DenseSpec
     from moiety_engine.model.weights import NormWeights
     from moiety_engine.offload.cache import ExpertCache
+    from moiety_placement.transition import Write
 
 _PLAIN = Arithmetic()
 _SCALE_BYTES = 4  # of a key or a value in int8
@@ -98,11 +101,14 @@ class Transformer:
         self._final_norm = make_norm(spec.norm, weights.final_norm)
         self.expert_cache = expert_cache
         cached = None if expert_cache is None else iter(expert_cache.layers)
+        self._slots = [_slots(one.ffn, ranks, self.device) for one in own.layers]
         feeds = [
             FarMixture(one.ffn, w.ffn, self._chosen, arithmetic, ranks)
             if ranks.crossings and isinstance(one.ffn, MoeSpec) and isinstance(w.ffn, MoeWeights)
-            else feed_forward(one.ffn, w.ffn, self._chosen, arithmetic, factors, _dispatch(one.ffn, ranks), cached)
-            for one, w, factors in zip(own.layers, weights.layers, self.adapters.layers, strict=True)
+            else feed_forward(one.ffn, w.ffn, self._chosen, arithmetic, factors, slots, _dispatch(slots, ranks), cached)
+            for one, w, factors, slots in zip(
+                own.layers, weights.layers, self.adapters.layers, self._slots, strict=True
+            )
         ]
         self._mixtures = [feed for feed in feeds if isinstance(feed, MixtureOfExperts)]
         if expert_cache is not None and expert_cache.prefetches:
@@ -178,6 +184,22 @@ class Transformer:
         if self._programs is not None:
             self._programs.forget()
         self.adapters.lay_out(keys, num_slots, rank, moves)
+
+    def slots_of(self, layer: int) -> ExpertSlots:
+        """Where the experts of a layer of this rank's stage are. Only where they are on several ranks."""
+        slots = self._slots[layer]
+        assert slots is not None, "this layer's experts are all here, or it has none"
+        return slots
+
+    @torch.inference_mode()
+    def move_experts(self, layer: int, writes: Sequence[Write]) -> int:
+        """Some slots of a layer are given other experts; all ranks of the stage do that together, between the same two
+        steps. Returns the bytes that this rank has sent and received."""
+        slots, weights = self.slots_of(layer), self._weights.layers[layer].ffn
+        assert isinstance(weights, MoeWeights)
+        num_bytes = SlotWeights(weights, slots.num_held).write(writes, self.ranks.seat)
+        slots.write(writes)
+        return num_bytes
 
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return logits_LV, float32, of the rows that are wanted."""
@@ -305,10 +327,17 @@ def _end(begun: Callable[[], Tensor]) -> Tensor:
     return begun()
 
 
-def _dispatch(spec: DenseSpec | MoeSpec, ranks: Ranks) -> Dispatch | None:
-    if ranks.experts is None or not isinstance(spec, MoeSpec):
+def _slots(spec: DenseSpec | MoeSpec, ranks: Ranks, device: torch.device) -> ExpertSlots | None:
+    layout = ranks.seat.layout
+    if not isinstance(spec, MoeSpec) or (layout.ep == 1 and ranks.experts is None):
         return None
-    return Dispatch(ranks.seat, ranks.experts, spec.routing.num_experts // ranks.seat.layout.ep)
+    num_experts = spec.routing.num_experts
+    slots = layout.slots(num_experts)
+    return ExpertSlots(slots, num_experts, num_parts=layout.ep, own_part=ranks.seat.ep_rank, device=device)
+
+
+def _dispatch(slots: ExpertSlots | None, ranks: Ranks) -> Dispatch | None:
+    return None if ranks.experts is None or slots is None else Dispatch(ranks.seat, ranks.experts, slots)
 
 
 def _expert_shape(

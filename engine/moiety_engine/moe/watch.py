@@ -59,6 +59,7 @@ class ExpertWatch:
         self._minute = int(now_s) // INTERVAL_S
         self._is_news = False
         self.pace: ExpertPace | None = None  # of the counts that were read last
+        self._picks_LE: np.ndarray | None = None  # of all tenants, since they were last taken
 
     def look(self, now_s: float, ways: Ways) -> None:
         """To be called between steps: reads counts that have arrived, and has the next ones come when they are due."""
@@ -78,6 +79,11 @@ class ExpertWatch:
 
     def load(self, ask: AskExperts, now_s: float) -> ExpertLoad:
         return self.history.load(ask.ask_id, ask.minutes, ask.tenant_id, now_s)
+
+    def take_picks(self) -> np.ndarray | None:
+        """What all tenants' tokens picked since the last call, as far as it has been read; None if nothing has."""
+        picks_LE, self._picks_LE = self._picks_LE, None
+        return picks_LE
 
     def take_balance(self, now_s: float) -> ExpertBalance | None:
         """The balance, if there is anything new to tell and it is time."""
@@ -105,6 +111,8 @@ class ExpertWatch:
         active_L = coming.counts.active_L.numpy()
         self.history.add(picks_of, active_L, coming.steps, now_s)
         if picks_of:
-            self.pace = ExpertPace.of(np.sum(list(picks_of.values()), axis=0), active_L, coming.steps)
+            picks_LE = np.sum(list(picks_of.values()), axis=0)
+            self.pace = ExpertPace.of(picks_LE, active_L, coming.steps)
+            self._picks_LE = picks_LE if self._picks_LE is None else self._picks_LE + picks_LE
         self.history.keep_apart(self._slots.names().values())
         self._is_news = True

@@ -14,7 +14,7 @@ import torch
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.runner.inputs import BatchBuilder
 from moiety_engine.runner.micro_batches import cut
-from moiety_engine.runner.orders import Allocate, ComeBack, Leave, Order, Release, Step, Stop, Swap
+from moiety_engine.runner.orders import Allocate, ComeBack, Leave, MoveExperts, Order, Release, Step, Stop, Swap
 from moiety_engine.runner.resident import free_cached_memory
 from moiety_engine.runner.scoring import in_turns
 from moiety_engine.runner.swap import HostKv
@@ -55,6 +55,8 @@ class Obeying:
                 self._step(order)
             case Swap():
                 self._swap(order)
+            case MoveExperts():
+                self._move_experts(order)
             case Allocate():
                 self._release()
                 self._together(lambda: self._allocate(order))
@@ -69,6 +71,7 @@ class Obeying:
         raise NotImplementedError
 
     def _swap(self, swap: Swap) -> None: ...
+    def _move_experts(self, order: MoveExperts) -> None: ...
     def _allocate(self, order: Allocate) -> None: ...
     def _release(self) -> None: ...
 
@@ -119,6 +122,9 @@ class Follower(Obeying):
     def _swap(self, swap: Swap) -> None:
         assert self._host_kv is not None, "blocks are swapped, and there is no host tier"
         self._host_kv.run_own(self._group, swap.outs, swap.ins)
+
+    def _move_experts(self, order: MoveExperts) -> None:
+        self._model.move_experts(order.layer, order.writes)
 
     @torch.inference_mode()
     def _step(self, step: Step) -> None:

@@ -17,6 +17,7 @@ from moiety_engine.errors import OutOfMemory
 from moiety_engine.model.batch import Spread
 from moiety_engine.moe.tenants import NOBODY
 from moiety_engine.runner.inputs import HostBatch
+from moiety_placement.transition import Write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,6 +105,13 @@ class Swap(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ins: list[tuple[int, int]]
 
 
+class MoveExperts(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Give slots of a layer other experts."""
+
+    layer: int
+    writes: list[Write]
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The weights go to host memory, if they are not there."""
 
@@ -116,7 +124,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The group ends."""
 
 
-Order = Allocate | Release | Step | Swap | Leave | ComeBack | Stop
+Order = Allocate | Release | Step | Swap | MoveExperts | Leave | ComeBack | Stop
 
 
 class Orders:

@@ -63,7 +63,7 @@ def expert_routes(experts: ExpertService) -> list[HTTPRouteHandler]:
         return ExpertReport(
             window,
             [
-                ExpertView.of(name, *(([], 0) if hides else (one.engine_ids, one.num_silent)), total, names)
+                ExpertView.of(name, *(({}, 0) if hides else (one.engines, one.num_silent)), total, names)
                 for name, one, total in sums
             ],
         )

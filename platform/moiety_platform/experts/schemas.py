@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import msgspec
 
 from moiety_platform.experts.sums import LoadSum, MinuteSum
-from moiety_wire.experts import OTHER_TENANTS
+from moiety_wire.experts import OTHER_TENANTS, ExpertLoad, unpack_counts
 
 
 class TenantExperts(msgspec.Struct, frozen=True):
@@ -18,6 +18,21 @@ class TenantExperts(msgspec.Struct, frozen=True):
     tenant_id: str | None
     tenant_name: str | None
     tokens: int
+
+
+class ExpertPlaces(msgspec.Struct, frozen=True):
+    """Where an engine's experts are: `slots` has a row for each layer that has experts, and in it the expert of each
+    slot, one part's slots after the other's. An expert may be in several."""
+
+    engine_id: str
+    parts: int
+    slots: list[list[int]]
+
+    @classmethod
+    def of(cls, engine_id: str, load: ExpertLoad) -> ExpertPlaces:
+        slots = unpack_counts(load.slots_LR).tolist()
+        of_layer = len(slots) // len(load.layers)
+        return cls(engine_id, load.num_parts, [slots[at : at + of_layer] for at in range(0, len(slots), of_layer)])
 
 
 class ExpertMinute(msgspec.Struct, frozen=True):
@@ -48,6 +63,8 @@ class ExpertView(msgspec.Struct, frozen=True):
     engines: 1 is even. `active_experts_by_layer` are those that a step used, of `num_experts`, in the minutes that are
     listed: those of the last hour in which anything was picked. `layers` is empty for a model without experts.
 
+    `places` are those of engines that move experts between ranks.
+
     A tenant's administrator sees the picks of its tenant's tokens alone, and nothing of the engines."""
 
     model: str
@@ -66,17 +83,24 @@ class ExpertView(msgspec.Struct, frozen=True):
     active_experts_by_layer: list[float] | None
     tenants: list[TenantExperts]
     minutes: list[ExpertMinute]
+    places: list[ExpertPlaces]
 
     @classmethod
     def of(
-        cls, model: str, engine_ids: Sequence[str], num_silent: int, total: LoadSum, names: Mapping[str, str]
+        cls,
+        model: str,
+        engines: Mapping[str, ExpertLoad],
+        num_silent: int,
+        total: LoadSum,
+        names: Mapping[str, str],
     ) -> ExpertView:
+        """`engines`: what each said, where that may be told."""
         first = total.first
         picks_a_token = max(1, total.num_layers * first.top_k)
         shares = [round(active / total.steps, 2) for active in total.active_L] if total.steps else None
         return cls(
             model=model,
-            engine_ids=list(engine_ids),
+            engine_ids=list(engines),
             num_silent=num_silent,
             since=datetime.fromtimestamp(total.since_unix_s, UTC),
             as_of=datetime.fromtimestamp(total.as_of_unix_s, UTC),
@@ -94,6 +118,7 @@ class ExpertView(msgspec.Struct, frozen=True):
                 for one, tokens in total.tokens_of.most_common()
             ],
             minutes=[ExpertMinute.of(at, minute, picks_a_token) for at, minute in sorted(total.minutes.items())],
+            places=[ExpertPlaces.of(one, load) for one, load in engines.items() if load.num_parts],
         )
 
 

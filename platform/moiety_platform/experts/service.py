@@ -22,12 +22,11 @@ Question = tuple[str, int, str | None]  # an engine's id, minutes, and a tenant
 class ModelLoad:
     """What the engines of a model said; `num_silent` of them said nothing."""
 
-    engine_ids: list[str] = field(default_factory=list)
+    engines: dict[str, ExpertLoad] = field(default_factory=dict)  # by their ids
     num_silent: int = 0
-    loads: list[ExpertLoad] = field(default_factory=list)
 
     def sum(self) -> LoadSum | None:
-        return sum_loads(self.loads)
+        return sum_loads(self.engines.values())
 
 
 class ExpertService:
@@ -48,8 +47,7 @@ class ExpertService:
             if isinstance(answer, Unavailable):
                 found[card.model].num_silent += 1
             elif answer is not None:
-                found[card.model].engine_ids.append(card.engine_id)
-                found[card.model].loads.append(answer)
+                found[card.model].engines[card.engine_id] = answer
         return dict(sorted(found.items()))
 
     async def _ask(

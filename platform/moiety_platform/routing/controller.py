@@ -112,6 +112,10 @@ class LoadView(msgspec.Struct, frozen=True):
     prefetched_experts_total: int
     prefetched_expert_hits_total: int
     expert_loaded_bytes_total: int
+    rebalances_total: int
+    moved_expert_bytes_total: int
+    rank_balancedness: float
+    rank_balancedness_planned: float
     classes: list[ClassLoadView]
 
     @classmethod

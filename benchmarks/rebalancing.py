@@ -1,0 +1,260 @@
+"""Experts that move between ranks while the engine serves: whether answers stay as they are, and what moving gains.
+
+    python benchmarks/rebalancing.py [--rebalances 50] [--intervals 200]
+
+First the engine on real ranks over gloo, on random checkpoints in the shapes of Qwen3-MoE and DeepSeek-V3, in float32:
+answers to greedy and seeded requests that come all the time, while experts go from one random placement to the next,
+some of them to several slots, against those of the same ranks with experts at rest, and of one rank. Sums have another
+order then, so the first token of an answer that differs is `near` where the two best logits were within 0.0001 of each
+other. Else it is `other`: a draw by a seed that lies as near to the border between two tokens is among these, for no
+logit shows it.
+
+Then the engine's own policy on loads that drift, in the shape of DeepSeek-V3 (58 layers of 256 experts, 288 slots): it
+moves a few weights at a time between steps of 50 ms, and balancedness, of the interval after the one that was planned
+for, counts meanwhile too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from datetime import date
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from placement import drift, plan_by_us
+
+from moiety_engine.config import EngineConfig
+from moiety_engine.loop import EngineLoop, load_loop
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.moe.balancing import Balancer
+from moiety_engine.offline import run_all
+from moiety_engine.runner.rebalancing import CAREFUL_COST
+from moiety_kernels.environment import describe_environment
+from moiety_placement.matching import keep_in_place, moves
+from moiety_placement.placement import Ints, balancedness
+from moiety_wire.classes import BATCH
+from moiety_wire.messages import Sampling
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "intermediate_size": 256,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 32, "head_dim": 32, "norm_topk_prob": True},
+    "deepseek_v3": {"n_routed_experts": 32, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32}
+    | {"qk_rope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+}
+LAYOUTS: tuple[dict[str, int], ...] = (
+    {"tp": 2, "ep": 2},
+    {"tp": 4, "ep": 4},
+    {"dp_attention": 2, "ep": 2},
+    {"dp_attention": 2, "tp": 2, "ep": 4},
+)
+NEAR = 1e-4
+WAVES, NUM_REQUESTS, OUTPUT_TOKENS = 8, 24, 24
+DRIFTS = ((32, 0.8, 1000), (32, 0.8, 300), (144, 0.2, 1000))  # ranks, Zipf's exponent, intervals to forget
+EVERY_S, STEP_S = 60.0, 0.05
+EXPERT_BYTES, MOVE_BYTES = 44_040_192, 64 << 20  # of DeepSeek-V3 in float8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rebalances", type=int, default=50)
+    parser.add_argument("--intervals", type=int, default=200)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "rebalancing.json")
+    options = parser.parse_args()
+    report: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "command": "python benchmarks/rebalancing.py",
+        "settings": {"rebalances": options.rebalances, "intervals": options.intervals},
+        "environment": describe_environment("numpy", "torch"),
+        "answers": [],
+        "drifting": [],
+    }
+    with tempfile.TemporaryDirectory() as work:
+        for family in FAMILIES:
+            folder = make_checkpoint(Path(work) / family, family)
+            alone = answers(settings_of(folder), 0)["answers"]
+            for layout in LAYOUTS:
+                config = settings_of(folder, **layout, redundant_experts=4, rebalance_every_s=1e9)
+                still, found = answers(config, 0)["answers"], answers(config, options.rebalances)
+                compared = {"at_rest": compare(still, found), "one_rank": compare(alone, found)}
+                tell(report["answers"], {"family": family} | layout | found["told"] | compared)
+    for ranks, exponent, forget in DRIFTS:
+        tell(report["drifting"], follow(ranks, exponent, forget, options.intervals))
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def tell(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    rows.append(row)
+    print(json.dumps(row), file=sys.stderr)
+
+
+# ── answers ──
+
+
+def make_checkpoint(folder: Path, family: str) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(len(family))
+    config = AutoConfig.for_model(family, **(SHAPE | FAMILIES[family]))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def settings_of(folder: Path, **settings: Any) -> EngineConfig:
+    return EngineConfig(
+        model=str(folder),
+        name="random",
+        device="cpu",
+        dtype="float32",
+        max_batch_tokens=96,
+        max_running=16,
+        kv_memory_bytes=8 << 20,
+        **settings,
+    )
+
+
+def requests(wave: int) -> list[CoreSubmit]:
+    """Every other one greedy, the others with a seed; half begin alike."""
+
+    def one(key: int) -> CoreSubmit:
+        start = [3 + (i * 7) % 500 for i in range(16)] if key % 2 else []
+        prompt = start + [5 + (key * 31 + i * 13 + wave) % 500 for i in range(8 + 3 * key)]
+        seeded = Sampling(temperature=0.8, top_p=0.95, seed=100 + key, num_logprobs=2)
+        sampling = seeded if key % 3 else Sampling(temperature=0.0, num_logprobs=2)
+        return CoreSubmit(key, "t", BATCH, prompt, sampling, OUTPUT_TOKENS, 0, [], OUTPUT_TOKENS, b"s", 0)
+
+    return [one(key) for key in range(NUM_REQUESTS)]
+
+
+def answers(config: EngineConfig, num_rebalances: int) -> dict[str, Any]:
+    """The tokens of all requests and the gap between the two best logits at each, by wave and request: of all waves, or
+    of as many, round and round, as it takes until experts have moved so often."""
+    found: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    with load_loop(config) as loop:
+        loop.warm_up()
+        shuffle = Shuffle(loop) if num_rebalances else None
+        for wave in cycle(range(WAVES)) if shuffle else range(WAVES):
+            for key, result in run_all(loop, requests(wave), on_step=shuffle).items():
+                gaps = [one.top_logprobs[0] - one.top_logprobs[1] for one in result.logprobs if one is not None]
+                found[wave, key] = list(zip(result.token_ids, gaps, strict=True))
+            if shuffle and loop.load().rebalances_total >= num_rebalances:
+                break
+        load = loop.load()
+    told = {"steps": load.steps_total, "rebalances": load.rebalances_total, "bytes": load.moved_expert_bytes_total}
+    return {"answers": found, "told": told | ({} if shuffle is None else shuffle.times())}
+
+
+class Shuffle:
+    """Called after each step: whenever experts are where they shall be, they shall be elsewhere."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        assert loop.rebalancing is not None
+        self._moves, self._rng = loop.rebalancing, np.random.default_rng(0)
+        self._step_ms: dict[bool, list[float]] = {True: [], False: []}  # whether something moved in it
+        self._ended_s, self._bytes = time.perf_counter(), 0
+
+    def __call__(self, _: int) -> None:
+        now_s = time.perf_counter()
+        moved = self._moves.moved_bytes_total
+        self._step_ms[moved > self._bytes].append(1e3 * (now_s - self._ended_s))
+        self._bytes = moved
+        balancer, shape = self._moves.balancer, self._moves.balancer.placement
+        if not balancer.is_moving and self._rng.random() < 0.5:  # some steps between
+            experts = np.arange(shape.num_experts)
+            for layer in range(shape.num_layers):
+                copied = self._rng.choice(self._rng.choice(experts, 2), shape.num_slots - shape.num_experts)
+                balancer.aim(layer, self._rng.permutation(np.concatenate([experts, copied])))
+        self._ended_s = time.perf_counter()
+
+    def times(self) -> dict[str, float]:
+        return {
+            f"{name}_ms_p50": round(statistics.median(self._step_ms[moved]), 2)
+            for moved, name in ((False, "step"), (True, "step_with_a_move"))
+        }
+
+
+def compare(expected: dict[tuple[int, int], Any], found: dict[str, Any]) -> dict[str, int]:
+    """Token by token, until one differs."""
+    num_tokens = near = other = 0
+    for name, ours in found["answers"].items():
+        for (wanted, gap), (token, _) in zip(expected[name], ours, strict=True):
+            num_tokens += 1
+            if wanted != token:
+                near, other = near + (gap < NEAR), other + (gap >= NEAR)
+                break
+    return {"answers": len(found["answers"]), "tokens": num_tokens, "near": near, "other": other}
+
+
+# ── drifting loads ──
+
+
+def follow(ranks: int, exponent: float, forget: float, num_intervals: int) -> dict[str, Any]:
+    """By the engine's policy, beside the first plan kept and a plan from nothing every time."""
+    intervals = list(drift(0, exponent, forget, num_intervals + 1))
+    first = scratch = plan_by_us(intervals[0], (ranks, 1, 1))
+    most_writes = max(1, MOVE_BYTES // EXPERT_BYTES)
+    online = Balancer(first, every_s=EVERY_S, most_writes=most_writes, now_s=0.0)
+    reached: dict[str, list[float]] = {"first_plan": [], "from_scratch": [], "online": []}
+    moved = {"from_scratch": 0, "from_scratch_in_place": 0, "online": 0}
+    steps_with_moves = []
+    for number, (last_LE, next_LE) in enumerate(pairwise(intervals), start=1):
+        anew = plan_by_us(last_LE, (ranks, 1, 1))
+        kept = keep_in_place(anew, scratch)
+        moved["from_scratch"] += int(moves(scratch, anew).sum())
+        moved["from_scratch_in_place"] += int(moves(scratch, kept).sum())
+        scratch = kept
+        online.count(last_LE)
+        assert online.judge(number * EVERY_S, CAREFUL_COST)
+        value, steps, writes = carry_out(online, next_LE)
+        moved["online"] += writes
+        steps_with_moves.append(steps)
+        for name, one in (("first_plan", first), ("from_scratch", scratch)):
+            reached[name].append(balancedness(one, next_LE))
+        reached["online"].append(value)
+    return {
+        "ranks": ranks,
+        "exponent": exponent,
+        "intervals_to_forget": forget,
+        "intervals": num_intervals,
+        "time_averaged_balancedness": {name: round(statistics.mean(all_), 4) for name, all_ in reached.items()},
+        "least_balancedness": {name: round(min(all_), 4) for name, all_ in reached.items()},
+        "weights_moved_per_interval": {name: round(count / num_intervals, 1) for name, count in moved.items()},
+        "moved_of_scratch_percent": round(100 * moved["online"] / moved["from_scratch"], 3),
+        "moved_of_scratch_in_place_percent": round(100 * moved["online"] / moved["from_scratch_in_place"], 3),
+        "steps_with_moves_percent": round(100 * statistics.mean(steps_with_moves) * STEP_S / EVERY_S, 2),
+    }
+
+
+def carry_out(online: Balancer, load_LE: Ints) -> tuple[float, int, int]:
+    """All moves of an interval, one a step: its balancedness averaged over time, the steps that had moves, and what was
+    written. Between the first move and the last it is taken to change evenly."""
+    before, steps, writes = balancedness(online.placement, load_LE), 0, 0
+    while online.is_moving:
+        move = online.next_move()
+        steps += 1
+        writes += 0 if move is None else len(move[1])
+    after = balancedness(online.placement, load_LE)
+    moving = min(1.0, steps * STEP_S / EVERY_S)
+    return (before + after) / 2 * moving + after * (1 - moving), steps, writes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""In which slot of which part each expert of a layer is, and to which slot a step's tokens go where there are several.
+
+All ranks of a stage hold the same table of a layer and switch it between the same two steps. On processors they choose
+alike from how many tokens each expert got over all of them. A GPU would have to wait for the host in every layer for
+that: there a choice hangs on the number of tokens alone, and is balanced over many steps. Knows no weights.
+
+T tokens, K experts a token, E experts, R ranks that have tokens of their own, C the most replicas of an expert.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from moiety_placement.placement import Placement
+from moiety_placement.replicas import concentrate, deal, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from moiety_placement.transition import Write
+
+# Rows of an expert from which on its products take longer than reading its weights, about: from there tokens are
+# balanced over ranks, below active experts. 184 is an H200's in 16 bits; a processor's core has some 100 Gflop/s for
+# 10 GB/s.
+_RIDGE_ROWS = {"cuda": 184, "cpu": 16}
+
+
+class Others(Protocol):
+    """The ranks that have other tokens."""
+
+    rank: int
+    size: int
+
+    def tell_all(self, x_E: Tensor) -> Tensor:
+        """What each of them tells, [R, E], this one too."""
+        ...
+
+
+class ExpertSlots:
+    """Of one layer, on a rank that has one of the parts."""
+
+    def __init__(
+        self,
+        slots: Sequence[int],
+        num_experts: int,
+        *,
+        num_parts: int,
+        own_part: int,
+        device: torch.device,
+        counts: bool | None = None,
+    ) -> None:
+        """`slots`: the expert in each, one part's after the other's. `counts`: whether tokens are counted for a choice,
+        which waits for the device; None: not on a GPU."""
+        self.num_held = len(slots) // num_parts  # slots of a part
+        self._first, self._device = own_part * self.num_held, device
+        self._ridge_rows = _RIDGE_ROWS[device.type]
+        self._counts = device.type == "cpu" if counts is None else counts
+        self._switch(Placement.of([slots], num_experts=num_experts, num_ranks=num_parts))
+
+    def write(self, writes: Sequence[Write]) -> None:
+        """From now on some slots hold other experts."""
+        slots_R = self.placement.physical_to_logical_LR[0].copy()
+        slots_R[[one.slot for one in writes]] = [one.expert for one in writes]
+        old = self.placement
+        self._switch(Placement.of([slots_R], num_experts=old.num_experts, num_ranks=old.num_ranks))
+
+    def _switch(self, placement: Placement) -> None:
+        self.placement = placement
+        self._has_choice = bool((placement.counts_LE > 1).any())
+        even_R = concentrate(placement, np.ones_like(placement.counts_LE))[0]  # of each expert one slot
+        home_E = np.empty(placement.num_experts, dtype=np.int32)
+        home_E[placement.physical_to_logical_LR[0, even_R > 0]] = np.flatnonzero(even_R)
+        self._home_E = torch.from_numpy(home_E).to(self._device)
+        self._slots_EC = torch.from_numpy(placement.logical_to_physical_LEC[0].astype(np.int32)).to(self._device)
+        self._copies_E = torch.from_numpy(placement.counts_LE[0].copy()).to(self._device)
+
+    def of(self, expert_TK: Tensor, others: Others | None = None) -> Tensor:
+        """[T, K], int32: the slot that each choice of an expert goes to. `others`: None where all ranks have the same
+        tokens."""
+        if self._has_choice and self._counts:
+            return self._dealt(expert_TK, others)
+        rows = expert_TK.numel() * (1 if others is None else others.size) / self.placement.num_experts
+        if self._has_choice and rows >= self._ridge_rows:
+            return self._by_turns(expert_TK)
+        return self._home_E.index_select(0, expert_TK.flatten()).view(expert_TK.shape)
+
+    def here(self, slot_TK: Tensor) -> Tensor:
+        """By the places of the own part, -1 for slots of others."""
+        is_here_TK = (slot_TK >= self._first) & (slot_TK < self._first + self.num_held)
+        return torch.where(is_here_TK, slot_TK - self._first, -1)
+
+    def _dealt(self, expert_TK: Tensor, others: Others | None) -> Tensor:
+        counts_E = torch.bincount(expert_TK.flatten(), minlength=self.placement.num_experts)
+        if others is None:
+            all_RE, rank = counts_E.cpu().numpy()[None], 0
+        else:
+            all_RE, rank = others.tell_all(counts_E).cpu().numpy(), others.rank
+        total_E = all_RE.sum(axis=0)
+        is_active_E = total_E > 0
+        rows = total_E.sum() / max(1, is_active_E.sum())
+        choose = spread if rows >= self._ridge_rows else concentrate
+        quota_R = choose(self.placement, total_E[None])[0]
+        experts_TK = expert_TK.cpu().numpy().astype(np.int64)
+        dealt_TK = deal(self.placement, 0, experts_TK, quota_R, all_RE[:rank].sum(axis=0))
+        return torch.from_numpy(dealt_TK.astype(np.int32)).to(self._device)
+
+    def _by_turns(self, expert_TK: Tensor) -> Tensor:
+        """The tokens to the replicas of their experts, one after the other."""
+        expert_TK = expert_TK.long()
+        turn_T1 = torch.arange(len(expert_TK), device=self._device).unsqueeze(1)
+        return self._slots_EC[expert_TK, turn_T1 % self._copies_E[expert_TK]]

@@ -1,0 +1,106 @@
+"""Experts that move from rank to rank while the engine serves: counts in, one move between two steps out, to all ranks
+alike."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import structlog
+
+from moiety_engine.moe.balancing import Balancer
+from moiety_engine.runner.orders import MoveExperts
+from moiety_placement.placement import Placement
+from moiety_wire.experts import pack_counts
+
+if TYPE_CHECKING:
+    from moiety_engine.config import EngineConfig
+    from moiety_engine.model.transformer import Transformer
+    from moiety_engine.moe.shape import ExpertShape
+    from moiety_engine.runner.orders import Orders
+    from moiety_placement.transition import Write
+    from moiety_wire.experts import ExpertLoad
+
+log = structlog.get_logger()
+
+MOVE_BYTES = 64 << 20  # between two steps; one expert's weights always
+CAREFUL_COST = 0.006  # the least that a move counts for, in mean rank loads: below it much is moved for little
+_BYTES_PER_S = 1e9  # of a link, until one was measured
+_NEWEST = 0.2  # the share of the last measurement in the mean
+
+
+class Rebalancing:
+    """Rank 0's. Used by the step loop's thread only."""
+
+    def __init__(self, model: Transformer, orders: Orders, shape: ExpertShape, every_s: float, now_s: float) -> None:
+        self._model, self._orders, self._shape = model, orders, shape
+        one = model.slots_of(shape.layers[0]).placement
+        slots_LR = np.concatenate([model.slots_of(layer).placement.physical_to_logical_LR for layer in shape.layers])
+        placement = Placement.of(slots_LR, num_experts=one.num_experts, num_ranks=one.num_ranks)
+        self._piece_bytes = max(1, shape.expert_bytes // model.ranks.seat.expert_cuts)
+        most_writes = max(1, MOVE_BYTES // self._piece_bytes)
+        self.balancer = Balancer(placement, every_s=every_s, most_writes=most_writes, now_s=now_s)
+        self.moved_bytes_total = 0  # from rank to rank
+        self._bytes_per_s = _BYTES_PER_S
+        self._busy_s = 0.0  # spent on steps since the experts' load was last judged
+        self._looked_s = now_s
+
+    def look(self, now_s: float, picks_LE: np.ndarray | None, *, worked: bool) -> None:
+        """To be called between steps: with what was counted since the last call, and whether there was a step."""
+        self._busy_s += max(0.0, now_s - self._looked_s) if worked else 0.0
+        self._looked_s = now_s
+        if picks_LE is not None:
+            self.balancer.count(picks_LE)
+        if self.balancer.judge(now_s, self._move_cost()):
+            self._busy_s = 0.0
+        before, move = self.balancer.rebalances_total, self.balancer.next_move()
+        if move is not None:
+            self._make(*move)
+        if self.balancer.rebalances_total > before:
+            self._tell()
+
+    def figures(self) -> dict[str, Any]:
+        """As CoreLoad names them."""
+        return {
+            "rebalances_total": self.balancer.rebalances_total,
+            "moved_expert_bytes_total": self.moved_bytes_total,
+            "rank_balancedness": self.balancer.balancedness,
+            "rank_balancedness_planned": self.balancer.balancedness_planned,
+        }
+
+    def with_places(self, load: ExpertLoad) -> ExpertLoad:
+        """With where the experts are now."""
+        placed = self.balancer.placement
+        slots_LR = pack_counts(placed.physical_to_logical_LR.ravel().tolist())
+        return msgspec.structs.replace(load, num_parts=placed.num_ranks, slots_LR=slots_LR)
+
+    def _make(self, layer: int, writes: list[Write]) -> None:
+        of_all = self._shape.layers[layer]
+        self._orders.give(MoveExperts(of_all, writes))
+        begin_s = time.perf_counter()
+        own_bytes = self._model.move_experts(of_all, writes)
+        if own_bytes:  # who takes no part returns at once
+            speed = own_bytes / (time.perf_counter() - begin_s)
+            self._bytes_per_s += _NEWEST * (speed - self._bytes_per_s)
+        of_part = self._model.slots_of(of_all).num_held
+        self.moved_bytes_total += self._shape.expert_bytes * sum(
+            one.slot // of_part != one.source // of_part for one in writes
+        )
+
+    def _move_cost(self) -> float:
+        """Of one expert's weights, in the time that a layer took since the load was last judged: what it will take
+        until it is judged again, if nothing changes."""
+        layer_s = self._busy_s / len(self._shape.layers)
+        return max(CAREFUL_COST, self._piece_bytes / self._bytes_per_s / max(layer_s, 1e-9))
+
+    def _tell(self) -> None:
+        told = {name: round(value, 4) for name, value in self.figures().items()}
+        log.info("experts_rebalanced", **told)
+
+
+def rebalancing_of(model: Transformer, config: EngineConfig, orders: Orders, now_s: float) -> Rebalancing | None:
+    """None where experts stay where they are."""
+    every_s, shape = config.rebalanced_every_s, model.experts
+    return Rebalancing(model, orders, shape, every_s, now_s) if every_s and shape is not None else None
