@@ -149,6 +149,20 @@ def test_a_file_that_was_not_finished_or_is_of_other_weights_is_not_taken(
     assert not list((folder / "offload").glob("*.partial"))
 
 
+def test_experts_of_other_weights_in_the_same_place_are_not_taken_for_these(
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any
+) -> None:
+    folder = make_checkpoint("mixtral").folder
+    config, path = offloaded(folder, 450_000), folder / "model.safetensors"
+    before = answers(make_driver(folder, offload=config), make_sequence)
+    size = path.stat().st_size
+    save_file({name: tensor * 1.5 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    assert path.stat().st_size == size
+    after = answers(make_driver(folder, offload=config), make_sequence)
+    assert torch.equal(after, answers(make_driver(folder), make_sequence))
+    assert not torch.equal(after, before)
+
+
 def test_an_expert_that_cannot_be_read_fails_the_step_and_says_what_to_do(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any
 ) -> None:

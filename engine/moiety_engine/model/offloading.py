@@ -4,6 +4,7 @@ they are kept, and how much memory of the device they get."""
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from moiety_kernels.quantization import Weight, WeightFormat
 
 _SCALES = "_scales"  # after the name of a weight in few bits
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each of a checkpoint's files, by which it is known again
 
 
 class Offloading:
@@ -100,8 +102,23 @@ def open_store(
             "without a GPU experts are kept in a file, as large as all of them: give --offload-folder, on a disk "
             "that is not memory itself"
         )
-    key = hashlib.sha256(f"{fingerprint(folder)} {made_of}".encode()).hexdigest()[:24]
-    return Offloading(ExpertFile(Path(settings.folder).expanduser(), key))
+    if not hasattr(os, "posix_fallocate"):
+        raise InvalidConfig("experts are kept in a file on Linux only: leave out --offload")
+    return Offloading(ExpertFile(Path(settings.folder).expanduser(), _key(folder, made_of)))
+
+
+def _key(folder: Path, made_of: str) -> str:
+    """Of what experts are made of. Two models of one shape differ in nothing but their numbers: so it is where the
+    files are, when they were written, and some of what is in them."""
+    digest = hashlib.sha256(f"{fingerprint(folder)} {made_of} {folder.resolve()}".encode())
+    for path in sorted(folder.glob("*.safetensors")):
+        stat = path.stat()
+        digest.update(f"{path.name} {stat.st_mtime_ns}".encode())
+        with path.open("rb") as file:
+            for number in range(_SAMPLES):
+                file.seek(stat.st_size * number // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:24]
 
 
 def budget(
