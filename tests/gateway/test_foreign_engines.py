@@ -29,7 +29,10 @@ MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
 ASK = {"model": MODEL, "messages": HELLO, "max_tokens": 40}
 WHOLE = " ".join(str(1 + i) for i in range(400))
-HEARTBEAT = Heartbeat(interval_s=0.05, timeout_s=0.6, silence_s=0.8)
+PATIENT = Heartbeat(
+    interval_s=0.05, timeout_s=30, silence_s=60
+)  # a server in this process may be slow, and is not lost
+HASTY = Heartbeat(interval_s=0.05, timeout_s=0.6, silence_s=0.8)
 CHAT = "/v1/chat/completions"
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -280,9 +283,9 @@ async def start_server(card):
 def client_of(folder):
     """The client of a server; `more` goes into its address."""
 
-    def make(server, more="", api_key=None):
+    def make(server, more="", api_key=None, heartbeat=PATIENT):
         address = f"openai+http://127.0.0.1:{server.port}/v1?model={MODEL}&kind={server.kind}&tokenizer={folder}{more}"
-        return ForeignEngineClient(ForeignAddress.parse(address), SystemClock(), api_key, HEARTBEAT)
+        return ForeignEngineClient(ForeignAddress.parse(address), SystemClock(), api_key, heartbeat)
 
     return make
 
@@ -777,7 +780,7 @@ async def test_a_server_that_falls_silent_loses_its_streams_and_gets_no_new_ones
 ):
     server = await start_server()
     server.token_s = 0.01
-    engine = client_of(server)
+    engine = client_of(server, heartbeat=HASTY)
     async with start_over(engine) as gateway:
         stream = await gateway.client.chat.completions.create(**{**ASK, "max_tokens": 400}, stream=True)
         with pytest.raises(openai.APIError) as caught:
