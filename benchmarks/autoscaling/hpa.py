@@ -88,16 +88,17 @@ class Autoscaler:
         return wanted
 
     def _stabilise(self, now_s: float, current: int, proposed: int) -> int:
-        """No more than the least that was proposed within one window, no less than the most within the other."""
+        """No more than the least that was proposed within one window, no less than the most within the other. What
+        there was at first counts as proposed."""
+        if not self._recommended:
+            self._recommended.append((now_s, current))
+        least = min([proposed, *self._within(now_s, self.terms.up.window_s)])
+        most = max([proposed, *self._within(now_s, self.terms.down.window_s)])
         self._recommended.append((now_s, proposed))
-        longest_s = max(self.terms.up.window_s, self.terms.down.window_s)
-        self._recommended = [one for one in self._recommended if one[0] > now_s - longest_s or one[0] == now_s]
-        least = min(self._within(now_s, self.terms.up.window_s))
-        most = max(self._within(now_s, self.terms.down.window_s))
         return min(max(current, least), most)
 
     def _within(self, now_s: float, window_s: float) -> list[int]:
-        return [count for at_s, count in self._recommended if at_s > now_s - window_s or at_s == now_s]
+        return [count for at_s, count in self._recommended if at_s > now_s - window_s]
 
     def _pace(self, now_s: float, current: int, wanted: int) -> int:
         """As fast as the widest policy lets it, and within what the object allows at all."""
