@@ -35,7 +35,7 @@ bench: $(VENV)/.serve ## measure the engine's throughput on the demo model (or A
 bench-gpu: ## check and measure the kernels on the GPU of this machine, in under 8 minutes
 	@exec $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benchmarks/bench_gpu.py $(ARGS)
 
-chaos: $(VENV)/.dev ## break a small cluster under load in every way, for 12 minutes, and check the books (ARGS=--short)
+chaos: $(VENV)/.dev ## break a small cluster under load in every way, for 14 minutes, and check the books (ARGS=--short)
 	@PYTHONPATH="$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" exec nice $(BIN)/python -m chaos $(ARGS)
 
 soak: $(VENV)/.dev ## a day in 20 minutes: 100 tenants, something restarted every three (ARGS="--hours 6 --rate 4")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import httpx
 import psutil
+from cluster import make_tenant
 from postgres import Postgres
 
 from chaos.load import Tenant
@@ -99,7 +100,9 @@ async def traces_killed(scene: Scene) -> None:
 
 async def poisoned(scene: Scene) -> None:
     """Requests that nobody should send: malformed, deep, huge, invalid UTF-8, smuggled, a byte at a time."""
-    poison = Poison(scene.stage, scene.tenants[0], seed=0)
+    async with scene.stage.admin() as client:
+        _, key = await make_tenant(client, "poisoner")  # apart, so that no row of it is taken for another's
+    poison = Poison(scene.stage, key, seed=0)
     await poison.run(POISON_S)
     scene.notes |= {"sent": poison.answers.total(), "harm": poison.harm}
 

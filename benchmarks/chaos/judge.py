@@ -66,9 +66,11 @@ def one_outcome_each(
     """What is wrong between what clients saw and what was booked; nothing, if all is well. `of_batch` are the answers'
     ids in a batch's results."""
     wrong, known = [f"{row_id} of the batch is not booked" for row_id in of_batch if row_id not in rows], {*of_batch}
+    nameless = 0  # whose rows neither their clients nor a log can name: a killed gateway's
     for one in asked:
         mine = {*joins.get(one.request_id, ()), *([one.answer_id] if one.answer_id else [])}
         known |= mine
+        nameless += not mine and one.outcome in (Outcome.CUT, Outcome.NO_ANSWER, Outcome.LEFT)
         booked = [rows[each] for each in mine if each in rows]
         who = f"{one.request_id} ({one.outcome.value} {one.status} {one.code})"
         if len(joins.get(one.request_id, ())) > 1 or len(mine) > 1:
@@ -83,9 +85,8 @@ def one_outcome_each(
             wrong.append(f"{who} got a token twice, or not at all")
         if not one.end_s:
             wrong.append(f"{who} has no end")
-    lost = sum(one.outcome in (Outcome.CUT, Outcome.NO_ANSWER, Outcome.LEFT) for one in asked)
     strangers = [row for row_id, row in rows.items() if row_id not in known]
-    if len(strangers) > lost:
+    if len(strangers) > nameless:
         wrong.append(f"{len(strangers)} rows are of requests that no client has sent: {strangers[:3]}")
     return wrong
 

@@ -22,6 +22,8 @@ from chaos.watch import Held, Lateness, grown, until_whole, what_is_held
 
 WHOLE_LIMIT_S, SETTLE_S, LEASE_ENDS_S = 60.0, 120.0, 45.0
 IDLE_S = 6.0
+FILLING_RATE = 250.0  # requests a second
+FILLING_LENGTHS = [(16, 4), (200, 4)]
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Play:
     rate: float
     demo_rate: float
     warm_up_s: float
+    num_filling: int  # requests before all others, after which caches have what they take
     quiet_s: float
     batch_lines: int
     seed: int
@@ -46,9 +49,11 @@ async def play(play: Play, folder: Path) -> dict[str, Any]:
             tenants = await make_tenants(client, random.Random(play.seed))
         batch = await Batch.submit(stage, tenants, play.batch_lines)
         scene = Scene(stage, postgres, disk, tenants, {})
-        warm, stopping = Load(stage, tenants, play.seed + 1), asyncio.Event()
-        asyncio.get_running_loop().call_later(play.warm_up_s, stopping.set)
-        await warm.run(lambda _: play.rate, play.demo_rate, stopping)
+        filling = Load(stage, tenants, play.seed + 5, lengths=FILLING_LENGTHS)
+        if play.num_filling:
+            await _for(filling, play.num_filling / FILLING_RATE, FILLING_RATE, play.demo_rate)
+        warm = Load(stage, tenants, play.seed + 1)
+        await _for(warm, play.warm_up_s, play.rate, play.demo_rate)
         warming = dict(list(play.soft.items())[: len(play.soft) // 2])
         soft = {name: fault for name, fault in play.soft.items() if name not in warming}
         first, windows = await _act(play, scene, warming, play.seed + 2)
@@ -56,7 +61,7 @@ async def play(play: Play, folder: Path) -> dict[str, Any]:
         more_asked, more_windows = await _act(play, scene, soft, play.seed + 4)
         middle = await _idle(stage)
         last_asked, last_windows = await _act(play, scene, play.hard, play.seed + 3)
-        asked = [*warm.asked, *first, *more_asked, *last_asked]
+        asked = [*filling.asked, *warm.asked, *first, *more_asked, *last_asked]
         windows += [*more_windows, *last_windows]
         _say(f"{len(asked)} requests: {judge.count_outcomes(asked)}")
         batch_done = await batch.result(SETTLE_S)
@@ -80,6 +85,12 @@ async def play(play: Play, folder: Path) -> dict[str, Any]:
             "processes": held,
             "ended_by_themselves": [f"{kind}-{number}: {code}" for _, (kind, number), code in stage.ends],
         }
+
+
+async def _for(load: Load, seconds: float, rate: float, demo_rate: float) -> None:
+    stopping = asyncio.Event()
+    asyncio.get_running_loop().call_later(seconds, stopping.set)
+    await load.run(lambda _: rate, demo_rate, stopping)
 
 
 async def _act(play: Play, scene: Scene, faults: dict[str, Fault], seed: int) -> tuple[list[Asked], list[Window]]:

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from chaos.load import Tenant
 from chaos.stage import GATEWAY_PORT, NUM_GATEWAYS, SCRIPTED, Stage
 
 CLOSED = 0  # the connection was, without an answer
@@ -57,9 +56,9 @@ def _endless() -> dict[str, object]:
 class Poison:
     """Sends them until it is told to stop; `answers` counts by kind what came."""
 
-    def __init__(self, stage: Stage, tenant: Tenant, seed: int) -> None:
+    def __init__(self, stage: Stage, key: str, seed: int) -> None:
         self.answers: Counter[tuple[str, int]] = Counter()
-        self._stage, self._tenant, self._rng = stage, tenant, random.Random(seed)
+        self._stage, self._key, self._rng = stage, key, random.Random(seed)
 
     @property
     def harm(self) -> dict[str, int]:
@@ -100,7 +99,7 @@ class Poison:
             writer.transport.abort()
 
     def _head(self, length: int | None, more: str = "") -> bytes:
-        lines = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {self._tenant.key}\r\n{more}"
+        lines = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {self._key}\r\n{more}"
         lines += "Content-Type: application/json\r\n" + ("" if length is None else f"Content-Length: {length}\r\n")
         return f"{lines}\r\n".encode()
 

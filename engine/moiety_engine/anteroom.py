@@ -3,6 +3,7 @@ Nobody waits for them, and each of these waits ends by itself."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -18,62 +19,72 @@ if TYPE_CHECKING:
 
 
 class _Room(Protocol):
-    def extend(self, key: int, credit_tokens: int, *, last: bool) -> bool: ...
+    def leave(self, key: int) -> CoreSubmit | None:
+        """A guest goes; None if there is no such guest."""
 
-    def leave(self, key: int) -> CoreSubmit | None: ...
+
+@dataclass(slots=True)
+class _Credit:
+    tokens: int
+    is_last: bool = False  # no more is to come
 
 
 class Anteroom:
-    """Of one replica; used by the step loop's thread. A request is in one of its rooms at a time."""
+    """Of one replica; used by the step loop's thread. A request is in one of its rooms at a time, and gets its credit
+    here, whichever that is."""
 
     def __init__(self, arrivals: Arrivals | None, adapters: AdapterRegistry, lobby: Lobby) -> None:
         self._arrivals, self._adapters, self._lobby = arrivals, adapters, lobby
         self._rooms: list[_Room] = [adapters, lobby] if arrivals is None else [arrivals, adapters, lobby]
-        self._last: set[int] = set()  # requests that wait, with no more credit to come
+        self._credits: dict[int, _Credit] = {}  # of all who wait here, by their keys
 
     @property
     def is_empty(self) -> bool:
-        waits_for_kv = self._arrivals is not None and self._arrivals.num_waiting > 0
-        return self._lobby.is_empty and self._adapters.is_quiet and not waits_for_kv
+        return not self._credits
 
     def must_wait(self, submit: CoreSubmit) -> bool:
         """Whether a request has anything to wait for; then it waits here."""
+        self._credits[submit.key] = _Credit(submit.credit_tokens)
         if submit.transfer_id and self._arrivals is not None:
             self._arrivals.enter(submit)
             return True
-        return self._waits_for_adapter(submit) or self._waits_for_guide(submit)
+        waits = self._waits_for_adapter(submit) or self._waits_for_guide(submit)
+        if not waits:
+            del self._credits[submit.key]
+        return waits
 
     def extend(self, key: int, credit_tokens: int, *, last: bool) -> bool:
         """False: nobody of that key waits."""
-        return any(room.extend(key, credit_tokens, last=last) for room in self._rooms)
+        credit = self._credits.get(key)
+        if credit is None:
+            return False
+        credit.tokens = max(credit.tokens, credit_tokens)
+        credit.is_last = credit.is_last or last
+        return True
 
     def leave(self, key: int) -> CoreSubmit | None:
         """Who waits goes; None if nobody of that key does."""
-        self._last.discard(key)
-        return next((guest for room in self._rooms if (guest := room.leave(key)) is not None), None)
+        guest = next((guest for room in self._rooms if (guest := room.leave(key)) is not None), None)
+        if guest is not None:
+            del self._credits[key]
+        return guest
 
     def take_ready(self) -> Iterator[tuple[CoreSubmit, Follower | None, bool]]:
         """Who need not wait any more: with the credit that it has by now, its guide, and whether no more is to come."""
-        if self._arrivals is not None and self._arrivals.num_waiting:
-            for come in list(self._arrivals.take_ready()):
-                self._note(come.submit.key, come.credit_last)
-                if not (self._waits_for_adapter(come.submit) or self._waits_for_guide(come.submit)):
-                    yield self._ready(come.submit, None)
-        if not self._adapters.is_quiet:
-            for submit, credit_last in self._adapters.take_ready():
-                self._note(submit.key, credit_last)
-                if not self._waits_for_guide(submit):
-                    yield self._ready(submit, None)
-        if not self._lobby.is_empty:
-            for ready in self._lobby.take_ready():
-                self._note(ready.submit.key, ready.credit_last)
-                submit = msgspec.structs.replace(ready.submit, credit_tokens=ready.credit_tokens)
-                yield self._ready(submit, ready.follower)
+        for submit in () if self._arrivals is None else self._arrivals.take_ready():
+            if not (self._waits_for_adapter(submit) or self._waits_for_guide(submit)):
+                yield self._ready(submit, None)
+        for submit in self._adapters.take_ready():
+            if not self._waits_for_guide(submit):
+                yield self._ready(submit, None)
+        for submit, guide in self._lobby.take_ready():
+            yield self._ready(submit, guide)
 
     def take_refused(self) -> list[CoreFailure]:
         """Who cannot be served."""
         refused = self._adapters.take_refused() + self._lobby.take_refused()
-        self._last.difference_update(one.key for one in refused)
+        for one in refused:
+            del self._credits[one.key]
         return refused
 
     def _waits_for_adapter(self, submit: CoreSubmit) -> bool:
@@ -86,11 +97,6 @@ class Anteroom:
             self._lobby.enter(submit)
         return submit.guide is not None
 
-    def _note(self, key: int, credit_last: bool) -> None:
-        if credit_last:
-            self._last.add(key)
-
     def _ready(self, submit: CoreSubmit, guide: Follower | None) -> tuple[CoreSubmit, Follower | None, bool]:
-        is_last = submit.key in self._last
-        self._last.discard(submit.key)
-        return submit, guide, is_last
+        credit = self._credits.pop(submit.key)
+        return msgspec.structs.replace(submit, credit_tokens=credit.tokens), guide, credit.is_last

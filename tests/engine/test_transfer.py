@@ -19,6 +19,7 @@ from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.model.batch import KvCache, LatentCache, LayerCache
 from moiety_engine.offline import Result, run_all
+from moiety_engine.transfer import sender
 from moiety_engine.transfer.landing import STALLED_S, LandingZone, Progress, prompt_hash
 from moiety_engine.transfer.messages import Begin, Piece
 from moiety_engine.transfer.rows import form_of, layer_bytes, read, token_bytes
@@ -303,3 +304,20 @@ def test_a_transfer_that_stands_still_is_lost_and_one_that_does_not_fit_is_refus
     assert zone.claim("e") is Progress.LOST
     segment = msgspec.structs.replace(whole, transfer_id="f", segment="/etc/passwd")
     assert "is no memory for KV" in zone.begin(segment)
+
+
+def test_what_nobody_answers_to_is_given_up_also_while_other_kv_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "ANSWER_S", 0.3)
+    sending = sender.Sender(KvWay.TCP, 150, None)
+    form = form_of(cache_of(torch.float32, 4))
+
+    def begin(name: str, num_bytes: int) -> str:
+        return sending.begin(HandOver(name, "tcp://127.0.0.1:1"), Begin(name, 1, num_bytes, b"", form))
+
+    assert begin("dead", 100) == "" and begin("busy", 10) == ""
+    end = time.monotonic() + DEADLINE_S
+    while begin("next", 100):
+        assert time.monotonic() < end, "what goes to a dead engine keeps its room"
+        sending.end("busy")
+        time.sleep(0.001)
+    sending.close()

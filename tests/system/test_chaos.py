@@ -77,6 +77,8 @@ def test_a_token_that_came_twice_or_a_line_of_a_batch_that_is_not_booked_is_foun
 def test_a_client_that_left_may_have_a_row_that_it_does_not_know(chaos):
     left = chaos.asked(outcome="left", answer_id="", status=0)
     assert chaos.of.one_outcome_each([left], row(3), {}, []) == []
+    (found,) = chaos.of.one_outcome_each([left], row(2) | row(3), {"c-0": ["row-2"]}, [])
+    assert "of requests that no client has sent" in found
 
 
 def test_limits_are_held_to_what_was_used_within_spans_of_time(chaos):

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 from litestar import Litestar
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select, update
 
 from moiety_platform.adapters.cache import AdapterCache, NamedAdapter
 from moiety_platform.adapters.contents import AdapterContents
 from moiety_platform.adapters.controller import adapter_routes
 from moiety_platform.adapters.models import Adapter, AdapterChunk
 from moiety_platform.adapters.naming import allowed_of
-from moiety_platform.adapters.service import erase_some
+from moiety_platform.adapters.service import ABANDONED_MS, erase_some
 from moiety_platform.auth.admin import admin_router
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
-from moiety_platform.errors import PlatformError
+from moiety_platform.errors import NotFound, PlatformError
 from moiety_platform.http_errors import answer_platform_error
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.keeper import QuotaKeeper
@@ -185,3 +185,26 @@ async def test_what_was_deleted_is_erased_piece_by_piece(api: Admin, demo: Demo,
     async with database.read() as session:
         assert (await session.scalars(select(Adapter.id))).all() == [kept["id"]]
         assert await session.scalar(select(func.count()).select_from(AdapterChunk)) == 1
+
+
+async def test_an_upload_that_was_given_up_cannot_be_ended_once_its_parts_are_erased(
+    api: Admin, demo: Demo, database: Database
+) -> None:
+    made = await begin(api, demo)
+    await send(api, made["id"], 0, GOOD)
+    async with database.write() as session:
+        await session.execute(update(Adapter).values(touched_ms=Adapter.touched_ms - ABANDONED_MS - 1))
+    async with database.write() as session:
+        assert await erase_some(session) == 1
+    await api.call("POST", f"adapters/{made['id']}/publish", 404)
+
+
+async def test_a_part_that_is_gone_is_missed_by_whoever_reads_an_adapter(
+    api: Admin, demo: Demo, database: Database
+) -> None:
+    made = await begin(api, demo)
+    await send(api, made["id"], 0, GOOD)
+    async with database.write() as session:
+        await session.execute(delete(AdapterChunk))
+    with pytest.raises(NotFound):
+        [part async for part in AdapterContents(database).parts(made["id"])]

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import structlog
 
 from moiety_engine.adapters.peft import read_adapter
@@ -43,14 +42,6 @@ class _Adapter:
     problem: str = ""  # why it cannot be served
 
 
-@dataclass(slots=True)
-class _Guest:
-    submit: CoreSubmit
-    credit_tokens: int
-    since_s: float
-    credit_last: bool = False
-
-
 class AdapterRegistry:
     """Owns the slots. Used by the step loop's thread only, but for reading."""
 
@@ -60,7 +51,7 @@ class AdapterRegistry:
         self._max_bytes, self._max_slots, self._max_rank = max_bytes, max_slots, max_rank
         self._known: OrderedDict[str, _Adapter] = OrderedDict()  # the least recently used first
         self._slot_of: dict[str, int] = {}
-        self._guests: dict[int, _Guest] = {}  # by the request's key, in the order in which they came
+        self._guests: dict[int, tuple[CoreSubmit, float]] = {}  # who, and since when; in the order in which they came
         self._users: dict[int, str] = {}  # request's key → adapter
         self._refused: deque[CoreFailure] = deque()
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="adapters") if max_bytes else None
@@ -75,11 +66,6 @@ class AdapterRegistry:
     def is_open(self) -> bool:
         return self._readers is not None
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether nobody waits here."""
-        return not self._guests and not self._refused
-
     def learn(self, adapter_id: str, folder: Path) -> None:
         """From now on it is known, or known to lie elsewhere."""
         known = self._known.setdefault(adapter_id, _Adapter(folder))
@@ -93,39 +79,29 @@ class AdapterRegistry:
         elif known is None:
             self._refuse(submit.key, FailureCode.ADAPTER_MISSING, "this engine does not have the request's adapter")
         else:
-            self._guests[submit.key] = _Guest(submit, submit.credit_tokens, time.monotonic())
-
-    def extend(self, key: int, credit_tokens: int, *, last: bool) -> bool:
-        """False: there is no such guest."""
-        guest = self._guests.get(key)
-        if guest is None:
-            return False
-        guest.credit_tokens = max(guest.credit_tokens, credit_tokens)
-        guest.credit_last = guest.credit_last or last
-        return True
+            self._guests[submit.key] = submit, time.monotonic()
 
     def leave(self, key: int) -> CoreSubmit | None:
         """A guest goes; None if there is no such guest."""
-        guest = self._guests.pop(key, None)
-        if guest is None:
+        submit, _ = self._guests.pop(key, (None, 0.0))
+        if submit is None:
             return None
-        name = guest.submit.adapter
-        known = self._known[name]
-        if known.reading is not None and all(other.submit.adapter != name for other in self._guests.values()):
+        known = self._known[submit.adapter]
+        if known.reading is not None and all(other.adapter != submit.adapter for other, _ in self._guests.values()):
             known.reading.cancel()
             known.reading = None  # nobody waits: neither its weights nor its failure are kept
-        return guest.submit
+        return submit
 
-    def take_ready(self) -> Iterator[tuple[CoreSubmit, bool]]:
-        """Who need not wait any more, with the credit that it has now, and whether that is the last. Where the slots
-        are full, who has waited for one for long holds up all that came later, so that some become free."""
+    def take_ready(self) -> Iterator[CoreSubmit]:
+        """Who need not wait any more. Where the slots are full, who has waited for one for long holds up all that came
+        later, so that some become free."""
         is_full = False  # who comes later does not take the room that somebody waits for
-        for key, guest in list(self._guests.items()):
-            name = guest.submit.adapter
+        for key, (submit, since_s) in list(self._guests.items()):
+            name = submit.adapter
             known = self._known[name]
             if known.slot < 0 and not known.problem and not is_full:
                 is_full = self._try_to_place(name, known)
-                if is_full and time.monotonic() - guest.since_s > PATIENCE_S:
+                if is_full and time.monotonic() - since_s > PATIENCE_S:
                     return
             if known.problem:
                 del self._guests[key]
@@ -135,7 +111,7 @@ class AdapterRegistry:
                 self._known.move_to_end(name)
                 known.num_users += 1
                 self._users[key] = name
-                yield msgspec.structs.replace(guest.submit, credit_tokens=guest.credit_tokens), guest.credit_last
+                yield submit
 
     def take_refused(self) -> list[CoreFailure]:
         refused = list(self._refused)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 from moiety_engine.guiding.errors import GuideRefused
 from moiety_engine.guiding.follower import Follower
@@ -17,24 +16,6 @@ NUM_COMPILERS = 2
 NOT_HELD_HERE = "this engine cannot hold an answer to a form: {reason}"
 
 
-@dataclass(slots=True)
-class _Guest:
-    submit: CoreSubmit
-    opening: Future[Follower]
-    credit_tokens: int
-    credit_last: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A request that may go on, with the credit that it has got meanwhile."""
-
-    submit: CoreSubmit
-    follower: Follower
-    credit_tokens: int
-    credit_last: bool
-
-
 class Lobby:
     """Of one replica; used by the step loop's thread. Its compilers are threads that take nobody else's time but the
     processor's."""
@@ -43,7 +24,7 @@ class Lobby:
         """`library`: or why there is none."""
         self._library = None if isinstance(library, str) else library
         self._reason = library if isinstance(library, str) else ""
-        self._guests: dict[int, _Guest] = {}
+        self._guests: dict[int, tuple[CoreSubmit, Future[Follower]]] = {}  # by the request's key
         self._refused: deque[CoreFailure] = deque()
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="guides") if self._library else None
 
@@ -56,45 +37,30 @@ class Lobby:
         """Of a mask; 0 where there are none."""
         return 0 if self._library is None else self._library.num_words
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._guests and not self._refused
-
     def enter(self, submit: CoreSubmit) -> None:
         assert submit.guide is not None, "only who has a guide waits for it"
         if self._library is None or self._compilers is None:
             self._refuse(submit.key, NOT_HELD_HERE.format(reason=self._reason))
             return
-        opening = self._compilers.submit(self._library.open, submit.guide)
-        self._guests[submit.key] = _Guest(submit, opening, submit.credit_tokens)
-
-    def extend(self, key: int, credit_tokens: int, *, last: bool) -> bool:
-        """False: there is no such guest."""
-        guest = self._guests.get(key)
-        if guest is None:
-            return False
-        guest.credit_tokens = max(guest.credit_tokens, credit_tokens)
-        guest.credit_last = guest.credit_last or last
-        return True
+        self._guests[submit.key] = submit, self._compilers.submit(self._library.open, submit.guide)
 
     def leave(self, key: int) -> CoreSubmit | None:
         """A guest goes; None if there is no such guest."""
-        guest = self._guests.pop(key, None)
-        if guest is None:
-            return None
-        guest.opening.cancel()
-        return guest.submit
+        submit, opening = self._guests.pop(key, (None, None))
+        if opening is not None:
+            opening.cancel()
+        return submit
 
-    def take_ready(self) -> Iterator[Ready]:
-        """Who need not wait any more."""
-        for key in [key for key, guest in self._guests.items() if guest.opening.done()]:
-            guest = self._guests.pop(key)
+    def take_ready(self) -> Iterator[tuple[CoreSubmit, Follower]]:
+        """Who need not wait any more, and the guide."""
+        for key in [key for key, (_, opening) in self._guests.items() if opening.done()]:
+            submit, opening = self._guests.pop(key)
             try:
-                follower = guest.opening.result()
+                follower = opening.result()
             except GuideRefused as exc:
                 self._refuse(key, f"the form that was asked for cannot be followed: {exc}")
                 continue
-            yield Ready(guest.submit, follower, guest.credit_tokens, guest.credit_last)
+            yield submit, follower
 
     def take_refused(self) -> list[CoreFailure]:
         refused = list(self._refused)

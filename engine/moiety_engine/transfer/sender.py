@@ -124,9 +124,10 @@ class Sender:
                     break
                 job()
             except queue.Empty:
-                self._give_up()
+                pass
             except Exception:  # the root of a thread: what did not go is lost, and computed again over there
                 log.exception("kv_not_sent")
+            self._give_up()
             self._hear()
         for socket in self._links.values():
             socket.close(linger=LINGER_MS)

@@ -10,7 +10,7 @@ from moiety_platform.adapters.models import Adapter
 from moiety_platform.adapters.service import get_adapter, read_part
 from moiety_platform.adapters.tensors import check_head, head_bytes
 from moiety_platform.db.session import Database
-from moiety_platform.errors import BadRequest
+from moiety_platform.errors import BadRequest, NotFound
 from moiety_wire.messages import AdapterPart
 
 
@@ -30,7 +30,7 @@ class AdapterContents:
             async with self.database.read() as session:
                 data = await read_part(session, adapter_id, start)
             if not data:
-                return  # deleted meanwhile: the engine never gets the last part
+                raise NotFound("the model's adapter was deleted meanwhile", code="model_not_found", param="model")
             start += len(data)
             yield AdapterPart(adapter_id, index, data, "" if index else config, start >= num_bytes)
             index += 1

@@ -142,10 +142,13 @@ async def erase_some(session: AsyncSession, now: Now = now_ms) -> int:
     many rows, 0 where there is none."""
     moment = int(await session.scalar(select(now())) or 0)
     given_up = (Adapter.state == AdapterState.UPLOADING) & (Adapter.touched_ms < moment - ABANDONED_MS)
-    over = select(Adapter.id).where((Adapter.state == AdapterState.DELETED) | given_up).limit(1)
-    adapter_id = await session.scalar(over.with_for_update(skip_locked=True))
-    if adapter_id is None:
+    over = select(Adapter).where((Adapter.state == AdapterState.DELETED) | given_up).limit(1)
+    adapter = await session.scalar(over.with_for_update(skip_locked=True))
+    if adapter is None:
         return 0
+    adapter_id = adapter.id
+    if adapter.state != AdapterState.DELETED:  # an upload that goes on now, late, must not find a part of its parts
+        await delete_adapter(session, adapter_id)
     chunks = AdapterChunk.adapter_id == adapter_id
     starts = (await session.scalars(select(AdapterChunk.start).where(chunks).limit(ERASE_CHUNKS))).all()
     if starts:

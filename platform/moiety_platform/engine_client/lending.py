@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from moiety_platform.engine_client.stream import EngineStream
-from moiety_platform.errors import NotFound, PlatformError, Unavailable
+from moiety_platform.errors import PlatformError, Unavailable
 from moiety_wire.messages import Accepted, AdapterPart, Extend, Failed, FailureCode, Finished, Submit, ToEngine, Tokens
 
 ReadAdapter = Callable[[str], AsyncIterator[AdapterPart]]
@@ -86,9 +86,5 @@ class Lending:
             raise error
 
     async def _send_all(self, adapter_id: str, read: ReadAdapter) -> None:
-        is_whole = False
         async for part in read(adapter_id):
             self._send(part)
-            is_whole = part.is_last
-        if not is_whole:
-            raise NotFound("the model's adapter was deleted meanwhile", code="model_not_found", param="model")
