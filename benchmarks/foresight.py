@@ -1,12 +1,15 @@
 """What a conversation's next turn gains by being foreseen, and what a stranger who comes meanwhile loses.
 
-    python benchmarks/foresight.py [--conversations 8] [--turns 4]
+    python benchmarks/foresight.py [--conversations 8] [--turns 4] [--trace mooncake/conversation_trace.jsonl]
 
 One engine, one gateway, two tenants that do the same in turn: one whose next turns are foreseen, one whose are not. Two
 models: the demo model with its own template, and one of random weights with a template that opens a thought and leaves
 thoughts out of later prompts. There `</think>` and the end are made likely, so that a thought has some 60 tokens and
 what follows it some 200. Between two turns a client thinks for a second. Written: time to the first token of all turns
 but the first, cached tokens, and what was foreseen, used and wasted.
+
+With a trace of Mooncake's form, also how often what is held for likely comes: every prompt is a turn that is watched,
+by the hash of its last whole block; conversations of as many turns are one habit, since the trace names no tenants.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from datetime import date
 from pathlib import Path
@@ -31,7 +35,10 @@ import httpx
 from disaggregation import CLI, START_S, Engines, _is_up, _start, until
 
 from moiety_engine.checkpoint import resolve_checkpoint
+from moiety_engine.scheduling.foresight.foresight import LIKELY
+from moiety_engine.scheduling.foresight.habits import Habits, Watch
 from moiety_platform.bench.environment import describe_environment
+from moiety_platform.foresight.foreseer import MAX_DEPTH
 from moiety_platform.supervisor.ports import claim_port
 
 HERE = Path(__file__).parent
@@ -53,6 +60,7 @@ THINKING = (
     "{{ '<|im_start|>' + message['role'] + '\\n' + text + '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
 )
+COUNTS = ("requests", "prompt_tokens", "cached_tokens", "foreseen_tokens", "foreseen_used_tokens")
 WORDS = "What is {a} + {b}? Add {a} to {b}, and tell the capital of France as well."
 
 
@@ -61,6 +69,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--models", nargs="+", choices=("demo", "thinking"), default=("demo", "thinking"))
+    parser.add_argument("--trace", type=Path)
     parser.add_argument("--output", type=Path, default=HERE / "results" / "foresight.json")
     options = parser.parse_args()
     report: dict[str, Any] = {"date": date.today().isoformat(), "command": " ".join(["python", *sys.argv])}
@@ -69,6 +78,8 @@ def main() -> None:
         for model in options.models:
             report[model] = asyncio.run(measure(model, Path(name) / model, options))
             print(json.dumps({model: report[model]["ttft_ms"]}), file=sys.stderr)
+    if options.trace is not None:
+        report["trace"] = {"name": options.trace.name, **replay(options.trace)}
     options.output.write_text(json.dumps(report, indent=2) + "\n")
 
 
@@ -94,21 +105,43 @@ async def measure(model: str, folder: Path, options: argparse.Namespace) -> dict
         usage = (await admin("GET", "/admin/v1/usage?group_by=tenant"))["data"]
         load = (await admin("GET", "/admin/v1/engines"))["data"][0]["load"]
         return summary(pairs) | {
-            "usage": {
-                one["group"]["tenant_name"]: {
-                    count: one["totals"][count]
-                    for count in (
-                        "requests",
-                        "prompt_tokens",
-                        "cached_tokens",
-                        "foreseen_tokens",
-                        "foreseen_used_tokens",
-                    )
-                }
-                for one in usage
-            },
+            "usage": {one["group"]["tenant_name"]: {count: one["totals"][count] for count in COUNTS} for one in usage},
             "engine": {name: value for name, value in load.items() if name.startswith("foreseen")},
         }
+
+
+def replay(trace: Path) -> dict[str, Any]:
+    """How many turns came back, how many were held for likely to, and how many of these did."""
+    habits = Habits()
+    watch: Watch[tuple[int, bool]] = Watch(habits)  # how many turns it had, and whether it was likely to go on
+    seen: set[int] = set()
+    counts: dict[str, Counter[str]] = {str(depth): Counter() for depth in range(MAX_DEPTH + 1)}
+    for line in trace.read_text().splitlines():
+        request = json.loads(line)
+        now_s, blocks = request["timestamp"] / 1000, request["hash_ids"]
+        watch.advance(now_s)
+        depth = 0
+        for block in blocks:
+            found = watch.found(b"%d" % block, now_s)
+            if found is not None and found.wanted is not None:
+                before, was_likely = found.wanted
+                depth = min(MAX_DEPTH, before + 1)
+                counts[found.habit].update(came=1, came_likely=was_likely)
+        tip = blocks[-2] if len(blocks) > 1 else None  # the last is not whole
+        if tip is not None and tip not in seen:  # else many prompts begin so, and it tells no conversation
+            is_likely = habits.likelihood(str(depth), 0.0) >= LIKELY
+            watch.open(b"%d" % tip, str(depth), now_s).wanted = depth, is_likely
+            counts[str(depth)].update(turns=1, likely=is_likely)
+        seen.update(blocks)
+    total = sum(counts.values(), Counter[str]())
+    return {
+        "turns": total["turns"],
+        "came_back": round(total["came"] / total["turns"], 3),
+        "came_back_by_turns_before": {name: round(one["came"] / one["turns"], 3) for name, one in counts.items()},
+        "held_for_likely": round(total["likely"] / total["turns"], 3),
+        "of_those_came_back": round(total["came_likely"] / total["likely"], 3),
+        "of_those_that_came_back_held_for_likely": round(total["came_likely"] / total["came"], 3),
+    }
 
 
 def summary(pairs: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:

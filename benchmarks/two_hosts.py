@@ -4,11 +4,11 @@ seconds, and a rank is killed, under load.
     python benchmarks/two_hosts.py [--launchers torchrun deepspeed]
 
 The hosts are network namespaces (see chaos/places.py), a rank on each; a third has a second engine, alone, so that
-requests have where to go. What ends is started again at once, the same command, as systemd's `Restart=always` does, or
-Kubernetes: that, and not a person, is what brings the group back. Written, for each fault: after how long each rank that
-was left knew (`rank_lost` in its log), how many requests were open at the group, how many failed, were cut, or went on
-elsewhere, and after how long the gateway had the group again. Ends with 1 where a request failed, or a rank took longer
-than 5 s.
+requests have where to go. What ends is started again at once, the same command, as systemd's `Restart=always` does,
+or Kubernetes: that, and not a person, is what brings the group back. Written, for each fault: after how long each rank
+that was left knew (`rank_lost` in its log), how many requests were open at the group, and after how long the gateway
+had the group again; and how many requests failed, or went on elsewhere. Ends with 1 where one failed, or a rank took
+longer than 5 s.
 
 DeepSpeed is installed into a folder of its own, `--deepspeed`, if it is not there.
 """
@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -146,17 +147,8 @@ class Play:
             words += group if launcher == "torchrun" else ["--module", *group[1:]]
             self.hosts.append(Kept([*wires.within(name), sys.executable, *words], environment, folder / f"{name}.log"))
         alone = [*wires.within(ALONE), sys.executable, "-m", CLI, *ENGINE, "--listen", listen[1]]
-        gateway = [
-            sys.executable,
-            "-m",
-            CLI,
-            "gateway",
-            "--port",
-            str(GATEWAY_PORT),
-            "--data-dir",
-            str(folder / "data"),
-        ]
-        gateway += ["--migrate", "--first-keys", str(folder / "keys")]
+        gateway = [sys.executable, "-m", CLI, "gateway", "--port", str(GATEWAY_PORT), "--migrate"]
+        gateway += ["--data-dir", str(folder / "data"), "--first-keys", str(folder / "keys")]
         gateway += [part for address in listen for part in ("--engine", address)]
         self._others = [Kept(alone, environment, folder / "alone.log"), Kept(gateway, {}, folder / "gateway.log")]
         self._group = listen[0]
@@ -182,9 +174,7 @@ class Play:
             "faults": faults,
             "requests": len(self._answers),
             "failed": sum(answer["status"] != 200 or answer["tokens"] != TOKENS for answer in self._answers),
-            "failovers": sum(
-                _value(line) for line in metrics.splitlines() if line.startswith("moiety_failovers_total{")
-            ),
+            "failovers": sum(map(_value, re.findall(r"^moiety_failovers_total{.*", metrics, re.MULTILINE))),
             "starts_of_each_host": [host.num_starts for host in self.hosts],
         }
 

@@ -149,7 +149,7 @@ async def test_after_a_call_of_a_tool_the_turn_with_its_result_is_foreseen(fores
         said = (await ask(gateway, tools=OPENAI_TOOLS)).choices[0].message
         await gateway.told()
         (foreseen,) = gateway.prompts(foreseen=True)
-        assert [one.foresees.habit[-5:] for one in gateway.engine.submits if one.foresees] == [":call"]
+        assert [one.foresees.habit[-7:] for one in gateway.engine.submits if one.foresees] == [":call:0"]
         result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "noon"}
         await ask(gateway, [*FIRST, said.model_dump(exclude_none=True), result], tools=OPENAI_TOOLS)
         assert gateway.prompts(foreseen=False)[1].startswith(foreseen)

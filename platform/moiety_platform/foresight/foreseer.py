@@ -34,11 +34,13 @@ from moiety_platform.randomness import ordered_hex
 from moiety_platform.tenants.models import Foresight
 from moiety_platform.usage.row import UsageRow
 from moiety_text.errors import TextError
+from moiety_text.tools.deltas import Parts
 from moiety_wire.classes import FORESIGHT
 from moiety_wire.messages import Foreseeing, Sampling, Stopping, Submit
 
 WAIT_S = 60.0  # that an engine has for it; then it is given up
 MAX_OPEN = 512  # in this process; what ends beyond that is not followed
+MAX_DEPTH = 3  # turns of a conversation, beyond which they are not told apart
 REFUSED, LIMITED, LOST, TIMED_OUT, CROWDED = "refused", "limited", "lost", "timed_out", "crowded"
 
 log = structlog.get_logger(__name__)
@@ -113,7 +115,6 @@ class Foreseer:
         if not prompt_ids:
             return None
         principal = record.principal
-        habit = f"{principal.root_key_id}:{'call' if has_called(answer) else 'turn'}"
         return Submit(
             request_id=f"fore-{ordered_hex()}",
             seq=0,
@@ -127,7 +128,7 @@ class Foreseer:
             cache_salt=principal.cache_salt,
             arrival_unix_ns=self._clock.unix_ns(),
             tenant_weight=principal.weight,
-            foresees=Foreseeing(habit, shared, before[shared:], len(asked_ids)),
+            foresees=Foreseeing(_habit_of(turn, answer), shared, before[shared:], len(asked_ids)),
         )
 
     async def _have_computed(self, turn: _Turn, submit: Submit) -> str:
@@ -196,6 +197,13 @@ def _turn_of(record: RequestRecord, run: Run) -> _Turn | None:
         return None
     card = ending.client.state.card
     return _Turn(record, run, asked, ending) if card is not None and card.foresees else None
+
+
+def _habit_of(turn: _Turn, answer: Parts) -> str:
+    """Whose conversations go on alike: those of a key, after as many turns, and after calls of tools apart."""
+    depth = sum(message["role"] == "assistant" for message in turn.asked.messages)
+    kind = "call" if has_called(answer) else "turn"
+    return f"{turn.record.principal.root_key_id}:{kind}:{min(depth, MAX_DEPTH)}"
 
 
 def _free(_: Used) -> int:
