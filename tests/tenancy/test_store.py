@@ -229,7 +229,7 @@ async def test_a_wrong_statement_is_no_outage(database: Database) -> None:
                 await connection.execute(sa.text(statement))
         return caught.value
 
-    assert not is_away(await send("INSERT INTO tenants VALUES ('t', NULL, 's', 1.0, 'active', '2026-01-01')"))
+    assert not is_away(await send("INSERT INTO tenants VALUES ('t', NULL, 's', 1.0, 'active', '2026-01-01', 'off')"))
     if database.dialect == "postgresql":
         assert not is_away(await send("SELEKT 1"))
         assert not is_away(await send("SELECT 1 / 0"))
