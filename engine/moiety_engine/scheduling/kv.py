@@ -75,6 +75,9 @@ class KvLedger:
                 return index
         return len(hashes)
 
+    def is_on_host(self, block_hash: bytes) -> bool:
+        return self.host is not None and self.host.find(block_hash) is not None
+
     def _reads_cache(self, sequence: Sequence) -> bool:
         """Not one whose prompt is scored: all of it is computed."""
         return self._prefix_caching and sequence.submit.sampling.num_prompt_logprobs is None

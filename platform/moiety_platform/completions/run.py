@@ -15,7 +15,6 @@ from moiety_platform.completions.record import Failover, RequestRecord
 from moiety_platform.completions.sequence import Sequence
 from moiety_platform.completions.spending import Throttled
 from moiety_platform.completions.text import ModelText
-from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.inbox import Delivery, Inbox
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import PlatformError, Unavailable
@@ -34,14 +33,6 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int
     output_tokens: int
     reasoning_tokens: int | None = None  # of the output; None where the model is not known to think
-
-
-class Ending(msgspec.Struct, frozen=True):
-    """How an answer came to its end by itself: its tokens, without one that only ends it, and the engine that wrote
-    the last."""
-
-    client: EngineClient
-    output_ids: list[int]
 
 
 class Run:
@@ -241,14 +232,14 @@ class Run:
             granted = await spending.extend_patiently(reserved, more)
         stream.extend(stream.credit_tokens + granted, last=granted == 0)
 
-    def ending(self) -> Ending | None:
-        """Of a request's only answer; None where it was cut, or did not come to an end."""
+    def whole_answer(self) -> list[int] | None:
+        """The tokens of a request's only answer, without one that only ends it; None where it did not come to its end
+        by itself."""
         (sequence,) = self._sequences
         finished = sequence.stream.finished
         if finished is None or finished.reason is not FinishReason.STOP:
             return None
-        ids = sequence.output_ids[:-1] if finished.detail == STOP_TOKEN else sequence.output_ids
-        return Ending(self._record.sequences[-1][0], ids)
+        return sequence.output_ids[:-1] if finished.detail == STOP_TOKEN else sequence.output_ids
 
     def usage(self) -> Usage:
         """What has been generated so far; exact when every stream has ended."""

@@ -20,8 +20,9 @@ from moiety_platform.clock import Clock
 from moiety_platform.completions.generation import Conversation
 from moiety_platform.completions.record import RequestRecord
 from moiety_platform.completions.recorder import UsageSink
-from moiety_platform.completions.run import Ending, Run
+from moiety_platform.completions.run import Run
 from moiety_platform.completions.spending import Used, scopes_of
+from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import BadRequest, PlatformError
 from moiety_platform.foresight.next_turn import has_called, next_turns, num_shared
@@ -36,7 +37,8 @@ from moiety_platform.usage.row import UsageRow
 from moiety_text.errors import TextError
 from moiety_text.tools.deltas import Parts
 from moiety_wire.classes import FORESIGHT
-from moiety_wire.messages import Foreseeing, Sampling, Stopping, Submit
+from moiety_wire.messages import Card, Foreseeing, Sampling, Stopping, Submit
+from moiety_wire.roles import EngineRole
 
 WAIT_S = 60.0  # that an engine has for it; then it is given up
 MAX_OPEN = 512  # in this process; what ends beyond that is not followed
@@ -48,12 +50,13 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One that has ended: of whom, what was asked, and how it ended."""
+    """One that has ended: of whom, what was asked and answered, and the engine whose cache has it."""
 
     record: RequestRecord
     run: Run
     asked: Conversation
-    ending: Ending
+    output_ids: list[int]
+    client: EngineClient
 
 
 class Foreseer:
@@ -105,7 +108,7 @@ class Foreseer:
     async def _submit_of(self, turn: _Turn) -> Submit | None:
         """What the engine is asked to compute; None where nothing is known of the next turn."""
         record, run, asked = turn.record, turn.run, turn.asked
-        asked_ids, output_ids = run.prompts[0], turn.ending.output_ids
+        asked_ids, output_ids = run.prompts[0], turn.output_ids
         assert record.generation is not None and record.chosen is not None, "it was answered"
         answer = await run.text.read_answer(record.generation, run.prompts, output_ids)
         first, second = await run.text.encode(next_turns(asked, answer))
@@ -140,7 +143,7 @@ class Foreseer:
         hold = await self._reserve(record, most, price(most)) if is_charged else None
         stream: EngineStream | None = None
         try:
-            async with asyncio.timeout(WAIT_S), turn.ending.client.open(submit) as stream:
+            async with asyncio.timeout(WAIT_S), turn.client.open(submit) as stream:
                 async for _ in stream.messages():
                     pass
         except TimeoutError:
@@ -191,12 +194,17 @@ def _turn_of(record: RequestRecord, run: Run) -> _Turn | None:
     generation = record.generation
     if record.principal.foresight is Foresight.OFF or generation is None or generation.num_sequences != 1:
         return None
-    (asked,), ending = generation.prompts, run.ending()
+    (asked,), output_ids = generation.prompts, run.whole_answer()
     is_adapted = record.base_model != record.served_model
-    if not isinstance(asked, Conversation) or asked.prefill or ending is None or is_adapted:
+    if not isinstance(asked, Conversation) or asked.prefill or output_ids is None or is_adapted:
         return None
-    card = ending.client.state.card
-    return _Turn(record, run, asked, ending) if card is not None and card.foresees else None
+    client = next((client for client, _ in reversed(record.sequences) if _foresees(client.state.card)), None)
+    return None if client is None else _Turn(record, run, asked, output_ids, client)
+
+
+def _foresees(card: Card | None) -> bool:
+    """Not an engine that only goes on where others have computed a prompt."""
+    return card is not None and card.foresees and card.role is not EngineRole.DECODE
 
 
 def _habit_of(turn: _Turn, answer: Parts) -> str:

@@ -75,10 +75,6 @@ class Foresight:
         self._planned: _Wanted | None = None
         self._ended: list[CoreOutput] = []
 
-    @property
-    def num_wanted(self) -> int:
-        return len(self._wanted)
-
     # ── what is foreseen comes and goes ──
 
     def add(self, submit: CoreSubmit, now_ns: int) -> None:
@@ -104,13 +100,11 @@ class Foresight:
             least = min(self._served.values(), default=0.0)
             self._served.setdefault(submit.tenant_id, least)  # absence earns nothing
 
-    def abort(self, key: int, now_ns: int) -> bool:
-        """Give up one that is wanted. False if there is none of this key."""
+    def abort(self, key: int, now_ns: int) -> None:
+        """Give up what is wanted under this key, if anything is."""
         wanted = self._wanted.get(key)
-        if wanted is None:
-            return False
-        self._end(wanted, None, now_ns)
-        return True
+        if wanted is not None:
+            self._end(wanted, None, now_ns)
 
     def joined(self, sequence: Sequence, now_ns: int) -> None:
         """A request has joined the batch for the first time, with its hits: see whether it was foreseen."""
@@ -186,8 +180,11 @@ class Foresight:
         num_left = len(wanted.hashes) - num_hits
         if not num_left:
             return Outcome.KNOWN if not wanted.num_computed else Outcome.COMPUTED
+        if kv.is_on_host(wanted.hashes[num_hits]):
+            return Outcome.NO_ROOM  # on the device there was none, and a request has only to copy it back
         hits = [Hit(block, on_host=False) for block in map(kv.pool.find, wanted.hashes[:num_hits]) if block is not None]
-        num_blocks = min(num_left, self._num_in_time(planner, num_hits * size, num_left))
+        rows = min(num_left * size, planner.prefill_room(sequence))
+        num_blocks = self._num_in_time(planner, num_hits * size, rows)
         num_blocks = min(num_blocks, self._make_blank(wanted, kv, num_blocks))
         if not num_blocks or not kv.start(sequence, hits, num_hits * size):
             return Outcome.NO_ROOM
@@ -199,11 +196,10 @@ class Foresight:
             return Outcome.NO_ROOM
         return None
 
-    def _num_in_time(self, planner: Planner, context: int, num_left: int) -> int:
-        """Blocks that a step computes in no more than CHUNK_S, or one; 0 where a step has no rows for one."""
-        limit = min(num_left * self._block_size, planner.rows_left)
-        tokens = self._step_time.largest_prefill(planner.shape, context, CHUNK_S, limit)
-        return min(max(1, tokens // self._block_size), limit // self._block_size)
+    def _num_in_time(self, planner: Planner, context: int, rows: int) -> int:
+        """Blocks that a step computes in no more than CHUNK_S, or one; 0 where it has no rows for one."""
+        tokens = self._step_time.largest_prefill(planner.shape, context, CHUNK_S, rows)
+        return min(max(1, tokens // self._block_size), rows // self._block_size)
 
     def _make_blank(self, wanted: _Wanted, kv: KvLedger, num_blocks: int) -> int:
         """See that so many blocks are blank, those of the conversation first. As many as there are, if fewer."""
