@@ -1,4 +1,4 @@
-"""What a conversation's next turn gains by being foreseen, and what a stranger who comes meanwhile loses.
+"""What a conversation's next turn gains by being foreseen.
 
     python benchmarks/foresight.py [--conversations 8] [--turns 4] [--trace mooncake/conversation_trace.jsonl]
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.host import HostTier
 from moiety_engine.config import Batching
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
@@ -169,6 +170,18 @@ def test_a_full_cache_is_left_alone_but_for_what_the_conversation_cannot_use_any
     assert (driver.ends[4].detail, driver.ends[4].num_foreseen_tokens) == ("no_room", 0)
     others = answered(driver, 5, list(range(200, 232)), max_tokens=1, tenant="b")
     assert others.num_cached_tokens == 28
+
+
+def test_what_has_gone_to_host_memory_is_not_computed_once_more() -> None:
+    ledger = KvLedger(BlockPool(6), BLOCK, prefix_caching=True, host=HostTier(16))
+    limits = Limits(16, 8, batch_size=4, batch_timeout_ms=5.0)
+    driver = Driver(Scheduler(ledger, limits, STRATEGIES[Batching.CONTINUOUS], "fcfs"))
+    answered(driver, 1, list(range(12)), max_tokens=1)
+    answered(driver, 2, list(range(200, 220)), max_tokens=1, tenant="b")
+    driver.add(foresee(3, [*range(12), *range(60, 68)], num_shared=12, num_asked=12))
+    driver.run()
+    assert (driver.ends[3].detail, driver.ends[3].num_foreseen_tokens) == ("no_room", 0)
+    assert answered(driver, 4, list(range(13)), max_tokens=1).num_cached_tokens == 12
 
 
 def test_what_nobody_asks_for_in_time_was_wasted_and_is_not_foreseen_of_that_habit_again() -> None:
