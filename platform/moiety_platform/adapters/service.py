@@ -132,9 +132,13 @@ async def list_adapters(
 async def delete_adapter(session: AsyncSession, adapter_id: str) -> Adapter:
     """Nobody can use it any more, and its name is free; its parts are erased soon. Raises NotFound."""
     adapter = await get_adapter(session, adapter_id, lock=True)
-    adapter.state, adapter.name = AdapterState.DELETED, adapter.id
+    _mark_deleted(adapter)
     await session.flush()
     return adapter
+
+
+def _mark_deleted(adapter: Adapter) -> None:
+    adapter.state, adapter.name = AdapterState.DELETED, adapter.id
 
 
 async def erase_some(session: AsyncSession, now: Now = now_ms) -> int:
@@ -148,7 +152,8 @@ async def erase_some(session: AsyncSession, now: Now = now_ms) -> int:
         return 0
     adapter_id = adapter.id
     if adapter.state != AdapterState.DELETED:  # an upload that goes on now, late, must not find a part of its parts
-        await delete_adapter(session, adapter_id)
+        _mark_deleted(adapter)
+        await session.flush()
     chunks = AdapterChunk.adapter_id == adapter_id
     starts = (await session.scalars(select(AdapterChunk.start).where(chunks).limit(ERASE_CHUNKS))).all()
     if starts:

@@ -26,10 +26,10 @@ TOTALS = {
     "mean_ttft_ms": "mean TTFT ms",
     "mean_duration_ms": "mean duration ms",
     "preemptions": "preemptions",
-    "cost": "$",
-    "attainment": "SLA kept",
     "foreseen_tokens": "foreseen",
     "foreseen_used_tokens": "of them used",
+    "cost": "$",
+    "attainment": "SLA kept",
 }
 REQUESTS = {
     "started_at": "started",
